@@ -1,0 +1,85 @@
+# The commands that people and CI call. `make` alone lists them.
+#
+#   VENV=dir     the virtual environment to use and, if it is not there, to make (default: .venv)
+#   PYTHON=exe   the Python it is made with (default: python3)
+
+VENV   ?= .venv
+PYTHON ?= python3
+
+BIN       := $(VENV)/bin
+STAMP     := $(VENV)/.cacheblend-installed
+DOC_STAMP := $(VENV)/.cacheblend-docs-installed
+PROJECTS  := pyproject.toml integrations/llama_index/pyproject.toml integrations/langchain/pyproject.toml
+
+SHELL       := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+.PHONY: help
+help:  ## list the commands
+	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## (.*)/make \1\t\2/' | expand -t 24
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# installation: once for each virtual environment, and again when a pyproject.toml or the constraints change
+
+$(STAMP): $(PROJECTS) constraints.txt
+	@test -x $(BIN)/python || { echo "making the virtual environment $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt \
+		-e '.[dev]' -e integrations/llama_index -e integrations/langchain
+	@touch $@
+
+$(DOC_STAMP): $(STAMP)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]' \
+		-e integrations/llama_index -e integrations/langchain
+	@touch $@
+
+.PHONY: install
+install: $(STAMP)  ## make the virtual environment and install the three distributions in it
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# using it
+
+.PHONY: demo
+demo: $(STAMP)  ## real documents, both frameworks, three ways to answer; the second run starts warm
+	$(BIN)/cacheblend-rag demo
+
+.PHONY: bench
+bench: $(STAMP)  ## time to first token: full prefill, prefix cache, reuse and blend at the shapes of Qwen2-0.5B
+	$(BIN)/cacheblend-rag bench ttft --shape qwen2-0.5b --chunks 6 --chunk-tokens 512 --question-tokens 32 \
+		--ratios 0,0.05,0.15,0.3
+
+.PHONY: reference-model
+reference-model: $(STAMP)  ## train the reference model, or go on training it (ARGS="..." for the script's options)
+	$(BIN)/python -m cacheblend_rag.reference.train $(ARGS)
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# proving it
+
+.PHONY: fmt
+fmt: $(STAMP)  ## format the code and repair what the linter can
+	$(BIN)/ruff check --fix-only --exit-zero .
+	$(BIN)/ruff format .
+
+.PHONY: lint
+lint: $(STAMP)  ## formatting, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+.PHONY: check
+check: lint  ## lint, and the tests, sampled where a count is large
+	$(BIN)/python -m pytest -m "not full"
+
+.PHONY: check-all
+check-all: lint  ## lint, and the tests at full counts; writes docs/check-all.txt
+	$(BIN)/python -m pytest -v --durations=20 2>&1 | sed 's|$(CURDIR)|.|g; s|$(abspath $(BIN))/||g' | tee docs/check-all.txt
+
+.PHONY: docs
+docs: $(DOC_STAMP)  ## the documentation, as a site in site/
+	NO_MKDOCS_2_WARNING=true $(BIN)/python -m mkdocs build --strict
+
+.PHONY: clean
+clean:  ## remove caches and built files (not the virtual environment, not the demo's store)
+	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,0 +1,136 @@
+"""Chunks, and the prompts that are made of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from cacheblend_rag.errors import ConfigError, EmptyChunkError
+
+__all__ = ["BlendPrompt", "Chunk", "ChunkRef", "Segment", "text_hash"]
+
+
+def text_hash(text: str) -> str:
+    """Return the digest by which a chunk's text is recognised.
+
+    Parameters
+    ----------
+    text : str
+        The text that the language model sees.
+
+    Returns
+    -------
+    str
+        32 hexadecimal digits (blake2b, 128 bits).
+    """
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of text whose KV is computed once and reused.
+
+    Parameters
+    ----------
+    text : str
+        The text exactly as the language model sees it.
+    id : str, optional
+        The name under which the chunk can be asked for, the node id of a vector store for example. A chunk without an id can
+        be blended, but not named, contained or deleted.
+
+    Raises
+    ------
+    EmptyChunkError
+        If `text` is empty.
+    ConfigError
+        If `id` is an empty string.
+    """
+
+    text: str
+    id: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.text:
+            raise EmptyChunkError(f"chunk {self.id!r} has no text; leave it out, or give it the text the model should read")
+        if self.id == "":
+            raise ConfigError("a chunk's id is the empty string; give it a name, or None for a chunk without one")
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRef:
+    """The place of a stored chunk in a prompt, by its id.
+
+    Parameters
+    ----------
+    id : str
+        The id under which the chunk was added.
+    """
+
+    id: str
+
+
+Segment: TypeAlias = "str | Sequence[int] | Chunk | ChunkRef"
+"""Text, token ids (both always computed), a chunk, or the id of a stored chunk (both served from KV)."""
+
+
+@dataclass(frozen=True)
+class BlendPrompt:
+    """A prompt as a list of segments: text, always computed, and chunks, served from stored KV.
+
+    ``BlendPrompt(prefix, chunks, suffix)`` is short for ``BlendPrompt(segments=[prefix, *chunks, suffix])``. The token ids of
+    a prompt are the concatenation of its segments' ids, each tokenised on its own; the first text segment is given the
+    tokenizer's BOS unless it begins with it.
+
+    Parameters
+    ----------
+    prefix : str
+        Text before the chunks: the system prompt, the head of the template.
+    chunks : sequence of (str, Chunk or ChunkRef)
+        The chunks in order; a string is the id of a stored chunk.
+    suffix : str
+        Text after the chunks: the question and the tail of the template.
+    separator : str
+        Text between two chunks, computed like any other text.
+    segments : sequence of Segment, optional
+        The whole prompt at once, instead of the four above; here a string is text, and `ChunkRef` names a stored chunk.
+    positions : sequence of int, optional
+        The position of each segment's first token, in segment order. By default segments follow each other without gaps.
+
+    Raises
+    ------
+    ConfigError
+        If `segments` is given together with `prefix`, `chunks`, `suffix` or `separator`, or `positions` do not fit the segments.
+    """
+
+    prefix: str = ""
+    chunks: Sequence[str | Chunk | ChunkRef] = ()
+    suffix: str = ""
+    separator: str = ""
+    segments: Sequence[Segment] = field(default=())
+    positions: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.chunks, str):
+            raise ConfigError(f"chunks is the string {self.chunks[:40]!r}; give a list of ids or chunks")
+        if self.segments:
+            if self.prefix or self.chunks or self.suffix or self.separator:
+                raise ConfigError("a prompt takes either segments, or prefix, chunks, suffix and separator, not both")
+        else:
+            object.__setattr__(self, "segments", tuple(self._sugar()))
+        if self.positions is not None:
+            if len(self.positions) != len(self.segments):
+                raise ConfigError(f"{len(self.positions)} positions for {len(self.segments)} segments; give one for each")
+            if any(position < 0 for position in self.positions):
+                raise ConfigError(f"positions {list(self.positions)} hold a negative one; positions count from 0")
+
+    def _sugar(self) -> list[Segment]:
+        segments: list[Segment] = [self.prefix] if self.prefix else []
+        for number, chunk in enumerate(self.chunks):
+            if number and self.separator:
+                segments.append(self.separator)
+            segments.append(ChunkRef(chunk) if isinstance(chunk, str) else chunk)
+        if self.suffix:
+            segments.append(self.suffix)
+        return segments

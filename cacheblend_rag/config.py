@@ -1,0 +1,185 @@
+"""The settings of a blending engine."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import yaml
+from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from cacheblend_rag.errors import ConfigError
+
+__all__ = ["BlendConfig"]
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class BlendConfig(BaseSettings):
+    """Settings of a `BlendEngine`; frozen, and an unknown name is an error.
+
+    Every field can also be set by an environment variable of its name in capitals behind ``CACHEBLEND_``, as in
+    ``CACHEBLEND_RECOMPUTE_RATIO=0.2``, or read from a YAML file by `from_yaml`. An argument wins over the environment.
+
+    Parameters
+    ----------
+    enabled : bool
+        False prefills every prompt as a whole.
+    recompute_ratio : float
+        Share of the chunk tokens to recompute, 0 (plain reuse) to 1 (full prefill). CacheBlend (section 7) finds 0.15 enough.
+    selector : str
+        Which tokens to recompute: "hkvd", "random", "none", "full", or "auto", the best there is.
+    check_layers : tuple of int
+        Layers at which hkvd compares fresh KV with stored KV, ascending. Layer 0 measures nothing, since its KV depends on no
+        other token.
+    deviation : {"value", "key", "both"}
+        What hkvd compares.
+    gradual_start : float
+        Gradual filtering (CacheBlend, section 4.3): the first check layer keeps this many times the average ratio, later ones
+        fewer, so that `recompute_ratio` is the average over the layers behind the first check layer. Without effect with one check
+        layer.
+    ratio_schedule : tuple of float, optional
+        The multiple of `recompute_ratio` that each check layer keeps, never rising, instead of the linear schedule that
+        `gradual_start` gives.
+    min_tokens : int
+        Prompts with fewer chunk tokens than this are prefilled as a whole.
+    encoding_prefix : str or tuple of int, optional
+        What every chunk is encoded behind, as text or token ids; by default the tokenizer's BOS alone.
+    dtype : {"float32", "float16", "bfloat16"}, optional
+        The dtype a model is loaded in; by default float32 on the CPU and the checkpoint's own elsewhere.
+    device : str, optional
+        Where a model is loaded, "cpu" or "cuda:0" for example; by default CUDA if there is one, else the CPU.
+    ram_bytes : int
+        Most bytes of KV that the RAM tier holds.
+    disk_bytes : int, optional
+        Most bytes of KV that the disk tier holds; no limit by default.
+    encode_batch_tokens : int
+        Most tokens encoded in one batch, padding included.
+    prefetch_layers : int
+        Layers that the loader may be ahead of the computation.
+    self_check : bool
+        Whether a new engine verifies blending on its model with random tokens, which takes a few small forward passes.
+    strict : bool
+        Whether a model that cannot be blended is an error; by default its prompts are prefilled as a whole and the report says why.
+    seed : int
+        Seed of the random selector.
+
+    Raises
+    ------
+    ConfigError
+        If a name is unknown or a value has no meaning.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="CACHEBLEND_", extra="forbid", frozen=True)
+
+    enabled: bool = True
+    recompute_ratio: float = 0.15
+    selector: str = "auto"
+    check_layers: tuple[int, ...] = (1,)
+    deviation: Literal["value", "key", "both"] = "value"
+    gradual_start: float = Field(default=1.5, ge=1.0)
+    ratio_schedule: tuple[float, ...] | None = None
+    min_tokens: int = Field(default=0, ge=0)
+    encoding_prefix: str | tuple[int, ...] | None = None
+    dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    device: str | None = None
+    ram_bytes: int = Field(default=4 * 1024**3, ge=0)
+    disk_bytes: int | None = Field(default=None, ge=0)
+    encode_batch_tokens: int = Field(default=4096, ge=1)
+    prefetch_layers: int = Field(default=2, ge=1)
+    self_check: bool = True
+    strict: bool = False
+    seed: int = 0
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(_explain(error)) from error
+
+    @field_validator("recompute_ratio")
+    @classmethod
+    def _ratio_in_range(cls, ratio: float) -> float:
+        if not math.isfinite(ratio) or not 0 <= ratio <= 1:
+            raise ValueError("must be a finite number from 0 (plain reuse) to 1 (full prefill)")
+        return ratio
+
+    @field_validator("check_layers")
+    @classmethod
+    def _layers_ascend(cls, layers: tuple[int, ...]) -> tuple[int, ...]:
+        if not layers:
+            raise ValueError("must name at least one layer; (1,) is the usual one")
+        if layers[0] == 0:
+            raise ValueError("holds 0, where nothing can be measured: layer 0's KV depends on no other token; begin with 1")
+        if layers[0] < 0 or any(a >= b for a, b in zip(layers, layers[1:], strict=False)):
+            raise ValueError("must be layer indices in ascending order, each once")
+        return layers
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> BlendConfig:
+        schedule = self.ratio_schedule
+        if schedule is None:
+            return self
+        if len(schedule) != len(self.check_layers):
+            raise ValueError(f"ratio_schedule has {len(schedule)} numbers for {len(self.check_layers)} check layers; give one for each")
+        if any(not math.isfinite(f) or f <= 0 for f in schedule) or any(a < b for a, b in zip(schedule, schedule[1:], strict=False)):
+            raise ValueError(f"ratio_schedule {schedule} must be positive and never rise: later layers choose among the tokens kept before")
+        return self
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> BlendConfig:
+        """Read the settings from a YAML file; the environment fills what the file leaves out.
+
+        Parameters
+        ----------
+        path : str or Path
+            A file that holds one mapping of field names to values.
+
+        Returns
+        -------
+        BlendConfig
+            The settings.
+
+        Raises
+        ------
+        ConfigError
+            If the file cannot be read, is no mapping, or holds a name or a value that is not a setting.
+        """
+        try:
+            values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(f"settings file {path} cannot be read: {error}") from error
+        if values is None:
+            values = {}
+        if not isinstance(values, dict):
+            raise ConfigError(f"settings file {path} holds a {type(values).__name__}; it must be a mapping of names to values")
+        return cls(**{str(name): value for name, value in values.items()})
+
+    def replace(self, **changes: Any) -> BlendConfig:
+        """Return a copy with some settings changed, all of them checked again.
+
+        Raises
+        ------
+        ConfigError
+            If a name is unknown or a value has no meaning.
+        """
+        return BlendConfig(**(self.model_dump() | changes))
+
+    def torch_dtype(self) -> torch.dtype | None:
+        """Return `dtype` as torch names it, or None."""
+        return None if self.dtype is None else _DTYPES[self.dtype]
+
+
+def _explain(error: ValidationError) -> str:
+    problems = []
+    for item in error.errors():
+        name = ".".join(str(part) for part in item["loc"]) or "settings"
+        if item["type"] == "extra_forbidden":
+            known = ", ".join(sorted(BlendConfig.model_fields))
+            problems.append(f"{name} is no setting; the settings are {known}")
+        else:
+            problems.append(f"{name}={item.get('input')!r}: {item['msg'].removeprefix('Value error, ')}")
+    return "; ".join(problems)

@@ -1,0 +1,71 @@
+"""Deciding, before anything is loaded, whether and how a prompt is blended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.layout import PromptLayout
+from cacheblend_rag.selection import Selection, SelectionTask, make_selector
+
+__all__ = ["Plan", "make_plan"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one prompt is prefilled.
+
+    Attributes
+    ----------
+    selection : Selection or None
+        Chooses the rows to recompute; None means that the whole prompt is computed.
+    selector : str
+        Name of the selector; "full" without a selection.
+    fallback_reason : str or None
+        Why the whole prompt is computed although blending was asked for.
+    """
+
+    selection: Selection | None
+    selector: str
+    fallback_reason: str | None = None
+
+
+def make_plan(config: BlendConfig, layout: PromptLayout, num_layers: int, unsupported: str | None) -> Plan:
+    """Decide how to prefill a prompt.
+
+    Parameters
+    ----------
+    config : BlendConfig
+        The settings in force for this prompt.
+    layout : PromptLayout
+        The prompt.
+    num_layers : int
+        Decoder layers of the model.
+    unsupported : str or None
+        Why the model cannot be blended, if it cannot.
+
+    Returns
+    -------
+    Plan
+        What to do.
+
+    Raises
+    ------
+    ConfigError
+        If the selector is unknown or cannot work on this model.
+    """
+    if not config.enabled:
+        return Plan(None, "full")
+    if unsupported is not None:
+        return Plan(None, "full", unsupported)
+    if not layout.chunks:
+        return Plan(None, "full", "the prompt has no chunks")
+    if layout.context_tokens < config.min_tokens:
+        return Plan(None, "full", f"the chunks have {layout.context_tokens} tokens, fewer than min_tokens={config.min_tokens}")
+    selector = make_selector(config)
+    selector.validate(num_layers)
+    candidates = layout.candidate_rows.numel()
+    budget = min(round(config.recompute_ratio * layout.context_tokens), candidates)
+    if selector.name == "full" or (config.recompute_ratio == 1 and selector.name != "none"):
+        return Plan(None, "full")
+    return Plan(selector.begin(SelectionTask(layout, num_layers, budget)), selector.name)

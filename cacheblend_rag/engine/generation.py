@@ -1,0 +1,172 @@
+"""Results of generation, and the stream of one under way."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import StoppingCriteria, TextIteratorStreamer
+
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.report import BlendReport
+
+__all__ = ["BlendStream", "GenerationResult", "PrefillResult", "TokenWatch", "refuse_foreign_options"]
+
+# Options of transformers' generate that would need the prompt's KV in another form than one sequence, computed at once.
+_FOREIGN = {
+    "input_ids": "the prompt is given as a BlendPrompt",
+    "inputs": "the prompt is given as a BlendPrompt",
+    "inputs_embeds": "the prompt is given as a BlendPrompt",
+    "attention_mask": "a blended prompt is never padded",
+    "position_ids": "positions are given in the BlendPrompt",
+    "past_key_values": "the engine brings its own cache",
+    "cache_implementation": "the engine brings its own cache",
+    "streamer": "use BlendEngine.stream",
+    "assistant_model": "assisted decoding is not blended",
+    "prompt_lookup_num_tokens": "assisted decoding is not blended",
+    "prefill_chunk_size": "a blended prefill is one pass",
+    "custom_generate": "the engine runs transformers' own decoding",
+}
+
+
+def refuse_foreign_options(options: dict[str, Any]) -> None:
+    """Raise `ConfigError` for generation options that cannot be combined with a blended prefill."""
+    for name, why in _FOREIGN.items():
+        if options.get(name) is not None:
+            raise ConfigError(f"generation option {name} cannot be used here: {why}")
+    for name in ("num_beams", "num_return_sequences"):
+        if (options.get(name) or 1) != 1:
+            raise ConfigError(f"{name}={options[name]} is not supported: a blended prompt is decoded as one sequence; leave it at 1")
+    if options.get("use_cache") is False:
+        raise ConfigError("use_cache=False contradicts blending; leave it out")
+
+
+@dataclass(frozen=True)
+class PrefillResult:
+    """What `BlendEngine.prefill` returns.
+
+    Attributes
+    ----------
+    logits : torch.Tensor
+        Logits of the token behind the prompt, ``(vocab,)``, in the model's dtype, on the CPU.
+    token_ids : tuple of int
+        The whole prompt.
+    report : BlendReport
+        What it cost.
+    """
+
+    logits: torch.Tensor
+    token_ids: tuple[int, ...]
+    report: BlendReport
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """What `BlendEngine.generate` returns.
+
+    Attributes
+    ----------
+    text : str
+        The answer, without special tokens.
+    token_ids : tuple of int
+        The generated ids as the model's own ``generate`` gives them, an end token included.
+    prompt_ids : tuple of int
+        The ids of the prompt.
+    report : BlendReport
+        What it cost.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_ids: tuple[int, ...]
+    report: BlendReport
+
+
+class TokenWatch(StoppingCriteria):
+    """Notes when the first token is there, counts tokens, and ends the generation when told to."""
+
+    def __init__(self, stop: threading.Event) -> None:
+        self._stop = stop
+        self.first_at: float | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Return whether each sequence is done."""
+        if self.first_at is None:
+            self.first_at = time.perf_counter()
+        return torch.full((input_ids.shape[0],), self._stop.is_set(), dtype=torch.bool, device=input_ids.device)
+
+
+class BlendStream(Iterator[str]):
+    """Pieces of the answer as they are decoded.
+
+    The generation runs in a thread of its own from the start and does not wait to be read: a stream that nobody reads holds nothing up.
+    Closing it, or losing the last reference to it, ends the generation at the next token.
+
+    Parameters
+    ----------
+    run : callable
+        Generates with the streamer and the stop event it is given, and returns the result.
+    tokenizer : Any
+        Decodes the tokens.
+    """
+
+    def __init__(self, run: Callable[[Any, threading.Event], GenerationResult], tokenizer: Any) -> None:
+        stop = threading.Event()
+        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        outcome: queue.SimpleQueue[GenerationResult | BaseException] = queue.SimpleQueue()
+        self._stop = stop
+        self._pieces = iter(streamer)
+        self._outcome = outcome
+        self._result: GenerationResult | None = None
+        self._ended = False
+
+        def work() -> None:
+            try:
+                outcome.put(run(streamer, stop))
+            except BaseException as error:  # handed to the reader
+                outcome.put(error)
+                streamer.on_finalized_text("", stream_end=True)
+
+        # The thread must not hold this object, or an abandoned stream would never be collected.
+        weakref.finalize(self, stop.set)
+        threading.Thread(target=work, name="cacheblend-stream", daemon=True).start()
+
+    def __iter__(self) -> BlendStream:
+        return self
+
+    def __next__(self) -> str:
+        for piece in self._pieces:
+            if piece:
+                return str(piece)
+        self._finish()
+        raise StopIteration
+
+    def close(self) -> None:
+        """End the generation at the next token; what was generated until then can still be read."""
+        self._stop.set()
+
+    def result(self) -> GenerationResult:
+        """Return the whole answer with its report, waiting for its end.
+
+        Raises
+        ------
+        CacheBlendError
+            If the generation failed.
+        """
+        self._finish()
+        assert self._result is not None
+        return self._result
+
+    def _finish(self) -> None:
+        if self._result is None:
+            outcome = self._outcome.get()
+            if isinstance(outcome, BaseException):
+                self._outcome.put(outcome)
+                raise outcome
+            self._result = outcome

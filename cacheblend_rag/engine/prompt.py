@@ -1,0 +1,206 @@
+"""From the segments of a prompt to token ids, rows and store keys."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef, text_hash
+from cacheblend_rag.errors import ConfigError, EmptyChunkError, PromptError, PromptTooLongError, UnknownChunkError
+from cacheblend_rag.layout import ChunkSpan, PromptLayout
+from cacheblend_rag.store import KVStore, NodeRecord
+
+__all__ = ["Assembler", "AssembledPrompt", "PromptChunk"]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """One chunk of an assembled prompt.
+
+    Attributes
+    ----------
+    id : str or None
+        Its id, if it has one.
+    key : str
+        Where its KV is or will be stored.
+    token_ids : tuple of int
+        Its tokens.
+    note : str or None
+        What was found out about it that its report should say.
+    """
+
+    id: str | None
+    key: str
+    token_ids: tuple[int, ...]
+    note: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AssembledPrompt:
+    """A prompt in tokens.
+
+    Attributes
+    ----------
+    layout : PromptLayout
+        Token ids and the place of each blended chunk.
+    chunks : tuple of PromptChunk
+        The chunks of the layout, in order.
+    computed : tuple of PromptChunk
+        Chunks of the prompt that are computed like text; their note says why.
+    has_positions : bool
+        Whether the prompt places its segments itself.
+    """
+
+    layout: PromptLayout
+    chunks: tuple[PromptChunk, ...]
+    computed: tuple[PromptChunk, ...]
+    has_positions: bool
+
+
+class Assembler:
+    """Turns prompts into token ids, each segment tokenised on its own.
+
+    Parameters
+    ----------
+    tokenizer : Any
+        The model's tokenizer.
+    store : KVStore
+        Where names are looked up.
+    identity : str
+        Digest of the model and the tokenizer.
+    encoding_prefix : str or sequence of int, optional
+        What chunks are encoded behind; by default the BOS, if there is one.
+    window : int or None
+        Most tokens that the model takes.
+    """
+
+    def __init__(
+        self, tokenizer: Any, store: KVStore, identity: str, encoding_prefix: str | Sequence[int] | None, window: int | None
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._store = store
+        self._window = window
+        bos = getattr(tokenizer, "bos_token_id", None)
+        self._bos: tuple[int, ...] = () if bos is None else (bos,)
+        if encoding_prefix is None:
+            self.prefix_ids: tuple[int, ...] = self._bos
+        elif isinstance(encoding_prefix, str):
+            self.prefix_ids = self._with_bos(self.tokenize(encoding_prefix))
+        else:
+            self.prefix_ids = tuple(encoding_prefix)
+        self.namespace = hashlib.blake2b(f"{identity}|{self.prefix_ids}".encode(), digest_size=16).hexdigest()
+
+    def tokenize(self, text: str) -> tuple[int, ...]:
+        """Return the ids of `text` on its own, without special tokens added."""
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def key(self, token_ids: Sequence[int]) -> str:
+        """Return the store key of a chunk's KV: a digest of all it depends on."""
+        ids = torch.tensor(token_ids, dtype=torch.int32).numpy().tobytes()
+        return hashlib.blake2b(self.namespace.encode() + ids, digest_size=20).hexdigest()
+
+    def record(self, chunk: Chunk) -> NodeRecord:
+        """Tokenise a chunk.
+
+        Raises
+        ------
+        EmptyChunkError
+            If its text has no tokens.
+        PromptTooLongError
+            If it does not fit the model's window behind the encoding prefix.
+        """
+        ids = self.tokenize(chunk.text)
+        if not ids:
+            raise EmptyChunkError(f"the text of chunk {chunk.id!r}, {chunk.text[:40]!r}, has no tokens; leave the chunk out")
+        if self._window is not None and len(self.prefix_ids) + len(ids) > self._window:
+            raise PromptTooLongError(
+                f"chunk {chunk.id!r} has {len(ids)} tokens; with its encoding prefix that is more than the model's window of "
+                f"{self._window}; split it"
+            )
+        return NodeRecord(chunk.id or "", self.key(ids), text_hash(chunk.text), ids)
+
+    def assemble(self, prompt: BlendPrompt) -> AssembledPrompt:
+        """Look up and tokenise a whole prompt.
+
+        Raises
+        ------
+        UnknownChunkError
+            If it names a chunk that is not known.
+        PromptTooLongError
+            If it leaves no room for a single output token in the model's window.
+        PromptError
+            If it has no tokens.
+        """
+        segments = list(prompt.segments)
+        positions = None if prompt.positions is None else list(prompt.positions)
+        if segments and isinstance(segments[0], Chunk | ChunkRef) and self._bos and positions is None:
+            segments.insert(0, ())
+        records = self._records(segments)
+        ids: list[int] = []
+        places: list[int] = []
+        spans: list[ChunkSpan] = []
+        chunks: list[PromptChunk] = []
+        computed: list[PromptChunk] = []
+        for number, segment in enumerate(segments):
+            position = len(ids) if positions is None else positions[number]
+            if isinstance(segment, Chunk | ChunkRef):
+                chunk = records[number]
+                assert chunk is not None
+                part = chunk.token_ids
+                if number == len(segments) - 1:
+                    # The last token's logits are what the prompt is for, so its row is computed.
+                    computed.append(PromptChunk(chunk.id, chunk.key, part, "the prompt ends with it, so it is computed like text"))
+                else:
+                    spans.append(ChunkSpan(len(ids), len(ids) + len(part), position))
+                    chunks.append(chunk)
+            else:
+                part = self.tokenize(segment) if isinstance(segment, str) else self._checked(segment)
+                if number == 0:
+                    part = self._with_bos(part)
+            ids.extend(part)
+            places.extend(range(position, position + len(part)))
+        if not ids:
+            raise PromptError("the prompt has no tokens; give it a question at least")
+        last = max(places) + 1
+        if self._window is not None and max(len(ids), last) >= self._window:
+            raise PromptTooLongError(
+                f"the prompt has {len(ids)} tokens and ends at position {last}; the model's window is {self._window}, one of which is "
+                "needed for the answer: retrieve fewer or shorter chunks"
+            )
+        exact = bool(chunks) and tuple(ids[: spans[0].start]) == self.prefix_ids and spans[0].position == len(self.prefix_ids)
+        layout = PromptLayout(tuple(ids), tuple(places), tuple(spans), int(exact))
+        return AssembledPrompt(layout, tuple(chunks), tuple(computed), positions is not None)
+
+    def _records(self, segments: Sequence[Any]) -> list[PromptChunk | None]:
+        named = [segment.id for segment in segments if isinstance(segment, Chunk | ChunkRef) and segment.id]
+        known = dict(zip(named, self._store.lookup(self.namespace, named), strict=True)) if named else {}
+        return [self._chunk(segment, known) if isinstance(segment, Chunk | ChunkRef) else None for segment in segments]
+
+    def _chunk(self, segment: Chunk | ChunkRef, known: dict[str, NodeRecord | None]) -> PromptChunk:
+        record = known.get(segment.id) if segment.id else None
+        if isinstance(segment, ChunkRef):
+            if record is None:
+                raise UnknownChunkError(
+                    f"no chunk has the id {segment.id!r}: it was never added for this model, tokenizer and encoding prefix, or was deleted; "
+                    "add it, or pass the chunk itself"
+                )
+            return PromptChunk(record.id, record.key, record.token_ids)
+        if record is not None and record.text_hash == text_hash(segment.text):
+            return PromptChunk(record.id, record.key, record.token_ids)
+        fresh = self.record(segment)
+        note = None if record is None else "its text is not the one that was added under this id"
+        return PromptChunk(segment.id, fresh.key, fresh.token_ids, note)
+
+    def _with_bos(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        return ids if ids[: len(self._bos)] == self._bos else self._bos + ids
+
+    def _checked(self, ids: Sequence[int]) -> tuple[int, ...]:
+        size = len(self.tokenizer)
+        for token in ids:
+            if not 0 <= int(token) < size:
+                raise ConfigError(f"token id {token} is outside the tokenizer's vocabulary of {size}")
+        return tuple(int(token) for token in ids)

@@ -1,0 +1,88 @@
+"""Proving on a few random tokens that blending is exact on a model."""
+
+from __future__ import annotations
+
+import torch
+
+from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.fuse import BlendCache, Steering
+from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.layout import ChunkSpan, PromptLayout
+from cacheblend_rag.model import Decoder, KVCache
+from cacheblend_rag.rope import shift_keys
+from cacheblend_rag.selection import FixedSelection
+
+__all__ = ["TrueKV", "check_blending"]
+
+_PROMPT_TOKENS = 24
+_CHUNKS = (ChunkSpan(3, 11, 3), ChunkSpan(12, 20, 12))
+_RECOMPUTED_ROWS = (4, 9, 12, 13, 19)
+_DISTANCE = 11
+
+
+class TrueKV:
+    """A layer source that knows the model's own KV of the whole prompt; with it, any selection must give the model's own logits.
+
+    Parameters
+    ----------
+    layers : list of LayerKV
+        ``(1, num_kv_heads, prompt_len, head_dim)`` each.
+    """
+
+    def __init__(self, layers: list[LayerKV]) -> None:
+        self._layers = layers
+
+    def synchronize(self, layer: int) -> LayerKV:
+        """Return a copy of a layer."""
+        return LayerKV(*(tensor.clone() for tensor in self._layers[layer]))
+
+
+@torch.no_grad()
+def check_blending(decoder: Decoder) -> None:
+    """Check that steered rows over the model's own KV give the model's own logits, and that moved keys are those of the new position.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If they do not, with the size of the difference.
+    """
+    vocabulary = decoder.model.get_input_embeddings().num_embeddings
+    drawn = torch.randint(vocabulary, (1, _PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
+    ids = drawn.to(decoder.device)
+    name = type(decoder.model).__name__
+    tolerance = 1e-3 if decoder.model.dtype == torch.float32 else 5e-2
+
+    own = KVCache(decoder.num_layers)
+    wanted = decoder.model(input_ids=ids, past_key_values=own, use_cache=True).logits[0, -1]
+    layout = PromptLayout(tuple(drawn[0].tolist()), tuple(range(_PROMPT_TOKENS)), _CHUNKS)
+    cache = BlendCache(decoder.num_layers)
+    steering = Steering(decoder, cache, layout, FixedSelection(torch.tensor(_RECOMPUTED_ROWS)), TrueKV(own.kv()))
+    with steering():
+        blended = decoder.model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, -1]
+    difference = _relative(blended, wanted)
+    if not difference <= tolerance:
+        raise UnsupportedModelError(
+            f"{name}: rows computed over the model's own KV give other logits than the model itself (off by {difference:.2g} of their "
+            f"scale, {tolerance:g} allowed); something in its forward depends on more than the rows and their KV"
+        )
+
+    moved = KVCache(decoder.num_layers)
+    positions = torch.arange(_PROMPT_TOKENS, device=ids.device)[None] + _DISTANCE
+    decoder.model.get_decoder()(input_ids=ids, position_ids=positions, past_key_values=moved, use_cache=True)
+    distances = torch.full((_PROMPT_TOKENS,), _DISTANCE)
+    for layer, (here, there) in enumerate(zip(own.kv(), moved.kv(), strict=True)):
+        keys = here.keys.clone()
+        rotation = decoder.rotations[layer]
+        if rotation is not None:
+            shift_keys(keys, rotation.table(distances, keys.device))
+        difference = max(_relative(keys, there.keys), _relative(here.values, there.values))
+        if not difference <= tolerance:
+            raise UnsupportedModelError(
+                f"{name}, layer {layer}: KV moved by {_DISTANCE} positions is not the KV computed there (off by {difference:.2g} of its "
+                f"scale, {tolerance:g} allowed)"
+            )
+
+
+def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    scale = b.float().abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
+    return float((a.float() - b.float()).abs().amax() / scale)

@@ -1,0 +1,96 @@
+"""The errors that cacheblend-rag raises on purpose.
+
+::
+
+    CacheBlendError
+    ├── ConfigError               a setting has no meaning, or contradicts another (also a ValueError)
+    ├── PromptError               a prompt, or a chunk in it, cannot be served
+    │   ├── UnknownChunkError     a chunk id that was never added, or was deleted (also a KeyError)
+    │   ├── EmptyChunkError       a chunk without text, or whose text has no tokens
+    │   └── PromptTooLongError    more tokens than the model's window holds
+    ├── UnsupportedModelError     a model whose KV cannot be blended; the message says which part and why
+    └── StoreError                the chunk KV store cannot do what it was asked
+        ├── StoreFormatError      the folder was written in a format that this version does not read
+        ├── StoreFullError        the disk, or the store's byte budget, has no room
+        ├── StoreReadOnlyError    a write to a folder that may not be written
+        └── ChunkReadError        stored KV is missing or damaged; the engine treats it as a miss
+
+Every message says what was wrong, with which value, and what to do about it.
+"""
+
+__all__ = [
+    "CacheBlendError",
+    "ChunkReadError",
+    "ConfigError",
+    "EmptyChunkError",
+    "PromptError",
+    "PromptTooLongError",
+    "StoreError",
+    "StoreFormatError",
+    "StoreFullError",
+    "StoreReadOnlyError",
+    "UnknownChunkError",
+    "UnsupportedModelError",
+]
+
+
+class CacheBlendError(Exception):
+    """Base class of every error that this library raises on purpose."""
+
+
+class ConfigError(CacheBlendError, ValueError):
+    """A setting has no meaning, or contradicts another one."""
+
+
+class PromptError(CacheBlendError):
+    """A prompt, or a chunk in it, cannot be served."""
+
+
+class UnknownChunkError(PromptError, KeyError):
+    """A prompt names a chunk id that was never added, or was deleted."""
+
+    def __str__(self) -> str:
+        # KeyError would show the repr of the message, quotes and escapes included.
+        return str(self.args[0]) if self.args else ""
+
+
+class EmptyChunkError(PromptError):
+    """A chunk has no text, or its text has no tokens."""
+
+
+class PromptTooLongError(PromptError):
+    """A prompt has more tokens than the model's window holds."""
+
+
+class UnsupportedModelError(CacheBlendError):
+    """The KV of this model cannot be blended; the message says which part and why."""
+
+
+class StoreError(CacheBlendError):
+    """The chunk KV store cannot do what it was asked."""
+
+
+class StoreFormatError(StoreError):
+    """The store folder was written in a format that this version does not read."""
+
+
+class StoreFullError(StoreError):
+    """The disk, or the store's byte budget, has no room for a write."""
+
+
+class StoreReadOnlyError(StoreError):
+    """A write to a store folder that may not be written."""
+
+
+class ChunkReadError(StoreError):
+    """The stored KV of a chunk is missing or damaged.
+
+    Attributes
+    ----------
+    key : str
+        The store key of the chunk, so that the caller can discard it and compute the chunk anew.
+    """
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(f"stored KV {key[:12]}… cannot be read: {reason}; it will be computed again")
+        self.key = key

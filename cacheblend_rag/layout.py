@@ -1,0 +1,80 @@
+"""Where the parts of a prompt stand, in tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+__all__ = ["ChunkSpan", "PromptLayout"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSpan:
+    """One chunk's half-open range of rows in the prompt, and the position of its first token."""
+
+    start: int
+    stop: int
+    position: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, eq=False)
+class PromptLayout:
+    """The token ids of a prompt and the place of each chunk in it.
+
+    A *row* is a token's index in the prompt; a *position* is what rotary embeddings see. They are equal unless the prompt
+    places its segments elsewhere.
+
+    Attributes
+    ----------
+    token_ids : tuple of int
+        The whole prompt.
+    positions : tuple of int
+        The position of each token.
+    chunks : tuple of ChunkSpan
+        The chunks in prompt order, not overlapping.
+    exact_chunks : int
+        How many leading chunks stand exactly behind what they were encoded behind, so that their stored KV is already the true one
+        (0 or 1).
+    """
+
+    token_ids: tuple[int, ...]
+    positions: tuple[int, ...]
+    chunks: tuple[ChunkSpan, ...]
+    exact_chunks: int = 0
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @cached_property
+    def is_chunk(self) -> torch.Tensor:
+        """Whether each row belongs to a chunk, bool, ``(prompt_len,)``."""
+        mask = torch.zeros(len(self), dtype=torch.bool)
+        for span in self.chunks:
+            mask[span.start : span.stop] = True
+        return mask
+
+    @cached_property
+    def context_rows(self) -> torch.Tensor:
+        """The rows of chunk tokens, ascending, int64."""
+        return self.is_chunk.nonzero().flatten()
+
+    @cached_property
+    def text_rows(self) -> torch.Tensor:
+        """The rows that are always computed, ascending, int64."""
+        return (~self.is_chunk).nonzero().flatten()
+
+    @cached_property
+    def candidate_rows(self) -> torch.Tensor:
+        """The chunk rows whose stored KV may differ from the true one, ascending, int64."""
+        first = self.chunks[self.exact_chunks].start if self.exact_chunks < len(self.chunks) else len(self)
+        return self.context_rows[self.context_rows >= first]
+
+    @property
+    def context_tokens(self) -> int:
+        """How many tokens the chunks have."""
+        return sum(len(span) for span in self.chunks)

@@ -1,0 +1,195 @@
+"""Examples as tensors: one row a context with all its questions, each question seeing the context and itself only."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from .corpus import Example
+from .prompt import BOS, PromptFormat
+
+__all__ = ["IGNORED", "Batch", "Row", "collate", "copy_batch", "encode_example"]
+
+IGNORED = -100
+_ROUND_TO = 8
+_SHARED = 0
+_PADDING = -1
+_NO_CHUNK = -1
+
+
+@dataclass
+class Row:
+    """One context with its questions, as parallel lists over its tokens.
+
+    Attributes
+    ----------
+    ids, positions
+        Token ids, and their positions; every question begins where the context ends.
+    branches
+        0 for what all questions share, else the question's number counted from 1.
+    chunks
+        The chunk a token belongs to, or -1.
+    labels
+        The token to be predicted here, or :data:`IGNORED`.
+    """
+
+    ids: list[int]
+    positions: list[int]
+    branches: list[int]
+    chunks: list[int]
+    labels: list[int]
+
+    def append(self, ids: Sequence[int], start: int, branch: int, chunk: int, labels: Sequence[int] | None = None) -> int:
+        """Append tokens at positions from `start` on; return the position after them."""
+        self.ids.extend(ids)
+        self.positions.extend(range(start, start + len(ids)))
+        self.branches.extend([branch] * len(ids))
+        self.chunks.extend([chunk] * len(ids))
+        self.labels.extend(labels if labels is not None else [IGNORED] * len(ids))
+        return start + len(ids)
+
+
+@dataclass
+class Batch:
+    """Rows on a grid: `context_length` shared tokens, then the questions, `question_length` tokens each.
+
+    `branches` is -1 at padding.
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    branches: torch.Tensor
+    chunks: torch.Tensor
+    labels: torch.Tensor
+    context_length: int
+    question_length: int
+
+    def question_mask(self) -> torch.Tensor:
+        """Return what each question's tokens see of context and question, ``(batch * questions, 1, question, context + question)``."""
+        count, width = self.ids.shape[0], self.question_length
+        real = self.branches != _PADDING
+        context = real[:, : self.context_length]
+        own = real[:, self.context_length :].reshape(-1, width)
+        questions = own.shape[0] // count
+        seen = torch.cat([context.repeat_interleave(questions, 0), own], 1)[:, None].repeat(1, width, 1)
+        seen[:, :, self.context_length :] &= torch.ones(width, width, dtype=torch.bool, device=seen.device).tril()
+        return torch.zeros(seen.shape, dtype=torch.bfloat16, device=seen.device).masked_fill(~seen, float("-inf"))[:, None]
+
+    def mask(self, reuse: bool = False) -> torch.Tensor:
+        """Return which token sees which, as a boolean tensor ``(batch, 1, seq_len, seq_len)``.
+
+        Parameters
+        ----------
+        reuse
+            Let chunk tokens see only BOS and their own chunk: what plain reuse of chunk KV amounts to.
+        """
+        length = self.ids.shape[1]
+        causal = torch.ones(length, length, dtype=torch.bool, device=self.ids.device).tril()
+        queries, keys = self.branches[:, :, None], self.branches[:, None, :]
+        visible = causal & ((keys == _SHARED) | (keys == queries))
+        if reuse:
+            chunk_queries, chunk_keys = self.chunks[:, :, None], self.chunks[:, None, :]
+            first = torch.zeros(length, dtype=torch.bool, device=self.ids.device)
+            first[0] = True
+            visible &= (chunk_queries == _NO_CHUNK) | (chunk_queries == chunk_keys) | first
+        # Padding sees itself, for a row of the softmax must not be empty.
+        visible |= torch.eye(length, dtype=torch.bool, device=self.ids.device)
+        return visible[:, None]
+
+    def to(self, device: torch.device) -> Batch:
+        """Return the batch on a device."""
+        tensors = (t.to(device) for t in (self.ids, self.positions, self.branches, self.chunks, self.labels))
+        return Batch(*tensors, self.context_length, self.question_length)
+
+
+def encode_example(tokenizer: PreTrainedTokenizerFast, example: Example, form: PromptFormat, gap: int = 0) -> Row:
+    """Encode an example the way the engine assembles a prompt: piece by piece, each chunk on its own.
+
+    Parameters
+    ----------
+    tokenizer
+        The reference tokenizer.
+    example
+        A context and its questions.
+    form
+        The prompt format.
+    gap
+        Positions to leave out after the head, so that the model does not get used to one length.
+    """
+    # What stands before the question's own line is the same for all questions, and is computed once.
+    shared, line, opening = form.middle.rpartition("\n")
+    texts = [form.prefix(), form.separator, shared + line, *example.chunks]
+    for question in example.questions:
+        texts.extend((opening + question.text + form.tail, question.sentence))
+    head, separator, middle, *rest = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    row = Row([], [], [], [], [])
+    place = row.append(head, 0, _SHARED, _NO_CHUNK) + gap
+    for number, ids in enumerate(rest[: len(example.chunks)]):
+        if number:
+            place = row.append(separator, place, _SHARED, _NO_CHUNK)
+        place = row.append(ids, place, _SHARED, number)
+    place = row.append(middle, place, _SHARED, _NO_CHUNK)
+    eos = tokenizer.eos_token_id
+    branches = rest[len(example.chunks) :]
+    for number, (ask, answer) in enumerate(zip(branches[::2], branches[1::2], strict=True), start=1):
+        labels = [IGNORED] * (len(ask) - 1) + [*answer, eos]
+        row.append([*ask, *answer], place, number, _NO_CHUNK, labels)
+    return row
+
+
+def collate(rows: Sequence[Row]) -> Batch:
+    """Lay rows out on a grid: the shared tokens first, then every question, each padded on the right to a common length."""
+    counts = [Counter(row.branches) for row in rows]
+    context = _rounded(max(count[_SHARED] for count in counts))
+    questions = max(len(count) - 1 for count in counts)
+    width = _rounded(max((size for count in counts for branch, size in count.items() if branch != _SHARED), default=0))
+
+    def on_grid(values: list[int], branches: list[int], fill: int) -> list[int]:
+        grid = [fill] * (context + questions * width)
+        filled = Counter[int]()
+        for value, branch in zip(values, branches, strict=True):
+            start = 0 if branch == _SHARED else context + (branch - 1) * width
+            grid[start + filled[branch]] = value
+            filled[branch] += 1
+        return grid
+
+    def padded(name: str, fill: int) -> torch.Tensor:
+        return torch.tensor([on_grid(getattr(row, name), row.branches, fill) for row in rows])
+
+    return Batch(
+        padded("ids", 0),
+        padded("positions", 0),
+        padded("branches", _PADDING),
+        padded("chunks", _NO_CHUNK),
+        padded("labels", IGNORED),
+        context,
+        width,
+    )
+
+
+def _rounded(length: int) -> int:
+    return -(-length // _ROUND_TO) * _ROUND_TO
+
+
+def copy_batch(rng: random.Random, tokenizer: PreTrainedTokenizerFast, rows: int, length: int) -> Batch:
+    """Return rows of `length` distinct random tokens, a line break, and the same tokens again, which are to be predicted."""
+    special = len(tokenizer.all_special_ids)
+    line = tokenizer("\n", add_special_tokens=False)["input_ids"]
+    bos = tokenizer.convert_tokens_to_ids(BOS)
+    built = []
+    for _ in range(rows):
+        tokens = rng.sample(range(special, len(tokenizer)), length)
+        row = Row([], [], [], [], [])
+        place = row.append([bos], 0, _SHARED, _NO_CHUNK) + rng.randrange(64)
+        place = row.append([*tokens, *line], place, _SHARED, _NO_CHUNK)
+        # The first token of the copy cannot be known before it is predicted from the line break: it is the oldest one.
+        row.append(tokens[:-1], place, _SHARED, _NO_CHUNK)
+        start = len(row.ids) - length
+        row.labels[start:] = tokens
+        built.append(row)
+    return collate(built)

@@ -1,0 +1,231 @@
+"""Contexts with questions, for training, for evaluation and for the demonstration; everything follows from a seed."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .templates import ATTRIBUTES, COMPARISONS, RELATIONS, question_template
+from .vocabulary import Split
+from .world import Document, Fact, Style, World, build_world
+
+__all__ = [
+    "KINDS",
+    "Document",
+    "Example",
+    "Question",
+    "demo_documents",
+    "demo_questions",
+    "eval_examples",
+    "make_example",
+    "training_examples",
+    "value_of",
+]
+
+KINDS = ("single", "pronoun", "two_hop", "comparison")
+_VALUE = re.compile(
+    r".*\b(?:born in|lives in|works for|is a|keeps a|is based in|makes|founded by|called|is|so) (?P<value>.+?)\.?\s*", re.DOTALL
+)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question about a context.
+
+    Attributes
+    ----------
+    text
+        What is asked.
+    answer
+        The value alone (``Ashford``, ``no``): what exact match and F1 are measured on.
+    sentence
+        The whole sentence that the model learns to write; its last words are the answer.
+    kind
+        One of :data:`KINDS`.
+    support
+        Indices of the chunks that are needed, in order; for a pronoun also the chunk that names its subject.
+    """
+
+    text: str
+    answer: str
+    sentence: str
+    kind: str
+    support: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Example:
+    """The chunks of one context, and questions about them."""
+
+    chunks: tuple[str, ...]
+    questions: tuple[Question, ...]
+
+
+def value_of(sentence: str) -> str:
+    """Return the value at the end of an answer's sentence, for comparison with :attr:`Question.answer`."""
+    found = _VALUE.fullmatch(sentence.strip())
+    return found["value"] if found else sentence.strip().rstrip(".")
+
+
+def make_example(rng: random.Random, style: Style, split: Split, max_questions: int) -> Example:
+    """Draw one context and up to `max_questions` questions about it, of all kinds in turn as far as they go."""
+    world = build_world(rng, style, split)
+    return Example(world.chunks, tuple(_pick(rng, _questions(rng, world, split, style.kinds), style.kinds, max_questions)))
+
+
+def training_examples(seed: int, style: Style, max_questions: int = 10) -> Iterator[Example]:
+    """Yield training examples without end."""
+    rng = random.Random(f"train:{seed}")
+    while True:
+        yield make_example(rng, style, "train", max_questions)
+
+
+def eval_examples(num_questions: int, seed: int = 0, min_chunks: int = 12, style: Style | None = None) -> list[Example]:
+    """Return held-out examples with exactly `num_questions` questions in all.
+
+    Names, values and templates of both statements and questions are none that training has seen.
+
+    Parameters
+    ----------
+    num_questions
+        How many questions the examples have together.
+    seed
+        The examples follow from it.
+    min_chunks
+        Contexts with fewer chunks are not used.
+    style
+        How rich the contexts are; by default three people and one company.
+    """
+    rng = random.Random(f"eval:{seed}")
+    examples: list[Example] = []
+    missing = num_questions
+    while missing > 0:
+        example = make_example(rng, style or EVAL_STYLE, "held_out", min(missing, 8))
+        if len(example.chunks) >= min_chunks and example.questions:
+            examples.append(example)
+            missing -= len(example.questions)
+    return examples
+
+
+EVAL_STYLE = Style(people=(3, 3), firms=(1, 1), facts=(3, 5))
+"""Contexts of 12 to 18 chunks."""
+
+_DEMO_SEED = 20
+_DEMO_STYLE = Style(people=(7, 7), firms=(3, 3), facts=(5, 5))
+
+
+def demo_documents() -> list[Document]:
+    """Return the demonstration's ten documents, always the same."""
+    return list(_demo_world().documents)
+
+
+def demo_questions(count: int = 12) -> list[Question]:
+    """Return questions about :func:`demo_documents`; `support` counts the chunks of all documents through."""
+    rng = random.Random(f"demo-questions:{_DEMO_SEED}")
+    return _pick(rng, _questions(rng, _demo_world(), "held_out", KINDS), KINDS, count)
+
+
+def _demo_world() -> World:
+    return build_world(random.Random(f"demo:{_DEMO_SEED}"), _DEMO_STYLE, "held_out")
+
+
+def _pick(rng: random.Random, questions: list[Question], kinds: tuple[str, ...], count: int) -> list[Question]:
+    pools = []
+    for kind in kinds:
+        pool = [question for question in questions if question.kind == kind]
+        rng.shuffle(pool)
+        pools.append(pool)
+    rng.shuffle(pools)
+    picked: list[Question] = []
+    while len(picked) < count and any(pools):
+        for pool in pools:
+            if pool and len(picked) < count:
+                picked.append(pool.pop())
+    return picked
+
+
+def _questions(rng: random.Random, world: World, split: Split, kinds: tuple[str, ...]) -> list[Question]:
+    facts = {(fact.subject, fact.attribute): fact for fact in world.facts}
+    naming = {fact.chunk: _naming_chunk(world, fact) for fact in world.facts}
+    questions: list[Question] = []
+    for fact in world.facts:
+        questions.append(_direct(rng, fact, naming[fact.chunk], split))
+        questions.extend(_joins(rng, fact, facts, naming, split))
+    questions.extend(_comparisons(rng, facts, naming, split))
+    return [question for question in questions if question.kind in kinds]
+
+
+def _naming_chunk(world: World, fact: Fact) -> int:
+    if fact.names_subject:
+        return fact.chunk
+    return max(f.chunk for f in world.facts if f.subject == fact.subject and f.names_subject and f.chunk < fact.chunk)
+
+
+def _support(facts: list[Fact], naming: dict[int, int]) -> tuple[int, ...]:
+    return tuple(sorted({chunk for fact in facts for chunk in (fact.chunk, naming[fact.chunk])}))
+
+
+def _ask(rng: random.Random, cores: tuple[tuple[str, str], ...], split: Split, **names: str) -> str:
+    return question_template(rng, cores, split).format(**names)
+
+
+def _direct(rng: random.Random, fact: Fact, naming: int, split: Split) -> Question:
+    attribute = ATTRIBUTES[fact.attribute]
+    return Question(
+        _ask(rng, attribute.questions, split, S=fact.subject),
+        fact.value,
+        attribute.answer.format(S=fact.subject, V=fact.value),
+        "single" if fact.names_subject else "pronoun",
+        tuple(sorted({fact.chunk, naming})),
+    )
+
+
+def _joins(
+    rng: random.Random, first: Fact, facts: dict[tuple[str, str], Fact], naming: dict[int, int], split: Split
+) -> list[Question]:
+    if first.attribute not in (*RELATIONS, "employer"):
+        return []
+    bridge = f"the {first.attribute} of {first.subject}"
+    pronoun = "which" if first.attribute == "employer" else "who"
+    lead = ATTRIBUTES[first.attribute].answer.format(S=first.subject, V=first.value).removesuffix(".")
+    questions = []
+    for second in facts.values():
+        if second.subject != first.value or second.value == first.subject:
+            continue
+        attribute = ATTRIBUTES[second.attribute]
+        questions.append(
+            Question(
+                _ask(rng, attribute.questions, split, S=bridge),
+                second.value,
+                f"{lead}, {pronoun} {attribute.clause} {second.value}.",
+                "two_hop",
+                _support([first, second], naming),
+            )
+        )
+    return questions
+
+
+def _comparisons(
+    rng: random.Random, facts: dict[tuple[str, str], Fact], naming: dict[int, int], split: Split
+) -> list[Question]:
+    questions = []
+    for comparison in COMPARISONS:
+        known = [fact for fact in facts.values() if fact.attribute == comparison.attribute]
+        for one in known:
+            for other in known:
+                if one.subject == other.subject:
+                    continue
+                verdict = "yes" if one.value == other.value else "no"
+                clause = ATTRIBUTES[comparison.attribute].clause
+                questions.append(
+                    Question(
+                        _ask(rng, comparison.questions, split, A=one.subject, B=other.subject),
+                        verdict,
+                        f"{one.subject} {clause} {one.value} and {other.subject} {clause} {other.value}, so {verdict}.",
+                        "comparison",
+                        _support([one, other], naming),
+                    )
+                )
+    return questions

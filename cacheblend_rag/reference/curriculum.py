@@ -1,0 +1,83 @@
+"""The stages of training, from copying to whole documents.
+
+Trained on the last stage at once, a small model sits for thousands of steps at guessing among the values of the right attribute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .world import Style
+
+__all__ = ["COPY_LENGTHS", "STAGES", "Stage"]
+
+COPY_LENGTHS = (6, 10, 16, 24, 32, 40)
+"""Lengths of the copying stage, one after the other."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of the curriculum.
+
+    Attributes
+    ----------
+    name
+        For the log.
+    style
+        What contexts look like; None for copying alone.
+    rows
+        Contexts in a batch.
+    questions
+        Most questions of a context.
+    goal
+        The share of held-out answers, right to the last token, at which the next stage begins.
+    max_steps
+        Steps after which the next stage begins in any case.
+    """
+
+    name: str
+    style: Style | None
+    rows: int
+    questions: int = 8
+    goal: float = 0.95
+    max_steps: int = 1500
+
+
+_BORN = Style(
+    people=(3, 4),
+    firms=(0, 0),
+    facts=(1, 1),
+    attributes=("born",),
+    words_between=0,
+    variety=0.0,
+    pronouns=0.0,
+    fillers=0.0,
+    kinds=("single",),
+)
+_ALL = Style().attributes
+
+STAGES: tuple[Stage, ...] = (
+    Stage("copy", None, 48, max_steps=3000),
+    Stage("side_by_side", _BORN, 48, goal=0.9),
+    Stage("two_words_between", Style(**{**vars(_BORN), "people": (3, 5), "words_between": 2}), 32, goal=0.9),
+    Stage("sentences", Style(**{**vars(_BORN), "people": (4, 8), "words_between": None}), 24, goal=0.9),
+    Stage(
+        "attributes",
+        Style(people=(2, 4), firms=(0, 1), facts=(1, 3), variety=0.0, pronouns=0.0, fillers=0.0, kinds=("single",)),
+        24,
+        goal=0.9,
+    ),
+    Stage(
+        "some_pronouns",
+        Style(people=(2, 3), firms=(0, 1), facts=(2, 3), variety=0.2, pronouns=0.5, fillers=0.0, kinds=("single", "pronoun")),
+        20,
+        goal=0.9,
+    ),
+    Stage(
+        "two_hops",
+        Style(people=(2, 3), firms=(1, 1), facts=(2, 4), variety=0.5, fillers=0.1, kinds=("single", "pronoun", "two_hop")),
+        16,
+        goal=0.85,
+    ),
+    Stage("everything", Style(people=(2, 4), firms=(0, 2), facts=(3, 5)), 12, questions=10, goal=1.01, max_steps=1_000_000),
+)

@@ -1,0 +1,272 @@
+"""Train the reference model: ``python -m cacheblend_rag.reference.train --out DIR``.
+
+Every batch follows from the seed and the step's number, and a checkpoint holds everything else, so that a resumed run goes on as if it
+had not been interrupted (to the bit on the same number of threads). ``--resume`` goes on from ``DIR/checkpoint.pt``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from .attention import BRANCHED
+from .batch import Batch, collate, copy_batch, encode_example
+from .corpus import eval_examples, make_example
+from .curriculum import COPY_LENGTHS, STAGES, Stage
+from .export import export
+from .muon import Muon
+from .prompt import FORMATS
+from .scoring import answer_logits, correct_answers, score
+from .tokenizer import MAX_LENGTH, build_tokenizer
+
+__all__ = ["Options", "Trainer", "build_model", "main"]
+
+# Long system prompts cost much and teach little: that format is rare.
+_FORMAT_WEIGHTS = {"chat": 6.0, "llama_index_system": 0.5}
+_COPY_EVERY = 10
+_CHECK_EVERY = 50
+_CHECK_QUESTIONS = 200
+_MAX_GAP = 400
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a run is made with; the command line's arguments.
+
+    Attributes
+    ----------
+    layers, hidden, heads, intermediate
+        The model's sizes.
+    lr, muon_lr
+        Learning rates of AdamW (embeddings, norms, head) and of Muon (all other matrices).
+    warmup
+        Steps of linear warm-up.
+    end_step
+        If given, the learning rates fall linearly to zero over the last `decay` steps before this step, and training ends.
+    seed
+        Batches and initial weights follow from it.
+    compile
+        Compile the decoder layers.
+    """
+
+    layers: int = 16
+    hidden: int = 128
+    heads: int = 4
+    intermediate: int = 320
+    lr: float = 1e-3
+    muon_lr: float = 0.01
+    warmup: int = 100
+    end_step: int | None = None
+    decay: int = 1000
+    seed: int = 1
+    compile: bool = False
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, options: Options) -> LlamaForCausalLM:
+    """Return an untrained model."""
+    torch.manual_seed(options.seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=options.hidden,
+            intermediate_size=options.intermediate,
+            num_hidden_layers=options.layers,
+            num_attention_heads=options.heads,
+            num_key_value_heads=options.heads,
+            max_position_embeddings=MAX_LENGTH,
+            initializer_range=0.02,
+            tie_word_embeddings=False,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+
+
+class Trainer:
+    """The training loop and its state.
+
+    Parameters
+    ----------
+    options
+        See :class:`Options`.
+    stages
+        The curriculum; tests pass a short one.
+    device
+        Where to compute.
+    """
+
+    def __init__(
+        self, options: Options, stages: Sequence[Stage] = STAGES, device: torch.device | None = None
+    ) -> None:
+        self.options = options
+        self.stages = stages
+        self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.tokenizer = build_tokenizer()
+        self.model = build_model(self.tokenizer, options).to(self.device)
+        self.model.set_attn_implementation(BRANCHED)
+        matrices = [weight for name, weight in self.model.named_parameters() if weight.ndim == 2 and "layers" in name]
+        chosen = {id(weight) for weight in matrices}
+        others = [weight for weight in self.model.parameters() if id(weight) not in chosen]
+        self.optimizers: list[tuple[torch.optim.Optimizer, float]] = [
+            (Muon(matrices, options.muon_lr), options.muon_lr),
+            (torch.optim.AdamW(others, options.lr, betas=(0.9, 0.98), weight_decay=0.0), options.lr),
+        ]
+        self.step = 0
+        self.stage = 0
+        self.stage_began = 0
+        self.copying = 0
+        if options.compile:
+            for layer in self.model.model.layers:
+                layer.compile(dynamic=True)
+
+    def batch(self, step: int) -> Batch:
+        """Return the batch of a step; it follows from seed, step, stage and copying length."""
+        rng = random.Random(f"{self.options.seed}:{step}")
+        stage = self.stages[self.stage]
+        if stage.style is None:
+            return copy_batch(rng, self.tokenizer, stage.rows, COPY_LENGTHS[self.copying])
+        if step % _COPY_EVERY == 0:
+            return copy_batch(rng, self.tokenizer, stage.rows, rng.choice(COPY_LENGTHS[2:]))
+        names = list(FORMATS)
+        form = FORMATS[rng.choices(names, [_FORMAT_WEIGHTS.get(name, 1.0) for name in names])[0]]
+        rows = []
+        for _ in range(stage.rows):
+            example = make_example(rng, stage.style, "train", stage.questions)
+            gap = rng.randrange(_MAX_GAP) if rng.random() < 0.3 else 0
+            rows.append(encode_example(self.tokenizer, example, form, gap))
+        return collate(rows)
+
+    def train_step(self) -> float:
+        """Take one step; return its loss."""
+        factor = self._factor()
+        for optimizer, rate in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate * factor
+        batch = self.batch(self.step).to(self.device)
+        with torch.autocast(self.device.type, dtype=torch.bfloat16):
+            logits, labels = answer_logits(self.model, batch)
+        loss = torch.nn.functional.cross_entropy(logits.float(), labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer, _ in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.step += 1
+        return float(loss.detach())
+
+    def check(self) -> dict[str, float]:
+        """Score the current stage on what is held out, and go to the next stage if its goal is reached."""
+        stage = self.stages[self.stage]
+        with torch.autocast(self.device.type, dtype=torch.bfloat16):
+            if stage.style is None:
+                rng = random.Random(f"copy:{self.step}")
+                batch = copy_batch(rng, self.tokenizer, 32, COPY_LENGTHS[self.copying]).to(self.device)
+                with torch.no_grad():
+                    logits, labels = answer_logits(self.model, batch)
+                scores = {"all": float((logits.argmax(-1) == labels).float().mean())}
+            else:
+                examples = eval_examples(_CHECK_QUESTIONS, self.step, min_chunks=1, style=stage.style)
+                scores = score(self.model, self.tokenizer, examples)
+        passed = scores["all"] >= stage.goal
+        if stage.style is None and passed and self.copying + 1 < len(COPY_LENGTHS):
+            self.copying += 1
+        elif (passed or self.step - self.stage_began >= stage.max_steps) and self.stage + 1 < len(self.stages):
+            self.stage += 1
+            self.stage_began = self.step
+        return scores
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint; a crash leaves the former one."""
+        state = {
+            "options": asdict(self.options),
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer, _ in self.optimizers],
+            "progress": {name: getattr(self, name) for name in ("step", "stage", "stage_began", "copying")},
+        }
+        temporary = path.with_suffix(".tmp")
+        torch.save(state, temporary)
+        os.replace(temporary, path)
+
+    def load(self, path: Path) -> None:
+        """Go back to a checkpoint."""
+        state = torch.load(path, map_location=self.device, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        for (optimizer, _), saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        for name, value in state["progress"].items():
+            setattr(self, name, value)
+
+    def _factor(self) -> float:
+        factor = min(1.0, (self.step + 1) / self.options.warmup)
+        if self.options.end_step is not None:
+            factor *= min(1.0, max(0.0, (self.options.end_step - self.step) / self.options.decay))
+        return factor
+
+
+def run(trainer: Trainer, out: Path, save_every: int, export_to: Path | None) -> None:
+    """Train until the last step, writing ``log.jsonl`` and ``checkpoint.pt`` into `out` and weights into `export_to`."""
+    began, tokens, losses = time.perf_counter(), 0, []
+    while trainer.options.end_step is None or trainer.step < trainer.options.end_step:
+        losses.append(trainer.train_step())
+        if trainer.step % _CHECK_EVERY == 0:
+            seconds = time.perf_counter() - began
+            stage = trainer.stages[trainer.stage]
+            record: dict[str, Any] = {
+                "step": trainer.step,
+                "stage": stage.name,
+                "copy_length": COPY_LENGTHS[trainer.copying] if stage.style is None else None,
+                "loss": round(sum(losses) / len(losses), 4),
+                "seconds": round(seconds, 1),
+                "held_out": {kind: round(value, 3) for kind, value in trainer.check().items()},
+            }
+            with (out / "log.jsonl").open("a", encoding="utf-8") as log:
+                log.write(json.dumps(record) + "\n")
+            print(json.dumps(record), flush=True)
+            began, losses = time.perf_counter(), []
+        if trainer.step % save_every == 0:
+            trainer.save(out / "checkpoint.pt")
+            if export_to is not None:
+                export(trainer.model, trainer.tokenizer, export_to, trainer.step, out / "log.jsonl")
+    trainer.save(out / "checkpoint.pt")
+    if export_to is not None:
+        export(trainer.model, trainer.tokenizer, export_to, trainer.step, out / "log.jsonl")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of checkpoint and log")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+    parser.add_argument("--export", type=Path, help="folder that gets the weights, as the package ships them")
+    parser.add_argument("--save-every", type=int, default=200, help="steps between checkpoints")
+    parser.add_argument("--threads", type=int, help="torch threads")
+    for name, value in asdict(Options()).items():
+        if isinstance(value, bool):
+            parser.add_argument(f"--{name}", action="store_true")
+        else:
+            parser.add_argument(f"--{name.replace('_', '-')}", type=type(value) if value is not None else int, default=value)
+    parsed = vars(parser.parse_args(arguments))
+    out, resume, export_to = parsed.pop("out"), parsed.pop("resume"), parsed.pop("export")
+    save_every, threads = parsed.pop("save_every"), parsed.pop("threads")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    out.mkdir(parents=True, exist_ok=True)
+    trainer = Trainer(Options(**parsed))
+    if resume:
+        trainer.load(out / "checkpoint.pt")
+    run(trainer, out, save_every, export_to)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""A small fictional world: people and companies, what is true of them, and the documents that say so."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from .templates import ATTRIBUTES, FILLERS, RELATIONS, statement_template
+from .vocabulary import Maker, Split
+
+__all__ = ["Document", "Fact", "Style", "World", "build_world"]
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text about one subject, already cut into chunks.
+
+    Attributes
+    ----------
+    title
+        The subject's name.
+    chunks
+        One or two sentences each, in reading order. The first names the subject; later ones may say only "She".
+    """
+
+    title: str
+    chunks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Style:
+    """How rich the drawn contexts are; the stages of the curriculum are a list of these.
+
+    Attributes
+    ----------
+    people, firms, facts
+        Inclusive ranges: subjects of a context, and facts (= chunks) of each.
+    attributes
+        What may be said of people; everything may be said of companies.
+    words_between
+        How many words of a template stay between subject and value; None keeps all.
+    variety
+        Share of statements with an opener or a closer.
+    pronouns
+        Share of later chunks that do not name their subject.
+    fillers
+        Share of chunks with a second sentence.
+    kinds
+        Kinds of question asked.
+    """
+
+    people: tuple[int, int] = (3, 3)
+    firms: tuple[int, int] = (1, 1)
+    facts: tuple[int, int] = (3, 5)
+    attributes: tuple[str, ...] = ("born", "lives", "employer", "trade", "pet", *RELATIONS)
+    words_between: int | None = None
+    variety: float = 0.8
+    pronouns: float = 0.65
+    fillers: float = 0.2
+    kinds: tuple[str, ...] = ("single", "pronoun", "two_hop", "comparison")
+
+
+@dataclass(frozen=True)
+class Fact:
+    """`subject`'s `attribute` is `value`, as chunk `chunk` of the context says, naming the subject or not."""
+
+    subject: str
+    attribute: str
+    value: str
+    chunk: int
+    names_subject: bool
+
+
+@dataclass(frozen=True)
+class World:
+    """Documents, and the facts in them; chunks are numbered through all documents in order."""
+
+    documents: tuple[Document, ...]
+    facts: tuple[Fact, ...]
+
+    @property
+    def chunks(self) -> tuple[str, ...]:
+        """The chunks of all documents in order."""
+        return tuple(chunk for document in self.documents for chunk in document.chunks)
+
+
+# Chance that a value which a comparison may ask for is shared with another person, so that "yes" is not rare.
+_SHARED = 0.35
+_SHAREABLE = ("born", "lives", "employer")
+# Chance that a document gets a fact that a two-hop question can start from.
+_LINKED = 0.85
+
+
+def build_world(rng: random.Random, style: Style, split: Split) -> World:
+    """Draw the documents of one context."""
+    maker = Maker(rng, split)
+    people = [maker.person() for _ in range(rng.randint(*style.people))]
+    firms = [maker.value("firm") for _ in range(rng.randint(*style.firms))]
+    pronouns = [rng.choice(("She", "He"))] if rng.random() < 0.5 else ["She", "He"]
+    subjects = [(name, "person", rng.choice(pronouns)) for name in people] + [(name, "firm", "It") for name in firms]
+    rng.shuffle(subjects)
+    documents: list[Document] = []
+    facts: list[Fact] = []
+    for name, of, pronoun in subjects:
+        wanted = _attributes_of(rng, style, of)
+        chunks: list[str] = []
+        for place, attribute in enumerate(wanted):
+            value = _value(rng, maker, attribute, name, people, firms, facts)
+            named = place == 0 or rng.random() >= style.pronouns
+            chunks.append(_chunk(rng, style, split, attribute, name if named else pronoun, value))
+            facts.append(Fact(name, attribute, value, sum(len(d.chunks) for d in documents) + place, named))
+        documents.append(Document(name, tuple(chunks)))
+    return World(tuple(documents), tuple(facts))
+
+
+def _attributes_of(rng: random.Random, style: Style, of: str) -> list[str]:
+    if of == "firm":
+        allowed = [name for name, attribute in ATTRIBUTES.items() if attribute.of == "firm"]
+        rng.shuffle(allowed)
+        return allowed[: max(1, rng.randint(*style.facts))]
+    allowed = list(style.attributes)
+    rng.shuffle(allowed)
+    count = min(rng.randint(*style.facts), len(allowed))
+    chosen, rest = allowed[:count], allowed[count:]
+    links = [name for name in rest if name in RELATIONS]
+    if count > 1 and links and not any(name in RELATIONS for name in chosen) and rng.random() < _LINKED:
+        chosen[-1] = rng.choice(links)
+        rng.shuffle(chosen)
+    # The opening chunk speaks of the subject alone: a second name there would make "she" ambiguous to a reader.
+    for place, name in enumerate(chosen):
+        if name not in RELATIONS:
+            chosen[0], chosen[place] = chosen[place], chosen[0]
+            break
+    return chosen
+
+
+def _value(
+    rng: random.Random, maker: Maker, attribute: str, subject: str, people: list[str], firms: list[str], facts: list[Fact]
+) -> str:
+    others = [name for name in people if name != subject]
+    if attribute in RELATIONS and others:
+        return rng.choice(others)
+    known = [fact.value for fact in facts if fact.attribute == attribute]
+    if attribute in _SHAREABLE and known and rng.random() < _SHARED:
+        return rng.choice(known)
+    if attribute == "employer" and firms and rng.random() < _LINKED:
+        return rng.choice(firms)
+    return maker.value(ATTRIBUTES[attribute].value_kind)
+
+
+def _chunk(rng: random.Random, style: Style, split: Split, attribute: str, subject: str, value: str) -> str:
+    opener, core, closer = statement_template(rng, attribute, split, plain=rng.random() >= style.variety)
+    if style.words_between is not None:
+        opener, closer = "", ""
+        words = core.removeprefix("{S} ").removesuffix(" {V}").split()
+        kept = words[max(0, len(words) - style.words_between) :] if style.words_between else []
+        core = " ".join(["{S}", *kept, "{V}"])
+    # After an opener the sentence goes on, so a pronoun is written small; a name is not.
+    name = subject.lower() if opener and subject in ("She", "He", "It") else subject
+    text = f"{opener}{core.format(S=name, V=value)}{closer}."
+    if rng.random() < style.fillers:
+        text = f"{text} {rng.choice(FILLERS)}"
+    return text

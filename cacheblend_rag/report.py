@@ -1,0 +1,100 @@
+"""What a request cost and where its KV came from."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+__all__ = ["BlendReport", "ChunkReport"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkReport:
+    """What happened to one chunk of a prompt.
+
+    Attributes
+    ----------
+    id : str or None
+        The chunk's id, if it has one.
+    tokens : int
+        Its length in tokens.
+    hit : bool
+        Whether its KV was in the store when the request came.
+    recomputed_tokens : int
+        How many of its tokens went through the model's layers again, on average over the layers, rounded.
+    reason : str or None
+        Why the chunk was not served from stored KV as it stands, if it was not.
+    """
+
+    id: str | None
+    tokens: int
+    hit: bool
+    recomputed_tokens: int = 0
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlendReport:
+    """What one request cost and where its KV came from.
+
+    Attributes
+    ----------
+    ttft_s : float
+        Seconds from the call to the first output id (or, for `BlendEngine.prefill`, to its logits), lookup, hash check, loading,
+        shifting and selection included.
+    load_s : float
+        Seconds the computation waited for stored KV.
+    encode_s : float
+        Seconds spent on encoding misses.
+    recompute_s : float
+        Seconds of the blended forward pass itself, waiting excluded.
+    prompt_tokens : int
+        Tokens of the whole prompt.
+    context_tokens : int
+        Tokens of its chunks.
+    recomputed_tokens : int
+        Chunk tokens that went through the model's later layers again.
+    recompute_ratio : float
+        The ratio that was asked for.
+    charged_ratio : float
+        Work done on chunk tokens over (chunk tokens x layers): a whole decoder-block row counts 1, a probe its share of a block's
+        arithmetic. Encoding misses is not part of it.
+    hits, misses : int
+        Chunks whose KV was stored, and was not.
+    selector : str
+        The selector that chose the recomputed tokens; "full" when the prompt was prefilled as a whole.
+    fallback_reason : str or None
+        Why the prompt was prefilled as a whole although blending was asked for.
+    chunks : tuple of ChunkReport
+        One for each chunk, in prompt order.
+    output_tokens : int
+        Tokens generated so far.
+    """
+
+    ttft_s: float
+    load_s: float
+    encode_s: float
+    recompute_s: float
+    prompt_tokens: int
+    context_tokens: int
+    recomputed_tokens: int
+    recompute_ratio: float
+    charged_ratio: float
+    hits: int
+    misses: int
+    selector: str
+    fallback_reason: str | None = None
+    chunks: tuple[ChunkReport, ...] = field(default=())
+    output_tokens: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain Python objects, for logs, JSON and framework metadata.
+
+        Returns
+        -------
+        dict
+            One item for each attribute; `chunks` is a list of dictionaries.
+        """
+        values = asdict(self)
+        values["chunks"] = [asdict(chunk) for chunk in self.chunks]
+        return values

@@ -1,0 +1,84 @@
+"""Moving rotated keys to another position.
+
+Rotary embeddings turn a key by an angle proportional to its position, so a key that was encoded at one position becomes the key of
+another by turning it through the difference (CacheBlend, appendix A; Prompt Cache, section 4.2). Any scaling that only changes the
+frequencies (linear, llama3, yarn) and any constant factor on the rotated vector leaves this true.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+__all__ = ["Rotation", "RotationTable", "shift_keys"]
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """How one layer rotates its keys.
+
+    Attributes
+    ----------
+    inv_freq : torch.Tensor
+        Angle per position of each pair of dimensions, float32, ``(rotary_dim / 2,)``.
+    layout : {"half", "interleaved"}
+        Whether dimension i is paired with i + rotary_dim / 2, or 2 i with 2 i + 1. Dimensions from rotary_dim on are not rotated.
+    """
+
+    inv_freq: torch.Tensor
+    layout: Literal["half", "interleaved"]
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many dimensions of a head are rotated."""
+        return 2 * self.inv_freq.numel()
+
+    def table(self, distances: torch.Tensor, device: torch.device) -> RotationTable:
+        """Return cosines and sines for moving tokens by `distances` positions.
+
+        Parameters
+        ----------
+        distances : torch.Tensor
+            New position minus old position of each token, integer, ``(seq_len,)``.
+        device : torch.device
+            Where the keys are.
+
+        Returns
+        -------
+        RotationTable
+            The table for `shift_keys`.
+        """
+        # float64 keeps the angle of a far position as exact as the frequency itself.
+        angles = distances.to(torch.float64)[:, None] * self.inv_freq.to(torch.float64).cpu()[None, :]
+        return RotationTable(angles.cos().float().to(device), angles.sin().float().to(device), self.layout)
+
+
+@dataclass(frozen=True, eq=False)
+class RotationTable:
+    """Cosines and sines, float32, ``(seq_len, rotary_dim / 2)`` each, and the layout they are for."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    layout: Literal["half", "interleaved"]
+
+
+def shift_keys(keys: torch.Tensor, table: RotationTable) -> None:
+    """Turn `keys` in place to the positions that `table` was made for.
+
+    Parameters
+    ----------
+    keys : torch.Tensor
+        Rotated keys, ``(..., seq_len, head_dim)``, any floating dtype. The arithmetic is float32, rounded once.
+    table : RotationTable
+        From `Rotation.table`.
+    """
+    half = table.cos.shape[-1]
+    if table.layout == "half":
+        first, second = keys[..., :half], keys[..., half : 2 * half]
+    else:
+        first, second = keys[..., 0 : 2 * half : 2], keys[..., 1 : 2 * half : 2]
+    turned = (first * table.cos).addcmul_(second, table.sin, value=-1)
+    second.copy_((second * table.cos).addcmul_(first, table.sin))
+    first.copy_(turned)

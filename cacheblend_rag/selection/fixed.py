@@ -1,0 +1,64 @@
+"""Selectors that decide before the first layer: none, full and random."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from cacheblend_rag.selection.base import Selection, SelectionTask, Selector
+
+__all__ = ["FixedSelection", "FullSelector", "NoneSelector", "RandomSelector"]
+
+
+class FixedSelection(Selection):
+    """The same rows in every layer.
+
+    Parameters
+    ----------
+    rows : torch.Tensor
+        The rows to recompute, ascending, int64.
+    """
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self._rows = rows
+
+    def rows(self) -> torch.Tensor:
+        """Return the rows."""
+        return self._rows
+
+
+class NoneSelector(Selector):
+    """Plain reuse: stored KV moved into place and nothing recomputed (PIE in the A3 paper, section 5)."""
+
+    name = "none"
+
+    def begin(self, task: SelectionTask) -> Selection:
+        """Return the empty selection."""
+        return FixedSelection(task.layout.candidate_rows[:0])
+
+
+class FullSelector(Selector):
+    """Every candidate, whatever the ratio."""
+
+    name = "full"
+
+    def begin(self, task: SelectionTask) -> Selection:
+        """Return all candidates."""
+        return FixedSelection(task.layout.candidate_rows)
+
+
+class RandomSelector(Selector):
+    """The control: rows drawn without replacement, the same ones for the same prompt and seed."""
+
+    name = "random"
+
+    def begin(self, task: SelectionTask) -> Selection:
+        """Return `task.budget` rows drawn at random."""
+        candidates = task.layout.candidate_rows
+        # Seeded by the prompt as well: with one seed for all prompts of a length, "random" would be one fixed pattern.
+        ids = torch.tensor(task.layout.token_ids, dtype=torch.int64).numpy().tobytes()
+        digest = hashlib.blake2b(ids, digest_size=7, salt=self.config.seed.to_bytes(8, "little", signed=True)).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+        drawn = torch.randperm(candidates.numel(), generator=generator)[: task.budget]
+        return FixedSelection(candidates[drawn.sort().values])

@@ -1,0 +1,135 @@
+"""What the engine asks of a chunk KV store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from cacheblend_rag.kv import ChunkKV, LayerKV
+
+__all__ = ["KVReader", "KVStore", "NodeRecord", "StoreStats"]
+
+
+class KVReader(Protocol):
+    """Reads the stored KV of one chunk, layer by layer, from one thread at a time."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens that the KV was computed from."""
+
+    @property
+    def start(self) -> int:
+        """The position that the keys of its first token are rotated to."""
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers there are."""
+
+    def layer(self, index: int) -> LayerKV:
+        """Return one layer, ``(num_kv_heads, seq_len, head_dim)``, on the CPU; the caller must not write to it.
+
+        Raises
+        ------
+        ChunkReadError
+            If the bytes are gone, or do not match their checksum.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRecord:
+    """What the store knows of a named chunk, whether or not its KV is held at the moment.
+
+    Attributes
+    ----------
+    id : str
+        The name.
+    key : str
+        The store key of its KV.
+    text_hash : str
+        Digest of its text (`cacheblend_rag.chunk.text_hash`).
+    token_ids : tuple of int
+        Its tokens.
+    """
+
+    id: str
+    key: str
+    text_hash: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """Figures of a store.
+
+    Attributes
+    ----------
+    nodes : int
+        Named chunks of all models.
+    entries : int
+        Chunks whose KV is held.
+    ram_bytes, disk_bytes : int
+        Bytes of KV in RAM and on disk.
+    evictions : int
+        Entries dropped for room since the store was opened.
+    """
+
+    nodes: int
+    entries: int
+    ram_bytes: int
+    disk_bytes: int
+    evictions: int
+
+
+class KVStore(Protocol):
+    """Chunk KV under content keys, and the names by which chunks are asked for.
+
+    A key is a digest of everything the KV depends on (model, tokenizer, encoding prefix, tokens), made by the engine. Names
+    (node ids) live in a namespace, the digest of the model, and map to keys; several names may share one key. KV that no name
+    maps to may be kept until room is needed. All methods may be called from any thread.
+    """
+
+    @property
+    def is_private(self) -> bool:
+        """Whether the store's contents end with this process and are reachable through this object alone."""
+
+    def open(self, key: str) -> KVReader | None:
+        """Return a reader of the KV under `key` and mark it as recently used, or None if it is not held."""
+
+    def put(self, key: str, kv: ChunkKV) -> None:
+        """Keep `kv` under `key`; on return it is durable where the store is.
+
+        Raises
+        ------
+        StoreFullError
+            If it cannot be kept: the disk is full, or it alone exceeds the byte budget.
+        StoreReadOnlyError
+            If the store may not be written.
+        """
+
+    def holds(self, keys: Sequence[str]) -> list[bool]:
+        """Return for each key whether its KV is held."""
+
+    def discard(self, key: str) -> None:
+        """Drop the KV under `key`, damaged or not wanted any more; names stay."""
+
+    def name(self, namespace: str, records: Iterable[NodeRecord]) -> None:
+        """Record names, replacing earlier records of the same ids; KV that loses its last name is dropped."""
+
+    def lookup(self, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None]:
+        """Return the record of each id, or None where the name is unknown."""
+
+    def forget(self, namespace: str, ids: Sequence[str]) -> int:
+        """Remove names, and drop KV that loses its last name; return how many names there were."""
+
+    def names(self, namespace: str) -> list[str]:
+        """Return all ids of a namespace, in the order they were first recorded."""
+
+    def clear(self) -> None:
+        """Drop all KV and all names of every namespace."""
+
+    def stats(self) -> StoreStats:
+        """Return the store's figures."""
+
+    def close(self) -> None:
+        """Release files and connections; further calls are errors. Closing twice does nothing."""

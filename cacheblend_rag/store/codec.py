@@ -1,0 +1,318 @@
+"""The bytes of one chunk's KV: a safetensors file, layer by layer, every byte of it under a checksum.
+
+Layout, in file order::
+
+    8 bytes           length of the header
+    header            JSON: the tensors' types, shapes and places, and ``__metadata__`` with the format, the store key, the start
+                      position and one checksum (xxh3, 64 bits) a layer
+    token_ids         int32
+    header_digest     16 bytes, blake2b of everything before it
+    layer.0.keys, layer.0.values, layer.1.keys, ...
+
+Any safetensors reader can open it. The digest covers the checksums and the checksums cover the layers, so that reading the head and
+one layer is enough to know that this layer is right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from cacheblend_rag.errors import ChunkReadError, StoreError
+from cacheblend_rag.kv import ChunkKV, LayerKV
+
+__all__ = ["ChunkFile", "EncodedChunk", "encode_chunk", "pack_tokens", "unpack_tokens"]
+
+_FORMAT = "cacheblend-rag chunk kv 1"
+_DIGEST_BYTES = 16
+# One read fetches the whole head of a chunk of about a thousand tokens in fifty layers; longer heads take a second one.
+_HEAD_GUESS_BYTES = 16 * 1024
+
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+}
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedChunk:
+    """A chunk's file, not yet written.
+
+    Attributes
+    ----------
+    buffers : list of memoryview
+        The file's bytes in order; they share memory with the KV.
+    digest : bytes
+        The header digest, which tells this file from any other.
+    nbytes : int
+        Size of the file.
+    """
+
+    buffers: list[memoryview]
+    digest: bytes
+    nbytes: int
+
+
+def pack_tokens(token_ids: tuple[int, ...]) -> bytes:
+    """Return token ids as little-endian 32 bit integers.
+
+    Raises
+    ------
+    StoreError
+        If one is negative or does not fit.
+    """
+    if any(not 0 <= token < 2**31 for token in token_ids):
+        raise StoreError("token ids must be from 0 to 2**31 - 1 to be stored")
+    return np.asarray(token_ids, dtype="<i4").tobytes()
+
+
+def unpack_tokens(data: bytes) -> tuple[int, ...]:
+    """Return the token ids that `pack_tokens` packed."""
+    return tuple(np.frombuffer(data, dtype="<i4").tolist())
+
+
+def encode_chunk(key: str, kv: ChunkKV) -> EncodedChunk:
+    """Lay out the file of one chunk.
+
+    Parameters
+    ----------
+    key : str
+        The store key, kept in the file so that a misplaced file is not mistaken for another chunk's.
+    kv : ChunkKV
+        The KV, on the CPU.
+
+    Returns
+    -------
+    EncodedChunk
+        The bytes to write, and what the index remembers of them.
+
+    Raises
+    ------
+    StoreError
+        If a tensor is of a type that the format does not know.
+    """
+    tokens = pack_tokens(kv.token_ids)
+    tensors: dict[str, Any] = {}
+    place = 0
+
+    def describe(name: str, dtype: str, shape: list[int], nbytes: int) -> None:
+        nonlocal place
+        tensors[name] = {"dtype": dtype, "shape": shape, "data_offsets": [place, place + nbytes]}
+        place += nbytes
+
+    describe("token_ids", "I32", [len(kv.token_ids)], len(tokens))
+    describe("header_digest", "U8", [_DIGEST_BYTES], _DIGEST_BYTES)
+    payload: list[memoryview] = []
+    checksums: list[str] = []
+    for number, layer in enumerate(kv.layers):
+        checksum = xxhash.xxh3_64()
+        for part, tensor in (("keys", layer.keys), ("values", layer.values)):
+            if tensor.dtype not in _DTYPE_NAMES:
+                raise StoreError(f"layer {number} has {part} of {tensor.dtype}; the store keeps {', '.join(map(str, _DTYPE_NAMES))}")
+            view = _bytes_of(tensor)
+            checksum.update(view)
+            describe(f"layer.{number}.{part}", _DTYPE_NAMES[tensor.dtype], list(tensor.shape), view.nbytes)
+            payload.append(view)
+        checksums.append(checksum.hexdigest())
+    tensors["__metadata__"] = {
+        "format": _FORMAT,
+        "key": key,
+        "start": str(kv.start),
+        "checksums": ",".join(checksums),
+    }
+    header = json.dumps(tensors, separators=(",", ":")).encode("ascii")
+    header += b" " * (-len(header) % 8)
+    head = len(header).to_bytes(8, "little") + header + tokens
+    digest = _digest(head)
+    return EncodedChunk([memoryview(head + digest), *payload], digest, 8 + len(header) + place)
+
+
+class ChunkFile:
+    """Reads one chunk's file layer by layer; it stays readable when the file is unlinked.
+
+    Parameters
+    ----------
+    path : str
+        The file.
+    key : str
+        The store key it must carry.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no such file.
+    ChunkReadError
+        If the head is damaged, the file is cut short, or it belongs to another key.
+    """
+
+    def __init__(self, path: str, key: str) -> None:
+        self._fd = -1
+        self.key = key
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._read_head()
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise ChunkReadError(key, f"file {path}: {error.strerror}") from error
+
+    def __del__(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens that the KV was computed from."""
+        return self._token_ids
+
+    @property
+    def start(self) -> int:
+        """The position that the keys of its first token are rotated to."""
+        return self._start
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers there are."""
+        return len(self._layers)
+
+    def layer(self, index: int) -> LayerKV:
+        """Read one layer in one piece and verify it.
+
+        Raises
+        ------
+        ChunkReadError
+            If the bytes are gone, or do not match their checksum.
+        """
+        place = self._layers[index]
+        buffer = torch.empty(place.nbytes, dtype=torch.uint8)
+        view = memoryview(buffer.numpy())
+        done = 0
+        while done < place.nbytes:
+            try:
+                count = os.preadv(self._fd, [view[done:]], place.offset + done)
+            except OSError as error:
+                raise ChunkReadError(self.key, f"layer {index}: {error.strerror}") from error
+            if count == 0:
+                raise ChunkReadError(self.key, f"layer {index} ends after {done} of {place.nbytes} bytes")
+            done += count
+        if xxhash.xxh3_64_hexdigest(view) != place.checksum:
+            raise ChunkReadError(self.key, f"layer {index} does not match its checksum")
+        return LayerKV(place.keys.cut(buffer), place.values.cut(buffer))
+
+    def verify(self) -> None:
+        """Read every layer.
+
+        Raises
+        ------
+        ChunkReadError
+            If one of them is damaged.
+        """
+        for index in range(self.num_layers):
+            self.layer(index)
+
+    def _read_head(self) -> None:
+        size = os.fstat(self._fd).st_size
+        data = os.pread(self._fd, _HEAD_GUESS_BYTES, 0)
+        length = int.from_bytes(data[:8], "little")
+        # The digest tells whether this length, and everything behind it, is what was written; until then it is only a guess.
+        if len(data) < 8 or length > size - 8:
+            raise ChunkReadError(self.key, f"the file's {size} bytes do not hold its header")
+        body = 8 + length
+        if len(data) < body:
+            data += self._read_exactly(len(data), body)
+        try:
+            header = json.loads(data[8:body])
+            tokens_end = body + int(header["token_ids"]["data_offsets"][1])
+            head_end = tokens_end + _DIGEST_BYTES
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+            raise ChunkReadError(self.key, "its header is damaged") from error
+        if not body <= tokens_end <= size:
+            raise ChunkReadError(self.key, "its header is damaged")
+        if len(data) < head_end:
+            data += self._read_exactly(len(data), head_end)
+        self.digest = data[tokens_end:head_end]
+        if self.digest != _digest(data[:tokens_end]):
+            raise ChunkReadError(self.key, "its header does not match its digest")
+        self._parse(header, body)
+        self._token_ids = unpack_tokens(data[body:tokens_end])
+        if size != self.file_bytes:
+            raise ChunkReadError(self.key, f"the file has {size} bytes where {self.file_bytes} were written")
+
+    def _parse(self, header: dict[str, Any], body: int) -> None:
+        # The digest matched: from here on the header is what some version of this library wrote.
+        metadata = header["__metadata__"]
+        if metadata["format"] != _FORMAT:
+            raise ChunkReadError(self.key, f"it is in the format {metadata['format']!r}, this version reads {_FORMAT!r}")
+        if metadata["key"] != self.key:
+            raise ChunkReadError(self.key, f"the file belongs to key {metadata['key'][:12]}…")
+        self._start = int(metadata["start"])
+        self._layers: list[_LayerPlace] = []
+        end = body + int(header["header_digest"]["data_offsets"][1])
+        for number, checksum in enumerate(metadata["checksums"].split(",") if metadata["checksums"] else []):
+            keys, values = header[f"layer.{number}.keys"], header[f"layer.{number}.values"]
+            begin, middle = keys["data_offsets"]
+            end = body + values["data_offsets"][1]
+            self._layers.append(
+                _LayerPlace(
+                    offset=body + begin,
+                    nbytes=end - body - begin,
+                    checksum=checksum,
+                    keys=_TensorPlace(0, _DTYPES[keys["dtype"]], tuple(keys["shape"])),
+                    values=_TensorPlace(middle - begin, _DTYPES[values["dtype"]], tuple(values["shape"])),
+                )
+            )
+        self.file_bytes = end
+        self.kv_bytes = sum(layer.nbytes for layer in self._layers)
+
+    def _read_exactly(self, begin: int, end: int) -> bytes:
+        data = os.pread(self._fd, end - begin, begin)
+        if len(data) != end - begin:
+            raise ChunkReadError(self.key, f"the file ends at byte {begin + len(data)} inside its header")
+        return data
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorPlace:
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def cut(self, buffer: torch.Tensor) -> torch.Tensor:
+        piece = buffer[self.offset : self.offset + math.prod(self.shape) * self.dtype.itemsize]
+        if self.offset % self.dtype.itemsize:
+            # Only where keys and values differ in type: a view must begin at a multiple of its item size.
+            piece = piece.clone()
+        return piece.view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerPlace:
+    offset: int
+    nbytes: int
+    checksum: str
+    keys: _TensorPlace
+    values: _TensorPlace
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()

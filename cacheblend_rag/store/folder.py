@@ -1,0 +1,289 @@
+"""The store's folder: its format mark, where things lie in it, and who is writing.
+
+::
+
+    store.json        the format and its version
+    store.lock        held while a process opens the store
+    index.sqlite      what the files hold, and the names (and its -wal and -shm)
+    kv/ab/…           one file a chunk, in a folder named by the first two digits of its key
+    tmp/              files not yet complete, and one lock file for each living writer
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cacheblend_rag.errors import StoreError, StoreFormatError, StoreFullError, StoreReadOnlyError
+from cacheblend_rag.store.locks import ForkSafeLock
+
+__all__ = ["StoreFolder", "storing", "valid_key"]
+
+_FORMAT = "cacheblend-rag store"
+_VERSION = 1
+_MARK = "store.json"
+# What a process that was killed while making a store may have left before the mark was in place.
+_MAKING = {"store.lock", "store.json.tmp"}
+_KEY = re.compile(r"[0-9a-f]{8,128}")
+_FILE = re.compile(r"[0-9a-f]{8,128}\.[0-9a-f]{16}\.safetensors")
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
+
+
+def valid_key(key: str) -> str:
+    """Return `key` if it is one.
+
+    Raises
+    ------
+    StoreError
+        If it is not 8 to 128 lower-case hexadecimal digits.
+    """
+    if not _KEY.fullmatch(key):
+        raise StoreError(f"{key[:140]!r} is no store key; a key is 8 to 128 lower-case hexadecimal digits")
+    return key
+
+
+@contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """Turn the errors of writing below `path` into the store's own."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise StoreFullError(f"no room left on the disk of {path}; free some, or give the store a byte budget (disk_bytes)") from error
+        if error.errno in _READ_ONLY:
+            raise StoreReadOnlyError(f"store folder {path} may not be written ({error.strerror}); it can only be read") from error
+        raise StoreError(f"store folder {path} cannot be written: {error}") from error
+
+
+class StoreFolder:
+    """A folder on disk that holds a store, made if there is none.
+
+    Parameters
+    ----------
+    path : Path
+        The folder.
+
+    Raises
+    ------
+    StoreFormatError
+        If it was written in a format that this version does not read. Nothing is changed in it.
+    StoreReadOnlyError
+        If it holds no store and may not be written.
+    StoreError
+        If it is something else than a store.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.index_path = path / "index.sqlite"
+        self._lock = ForkSafeLock()
+        self._writer = ""
+        self._writer_fd = -1
+        self._writer_pid = 0
+        self._count = 0
+        marked = self._check_mark()
+        if not marked:
+            with storing(path):
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.read_only = not all(os.access(part, os.W_OK) for part in (path, path / "kv", path / "tmp", self.index_path) if part.exists())
+        if self.read_only and not marked:
+            raise StoreReadOnlyError(f"folder {path} holds no store and may not be written; choose a folder that may")
+
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """Make the folder's parts, alone among all processes; what runs inside is alone too."""
+        with storing(self.path):
+            fd = os.open(self.path / "store.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            with storing(self.path):
+                if not self._check_mark():
+                    mark = self.path / "store.json.tmp"
+                    with open(mark, "w", encoding="ascii", opener=_private) as file:
+                        json.dump({"format": _FORMAT, "version": _VERSION}, file)
+                        file.flush()
+                        os.fsync(file.fileno())
+                    mark.rename(self.path / _MARK)
+                for name in ("kv", "tmp"):
+                    (self.path / name).mkdir(mode=0o700, exist_ok=True)
+                _sync_folder(self.path)
+                # SQLite gives its -wal and -shm files the mode of the database.
+                os.close(os.open(self.index_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            yield
+        finally:
+            os.close(fd)
+
+    def new_file_name(self, key: str) -> str:
+        """Return a file name for `key` that was never used: a file is written once and never changed."""
+        return f"{valid_key(key)}.{secrets.token_hex(8)}.safetensors"
+
+    def file_path(self, name: str) -> Path:
+        """Return where the file `name` lies.
+
+        Raises
+        ------
+        StoreError
+            If it is no file name of this store.
+        """
+        if not _FILE.fullmatch(name):
+            raise StoreError(f"{name[:200]!r} is no file name of a store; the index of {self.path} is damaged, run `cacheblend-rag store check`")
+        return self.path / "kv" / name[:2] / name
+
+    def files(self) -> Iterator[Path]:
+        """Yield everything that lies where the chunks' files lie."""
+        for shard in sorted((self.path / "kv").iterdir()):
+            if shard.is_dir():
+                yield from sorted(shard.iterdir())
+            else:
+                yield shard
+
+    def write(self, name: str, buffers: list[memoryview]) -> None:
+        """Write the file `name` so that it is there completely, and durably, or not at all."""
+        final = self.file_path(name)
+        with self._lock:
+            self._count += 1
+            temporary = self.path / "tmp" / f"{self._writer_locked()}.{self._count}.part"
+        with storing(self.path):
+            try:
+                fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                try:
+                    _write_all(fd, buffers)
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+                if not final.parent.is_dir():
+                    final.parent.mkdir(mode=0o700, exist_ok=True)
+                    _sync_folder(final.parent.parent)
+                temporary.rename(final)
+                _sync_folder(final.parent)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
+
+    def unlink(self, name: str) -> None:
+        """Remove the file `name`, if it is there."""
+        with storing(self.path):
+            self.file_path(name).unlink(missing_ok=True)
+
+    def writer(self) -> str:
+        """Return the name under which this process writes; it lives as long as the process holds its lock file."""
+        with self._lock:
+            return self._writer_locked()
+
+    def is_alive(self, writer: str) -> bool:
+        """Return whether the process that writes under this name still runs."""
+        if writer == self._writer and self._writer_pid == os.getpid():
+            return True
+        return not self._bury(writer)
+
+    def leftovers(self) -> list[Path]:
+        """Return the temporary files whose writer is dead."""
+        files = sorted((self.path / "tmp").iterdir())
+        dead = {writer for writer in {file.name.partition(".")[0] for file in files} if not self.is_alive(writer)}
+        return [file for file in files if file.name.partition(".")[0] in dead and file.exists()]
+
+    def close(self) -> None:
+        """Stop writing under this process's name."""
+        with self._lock:
+            if self._writer_fd >= 0 and self._writer_pid == os.getpid():
+                self._lock_path(self._writer).unlink(missing_ok=True)
+                os.close(self._writer_fd)
+            self._writer, self._writer_fd = "", -1
+
+    def _writer_locked(self) -> str:
+        if self._writer and self._writer_pid == os.getpid():
+            return self._writer
+        if self._writer_fd >= 0:
+            # Inherited over a fork: the parent goes on writing under that name.
+            os.close(self._writer_fd)
+            self._writer_fd = -1
+        with storing(self.path):
+            while True:
+                writer = secrets.token_hex(8)
+                path = self._lock_path(writer)
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                fcntl.flock(fd, fcntl.LOCK_EX)
+                # Between the two calls another process may have taken it for a dead writer's and removed it.
+                if path.exists() and os.fstat(fd).st_ino == path.stat().st_ino:
+                    break
+                os.close(fd)
+        self._writer, self._writer_fd, self._writer_pid = writer, fd, os.getpid()
+        return writer
+
+    def _lock_path(self, writer: str) -> Path:
+        return self.path / "tmp" / f"{writer}.lock"
+
+    def _bury(self, writer: str) -> bool:
+        """Remove the lock file of a dead writer; return False if the writer lives."""
+        path = self._lock_path(writer)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return True
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        else:
+            path.unlink(missing_ok=True)
+            return True
+        finally:
+            os.close(fd)
+
+    def _check_mark(self) -> bool:
+        """Return whether a store is there that this version reads, False where one can be made."""
+        try:
+            mark = json.loads((self.path / _MARK).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            foreign = sorted(set(os.listdir(self.path)) - _MAKING) if self.path.is_dir() else []
+            if foreign:
+                shown = ", ".join(foreign[:3]) + (", …" if len(foreign) > 3 else "")
+                raise StoreError(f"folder {self.path} is no store and holds other files ({shown}); give an empty or a new folder") from None
+            return False
+        except NotADirectoryError:
+            raise StoreError(f"{self.path} is a file; a store needs a folder") from None
+        except (ValueError, UnicodeDecodeError):
+            mark = None
+        except OSError as error:
+            raise StoreError(f"store folder {self.path} cannot be read: {error}") from error
+        if not isinstance(mark, dict) or mark.get("format") != _FORMAT:
+            raise StoreFormatError(f"{self.path / _MARK} is damaged or not ours; give another folder, or remove this one and warm a new store")
+        if mark.get("version") != _VERSION:
+            raise StoreFormatError(
+                f"store folder {self.path} is in format version {mark.get('version')!r}, this cacheblend-rag reads version {_VERSION}; "
+                "use the cacheblend-rag that wrote it, or warm a new store in another folder"
+            )
+        return True
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
+def _write_all(fd: int, buffers: list[memoryview]) -> None:
+    # The system takes at most IOV_MAX (1024 on Linux) buffers at once, and may write less than it was given.
+    waiting = [buffer for buffer in buffers if buffer.nbytes]
+    begin = 0
+    while begin < len(waiting):
+        written = os.writev(fd, waiting[begin : begin + 512])
+        while begin < len(waiting) and written >= waiting[begin].nbytes:
+            written -= waiting[begin].nbytes
+            begin += 1
+        if written:
+            waiting[begin] = waiting[begin][written:]
+
+
+def _sync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,159 @@
+"""The RAM tier: whole chunks, least recently used dropped first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+
+import torch
+
+from cacheblend_rag.kv import ChunkKV, LayerKV
+from cacheblend_rag.store.locks import ForkSafeLock
+
+__all__ = ["RamReader", "RamTier"]
+
+
+class RamReader:
+    """Reads KV that is held in RAM.
+
+    Parameters
+    ----------
+    kv : ChunkKV
+        The KV.
+    """
+
+    def __init__(self, kv: ChunkKV) -> None:
+        self._kv = kv
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens that the KV was computed from."""
+        return self._kv.token_ids
+
+    @property
+    def start(self) -> int:
+        """The position that the keys of its first token are rotated to."""
+        return self._kv.start
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers there are."""
+        return len(self._kv.layers)
+
+    def layer(self, index: int) -> LayerKV:
+        """Return one layer; the caller must not write to it."""
+        return self._kv.layers[index]
+
+
+class RamTier:
+    """Chunk KV in memory, at most so many bytes of it.
+
+    Parameters
+    ----------
+    limit_bytes : int
+        Most bytes of KV held, reservations included. An entry that is bigger than this is not kept.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._lock = ForkSafeLock()
+        self._entries: OrderedDict[str, ChunkKV] = OrderedDict()
+        self._used_bytes = 0
+        self._reserved_bytes = 0
+        # Reservations come back here, without the lock, since they may come back from a finalizer.
+        self._returned: deque[int] = deque()
+        self._evictions = 0
+
+    def get(self, key: str) -> ChunkKV | None:
+        """Return the KV under `key` and mark it as recently used, or None."""
+        with self._lock:
+            kv = self._entries.get(key)
+            if kv is not None:
+                self._entries.move_to_end(key)
+            return kv
+
+    def put(self, key: str, kv: ChunkKV) -> bool:
+        """Keep `kv`, dropping the least recently used for room; return whether it was kept."""
+        kv = _owned(kv)
+        with self._lock:
+            self._drop(key)
+            if kv.nbytes > self._limit_bytes or not self._make_room(kv.nbytes):
+                return False
+            self._entries[key] = kv
+            self._used_bytes += kv.nbytes
+            return True
+
+    def reserve(self, nbytes: int) -> bool:
+        """Set room aside for an entry that is still being read; return whether there is any."""
+        with self._lock:
+            if not self._make_room(nbytes):
+                return False
+            self._reserved_bytes += nbytes
+            return True
+
+    def give_back(self, nbytes: int) -> None:
+        """End a reservation; takes no lock."""
+        self._returned.append(nbytes)
+
+    def drop(self, keys: Iterable[str]) -> None:
+        """Forget these entries."""
+        with self._lock:
+            for key in keys:
+                self._drop(key)
+
+    def clear(self) -> None:
+        """Forget every entry."""
+        with self._lock:
+            self._entries.clear()
+            self._used_bytes = 0
+
+    def keys(self) -> list[str]:
+        """Return the keys held, least recently used first."""
+        with self._lock:
+            return list(self._entries)
+
+    def holds(self, key: str) -> bool:
+        """Return whether `key` is held, without marking it as used."""
+        with self._lock:
+            return key in self._entries
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._entries)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of KV held."""
+        with self._lock:
+            return self._used_bytes
+
+    @property
+    def evictions(self) -> int:
+        """Entries dropped for room."""
+        return self._evictions
+
+    def _make_room(self, nbytes: int) -> bool:
+        while self._returned:
+            self._reserved_bytes -= self._returned.popleft()
+        if self._reserved_bytes + nbytes > self._limit_bytes:
+            return False
+        while self._used_bytes + self._reserved_bytes + nbytes > self._limit_bytes:
+            self._drop(next(iter(self._entries)))
+            self._evictions += 1
+        return True
+
+    def _drop(self, key: str) -> None:
+        kv = self._entries.pop(key, None)
+        if kv is not None:
+            self._used_bytes -= kv.nbytes
+
+
+def _owned(kv: ChunkKV) -> ChunkKV:
+    """Copy the tensors that are views into something larger, which would stay in memory uncounted."""
+
+    def compact(tensor: torch.Tensor, room: int) -> torch.Tensor:
+        return tensor.clone() if tensor.untyped_storage().nbytes() > room else tensor
+
+    # Both tensors of a layer may share one storage, as they do when read from a file.
+    layers = tuple(LayerKV(compact(layer.keys, layer.nbytes), compact(layer.values, layer.nbytes)) for layer in kv.layers)
+    return ChunkKV(kv.token_ids, kv.start, layers)

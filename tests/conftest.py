@@ -1,0 +1,19 @@
+"""What every test starts from: no network, no settings from the caller's environment."""
+
+from __future__ import annotations
+
+import os
+
+# Before anything imports a hub client or a tokenizer.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _no_outer_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove ``CACHEBLEND_*`` from the environment, so that a test reads only the settings it makes."""
+    for name in list(os.environ):
+        if name.upper().startswith("CACHEBLEND_"):
+            monkeypatch.delenv(name)

@@ -1,0 +1,83 @@
+"""Tiny random models of the families that the tests blend, built in code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, CONFIG_MAPPING, PreTrainedModel
+
+_BASE: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_WINDOW = 16
+_SLIDING_PATTERN = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-llama3": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "llama-yarn": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "mistral": ("mistral", {"sliding_window": _WINDOW}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3-moe": ("qwen3_moe", {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+    "gemma2": ("gemma2", {"head_dim": 8, "sliding_window": _WINDOW, "query_pre_attn_scalar": 8}),
+    "gemma3": (
+        "gemma3_text",
+        {"head_dim": 8, "sliding_window": _WINDOW, "query_pre_attn_scalar": 8, "layer_types": _SLIDING_PATTERN},
+    ),
+    "phi3": ("phi3", {}),
+    "gpt-neox": ("gpt_neox", {"rotary_pct": 0.25, "num_attention_heads": 2}),
+    "olmo2": ("olmo2", {}),
+    "granite": ("granite", {"attention_multiplier": 0.3, "residual_multiplier": 0.7, "embedding_multiplier": 3.0, "logits_scaling": 2.0}),
+    "cohere": ("cohere", {}),
+    "starcoder2": ("starcoder2", {"sliding_window": _WINDOW}),
+    "stablelm": ("stablelm", {"partial_rotary_factor": 0.25, "num_attention_heads": 2}),
+    "glm4": ("glm4", {"head_dim": 8, "partial_rotary_factor": 0.5}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 1, 1, 0, 1, 1]}),
+}
+
+
+def tiny_model(family: str, attention: str = "sdpa", seed: int = 0) -> PreTrainedModel:
+    """Return a random float32 model of a family, large enough in its weights that attention matters."""
+    model_type, overrides = FAMILIES[family]
+    config = CONFIG_MAPPING[model_type](**(_BASE | overrides))
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+    # The usual initialisation is so small that every layer is close to the identity, and mistakes in attention would not show.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(std=0.25)
+    return model.eval()

@@ -1,0 +1,307 @@
+"""Imports run downwards only: no upward import, no circle, no framework in the engine, no reaching below the engine from outside.
+
+The rules are read off the syntax tree, so an import inside a function or under ``if TYPE_CHECKING`` counts like any other.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "cacheblend_rag"
+
+# The modules and packages of `cacheblend_rag` by the floor they stand on. Each may import from its own floor and those below.
+FLOORS: dict[int, tuple[str, ...]] = {
+    0: ("errors", "config", "chunk", "report"),
+    1: ("kv", "rope", "selection", "layout", "pml"),
+    2: ("store", "model"),
+    3: ("encode", "loader", "controller", "fuse"),
+    4: ("engine",),
+    5: ("reference", "eval", "bench", "demo", "cli", "__main__"),
+}
+FLOOR_OF = {module: floor for floor, modules in FLOORS.items() for module in modules}
+ENGINE_FLOOR = FLOOR_OF["engine"]
+
+# Distributions that the engine, and all below it, must never know of.
+FRAMEWORKS = ("llama_index", "langchain", "langgraph", "langsmith", "chromadb", "sentence_transformers")
+
+# What a framework package may import of `cacheblend_rag`, besides the package itself.
+DOOR = ("engine", *FLOORS[0])
+INTEGRATIONS = {
+    "llama_index_cacheblend": ROOT / "integrations" / "llama_index" / "llama_index_cacheblend",
+    "langchain_cacheblend": ROOT / "integrations" / "langchain" / "langchain_cacheblend",
+}
+
+
+class Import(NamedTuple):
+    """One name imported by one file: the dotted module that holds it, and where the statement stands."""
+
+    module: str
+    file: Path
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} imports {self.module}"
+
+
+def dotted(file: Path, folder: Path) -> str:
+    """``folder/store/ram.py`` -> ``folder.store.ram``; a package is named by its folder."""
+    parts = [folder.name, *file.relative_to(folder).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def modules_in(folder: Path) -> dict[str, Path]:
+    """Every module under a package folder, by its dotted name."""
+    return {dotted(file, folder): file for file in sorted(folder.rglob("*.py"))}
+
+
+def imports_of(file: Path, name: str, known: dict[str, Path]) -> Iterator[Import]:
+    """Every import in a file, at any depth; ``from package import submodule`` names the submodule."""
+    package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"), str(file))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, file, node.lineno)
+        elif isinstance(node, ast.ImportFrom):
+            source = node.module or ""
+            if node.level:
+                parents = package.split(".")
+                base = ".".join(parents[: len(parents) - node.level + 1])
+                source = f"{base}.{source}" if source else base
+            for alias in node.names:
+                submodule = f"{source}.{alias.name}"
+                yield Import(submodule if submodule in known else source, file, node.lineno)
+        elif isinstance(node, ast.Call) and _is_import_call(node):
+            yield Import(str(node.args[0].value), file, node.lineno)  # type: ignore[attr-defined]
+
+
+def _is_import_call(call: ast.Call) -> bool:
+    """``importlib.import_module("literal")`` and ``__import__("literal")`` are imports too."""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    if name not in ("import_module", "__import__") or not call.args:
+        return False
+    return isinstance(call.args[0], ast.Constant) and isinstance(call.args[0].value, str)
+
+
+def part_of(module: str) -> str:
+    """``cacheblend_rag.store.ram`` -> ``store``; the package itself -> an empty string."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def is_under(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def unlisted(known: dict[str, Path]) -> list[str]:
+    parts = {part_of(name) for name in known} - {""}
+    return sorted(parts - FLOOR_OF.keys())
+
+
+def upward(known: dict[str, Path]) -> list[str]:
+    """Imports from a higher floor, and imports of the package itself from the engine's floor and below."""
+    found = []
+    for name, file in known.items():
+        floor = FLOOR_OF.get(part_of(name))
+        if floor is None:  # the package's own __init__, or a module that `unlisted` reports
+            continue
+        for each in imports_of(file, name, known):
+            if not is_under(each.module, PACKAGE):
+                continue
+            target = part_of(each.module)
+            if not target and floor <= ENGINE_FLOOR:
+                found.append(f"{each}: floor {floor} imports the package itself, which stands above the engine")
+            elif target and FLOOR_OF.get(target, floor) > floor:
+                found.append(f"{each}: floor {floor} imports from floor {FLOOR_OF[target]}")
+    return found
+
+
+def circles(known: dict[str, Path]) -> list[str]:
+    """Circles among the modules, each as the path around it."""
+    graph = {
+        name: sorted({each.module for each in imports_of(file, name, known) if each.module in known})
+        for name, file in known.items()
+    }
+    found: list[str] = []
+    done: set[str] = set()
+    path: list[str] = []
+
+    def visit(name: str) -> None:
+        if name in path:
+            found.append(" -> ".join([*path[path.index(name) :], name]))
+        elif name not in done:
+            path.append(name)
+            for target in graph[name]:
+                visit(target)
+            path.pop()
+            done.add(name)
+
+    for name in graph:
+        visit(name)
+    return found
+
+
+def framework_imports(known: dict[str, Path]) -> list[str]:
+    return [
+        str(each)
+        for name, file in known.items()
+        if FLOOR_OF.get(part_of(name), 0) <= ENGINE_FLOOR
+        for each in imports_of(file, name, known)
+        if each.module.split(".")[0].startswith(FRAMEWORKS)
+    ]
+
+
+def below_the_engine(known: dict[str, Path], core: dict[str, Path]) -> list[str]:
+    allowed = [f"{PACKAGE}.{part}" for part in DOOR]
+    return [
+        str(each)
+        for name, file in known.items()
+        for each in imports_of(file, name, known | core)
+        if is_under(each.module, PACKAGE)
+        and each.module != PACKAGE
+        and not any(is_under(each.module, part) for part in allowed)
+    ]
+
+
+CORE = modules_in(ROOT / PACKAGE)
+
+
+def test_every_module_stands_on_a_floor() -> None:
+    missing = unlisted(CORE)
+    assert not missing, (
+        f"not on any floor: {missing}; add each to FLOORS in tests/test_layers.py and to ARCHITECTURE.md"
+    )
+
+
+def test_no_upward_import() -> None:
+    found = upward(CORE)
+    assert not found, "\n".join(["imports run downwards only:", *found])
+
+
+def test_no_circle() -> None:
+    found = circles(CORE)
+    assert not found, "\n".join(["modules import each other in a circle:", *found])
+
+
+def test_the_engine_knows_no_framework() -> None:
+    found = framework_imports(CORE)
+    assert not found, "\n".join(["only floor 5 and integrations/ may import a framework:", *found])
+
+
+def test_the_package_itself_only_re_exports() -> None:
+    init = ROOT / PACKAGE / "__init__.py"
+    body = ast.parse(init.read_text(encoding="utf-8")).body
+    for node in body[1:] if ast.get_docstring(ast.Module(body, [])) else body:
+        named = isinstance(node, ast.Assign) and all(
+            isinstance(target, ast.Name) and target.id in ("__all__", "__version__") for target in node.targets
+        )
+        assert named or isinstance(node, (ast.Import, ast.ImportFrom)), f"{init}:{node.lineno} is more than a re-export"
+
+
+@pytest.mark.parametrize("integration", INTEGRATIONS)
+def test_a_framework_package_stays_above_the_engine(integration: str) -> None:
+    modules = modules_in(INTEGRATIONS[integration])
+    found = below_the_engine(modules, CORE)
+    assert not found, "\n".join([f"{integration} may import {PACKAGE} and {', '.join(DOOR)} of it:", *found])
+    others = tuple(name for name in INTEGRATIONS if name != integration)
+    mixed = [
+        str(each)
+        for name, file in modules.items()
+        for each in imports_of(file, name, modules)
+        if each.module.split(".")[0] in others
+    ]
+    assert not mixed, "\n".join(["the integrations do not know each other:", *mixed])
+    assert not circles(modules)
+
+
+@pytest.mark.parametrize("folder", [ROOT, ROOT / "integrations" / "llama_index", ROOT / "integrations" / "langchain"])
+def test_no_distribution_ships_a_package_called_integrations(folder: Path) -> None:
+    assert not (ROOT / "integrations" / "__init__.py").exists()
+    assert 'packages = ["integrations' not in (folder / "pyproject.toml").read_text(encoding="utf-8")
+
+
+# The rules themselves, on packages that break them.
+
+
+def tree(folder: Path, files: dict[str, str]) -> dict[str, Path]:
+    """A package `cacheblend_rag` with these files, and empty ``__init__.py`` where one is missing."""
+    root = folder / PACKAGE
+    for name, text in files.items():
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    for directory in [root, *(path for path in root.rglob("*") if path.is_dir())]:
+        (directory / "__init__.py").touch()
+    return modules_in(root)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from cacheblend_rag.engine import BlendEngine",
+        "from cacheblend_rag import engine",
+        "import cacheblend_rag.engine",
+        "from ..engine import BlendEngine",
+        "from .. import engine",
+        "def f():\n    from cacheblend_rag.engine import BlendEngine",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..engine import BlendEngine",
+        "import importlib\nimportlib.import_module('cacheblend_rag.engine')",
+        "from cacheblend_rag import BlendEngine",
+    ],
+)
+def test_an_upward_import_is_found_in_every_form(tmp_path: Path, statement: str) -> None:
+    known = tree(tmp_path, {"engine.py": "", "store/ram.py": statement})
+    assert len(upward(known)) == 1
+    assert not unlisted(known)
+
+
+@pytest.mark.parametrize(
+    "statement", ["from ..kv import KV", "from .base import KVStore", "from .. import errors", "import torch"]
+)
+def test_a_downward_import_is_none_of_its_business(tmp_path: Path, statement: str) -> None:
+    known = tree(tmp_path, {"kv.py": "", "errors.py": "", "store/base.py": "", "store/ram.py": statement})
+    assert not upward(known)
+    assert not circles(known)
+
+
+def test_a_circle_is_found_within_a_package(tmp_path: Path) -> None:
+    files = {
+        "store/__init__.py": "from .ram import Ram",
+        "store/ram.py": "def f():\n    from cacheblend_rag.store import Ram",
+    }
+    known = tree(tmp_path, files)
+    assert circles(known) == ["cacheblend_rag.store -> cacheblend_rag.store.ram -> cacheblend_rag.store"]
+
+
+def test_a_module_without_a_floor_is_found(tmp_path: Path) -> None:
+    assert unlisted(tree(tmp_path, {"kv.py": "", "helpers/strings.py": ""})) == ["helpers"]
+
+
+def test_a_framework_in_the_engine_is_found(tmp_path: Path) -> None:
+    imports = (
+        "import chromadb",
+        "from llama_index.core import Document",
+        "from langchain_core.documents import Document",
+    )
+    lines = "\n    ".join(["def f():", *imports])
+    known = tree(tmp_path, {"engine/door.py": lines, "bench/run.py": lines})
+    assert len(framework_imports(known)) == 3
+
+
+def test_a_reach_below_the_engine_is_found(tmp_path: Path) -> None:
+    core = tree(tmp_path, {"engine.py": "", "errors.py": "", "store/ram.py": ""})
+    outside = tmp_path / "llama_index_cacheblend"
+    outside.mkdir()
+    lines = [
+        "from cacheblend_rag import BlendEngine, errors",
+        "from cacheblend_rag.engine import BlendEngine",
+        "from cacheblend_rag.store.ram import RamStore",
+        "from cacheblend_rag import store",
+    ]
+    (outside / "llm.py").write_text("\n".join(lines), encoding="utf-8")
+    found = below_the_engine(modules_in(outside), core)
+    assert [line.split(":")[1].split()[0] for line in found] == ["3", "4"]
