@@ -37,8 +37,8 @@ class Chunk:
     text : str
         The text exactly as the language model sees it.
     id : str, optional
-        The name under which the chunk can be asked for, the node id of a vector store for example. A chunk without an id can
-        be blended, but not named, contained or deleted.
+        The name under which the chunk can be asked for, the node id of a vector store for example. A chunk without an
+        id can be blended, but not named, contained or deleted.
 
     Raises
     ------
@@ -53,7 +53,9 @@ class Chunk:
 
     def __post_init__(self) -> None:
         if not self.text:
-            raise EmptyChunkError(f"chunk {self.id!r} has no text; leave it out, or give it the text the model should read")
+            raise EmptyChunkError(
+                f"chunk {self.id!r} has no text; leave it out, or give it the text the model should read"
+            )
         if self.id == "":
             raise ConfigError("a chunk's id is the empty string; give it a name, or None for a chunk without one")
 
@@ -79,9 +81,9 @@ Segment: TypeAlias = "str | Sequence[int] | Chunk | ChunkRef"
 class BlendPrompt:
     """A prompt as a list of segments: text, always computed, and chunks, served from stored KV.
 
-    ``BlendPrompt(prefix, chunks, suffix)`` is short for ``BlendPrompt(segments=[prefix, *chunks, suffix])``. The token ids of
-    a prompt are the concatenation of its segments' ids, each tokenised on its own; the first text segment is given the
-    tokenizer's BOS unless it begins with it.
+    ``BlendPrompt(prefix, chunks, suffix)`` is short for ``BlendPrompt(segments=[prefix, *chunks, suffix])``. The token
+    ids of a prompt are the concatenation of its segments' ids, each tokenised on its own; the first text segment is
+    given the tokenizer's BOS unless it begins with it.
 
     Parameters
     ----------
@@ -96,12 +98,14 @@ class BlendPrompt:
     segments : sequence of Segment, optional
         The whole prompt at once, instead of the four above; here a string is text, and `ChunkRef` names a stored chunk.
     positions : sequence of int, optional
-        The position of each segment's first token, in segment order. By default segments follow each other without gaps.
+        The position of each segment's first token, in segment order. By default segments follow each other without
+        gaps.
 
     Raises
     ------
     ConfigError
-        If `segments` is given together with `prefix`, `chunks`, `suffix` or `separator`, or `positions` do not fit the segments.
+        If `segments` is given together with `prefix`, `chunks`, `suffix` or `separator`, or `positions` do not fit the
+        segments.
     """
 
     prefix: str = ""
@@ -121,7 +125,9 @@ class BlendPrompt:
             object.__setattr__(self, "segments", tuple(self._sugar()))
         if self.positions is not None:
             if len(self.positions) != len(self.segments):
-                raise ConfigError(f"{len(self.positions)} positions for {len(self.segments)} segments; give one for each")
+                raise ConfigError(
+                    f"{len(self.positions)} positions for {len(self.segments)} segments; give one for each"
+                )
             if any(position < 0 for position in self.positions):
                 raise ConfigError(f"positions {list(self.positions)} hold a negative one; positions count from 0")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,18 +30,19 @@ class BlendConfig(BaseSettings):
     enabled : bool
         False prefills every prompt as a whole.
     recompute_ratio : float
-        Share of the chunk tokens to recompute, 0 (plain reuse) to 1 (full prefill). CacheBlend (section 7) finds 0.15 enough.
+        Share of the chunk tokens to recompute, 0 (plain reuse) to 1 (full prefill). CacheBlend (section 7) finds 0.15
+        enough.
     selector : str
         Which tokens to recompute: "hkvd", "random", "none", "full", or "auto", the best there is.
     check_layers : tuple of int
-        Layers at which hkvd compares fresh KV with stored KV, ascending. Layer 0 measures nothing, since its KV depends on no
-        other token.
+        Layers at which hkvd compares fresh KV with stored KV, ascending. Layer 0 measures nothing, since its KV depends
+        on no other token.
     deviation : {"value", "key", "both"}
         What hkvd compares.
     gradual_start : float
-        Gradual filtering (CacheBlend, section 4.3): the first check layer keeps this many times the average ratio, later ones
-        fewer, so that `recompute_ratio` is the average over the layers behind the first check layer. Without effect with one check
-        layer.
+        Gradual filtering (CacheBlend, section 4.3): the first check layer keeps this many times the average ratio,
+        later ones fewer, so that `recompute_ratio` is the average from the first check layer on. Without effect with
+        one check layer.
     ratio_schedule : tuple of float, optional
         The multiple of `recompute_ratio` that each check layer keeps, never rising, instead of the linear schedule that
         `gradual_start` gives.
@@ -63,7 +65,8 @@ class BlendConfig(BaseSettings):
     self_check : bool
         Whether a new engine verifies blending on its model with random tokens, which takes a few small forward passes.
     strict : bool
-        Whether a model that cannot be blended is an error; by default its prompts are prefilled as a whole and the report says why.
+        Whether a model that cannot be blended is an error; by default its prompts are prefilled as a whole and the
+        report says why.
     seed : int
         Seed of the random selector.
 
@@ -113,8 +116,10 @@ class BlendConfig(BaseSettings):
         if not layers:
             raise ValueError("must name at least one layer; (1,) is the usual one")
         if layers[0] == 0:
-            raise ValueError("holds 0, where nothing can be measured: layer 0's KV depends on no other token; begin with 1")
-        if layers[0] < 0 or any(a >= b for a, b in zip(layers, layers[1:], strict=False)):
+            raise ValueError(
+                "holds 0, where nothing can be measured: layer 0's KV depends on no other token; begin with 1"
+            )
+        if layers[0] < 0 or any(a >= b for a, b in pairwise(layers)):
             raise ValueError("must be layer indices in ascending order, each once")
         return layers
 
@@ -124,9 +129,13 @@ class BlendConfig(BaseSettings):
         if schedule is None:
             return self
         if len(schedule) != len(self.check_layers):
-            raise ValueError(f"ratio_schedule has {len(schedule)} numbers for {len(self.check_layers)} check layers; give one for each")
-        if any(not math.isfinite(f) or f <= 0 for f in schedule) or any(a < b for a, b in zip(schedule, schedule[1:], strict=False)):
-            raise ValueError(f"ratio_schedule {schedule} must be positive and never rise: later layers choose among the tokens kept before")
+            raise ValueError(
+                f"ratio_schedule has {len(schedule)} numbers for {len(self.check_layers)} check layers; give each one"
+            )
+        if any(not math.isfinite(f) or f <= 0 for f in schedule) or any(a < b for a, b in pairwise(schedule)):
+            raise ValueError(
+                f"ratio_schedule {schedule} must be positive and never rise: a check layer chooses among the tokens kept so far"
+            )
         return self
 
     @classmethod
@@ -155,7 +164,9 @@ class BlendConfig(BaseSettings):
         if values is None:
             values = {}
         if not isinstance(values, dict):
-            raise ConfigError(f"settings file {path} holds a {type(values).__name__}; it must be a mapping of names to values")
+            raise ConfigError(
+                f"settings file {path} holds a {type(values).__name__}; it must be a mapping of names to values"
+            )
         return cls(**{str(name): value for name, value in values.items()})
 
     def replace(self, **changes: Any) -> BlendConfig:

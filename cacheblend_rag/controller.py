@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.layout import PromptLayout
-from cacheblend_rag.selection import Selection, SelectionTask, make_selector
+from cacheblend_rag.selection import Selection, SelectionTask, Selector, make_selector
 
-__all__ = ["Plan", "make_plan"]
+__all__ = ["Plan", "check_selector", "make_plan"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,19 @@ class Plan:
     selection: Selection | None
     selector: str
     fallback_reason: str | None = None
+
+
+def check_selector(config: BlendConfig, num_layers: int) -> Selector:
+    """Return the selector that the settings name, if it can work on a model of `num_layers` layers.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such selector, or it cannot.
+    """
+    selector = make_selector(config)
+    selector.validate(num_layers)
+    return selector
 
 
 def make_plan(config: BlendConfig, layout: PromptLayout, num_layers: int, unsupported: str | None) -> Plan:
@@ -61,9 +74,10 @@ def make_plan(config: BlendConfig, layout: PromptLayout, num_layers: int, unsupp
     if not layout.chunks:
         return Plan(None, "full", "the prompt has no chunks")
     if layout.context_tokens < config.min_tokens:
-        return Plan(None, "full", f"the chunks have {layout.context_tokens} tokens, fewer than min_tokens={config.min_tokens}")
-    selector = make_selector(config)
-    selector.validate(num_layers)
+        return Plan(
+            None, "full", f"the chunks have {layout.context_tokens} tokens, fewer than min_tokens={config.min_tokens}"
+        )
+    selector = check_selector(config, num_layers)
     candidates = layout.candidate_rows.numel()
     budget = min(round(config.recompute_ratio * layout.context_tokens), candidates)
     if selector.name == "full" or (config.recompute_ratio == 1 and selector.name != "none"):

@@ -45,7 +45,8 @@ def encode_chunks(
 ) -> Iterator[list[tuple[int, ChunkKV]]]:
     """Compute the KV of each chunk behind the encoding prefix.
 
-    Encoding behind the prefix and keeping only the chunk's slice leaves one attention sink and one BOS in a prompt of many chunks.
+    Encoding behind the prefix and keeping only the chunk's slice leaves one attention sink and one BOS in a prompt of
+    many chunks.
 
     Parameters
     ----------
@@ -70,7 +71,10 @@ def encode_chunks(
         for row, index in enumerate(batch):
             stop = start + len(chunks[index])
             # A copy, so that one chunk does not keep its whole batch in memory.
-            kv = [LayerKV(*(tensor[row, :, start:stop].to("cpu", copy=True).contiguous() for tensor in layer)) for layer in layers]
+            kv = [
+                LayerKV(*(tensor[row, :, start:stop].to("cpu", copy=True).contiguous() for tensor in layer))
+                for layer in layers
+            ]
             encoded.append((index, ChunkKV(tuple(chunks[index]), start, kv)))
         yield encoded
 
@@ -78,7 +82,7 @@ def encode_chunks(
 @torch.no_grad()
 def _run(decoder: Decoder, rows: Sequence[Sequence[int]]) -> list[LayerKV]:
     width = max(map(len, rows))
-    # Padding stands behind the text, where causal attention keeps it from being seen: no mask is needed, and any id will do.
+    # Padding stands behind the text, where causal attention does not see it: any id will do, without a mask.
     ids = torch.tensor([[*row, *[row[-1]] * (width - len(row))] for row in rows], device=decoder.device)
     cache = KVCache(decoder.num_layers)
     decoder.model.get_decoder()(input_ids=ids, past_key_values=cache, use_cache=True)

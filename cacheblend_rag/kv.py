@@ -34,8 +34,8 @@ class ChunkKV:
     start : int
         The position of its first token when it was encoded; its keys are rotated accordingly.
     layers : sequence of LayerKV
-        One for each decoder layer, ``(num_kv_heads, seq_len, head_dim)``, on the CPU, contiguous. Shapes may differ from layer to
-        layer; seq_len is the number of tokens everywhere.
+        One for each decoder layer, ``(num_kv_heads, seq_len, head_dim)``, on the CPU, contiguous. Shapes may differ
+        from layer to layer; seq_len is the number of tokens everywhere.
     """
 
     token_ids: tuple[int, ...]

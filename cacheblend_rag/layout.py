@@ -26,8 +26,8 @@ class ChunkSpan:
 class PromptLayout:
     """The token ids of a prompt and the place of each chunk in it.
 
-    A *row* is a token's index in the prompt; a *position* is what rotary embeddings see. They are equal unless the prompt
-    places its segments elsewhere.
+    A *row* is a token's index in the prompt; a *position* is what rotary embeddings see. They are equal unless the
+    prompt places its segments elsewhere.
 
     Attributes
     ----------
@@ -38,8 +38,8 @@ class PromptLayout:
     chunks : tuple of ChunkSpan
         The chunks in prompt order, not overlapping.
     exact_chunks : int
-        How many leading chunks stand exactly behind what they were encoded behind, so that their stored KV is already the true one
-        (0 or 1).
+        How many leading chunks stand exactly behind what they were encoded behind, so that their stored KV is already
+        the true one (0 or 1).
     """
 
     token_ids: tuple[int, ...]
@@ -73,6 +73,11 @@ class PromptLayout:
         """The chunk rows whose stored KV may differ from the true one, ascending, int64."""
         first = self.chunks[self.exact_chunks].start if self.exact_chunks < len(self.chunks) else len(self)
         return self.context_rows[self.context_rows >= first]
+
+    @property
+    def end_position(self) -> int:
+        """The position behind the last one used."""
+        return max(self.positions) + 1
 
     @property
     def context_tokens(self) -> int:

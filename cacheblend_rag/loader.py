@@ -1,7 +1,7 @@
 """Fetching stored KV layer by layer, ahead of the computation.
 
-While layer i is computed, a thread reads layer i + 1 of every chunk, moves its keys to their position in the prompt and puts the whole
-into one buffer (CacheBlend, section 5).
+While layer i is computed, a thread reads layer i + 1 of every chunk, moves its keys to their position in the prompt and
+puts the whole into one buffer (CacheBlend, section 5).
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ class LayerLoader:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._closed = True
         self._room.release()
         self._thread.join()
@@ -129,7 +131,8 @@ class LayerLoader:
         parts = [reader.layer(layer) for reader in self._readers]
         device = next(self._decoder.layers[layer].parameters()).device
         keys, values = (
-            torch.empty((1, sample.shape[0], self._capacity, sample.shape[2]), dtype=sample.dtype, device=device) for sample in parts[0]
+            torch.empty((1, sample.shape[0], self._capacity, sample.shape[2]), dtype=sample.dtype, device=device)
+            for sample in parts[0]
         )
         rotation = self._decoder.rotations[layer]
         table = None if rotation is None else self._table(rotation, device)

@@ -40,8 +40,8 @@ class BlendReport:
     Attributes
     ----------
     ttft_s : float
-        Seconds from the call to the first output id (or, for `BlendEngine.prefill`, to its logits), lookup, hash check, loading,
-        shifting and selection included.
+        Seconds from the call to the first output id (or, for `BlendEngine.prefill`, to its logits), lookup, hash check,
+        loading, shifting and selection included.
     load_s : float
         Seconds the computation waited for stored KV.
     encode_s : float
@@ -57,8 +57,8 @@ class BlendReport:
     recompute_ratio : float
         The ratio that was asked for.
     charged_ratio : float
-        Work done on chunk tokens over (chunk tokens x layers): a whole decoder-block row counts 1, a probe its share of a block's
-        arithmetic. Encoding misses is not part of it.
+        Work done on chunk tokens over (chunk tokens x layers): a whole decoder-block row counts 1, a probe its share of
+        a block's arithmetic. Encoding misses is not part of it.
     hits, misses : int
         Chunks whose KV was stored, and was not.
     selector : str

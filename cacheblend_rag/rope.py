@@ -1,8 +1,8 @@
 """Moving rotated keys to another position.
 
-Rotary embeddings turn a key by an angle proportional to its position, so a key that was encoded at one position becomes the key of
-another by turning it through the difference (CacheBlend, appendix A; Prompt Cache, section 4.2). Any scaling that only changes the
-frequencies (linear, llama3, yarn) and any constant factor on the rotated vector leaves this true.
+Rotary embeddings turn a key by an angle proportional to its position, so a key that was encoded at one position becomes
+the key of another by turning it through the difference (CacheBlend, appendix A; Prompt Cache, section 4.2). Any scaling
+that only changes the frequencies (linear, llama3, yarn) and any constant factor on the rotated vector leaves this true.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Rotation:
     inv_freq : torch.Tensor
         Angle per position of each pair of dimensions, float32, ``(rotary_dim / 2,)``.
     layout : {"half", "interleaved"}
-        Whether dimension i is paired with i + rotary_dim / 2, or 2 i with 2 i + 1. Dimensions from rotary_dim on are not rotated.
+        Whether dimension i is paired with i + rotary_dim / 2, or 2 i with 2 i + 1. Dimensions from rotary_dim on are
+        not rotated.
     """
 
     inv_freq: torch.Tensor

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, CONFIG_MAPPING, PreTrainedModel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 _BASE: dict[str, Any] = {
     "vocab_size": 97,
@@ -43,7 +46,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {
                 "rope_type": "yarn",
                 "rope_theta": 10000.0,
-                "factor": 4.0,
+                "factor": 8.0,
                 "original_max_position_embeddings": 64,
             }
         },
@@ -51,7 +54,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": _WINDOW}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"head_dim": 16}),
-    "qwen3-moe": ("qwen3_moe", {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+    "qwen3-moe": (
+        "qwen3_moe",
+        {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
     "gemma2": ("gemma2", {"head_dim": 8, "sliding_window": _WINDOW, "query_pre_attn_scalar": 8}),
     "gemma3": (
         "gemma3_text",
@@ -60,13 +66,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {}),
     "gpt-neox": ("gpt_neox", {"rotary_pct": 0.25, "num_attention_heads": 2}),
     "olmo2": ("olmo2", {}),
-    "granite": ("granite", {"attention_multiplier": 0.3, "residual_multiplier": 0.7, "embedding_multiplier": 3.0, "logits_scaling": 2.0}),
+    "granite": (
+        "granite",
+        {"attention_multiplier": 0.3, "residual_multiplier": 0.7, "embedding_multiplier": 3.0, "logits_scaling": 2.0},
+    ),
     "cohere": ("cohere", {}),
     "starcoder2": ("starcoder2", {"sliding_window": _WINDOW}),
     "stablelm": ("stablelm", {"partial_rotary_factor": 0.25, "num_attention_heads": 2}),
     "glm4": ("glm4", {"head_dim": 8, "partial_rotary_factor": 0.5}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 1, 1, 0, 1, 1]}),
 }
+
+
+ATTENTION = {family: ("eager",) if family == "gemma2" else ("sdpa", "eager") for family in FAMILIES}
+"""The attention implementations of each family; transformers runs Gemma 2 under eager only, because of its soft caps."""
+
+CASES = [(family, attention) for family, implementations in ATTENTION.items() for attention in implementations]
 
 
 def tiny_model(family: str, attention: str = "sdpa", seed: int = 0) -> PreTrainedModel:
@@ -81,3 +96,23 @@ def tiny_model(family: str, attention: str = "sdpa", seed: int = 0) -> PreTraine
             if parameter.ndim >= 2:
                 parameter.normal_(std=0.25)
     return model.eval()
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of the tiny models' vocabulary: the word "t7" is token 7, and words are split at spaces."""
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2} | {
+        f"t{number}": number for number in range(3, _BASE["vocab_size"])
+    }
+    backend = Tokenizer(WordLevel(vocabulary, unk_token="<pad>"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", unk_token="<pad>"
+    )
+
+
+def words(count: int, seed: int) -> str:
+    """Return `count` random words of the tiny tokenizer."""
+    generator = torch.Generator().manual_seed(seed)
+    return " ".join(
+        f"t{number}" for number in torch.randint(3, _BASE["vocab_size"], (count,), generator=generator).tolist()
+    )

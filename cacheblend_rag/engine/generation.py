@@ -42,7 +42,9 @@ def refuse_foreign_options(options: dict[str, Any]) -> None:
             raise ConfigError(f"generation option {name} cannot be used here: {why}")
     for name in ("num_beams", "num_return_sequences"):
         if (options.get(name) or 1) != 1:
-            raise ConfigError(f"{name}={options[name]} is not supported: a blended prompt is decoded as one sequence; leave it at 1")
+            raise ConfigError(
+                f"{name}={options[name]} is not supported: a blended prompt is decoded as one sequence; leave it at 1"
+            )
     if options.get("use_cache") is False:
         raise ConfigError("use_cache=False contradicts blending; leave it out")
 
@@ -105,8 +107,8 @@ class TokenWatch(StoppingCriteria):
 class BlendStream(Iterator[str]):
     """Pieces of the answer as they are decoded.
 
-    The generation runs in a thread of its own from the start and does not wait to be read: a stream that nobody reads holds nothing up.
-    Closing it, or losing the last reference to it, ends the generation at the next token.
+    The generation runs in a thread of its own from the start and does not wait to be read: a stream that nobody reads
+    holds nothing up. Closing it, or losing the last reference to it, ends the generation at the next token.
 
     Parameters
     ----------

@@ -24,7 +24,8 @@ def engine_identity(model: PreTrainedModel, tokenizer: Any, *, private: bool) ->
     tokenizer : Any
         The tokenizer; its vocabulary and rules are read.
     private : bool
-        Whether the store is seen by this engine alone. A random identity then does as well, and no weights need to be read.
+        Whether the store is seen by this engine alone. A random identity then does as well, and no weights need to be
+        read.
 
     Returns
     -------

@@ -79,7 +79,12 @@ class Assembler:
     """
 
     def __init__(
-        self, tokenizer: Any, store: KVStore, identity: str, encoding_prefix: str | Sequence[int] | None, window: int | None
+        self,
+        tokenizer: Any,
+        store: KVStore,
+        identity: str,
+        encoding_prefix: str | Sequence[int] | None,
+        window: int | None,
     ) -> None:
         self.tokenizer = tokenizer
         self._store = store
@@ -115,11 +120,13 @@ class Assembler:
         """
         ids = self.tokenize(chunk.text)
         if not ids:
-            raise EmptyChunkError(f"the text of chunk {chunk.id!r}, {chunk.text[:40]!r}, has no tokens; leave the chunk out")
+            raise EmptyChunkError(
+                f"the text of chunk {chunk.id!r}, {chunk.text[:40]!r}, has no tokens; leave the chunk out"
+            )
         if self._window is not None and len(self.prefix_ids) + len(ids) > self._window:
             raise PromptTooLongError(
-                f"chunk {chunk.id!r} has {len(ids)} tokens; with its encoding prefix that is more than the model's window of "
-                f"{self._window}; split it"
+                f"chunk {chunk.id!r} has {len(ids)} tokens; behind the encoding prefix that is more than the "
+                f"model's window of {self._window}; split it"
             )
         return NodeRecord(chunk.id or "", self.key(ids), text_hash(chunk.text), ids)
 
@@ -153,7 +160,9 @@ class Assembler:
                 part = chunk.token_ids
                 if number == len(segments) - 1:
                     # The last token's logits are what the prompt is for, so its row is computed.
-                    computed.append(PromptChunk(chunk.id, chunk.key, part, "the prompt ends with it, so it is computed like text"))
+                    computed.append(
+                        PromptChunk(chunk.id, chunk.key, part, "the prompt ends with it, so it is computed like text")
+                    )
                 else:
                     spans.append(ChunkSpan(len(ids), len(ids) + len(part), position))
                     chunks.append(chunk)
@@ -165,13 +174,17 @@ class Assembler:
             places.extend(range(position, position + len(part)))
         if not ids:
             raise PromptError("the prompt has no tokens; give it a question at least")
-        last = max(places) + 1
-        if self._window is not None and max(len(ids), last) >= self._window:
+        end = max(places) + 1
+        if self._window is not None and max(len(ids), end) >= self._window:
             raise PromptTooLongError(
-                f"the prompt has {len(ids)} tokens and ends at position {last}; the model's window is {self._window}, one of which is "
-                "needed for the answer: retrieve fewer or shorter chunks"
+                f"the prompt has {len(ids)} tokens and ends at position {end}; the model's window is "
+                f"{self._window}, one of which is needed for the answer: retrieve fewer or shorter chunks"
             )
-        exact = bool(chunks) and tuple(ids[: spans[0].start]) == self.prefix_ids and spans[0].position == len(self.prefix_ids)
+        exact = (
+            bool(chunks)
+            and tuple(ids[: spans[0].start]) == self.prefix_ids
+            and spans[0].position == len(self.prefix_ids)
+        )
         layout = PromptLayout(tuple(ids), tuple(places), tuple(spans), int(exact))
         return AssembledPrompt(layout, tuple(chunks), tuple(computed), positions is not None)
 
@@ -185,8 +198,8 @@ class Assembler:
         if isinstance(segment, ChunkRef):
             if record is None:
                 raise UnknownChunkError(
-                    f"no chunk has the id {segment.id!r}: it was never added for this model, tokenizer and encoding prefix, or was deleted; "
-                    "add it, or pass the chunk itself"
+                    f"no chunk has the id {segment.id!r}: it was never added for this model, tokenizer and encoding "
+                    "prefix, or was deleted; add it, or pass the chunk itself"
                 )
             return PromptChunk(record.id, record.key, record.token_ids)
         if record is not None and record.text_hash == text_hash(segment.text):

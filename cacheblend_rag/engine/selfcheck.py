@@ -21,7 +21,8 @@ _DISTANCE = 11
 
 
 class TrueKV:
-    """A layer source that knows the model's own KV of the whole prompt; with it, any selection must give the model's own logits.
+    """A layer source that knows the model's own KV of the whole prompt; with it, any selection must give the model's
+    own logits.
 
     Parameters
     ----------
@@ -39,14 +40,15 @@ class TrueKV:
 
 @torch.no_grad()
 def check_blending(decoder: Decoder) -> None:
-    """Check that steered rows over the model's own KV give the model's own logits, and that moved keys are those of the new position.
+    """Check that steered rows over the model's own KV give the model's own logits, and that moved keys are those of the
+    new position.
 
     Raises
     ------
     UnsupportedModelError
         If they do not, with the size of the difference.
     """
-    vocabulary = decoder.model.get_input_embeddings().num_embeddings
+    vocabulary = decoder.model.config.get_text_config(decoder=True).vocab_size
     drawn = torch.randint(vocabulary, (1, _PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
     ids = drawn.to(decoder.device)
     name = type(decoder.model).__name__
@@ -62,8 +64,8 @@ def check_blending(decoder: Decoder) -> None:
     difference = _relative(blended, wanted)
     if not difference <= tolerance:
         raise UnsupportedModelError(
-            f"{name}: rows computed over the model's own KV give other logits than the model itself (off by {difference:.2g} of their "
-            f"scale, {tolerance:g} allowed); something in its forward depends on more than the rows and their KV"
+            f"{name}: rows computed over the model's own KV give other logits than the model itself (off by {difference:.2g} of "
+            f"their scale, {tolerance:g} allowed); something in its forward depends on more than the rows and their KV"
         )
 
     moved = KVCache(decoder.num_layers)
@@ -78,8 +80,8 @@ def check_blending(decoder: Decoder) -> None:
         difference = max(_relative(keys, there.keys), _relative(here.values, there.values))
         if not difference <= tolerance:
             raise UnsupportedModelError(
-                f"{name}, layer {layer}: KV moved by {_DISTANCE} positions is not the KV computed there (off by {difference:.2g} of its "
-                f"scale, {tolerance:g} allowed)"
+                f"{name}, layer {layer}: KV moved by {_DISTANCE} positions is not the KV computed there (off by "
+                f"{difference:.2g} of its scale, {tolerance:g} allowed)"
             )
 
 

@@ -1,8 +1,8 @@
 """Steering a model's own forward so that only the selected rows are computed.
 
-A pre-hook on every decoder layer cuts what the layer is given to the rows that are still computed; the cache scatters their fresh KV into
-the layer's assembled chunk KV and hands the whole of it to the model's own attention. Nothing of a layer is re-implemented, so whatever
-the model does (norms, soft caps, experts, residual scales) is done.
+A pre-hook on every decoder layer cuts what the layer is given to the rows that are still computed; the cache scatters
+their fresh KV into the layer's assembled chunk KV and hands the whole of it to the model's own attention. Nothing of a
+layer is re-implemented, so whatever the model does (norms, soft caps, experts, residual scales) is done.
 """
 
 from __future__ import annotations
@@ -24,25 +24,32 @@ from cacheblend_rag.selection import Selection
 __all__ = ["BlendCache", "LayerSource", "Steering"]
 
 # The axis along which each argument of a decoder layer is cut; negative ones count from the end.
-_ROW_AXIS = {"hidden_states": 1, "position_ids": -1, "cache_position": -1, "position_embeddings": -2, "attention_mask": -2}
+_ROW_AXIS = {
+    "hidden_states": 1,
+    "position_ids": -1,
+    "cache_position": -1,
+    "position_embeddings": -2,
+    "attention_mask": -2,
+}
 
 
 class LayerSource(Protocol):
     """Where the assembled chunk KV of each layer comes from."""
 
     def synchronize(self, layer: int) -> LayerKV:
-        """Return one layer, waiting until it is there (CacheBlend, section 6); layers are asked for once each, in ascending order.
+        """Return one layer, waiting until it is there (CacheBlend, section 6); layers are asked for once each, in
+        ascending order.
 
         Returns
         -------
         LayerKV
-            Buffers ``(1, num_kv_heads, capacity, head_dim)`` on the layer's device with every chunk row filled, keys rotated to their
-            position in the prompt. The caller owns them and fills the other rows.
+            Buffers ``(1, num_kv_heads, capacity, head_dim)`` on the layer's device with every chunk row filled, keys
+            rotated to their position in the prompt. The caller owns them and fills the other rows.
         """
 
 
 class BlendCache(KVCache):
-    """The cache of one prompt: during its prefill `steering` says which rows are computed, afterwards it is an ordinary cache."""
+    """The cache of one prompt: `steering` guides its prefill, and afterwards it is an ordinary cache."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(num_layers)
@@ -98,7 +105,9 @@ class Steering:
         The chunk rows computed by the last layer so far.
     """
 
-    def __init__(self, decoder: Decoder, cache: BlendCache, layout: PromptLayout, selection: Selection, source: LayerSource) -> None:
+    def __init__(
+        self, decoder: Decoder, cache: BlendCache, layout: PromptLayout, selection: Selection, source: LayerSource
+    ) -> None:
         self._decoder = decoder
         self._cache = cache
         self._layout = layout
@@ -145,7 +154,8 @@ class Steering:
         return tuple(arguments.pop(name) for name in names[: len(args)]), arguments
 
     def prefill_layer(self, layer: int, module: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Narrow the computed rows where this layer is one to do so, and cut the layer's arguments to them (CacheBlend, section 6).
+        """Narrow the computed rows where this layer is one to do so, and cut the layer's arguments to them (CacheBlend,
+        section 6).
 
         Parameters
         ----------
@@ -173,13 +183,18 @@ class Steering:
     def _check(self, layer: int, module: nn.Module, arguments: dict[str, Any]) -> None:
         """Compute this layer's KV for every row in the race, and let the selection compare it with the stored KV."""
         probe = _ProbeCache(self._decoder.num_layers)
-        probed = {name: probe if value is self._cache else value for name, value in self._cut(arguments, self._rows, self._rows).items()}
+        probed = {
+            name: probe if value is self._cache else value
+            for name, value in self._cut(arguments, self._rows, self._rows).items()
+        }
         try:
             module.forward(**probed)
         except _Probed as caught:
             fresh = caught.kv
         else:
-            raise UnsupportedModelError(f"{type(self._decoder.model).__name__}, layer {layer}: it did not hand its KV to the cache")
+            raise UnsupportedModelError(
+                f"{type(self._decoder.model).__name__}, layer {layer}: it did not hand its KV to the cache"
+            )
         candidates = self._chosen
         self.charge += self._decoder.probe_share * (self._context_tokens if self._rows is None else candidates.numel())
         stored = self._source.synchronize(layer)
@@ -216,7 +231,7 @@ class Steering:
         tuple of torch.Tensor
             Keys and values, ``(1, num_kv_heads, prompt_len, head_dim)``.
         """
-        held = self._cache.layers[layer]
+        held = self._cache.kv_layers[layer]
         if self._rows is None:
             return held.update(keys, values)
         whole = self._stored.pop(layer, None) or self._source.synchronize(layer)
@@ -234,7 +249,7 @@ class Steering:
                 into.index_copy_(2, rows.to(into.device), new)
 
     def _cut(self, arguments: dict[str, Any], before: torch.Tensor | None, rows: torch.Tensor | None) -> dict[str, Any]:
-        """Cut every argument with a row axis: the hidden states from the rows `before`, all others from the whole prompt, to `rows`."""
+        """Cut to `rows` every argument with a row axis; hidden states hold the rows `before`, all others the whole prompt."""
         if rows is None:
             return arguments
         cut: dict[str, Any] = {}
@@ -246,13 +261,15 @@ class Steering:
                     keep = rows if before is None else torch.searchsorted(before, rows)
                     cut[name] = value.index_select(1, keep.to(value.device))
             elif name == "attention_mask":
-                cut[name] = self._cut_once(value, partial(self._cut_mask, value, rows, arguments["hidden_states"].device))
+                cut[name] = self._cut_once(
+                    value, partial(self._cut_mask, value, rows, arguments["hidden_states"].device)
+                )
             else:
                 cut[name] = self._cut_once(value, partial(self._cut_value, name, value, rows))
         return cut
 
     def _cut_once(self, value: Any, cut: partial[Any]) -> Any:
-        # The model hands the same objects to every layer; the reference kept here makes the id good for as long as it is used.
+        # The model hands the same objects to every layer; the reference kept here keeps the id from being reused.
         if id(value) not in self._cut_arguments:
             self._cut_arguments[id(value)] = (value, cut())
         return self._cut_arguments[id(value)][1]
@@ -264,20 +281,25 @@ class Steering:
             return (columns[None, :] <= rows.to(device)[:, None])[None, None]
         if isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[-2] == len(self._layout):
             return mask.index_select(2, rows.to(mask.device))
-        raise UnsupportedModelError(f"{type(self._decoder.model).__name__}: its layers take a mask of an unknown form, {_describe(mask)}")
+        raise UnsupportedModelError(
+            f"{type(self._decoder.model).__name__}: its layers take a mask of an unknown form, {_describe(mask)}"
+        )
 
     def _cut_value(self, name: str, value: Any, rows: torch.Tensor) -> Any:
         if isinstance(value, torch.Tensor):
             axis = _ROW_AXIS.get(name)
             if axis is None or value.shape[axis] != len(self._layout):
                 raise UnsupportedModelError(
-                    f"{type(self._decoder.model).__name__}: its layers take {name}, {_describe(value)}, which blending cannot cut to rows"
+                    f"{type(self._decoder.model).__name__}: its layers take {name}, {_describe(value)}, which cannot be"
+                    " cut to rows"
                 )
             return value.index_select(axis, rows.to(value.device))
         if isinstance(value, tuple | list) and any(isinstance(item, torch.Tensor) for item in value):
             return type(value)(self._cut_value(name, item, rows) for item in value)
         if isinstance(value, dict) and any(isinstance(item, torch.Tensor) for item in value.values()):
-            raise UnsupportedModelError(f"{type(self._decoder.model).__name__}: its layers take {name} as a mapping of tensors")
+            raise UnsupportedModelError(
+                f"{type(self._decoder.model).__name__}: its layers take {name} as a mapping of tensors"
+            )
         return value
 
 

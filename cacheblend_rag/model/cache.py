@@ -19,7 +19,7 @@ class KVCacheLayer(DynamicLayer):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._buffer: LayerKV | None = None
 
     def hold(self, buffer: LayerKV, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,7 +31,9 @@ class KVCacheLayer(DynamicLayer):
         self.values = buffer.values[:, :, :length]
         return self.keys, self.values
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append new tokens and return the whole layer."""
         length = self.get_seq_length()
         if length == 0:
@@ -58,13 +60,18 @@ class KVCacheLayer(DynamicLayer):
 class KVCache(Cache):
     """A cache of `KVCacheLayer` objects.
 
-    Sliding-window layers are kept whole: transformers' default cache would keep their window only, and a chunk's KV is needed beyond
-    the window of the prompt it was encoded in.
+    Sliding-window layers are kept whole: transformers' default cache would keep their window only, and a chunk's KV is
+    needed beyond the window of the prompt it was encoded in.
     """
 
     def __init__(self, num_layers: int) -> None:
-        super().__init__(layers=[KVCacheLayer() for _ in range(num_layers)])
+        self.kv_layers = [KVCacheLayer() for _ in range(num_layers)]
+        super().__init__(layers=[*self.kv_layers])
 
     def kv(self) -> list[LayerKV]:
-        """Return what every layer holds, ``(batch, num_kv_heads, seq_len, head_dim)`` each."""
-        return [LayerKV(layer.keys, layer.values) for layer in self.layers]
+        """Return the KV of every layer, ``(batch, num_kv_heads, seq_len, head_dim)`` each; all must hold some."""
+        held = []
+        for layer in self.kv_layers:
+            assert layer.keys is not None and layer.values is not None
+            held.append(LayerKV(layer.keys, layer.values))
+        return held

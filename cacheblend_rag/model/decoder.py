@@ -17,7 +17,7 @@ from cacheblend_rag.model.cache import KVCache
 from cacheblend_rag.model.rotation import find_rotations
 from cacheblend_rag.rope import Rotation
 
-__all__ = ["Decoder", "inspect_model"]
+__all__ = ["Decoder", "inspect_model", "model_window", "num_decoder_layers"]
 
 _BLENDABLE_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -73,6 +73,11 @@ def model_window(model: PreTrainedModel) -> int | None:
     return int(window) if window else None
 
 
+def num_decoder_layers(model: PreTrainedModel) -> int:
+    """Return how many decoder layers a model has."""
+    return int(model.config.get_text_config(decoder=True).num_hidden_layers)
+
+
 def inspect_model(model: PreTrainedModel) -> Decoder:
     """Find out how to blend on `model`, running it on a few tokens.
 
@@ -110,18 +115,23 @@ def _refuse_by_configuration(model: PreTrainedModel) -> None:
     implementation = config._attn_implementation
     if implementation not in _MASKED_ATTENTION:
         raise UnsupportedModelError(
-            f"{name} runs {implementation!r} attention, which takes no mask for rows that are not contiguous; load it with "
+            f"{name} runs {implementation!r} attention, which takes no mask for rows with gaps; load it with "
             "attn_implementation='sdpa'"
         )
     foreign = set(getattr(config, "layer_types", None) or ()) - _BLENDABLE_LAYER_TYPES
     if foreign:
-        raise UnsupportedModelError(f"{name} has layers of type {', '.join(sorted(foreign))}, which keep no KV for each token")
+        raise UnsupportedModelError(
+            f"{name} has layers of type {', '.join(sorted(foreign))}, which keep no KV for each token"
+        )
     if getattr(config, "num_kv_shared_layers", 0):
-        raise UnsupportedModelError(f"{name} shares KV between layers (num_kv_shared_layers={config.num_kv_shared_layers})")
+        raise UnsupportedModelError(
+            f"{name} shares KV between layers (num_kv_shared_layers={config.num_kv_shared_layers})"
+        )
     for rope_type in _rope_types(getattr(config, "rope_parameters", None)):
         if rope_type in _LENGTH_DEPENDENT_ROPE:
             raise UnsupportedModelError(
-                f"{name} uses {rope_type!r} rope scaling, whose frequencies depend on the prompt's length, so stored keys cannot be moved"
+                f"{name} uses {rope_type!r} rope scaling, whose frequencies depend on the length of the prompt, so "
+                "stored keys cannot be moved"
             )
 
 
@@ -134,7 +144,7 @@ def _rope_types(parameters: Any) -> set[str]:
 
 
 def _decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    count = num_decoder_layers(model)
     for module in model.get_decoder().modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return list(module)
@@ -143,10 +153,12 @@ def _decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
 
 @torch.no_grad()
 def _run_alone(model: PreTrainedModel, layers: Sequence[nn.Module], position: int) -> KVCache:
-    """Run one token at `position`: with nothing to attend to, only the rotation of its keys depends on where it stands."""
+    """Run one token at `position`: with nothing else to attend to, only its keys' rotation depends on the place."""
     cache = KVCache(len(layers))
     ids = torch.ones(1, 1, dtype=torch.int64, device=model.device)
-    model.get_decoder()(input_ids=ids, position_ids=torch.full_like(ids, position), past_key_values=cache, use_cache=True)
+    model.get_decoder()(
+        input_ids=ids, position_ids=torch.full_like(ids, position), past_key_values=cache, use_cache=True
+    )
     return cache
 
 
@@ -168,7 +180,9 @@ def _probe_share(model: PreTrainedModel, layers: Sequence[nn.Module]) -> float:
     starts: list[int] = []
     counter = FlopCounterMode(display=False)
     cache = _FlopCache(len(layers), counter)
-    hooks = [layer.register_forward_pre_hook(lambda *_: starts.append(counter.get_total_flops())) for layer in layers[:2]]
+    hooks = [
+        layer.register_forward_pre_hook(lambda *_: starts.append(counter.get_total_flops())) for layer in layers[:2]
+    ]
     ids = torch.ones(1, 8, dtype=torch.int64, device=model.device)
     try:
         with counter:

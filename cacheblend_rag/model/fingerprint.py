@@ -15,8 +15,8 @@ __all__ = ["model_fingerprint"]
 def model_fingerprint(model: PreTrainedModel) -> str:
     """Return a digest of a model's weights, buffers, dtype and configuration.
 
-    Every byte of the weights is read, so that two models of one name but different weights never share KV; about a second for two
-    gigabytes.
+    Every byte of the weights is read, so that two models of one name but different weights never share KV; about a
+    second for two gigabytes.
 
     Parameters
     ----------
@@ -44,4 +44,4 @@ def model_fingerprint(model: PreTrainedModel) -> str:
 
 def _tensor_digest(tensor: torch.Tensor) -> bytes:
     flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(flat.numpy(), digest_size=16).digest()
+    return hashlib.blake2b(flat.numpy().data, digest_size=16).digest()

@@ -1,8 +1,8 @@
 """Finding out, from a model's own keys, how each of its layers rotates them.
 
-Model families differ in the pairing of dimensions, in how much of a head is rotated, in scaling, and in which layers rotate at all, and
-the code that says so is spread over their files. The keys themselves tell: a token that stands alone attends to itself only, so between
-two positions nothing but the rotation changes.
+Model families differ in the pairing of dimensions, in how much of a head is rotated, in scaling, and in which layers
+rotate at all, and the code that says so is spread over their files. The keys themselves tell: a token that stands alone
+attends to itself only, so between two positions nothing but the rotation changes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def find_rotations(model: PreTrainedModel, singles: Mapping[int, KVCache]) -> tu
     found: list[Rotation | None] = []
     for layer, (keys, values) in enumerate(origin):
         if any(_distance(values, kv[layer].values) > tolerance for _, kv in others):
-            raise UnsupportedModelError(f"{type(model).__name__}, layer {layer}: the values it stores depend on the position")
+            raise UnsupportedModelError(
+                f"{type(model).__name__}, layer {layer}: the values it stores depend on the position"
+            )
         moved = [(position, kv[layer].keys) for position, kv in others]
         if all(_distance(keys, there) <= tolerance for _, there in moved):
             found.append(None)
@@ -58,8 +60,8 @@ def find_rotations(model: PreTrainedModel, singles: Mapping[int, KVCache]) -> tu
         best = min(range(len(errors)), key=errors.__getitem__, default=None)
         if best is None or errors[best] > tolerance:
             raise UnsupportedModelError(
-                f"{type(model).__name__}, layer {layer}: its keys depend on the position, but not by a rotation with the model's own "
-                "frequencies (learned positions, or a rotary embedding of an unknown kind)"
+                f"{type(model).__name__}, layer {layer}: its keys depend on the position, but not by a rotation with the "
+                "model's own frequencies (learned positions, or a rotary embedding of an unknown kind)"
             )
         found.append(candidates[best])
     return tuple(found)

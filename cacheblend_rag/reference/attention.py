@@ -24,6 +24,7 @@ def branched_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
+    scaling: float,
     context_length: int | None = None,
     question_length: int = 0,
     **kwargs: Any,
@@ -38,6 +39,8 @@ def branched_attention(
         ``(batch, heads, context_length + questions * question_length, head_dim)``.
     attention_mask
         :meth:`Batch.question_mask`, or None without questions; where `context_length` is None, a mask over all tokens.
+    scaling
+        What scores are multiplied by.
     context_length, question_length
         The grid's measures; None asks for ordinary attention.
     **kwargs
@@ -52,23 +55,22 @@ def branched_attention(
     query, key = query.to(value.dtype), key.to(value.dtype)
     if context_length is None:
         return scaled_dot_product_attention(query, key, value, attn_mask=attention_mask).transpose(1, 2), None
-    contexts = [tensor[:, :, :context_length] for tensor in (query, key, value)]
-    output = scaled_dot_product_attention(*contexts, is_causal=True)
+    count, heads, _, size = query.shape
+    context = [tensor[:, :, :context_length].flatten(0, 1) for tensor in (query, key, value)]
+    causal = torch.ones(context_length, context_length, dtype=torch.bool, device=query.device).tril()
+    # Products written out: the fused kernel's backward pass on CPUs takes several times longer at this head size.
+    scores = (context[0] @ context[1].transpose(1, 2)) * scaling
+    output = torch.softmax(scores.masked_fill(~causal, float("-inf")), -1) @ context[2]
     if attention_mask is not None:
-        count, heads, _, size = query.shape
-        own = [
-            tensor[:, :, context_length:].reshape(count, heads, -1, question_length, size).transpose(1, 2)
-            for tensor in (query, key, value)
-        ]
-        questions = own[0].shape[1]
-        seen = [
-            torch.cat([shared[:, None].expand(-1, questions, -1, -1, -1), tensor], 3).flatten(0, 1)
-            for shared, tensor in zip(contexts[1:], own[1:], strict=True)
-        ]
-        answers = scaled_dot_product_attention(own[0].flatten(0, 1), *seen, attn_mask=attention_mask.to(value.dtype))
-        answers = answers.reshape(count, questions, heads, question_length, size).transpose(1, 2).flatten(2, 3)
-        output = torch.cat([output, answers], 2)
-    return output.transpose(1, 2), None
+        together = query[:, :, context_length:].flatten(0, 1)
+        own = [tensor[:, :, context_length:].reshape(-1, question_length, size) for tensor in (query, key, value)]
+        on_context = (together @ context[1].transpose(1, 2)).view(-1, question_length, context_length)
+        on_question = own[0] @ own[1].transpose(1, 2)
+        weights = torch.softmax(torch.cat([on_context, on_question], 2) * scaling + attention_mask[:, 0], -1)
+        answers = weights[:, :, :context_length].reshape(count * heads, -1, context_length) @ context[2]
+        answers = answers + (weights[:, :, context_length:] @ own[2]).view_as(answers)
+        output = torch.cat([output, answers], 1)
+    return output.view(count, heads, -1, size).transpose(1, 2), None
 
 
 AttentionInterface.register(BRANCHED, branched_attention)

@@ -69,8 +69,8 @@ class Batch:
     context_length: int
     question_length: int
 
-    def question_mask(self) -> torch.Tensor:
-        """Return what each question's tokens see of context and question, ``(batch * questions, 1, question, context + question)``."""
+    def question_mask(self, heads: int) -> torch.Tensor:
+        """Return what is added to each question's scores, ``(batch * heads * questions, 1, question, context + question)``."""
         count, width = self.ids.shape[0], self.question_length
         real = self.branches != _PADDING
         context = real[:, : self.context_length]
@@ -78,7 +78,10 @@ class Batch:
         questions = own.shape[0] // count
         seen = torch.cat([context.repeat_interleave(questions, 0), own], 1)[:, None].repeat(1, width, 1)
         seen[:, :, self.context_length :] &= torch.ones(width, width, dtype=torch.bool, device=seen.device).tril()
-        return torch.zeros(seen.shape, dtype=torch.bfloat16, device=seen.device).masked_fill(~seen, float("-inf"))[:, None]
+        # A question that is all padding sees the context, for a row of the softmax must not be empty.
+        mask = torch.zeros(seen.shape, dtype=torch.bfloat16, device=seen.device).masked_fill(~seen, float("-inf"))
+        # A 4-D mask is what transformers hands through untouched.
+        return mask.view(count, 1, questions, *mask.shape[1:]).expand(-1, heads, -1, -1, -1).flatten(0, 2)[:, None]
 
     def mask(self, reuse: bool = False) -> torch.Tensor:
         """Return which token sees which, as a boolean tensor ``(batch, 1, seq_len, seq_len)``.

@@ -25,7 +25,7 @@ def answer_logits(model: LlamaForCausalLM, batch: Batch, reuse: bool = False) ->
     else:
         extra = {"context_length": batch.context_length, "question_length": batch.question_length}
         if batch.question_length:
-            mask = batch.question_mask()
+            mask = batch.question_mask(model.config.num_attention_heads)
     hidden = model.model(
         input_ids=batch.ids, position_ids=batch.positions, attention_mask=mask, use_cache=False, **extra
     ).last_hidden_state

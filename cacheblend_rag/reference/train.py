@@ -12,7 +12,7 @@ import os
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from .attention import BRANCHED
-from .batch import Batch, collate, copy_batch, encode_example
+from .batch import Batch, Row, collate, copy_batch, encode_example
 from .corpus import eval_examples, make_example
 from .curriculum import COPY_LENGTHS, STAGES, Stage
 from .export import export
@@ -28,11 +28,14 @@ from .muon import Muon
 from .prompt import FORMATS
 from .scoring import answer_logits, correct_answers, score
 from .tokenizer import MAX_LENGTH, build_tokenizer
+from .world import Style
 
 __all__ = ["Options", "Trainer", "build_model", "main"]
 
 # Long system prompts cost much and teach little: that format is rare.
 _FORMAT_WEIGHTS = {"chat": 6.0, "llama_index_system": 0.5}
+# Answers of one batch are about equally long.
+_KIND_WEIGHTS = {("single", "pronoun"): 0.5, ("two_hop",): 0.3, ("comparison",): 0.2}
 _COPY_EVERY = 10
 _CHECK_EVERY = 50
 _CHECK_QUESTIONS = 200
@@ -140,9 +143,12 @@ class Trainer:
             return copy_batch(rng, self.tokenizer, stage.rows, rng.choice(COPY_LENGTHS[2:]))
         names = list(FORMATS)
         form = FORMATS[rng.choices(names, [_FORMAT_WEIGHTS.get(name, 1.0) for name in names])[0]]
-        rows = []
-        for _ in range(stage.rows):
-            example = make_example(rng, stage.style, "train", stage.questions)
+        style = self._narrowed(rng, stage.style)
+        rows: list[Row] = []
+        while len(rows) < stage.rows:
+            example = make_example(rng, style, "train", stage.questions)
+            if not example.questions:
+                continue
             gap = rng.randrange(_MAX_GAP) if rng.random() < 0.3 else 0
             rows.append(encode_example(self.tokenizer, example, form, gap))
         return collate(rows)
@@ -206,6 +212,15 @@ class Trainer:
             optimizer.load_state_dict(saved)
         for name, value in state["progress"].items():
             setattr(self, name, value)
+
+    @staticmethod
+    def _narrowed(rng: random.Random, style: Style) -> Style:
+        """Return a style whose examples are about equally long, so that a batch is not mostly padding."""
+        people, firms = rng.randint(*style.people), rng.randint(*style.firms)
+        groups = [group for group in _KIND_WEIGHTS if set(group) & set(style.kinds)]
+        kinds = rng.choices(groups, [_KIND_WEIGHTS[group] for group in groups])[0]
+        kinds = tuple(kind for kind in kinds if kind in style.kinds)
+        return replace(style, people=(people, people), firms=(firms, firms), kinds=kinds)
 
     def _factor(self) -> float:
         factor = min(1.0, (self.step + 1) / self.options.warmup)

@@ -11,7 +11,15 @@ from cacheblend_rag.selection.base import Selection, SelectionTask, Selector
 from cacheblend_rag.selection.fixed import FixedSelection, FullSelector, NoneSelector, RandomSelector
 from cacheblend_rag.selection.hkvd import HKVDSelector
 
-__all__ = ["FixedSelection", "Selection", "SelectionTask", "Selector", "make_selector", "register_selector", "selector_names"]
+__all__ = [
+    "FixedSelection",
+    "Selection",
+    "SelectionTask",
+    "Selector",
+    "make_selector",
+    "register_selector",
+    "selector_names",
+]
 
 _SELECTORS: dict[str, type[Selector]] = {}
 

@@ -26,7 +26,8 @@ class SelectionTask:
     num_layers : int
         Decoder layers of the model.
     budget : int
-        Rows to recompute, on average over the layers behind the point where the selection is made; at most the number of candidates.
+        Rows to recompute, on average over the layers behind the point where the selection is made; at most the number
+        of candidates.
     """
 
     layout: PromptLayout
@@ -34,11 +35,11 @@ class SelectionTask:
     budget: int
 
 
-class Selection(ABC):
+class Selection:
     """The running selection for one prompt.
 
-    The loop computes all rows in the layers before the first of `check_layers`, calls `narrow` at each of them, and computes the
-    kept rows from there on. A selection without check layers is asked once, by `rows`, before layer 0.
+    The loop computes all rows in the layers before the first of `check_layers`, calls `narrow` at each of them, and
+    computes the kept rows from there on. A selection without check layers is asked once, by `rows`, before layer 0.
     """
 
     check_layers: tuple[int, ...] = ()

@@ -20,7 +20,8 @@ def kv_deviation(fresh: LayerKV, stored: LayerKV, which: str) -> torch.Tensor:
     fresh, stored : LayerKV
         ``(1, num_kv_heads, seq_len, head_dim)`` each, at the same positions.
     which : {"value", "key", "both"}
-        What is compared. "both" adds the two squared distances, each over its mean, since keys and values differ in scale.
+        What is compared. "both" adds the two squared distances, each over its mean, since keys and values differ in
+        scale.
 
     Returns
     -------
@@ -54,8 +55,8 @@ def gradual_schedule(config: BlendConfig, num_layers: int) -> tuple[float, ...]:
     Returns
     -------
     tuple of float
-        Falling linearly from `gradual_start`, such that the mean over all layers from the first check layer on is 1; one check layer
-        keeps exactly the ratio.
+        Falling linearly from `gradual_start`, such that the mean over all layers from the first check layer on is 1;
+        one check layer keeps exactly the ratio.
 
     Raises
     ------
@@ -74,14 +75,14 @@ def gradual_schedule(config: BlendConfig, num_layers: int) -> tuple[float, ...]:
     end = config.gradual_start + (1 - config.gradual_start) * sum(spans) / weight
     if end <= 0:
         raise ConfigError(
-            f"gradual_start={config.gradual_start} leaves nothing for the last of check_layers={layers} in a model of {num_layers} "
-            "layers; lower it, or give ratio_schedule"
+            f"gradual_start={config.gradual_start} leaves nothing for the last of check_layers={layers} in a model "
+            f"of {num_layers} layers; lower it, or give ratio_schedule"
         )
     return tuple(config.gradual_start + (end - config.gradual_start) * step for step in steps)
 
 
 class HKVDSelector(Selector):
-    """The tokens whose KV deviates most at the check layers, each check layer choosing among those kept by the one before."""
+    """The tokens whose KV deviates most; each check layer chooses among those kept by the one before."""
 
     name = "hkvd"
 
@@ -93,7 +94,7 @@ class HKVDSelector(Selector):
         """Raise `ConfigError` if a check layer is out of range or the schedule is impossible."""
         if self.config.check_layers[-1] >= num_layers:
             raise ConfigError(
-                f"check_layers={self.config.check_layers} reaches beyond the model's last layer, {num_layers - 1}; choose from 1 to "
+                f"check_layers={self.config.check_layers} reaches beyond the model's last layer; choose from 1 to "
                 f"{num_layers - 1}"
             )
         gradual_schedule(self.config, num_layers)
@@ -104,7 +105,9 @@ class _HKVDSelection(Selection):
         self.check_layers = config.check_layers
         self._deviation = config.deviation
         multiples = gradual_schedule(config, task.num_layers)
-        self._keep = {layer: round(task.budget * multiple) for layer, multiple in zip(self.check_layers, multiples, strict=True)}
+        self._keep = {
+            layer: round(task.budget * multiple) for layer, multiple in zip(self.check_layers, multiples, strict=True)
+        }
 
     def narrow(self, layer: int, rows: torch.Tensor, fresh: LayerKV, stored: LayerKV) -> torch.Tensor:
         deviation = kv_deviation(fresh, stored, self._deviation)

@@ -1,0 +1,45 @@
+"""The chunk KV store: RAM over a folder on disk, and the names of the chunks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cacheblend_rag.store.base import KVReader, KVStore, NodeRecord, StoreStats
+from cacheblend_rag.store.check import CheckReport, check_store
+from cacheblend_rag.store.disk import DiskTier
+from cacheblend_rag.store.ram import RamTier
+from cacheblend_rag.store.tiered import TieredStore
+
+__all__ = ["CheckReport", "KVReader", "KVStore", "NodeRecord", "StoreStats", "check_store", "open_store"]
+
+
+def open_store(location: str | Path | None, ram_bytes: int, disk_bytes: int | None = None) -> KVStore:
+    """Open a chunk KV store, making it if there is none.
+
+    Parameters
+    ----------
+    location : str or Path, optional
+        A folder on a local disk. Any number of processes may have it open at once. Without one the store lives in RAM and
+        ends with the process.
+    ram_bytes : int
+        Most bytes of KV in RAM; with a folder, RAM holds copies of what was used last.
+    disk_bytes : int, optional
+        Most bytes of KV on disk; no limit by default.
+
+    Returns
+    -------
+    KVStore
+        The store.
+
+    Raises
+    ------
+    StoreFormatError
+        If the folder was written in a format that this version does not read. Nothing is changed in it.
+    StoreReadOnlyError
+        If the folder holds no store and may not be written. One that holds a store is opened for reading.
+    StoreError
+        If `location` is something else than a store or an empty folder.
+    """
+    if location is None:
+        return TieredStore(RamTier(ram_bytes))
+    return TieredStore(RamTier(ram_bytes), DiskTier(Path(location).expanduser(), disk_bytes))

@@ -123,7 +123,9 @@ def encode_chunk(key: str, kv: ChunkKV) -> EncodedChunk:
         checksum = xxhash.xxh3_64()
         for part, tensor in (("keys", layer.keys), ("values", layer.values)):
             if tensor.dtype not in _DTYPE_NAMES:
-                raise StoreError(f"layer {number} has {part} of {tensor.dtype}; the store keeps {', '.join(map(str, _DTYPE_NAMES))}")
+                raise StoreError(
+                    f"layer {number} has {part} of {tensor.dtype}; the store keeps {', '.join(map(str, _DTYPE_NAMES))}"
+                )
             view = _bytes_of(tensor)
             checksum.update(view)
             describe(f"layer.{number}.{part}", _DTYPE_NAMES[tensor.dtype], list(tensor.shape), view.nbytes)
@@ -201,7 +203,7 @@ class ChunkFile:
         """
         place = self._layers[index]
         buffer = torch.empty(place.nbytes, dtype=torch.uint8)
-        view = memoryview(buffer.numpy())
+        view = buffer.numpy().data
         done = 0
         while done < place.nbytes:
             try:
@@ -240,7 +242,7 @@ class ChunkFile:
             header = json.loads(data[8:body])
             tokens_end = body + int(header["token_ids"]["data_offsets"][1])
             head_end = tokens_end + _DIGEST_BYTES
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
             raise ChunkReadError(self.key, "its header is damaged") from error
         if not body <= tokens_end <= size:
             raise ChunkReadError(self.key, "its header is damaged")
@@ -258,7 +260,9 @@ class ChunkFile:
         # The digest matched: from here on the header is what some version of this library wrote.
         metadata = header["__metadata__"]
         if metadata["format"] != _FORMAT:
-            raise ChunkReadError(self.key, f"it is in the format {metadata['format']!r}, this version reads {_FORMAT!r}")
+            raise ChunkReadError(
+                self.key, f"it is in the format {metadata['format']!r}, this version reads {_FORMAT!r}"
+            )
         if metadata["key"] != self.key:
             raise ChunkReadError(self.key, f"the file belongs to key {metadata['key'][:12]}…")
         self._start = int(metadata["start"])
@@ -311,7 +315,7 @@ class _LayerPlace:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def _digest(data: bytes) -> bytes:

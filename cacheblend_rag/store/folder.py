@@ -57,9 +57,13 @@ def storing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in _FULL:
-            raise StoreFullError(f"no room left on the disk of {path}; free some, or give the store a byte budget (disk_bytes)") from error
+            raise StoreFullError(
+                f"no room left on the disk of {path}; free some, or give the store a byte budget (disk_bytes)"
+            ) from error
         if error.errno in _READ_ONLY:
-            raise StoreReadOnlyError(f"store folder {path} may not be written ({error.strerror}); it can only be read") from error
+            raise StoreReadOnlyError(
+                f"store folder {path} may not be written ({error.strerror}); it can only be read"
+            ) from error
         raise StoreError(f"store folder {path} cannot be written: {error}") from error
 
 
@@ -92,8 +96,11 @@ class StoreFolder:
         marked = self._check_mark()
         if not marked:
             with storing(path):
+                # Made here, so that whether it may be written can be seen; its parts are made in `opening`.
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.read_only = not all(os.access(part, os.W_OK) for part in (path, path / "kv", path / "tmp", self.index_path) if part.exists())
+        parts = (path, path / "kv", path / "tmp", self.index_path)
+        self.is_made = marked
+        self.read_only = not all(os.access(part, os.W_OK) for part in parts if part.exists())
         if self.read_only and not marked:
             raise StoreReadOnlyError(f"folder {path} holds no store and may not be written; choose a folder that may")
 
@@ -134,7 +141,9 @@ class StoreFolder:
             If it is no file name of this store.
         """
         if not _FILE.fullmatch(name):
-            raise StoreError(f"{name[:200]!r} is no file name of a store; the index of {self.path} is damaged, run `cacheblend-rag store check`")
+            raise StoreError(
+                f"{name[:200]!r} is no file name of a store; the index of {self.path} is damaged, run `cacheblend-rag store check`"
+            )
         return self.path / "kv" / name[:2] / name
 
     def files(self) -> Iterator[Path]:
@@ -144,6 +153,18 @@ class StoreFolder:
                 yield from sorted(shard.iterdir())
             else:
                 yield shard
+
+    @staticmethod
+    def is_file_name(name: str) -> bool:
+        """Return whether `name` is one that this store gives to files."""
+        return _FILE.fullmatch(name) is not None
+
+    def renew_index(self) -> None:
+        """Put an empty database in the place of a damaged one."""
+        with storing(self.path):
+            for ending in ("", "-wal", "-shm"):
+                self.index_path.with_name(self.index_path.name + ending).unlink(missing_ok=True)
+            os.close(os.open(self.index_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
     def write(self, name: str, buffers: list[memoryview]) -> None:
         """Write the file `name` so that it is there completely, and durably, or not at all."""
@@ -212,7 +233,7 @@ class StoreFolder:
                 fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
                 fcntl.flock(fd, fcntl.LOCK_EX)
                 # Between the two calls another process may have taken it for a dead writer's and removed it.
-                if path.exists() and os.fstat(fd).st_ino == path.stat().st_ino:
+                if os.fstat(fd).st_nlink:
                     break
                 os.close(fd)
         self._writer, self._writer_fd, self._writer_pid = writer, fd, os.getpid()
@@ -225,15 +246,18 @@ class StoreFolder:
         """Remove the lock file of a dead writer; return False if the writer lives."""
         path = self._lock_path(writer)
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return True
+        except PermissionError:
+            return False
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         else:
-            path.unlink(missing_ok=True)
+            if not self.read_only:
+                path.unlink(missing_ok=True)
             return True
         finally:
             os.close(fd)
@@ -243,10 +267,17 @@ class StoreFolder:
         try:
             mark = json.loads((self.path / _MARK).read_text(encoding="utf-8"))
         except FileNotFoundError:
-            foreign = sorted(set(os.listdir(self.path)) - _MAKING) if self.path.is_dir() else []
+            try:
+                foreign = sorted(set(os.listdir(self.path)) - _MAKING)
+            except FileNotFoundError:
+                return False
+            except OSError as error:
+                raise StoreError(f"folder {self.path} cannot be read: {error}") from error
             if foreign:
                 shown = ", ".join(foreign[:3]) + (", …" if len(foreign) > 3 else "")
-                raise StoreError(f"folder {self.path} is no store and holds other files ({shown}); give an empty or a new folder") from None
+                raise StoreError(
+                    f"folder {self.path} is no store and holds other files ({shown}); give an empty or a new folder"
+                ) from None
             return False
         except NotADirectoryError:
             raise StoreError(f"{self.path} is a file; a store needs a folder") from None
@@ -255,7 +286,9 @@ class StoreFolder:
         except OSError as error:
             raise StoreError(f"store folder {self.path} cannot be read: {error}") from error
         if not isinstance(mark, dict) or mark.get("format") != _FORMAT:
-            raise StoreFormatError(f"{self.path / _MARK} is damaged or not ours; give another folder, or remove this one and warm a new store")
+            raise StoreFormatError(
+                f"{self.path / _MARK} is damaged or not ours; give another folder, or remove this one and warm a new store"
+            )
         if mark.get("version") != _VERSION:
             raise StoreFormatError(
                 f"store folder {self.path} is in format version {mark.get('version')!r}, this cacheblend-rag reads version {_VERSION}; "

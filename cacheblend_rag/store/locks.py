@@ -25,7 +25,9 @@ class ForkSafeLock:
     def __enter__(self) -> None:
         self._lock.acquire()
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._lock.release()
 
     def acquire(self) -> None:

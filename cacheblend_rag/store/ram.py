@@ -55,7 +55,7 @@ class RamTier:
     """
 
     def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
         self._lock = ForkSafeLock()
         self._entries: OrderedDict[str, ChunkKV] = OrderedDict()
         self._used_bytes = 0
@@ -77,7 +77,7 @@ class RamTier:
         kv = _owned(kv)
         with self._lock:
             self._drop(key)
-            if kv.nbytes > self._limit_bytes or not self._make_room(kv.nbytes):
+            if kv.nbytes > self.limit_bytes or not self._make_room(kv.nbytes):
                 return False
             self._entries[key] = kv
             self._used_bytes += kv.nbytes
@@ -135,9 +135,9 @@ class RamTier:
     def _make_room(self, nbytes: int) -> bool:
         while self._returned:
             self._reserved_bytes -= self._returned.popleft()
-        if self._reserved_bytes + nbytes > self._limit_bytes:
+        if self._reserved_bytes + nbytes > self.limit_bytes:
             return False
-        while self._used_bytes + self._reserved_bytes + nbytes > self._limit_bytes:
+        while self._used_bytes + self._reserved_bytes + nbytes > self.limit_bytes:
             self._drop(next(iter(self._entries)))
             self._evictions += 1
         return True
@@ -155,5 +155,7 @@ def _owned(kv: ChunkKV) -> ChunkKV:
         return tensor.clone() if tensor.untyped_storage().nbytes() > room else tensor
 
     # Both tensors of a layer may share one storage, as they do when read from a file.
-    layers = tuple(LayerKV(compact(layer.keys, layer.nbytes), compact(layer.values, layer.nbytes)) for layer in kv.layers)
+    layers = tuple(
+        LayerKV(compact(layer.keys, layer.nbytes), compact(layer.values, layer.nbytes)) for layer in kv.layers
+    )
     return ChunkKV(kv.token_ids, kv.start, layers)

@@ -1,0 +1,271 @@
+"""Running one prompt: stored KV, misses, the blended forward, and what to do when a file is damaged."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.controller import Plan, make_plan
+from cacheblend_rag.encode import encode_chunks
+from cacheblend_rag.engine.prompt import AssembledPrompt, PromptChunk
+from cacheblend_rag.errors import ChunkReadError, StoreError
+from cacheblend_rag.fuse import BlendCache, Steering
+from cacheblend_rag.kv import ChunkKV, LayerKV
+from cacheblend_rag.loader import LayerLoader
+from cacheblend_rag.model import Decoder, num_decoder_layers
+from cacheblend_rag.report import BlendReport, ChunkReport
+from cacheblend_rag.store import KVReader, KVStore
+
+__all__ = ["PromptRun", "Runner"]
+
+logger = logging.getLogger(__name__)
+
+
+class _FreshKV:
+    """Reads KV that was just encoded."""
+
+    def __init__(self, kv: ChunkKV) -> None:
+        self._kv = kv
+        self.token_ids = kv.token_ids
+        self.start = kv.start
+        self.num_layers = len(kv.layers)
+
+    def layer(self, index: int) -> LayerKV:
+        return self._kv.layers[index]
+
+
+@dataclass
+class PromptRun:
+    """One prompt on its way through the engine, and the figures found on that way.
+
+    Attributes
+    ----------
+    prompt : AssembledPrompt
+        The prompt.
+    config : BlendConfig
+        The settings in force.
+    started : float
+        When the call came, by `time.perf_counter`.
+    plan : Plan or None
+        How it is prefilled, once that is decided.
+    hits : list of bool
+        For each chunk, whether its KV was stored when the call came.
+    encode_s, wait_s : float
+        Seconds spent on encoding misses, and on waiting for stored KV.
+    forward_started : float
+        When the forward began.
+    charge : float
+        Work done on chunk rows, in decoder-block rows; None when the whole prompt was computed.
+    recomputed : torch.Tensor or None
+        The chunk rows computed by the last layers; None when the whole prompt was computed.
+    """
+
+    prompt: AssembledPrompt
+    config: BlendConfig
+    started: float
+    plan: Plan | None = None
+    hits: list[bool] = field(default_factory=list)
+    encode_s: float = 0.0
+    wait_s: float = 0.0
+    forward_started: float = 0.0
+    charge: float = 0.0
+    recomputed: torch.Tensor | None = None
+
+    def report(self, num_layers: int, first_output: float, output_tokens: int) -> BlendReport:
+        """Return the figures.
+
+        Parameters
+        ----------
+        num_layers : int
+            Decoder layers of the model.
+        first_output : float
+            When the first output was there, by `time.perf_counter`.
+        output_tokens : int
+            Tokens generated.
+        """
+        assert self.plan is not None
+        layout = self.prompt.layout
+        context = layout.context_tokens
+        rows = layout.context_rows if self.recomputed is None else self.recomputed
+        charged = 1.0 if self.recomputed is None else self.charge / max(context * num_layers, 1)
+        chunks = []
+        for chunk, span, hit in zip(self.prompt.chunks, layout.chunks, self.hits, strict=True):
+            inside = int(((rows >= span.start) & (rows < span.stop)).sum())
+            chunks.append(
+                ChunkReport(chunk.id, len(span), hit, inside, chunk.note or (None if hit else "its KV was not stored"))
+            )
+        for chunk in self.prompt.computed:
+            chunks.append(ChunkReport(chunk.id, len(chunk.token_ids), False, len(chunk.token_ids), chunk.note))
+        return BlendReport(
+            ttft_s=first_output - self.started,
+            load_s=self.wait_s,
+            encode_s=self.encode_s,
+            recompute_s=first_output - self.forward_started - self.wait_s,
+            prompt_tokens=len(layout),
+            context_tokens=context,
+            recomputed_tokens=rows.numel(),
+            recompute_ratio=self.config.recompute_ratio,
+            charged_ratio=charged if context else 0.0,
+            hits=sum(self.hits),
+            misses=len(self.hits) - sum(self.hits),
+            selector=self.plan.selector,
+            fallback_reason=self.plan.fallback_reason,
+            chunks=tuple(chunks),
+            output_tokens=output_tokens,
+        )
+
+
+class Runner:
+    """Runs prompts on one model and one store, one at a time.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The model.
+    decoder : Decoder or None
+        The model as blending sees it, or None if it cannot be blended.
+    unsupported : str or None
+        Why it cannot.
+    store : KVStore
+        Where KV is kept.
+    prefix_ids : sequence of int
+        The encoding prefix.
+    config : BlendConfig
+        The engine's settings.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        decoder: Decoder | None,
+        unsupported: str | None,
+        store: KVStore,
+        prefix_ids: Sequence[int],
+        config: BlendConfig,
+    ) -> None:
+        self._model = model
+        self._decoder = decoder
+        self._unsupported = unsupported
+        self._store = store
+        self._prefix_ids = tuple(prefix_ids)
+        self._config = config
+        self._num_layers = num_decoder_layers(model)
+        self._warned_of_no_hit = False
+        self.lock = threading.RLock()
+
+    def run(
+        self, run: PromptRun, headroom: int, forward: Callable[[BlendCache, dict[str, torch.Tensor]], torch.Tensor]
+    ) -> torch.Tensor:
+        """Call `forward` with the prompt's ids and a cache that makes its first pass over them the blended prefill.
+
+        Parameters
+        ----------
+        run : PromptRun
+            The prompt; its figures are filled in.
+        headroom : int
+            Tokens that will be generated at most, for which the cache keeps room.
+        forward : callable
+            Runs the model; called again if stored KV turns out damaged before its first pass is over.
+
+        Returns
+        -------
+        torch.Tensor
+            What `forward` returned.
+        """
+        layout = run.prompt.layout
+        inputs = {"input_ids": torch.tensor([layout.token_ids], device=self._model.device)}
+        if run.prompt.has_positions:
+            inputs["position_ids"] = torch.tensor([layout.positions], device=self._model.device)
+        with self.lock, torch.no_grad():
+            while True:
+                run.plan = make_plan(run.config, layout, self._num_layers, self._unsupported)
+                if run.plan.selection is None:
+                    run.hits = self._store.holds([chunk.key for chunk in run.prompt.chunks])
+                    run.forward_started = time.perf_counter()
+                    return forward(BlendCache(self._num_layers), inputs)
+                try:
+                    with self._steered(run, headroom) as cache:
+                        return forward(cache, inputs)
+                except ChunkReadError as error:
+                    # Damaged KV is a miss: it is dropped, and the next round encodes the chunk anew.
+                    logger.warning("%s", error)
+                    _quietly(self._store.discard, error.key)
+
+    @contextmanager
+    def _steered(self, run: PromptRun, headroom: int) -> Iterator[BlendCache]:
+        assert self._decoder is not None and run.plan is not None and run.plan.selection is not None
+        layout = run.prompt.layout
+        selection = run.plan.selection
+        readers = self._readers(run)
+        cache = BlendCache(self._num_layers)
+        first_layer = min(selection.check_layers, default=0)
+        capacity = len(layout) + headroom
+        run.forward_started = time.perf_counter()
+        with LayerLoader(self._decoder, layout, readers, first_layer, capacity, run.config.prefetch_layers) as loader:
+            steering = Steering(self._decoder, cache, layout, selection, loader)
+            with steering():
+                yield cache
+        run.wait_s, run.charge, run.recomputed = loader.wait_s, steering.charge, steering.recomputed_rows.cpu()
+
+    def encode(self, token_ids: Sequence[Sequence[int]]) -> Iterator[list[tuple[int, ChunkKV]]]:
+        """Compute the KV of chunks, giving way to prompts between batches; yields as `encode_chunks` does."""
+        assert self._decoder is not None
+        batches = encode_chunks(self._decoder, self._prefix_ids, token_ids, self._config.encode_batch_tokens)
+        while True:
+            with self.lock:
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
+    def _readers(self, run: PromptRun) -> list[KVReader]:
+        """Open the stored KV of every chunk, encoding in one go those that have none."""
+        chunks = run.prompt.chunks
+        found = {chunk.key: self._open(chunk) for chunk in chunks}
+        # After damaged KV the prompt is run again; what was a hit when the call came stays one in the report.
+        run.hits = run.hits or [found[chunk.key] is not None for chunk in chunks]
+        missing = {chunk.key: chunk.token_ids for chunk in chunks if found[chunk.key] is None}
+        if missing:
+            started = time.perf_counter()
+            keys = list(missing)
+            for batch in self.encode(list(missing.values())):
+                for index, kv in batch:
+                    found[keys[index]] = _FreshKV(kv)
+                    _quietly(self._store.put, keys[index], kv)
+            run.encode_s += time.perf_counter() - started
+        if not any(run.hits) and not self._warned_of_no_hit:
+            self._warned_of_no_hit = True
+            logger.warning(
+                "none of the %d chunks of this prompt was stored, so all of them were encoded first; add chunks before they "
+                "are asked for (this is said once)",
+                len(chunks),
+            )
+        readers = [found[chunk.key] for chunk in chunks]
+        return [reader for reader in readers if reader is not None]
+
+    def _open(self, chunk: PromptChunk) -> KVReader | None:
+        reader = self._store.open(chunk.key)
+        if reader is not None and (reader.token_ids != chunk.token_ids or reader.num_layers != self._num_layers):
+            logger.warning(
+                "stored KV %s… is not of the chunk it is stored for; it will be computed again", chunk.key[:12]
+            )
+            _quietly(self._store.discard, chunk.key)
+            return None
+        return reader
+
+
+def _quietly(write: Callable[..., None], *arguments: Any) -> None:
+    """Write to the store on the way to an answer, which a store that cannot be written does not prevent."""
+    try:
+        write(*arguments)
+    except StoreError as error:
+        logger.warning("the store could not be written: %s", error)

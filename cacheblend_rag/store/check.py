@@ -1,0 +1,205 @@
+"""Verifying a store folder: index against files against checksums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from logging import getLogger
+from pathlib import Path
+
+from cacheblend_rag.errors import ChunkReadError, StoreError
+from cacheblend_rag.store.codec import ChunkFile
+from cacheblend_rag.store.database import Database
+from cacheblend_rag.store.disk import DiskTier
+from cacheblend_rag.store.folder import StoreFolder
+from cacheblend_rag.store.index import Entry, Index
+
+__all__ = ["CheckReport", "check_store"]
+
+_log = getLogger(__name__)
+
+
+@dataclass(slots=True)
+class CheckReport:
+    """What a check of a store found.
+
+    Attributes
+    ----------
+    entries : int
+        Chunks whose KV is sound.
+    bytes : int
+        Size of their files.
+    names : int
+        Names recorded.
+    problems : list of str
+        What is wrong, one sentence each. A damaged or missing file is no danger to answers: it counts as a miss when it is met.
+    repaired : bool
+        Whether the problems have been mended.
+    """
+
+    entries: int = 0
+    bytes: int = 0
+    names: int = 0
+    problems: list[str] = field(default_factory=list)
+    repaired: bool = False
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing was wrong."""
+        return not self.problems
+
+
+def check_store(location: str | Path, repair: bool = False) -> CheckReport:
+    """Read everything in a store folder and verify it.
+
+    Other processes may go on using the store, except when a damaged index is repaired.
+
+    Parameters
+    ----------
+    location : str or Path
+        The folder.
+    repair : bool
+        Drop what is damaged or belongs to nothing. KV that is dropped is computed again when it is next asked for. If the
+        index itself is damaged it is made anew from the files; the names in it are lost until their chunks are added again, which
+        finds their KV still there.
+
+    Returns
+    -------
+    CheckReport
+        What was found.
+
+    Raises
+    ------
+    StoreFormatError
+        If the folder is in a format that this version does not read.
+    StoreReadOnlyError
+        If it is to be repaired and may not be written.
+    StoreError
+        If the folder is no store.
+    """
+    path = Path(location).expanduser()
+    if not path.exists():
+        raise StoreError(f"there is no folder {path}; name the folder of a store")
+    folder = StoreFolder(path)
+    if not folder.is_made:
+        raise StoreError(f"folder {path} is empty; name the folder of a store")
+    report = CheckReport()
+    try:
+        index = Index(Database(folder.index_path, read_only=True))
+        try:
+            findings = _examine(folder, index, report)
+        finally:
+            index.close()
+    except StoreError as error:
+        report.problems.append(str(error))
+        if repair:
+            _rebuild(folder)
+    else:
+        if repair and report.problems:
+            _mend(folder.path, findings)
+    report.repaired = repair and bool(report.problems)
+    return report
+
+
+@dataclass(slots=True)
+class _Findings:
+    """What a repair has to remove."""
+
+    keys: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    names: list[tuple[str, str]] = field(default_factory=list)
+
+
+def _examine(folder: StoreFolder, index: Index, report: CheckReport) -> _Findings:
+    findings = _Findings()
+    report.problems += index.damage()
+    for path in folder.leftovers():
+        report.problems.append(f"{path.name} was left by a killed process; the next opening of the store removes it")
+    for key, entry in index.entries():
+        flaw = _flaw(folder, key, entry)
+        if flaw is None:
+            report.entries += 1
+            report.bytes += entry.nbytes
+        elif index.has_file(entry.file, key):
+            # Otherwise another process has dropped it meanwhile.
+            report.problems.append(flaw)
+            findings.keys.append(key)
+    for path in folder.files():
+        if not folder.is_file_name(path.name):
+            report.problems.append(f"{path} is not the store's; move it away")
+        elif _is_orphan(folder, index, path):
+            report.problems.append(f"file {path.name} belongs to no entry")
+            findings.files.append(path.name)
+    for namespace, node in index.damaged_names():
+        report.problems.append(f"the record of name {node!r} does not match its checksum")
+        findings.names.append((namespace, node))
+    report.names = index.name_count()
+    return findings
+
+
+def _flaw(folder: StoreFolder, key: str, entry: Entry) -> str | None:
+    try:
+        file = ChunkFile(str(folder.file_path(entry.file)), key)
+        if file.digest != entry.digest:
+            return f"file {entry.file} is not the one that was written"
+        file.verify()
+    except FileNotFoundError:
+        return f"file {entry.file} is missing"
+    except StoreError as error:
+        return str(error)
+    return None
+
+
+def _is_orphan(folder: StoreFolder, index: Index, path: Path) -> bool:
+    # A file is pending until it has an entry and again when it has lost it. Looking for the entry between two looks at what is
+    # pending therefore finds whatever a living process is about to do with it.
+    for _ in range(2):
+        writer = index.pending_writer(path.name)
+        if writer is not None and folder.is_alive(writer):
+            return False
+        if index.has_file(path.name, path.name.partition(".")[0]):
+            return False
+    return path.exists()
+
+
+def _mend(path: Path, findings: _Findings) -> None:
+    # Opening the store removes what killed processes left.
+    tier = DiskTier(path, None)
+    try:
+        for key in findings.keys:
+            tier.discard(key)
+        for name in findings.files:
+            tier.folder.unlink(name)
+        for namespace, node in findings.names:
+            _, dropped = tier.index.remove_names(namespace, [node], tier.folder.writer())
+            tier.remove(dropped)
+        tier.index.recount()
+    finally:
+        tier.close()
+
+
+def _rebuild(folder: StoreFolder) -> None:
+    """Make the index anew from the files."""
+    with folder.opening():
+        folder.renew_index()
+        index = Index(Database(folder.index_path))
+        try:
+            for path in folder.files():
+                if folder.is_file_name(path.name):
+                    _adopt(folder, index, path)
+        finally:
+            index.close()
+            folder.close()
+
+
+def _adopt(folder: StoreFolder, index: Index, path: Path) -> None:
+    key = path.name.partition(".")[0]
+    try:
+        file = ChunkFile(str(path), key)
+        file.verify()
+    except ChunkReadError as error:
+        _log.warning("file removed: %s", error)
+        folder.unlink(path.name)
+        return
+    dropped = index.add(key, Entry(path.name, file.file_bytes, file.digest), None, None, folder.writer())
+    for name in dropped.files:
+        folder.unlink(name)

@@ -1,0 +1,221 @@
+"""The disk tier: one file a chunk and an index of them."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from logging import getLogger
+from pathlib import Path
+
+from cacheblend_rag.errors import ChunkReadError, StoreError, StoreFullError
+from cacheblend_rag.kv import ChunkKV
+from cacheblend_rag.store.codec import ChunkFile, encode_chunk
+from cacheblend_rag.store.database import Database
+from cacheblend_rag.store.folder import StoreFolder, valid_key
+from cacheblend_rag.store.index import Dropped, Entry, Index
+from cacheblend_rag.store.locks import ForkSafeLock
+
+__all__ = ["DiskTier"]
+
+_log = getLogger(__name__)
+
+# Recency is written when this many uses have gathered and the last time is this long ago, or on the next write.
+_TOUCHES_KEPT = 256
+_TOUCH_S = 1.0
+
+
+class DiskTier:
+    """Chunk KV in a folder, at most so many bytes of it, least recently used dropped first.
+
+    A file is written under a temporary name, synced, renamed, and only then given its entry; its name is never used again. A
+    file that is dropped loses its entry first. In between, the index holds it as pending, and whoever opens the store next
+    finishes what a killed process had begun.
+
+    Parameters
+    ----------
+    path : Path
+        The folder.
+    limit_bytes : int, optional
+        Most bytes of files.
+    """
+
+    def __init__(self, path: Path, limit_bytes: int | None) -> None:
+        self._folder = StoreFolder(path)
+        self._limit_bytes = limit_bytes
+        self._lock = ForkSafeLock()
+        self._touched: OrderedDict[str, None] = OrderedDict()
+        self._touched_at = time.monotonic()
+        # Keys that were discarded where nothing can be removed.
+        self._discarded: set[str] = set()
+        self.evictions = 0
+        if self._folder.read_only:
+            self.index = Index(Database(self._folder.index_path, read_only=True))
+        else:
+            with self._folder.opening():
+                self.index = Index(Database(self._folder.index_path))
+                self._recover()
+
+    @property
+    def read_only(self) -> bool:
+        """Whether the folder may not be written."""
+        return self._folder.read_only
+
+    @property
+    def folder(self) -> StoreFolder:
+        """The folder."""
+        return self._folder
+
+    def open(self, key: str) -> ChunkFile | None:
+        """Return the file of `key`, its head verified, or None if it is not held or not readable."""
+        if key in self._discarded:
+            return None
+        entry = self.index.entry(key)
+        while entry is not None:
+            try:
+                file = self._verified(key, entry)
+            except FileNotFoundError:
+                # Another process may have dropped it since, or put it anew.
+                now = self.index.entry(key)
+                if now is not None and now.file == entry.file:
+                    self._lose(key, entry, f"file {entry.file} is missing")
+                    return None
+                entry = now
+            except ChunkReadError as error:
+                self._lose(key, entry, str(error))
+                return None
+            else:
+                self.touch(key)
+                return file
+        return None
+
+    def put(self, key: str, kv: ChunkKV) -> list[str]:
+        """Write `kv` under `key`, unless it is held and its head is sound; return the keys dropped for room.
+
+        Raises
+        ------
+        StoreFullError
+            If there is no room.
+        StoreReadOnlyError
+            If the folder may not be written.
+        """
+        held = self.index.entry(valid_key(key))
+        if held is not None:
+            try:
+                self._verified(key, held)
+            except (FileNotFoundError, ChunkReadError) as error:
+                _log.warning("stored KV %s… is damaged and replaced: %s", key[:12], error)
+            else:
+                self.touch(key)
+                return []
+        encoded = encode_chunk(key, kv)
+        if self._limit_bytes is not None and encoded.nbytes > self._limit_bytes:
+            raise StoreFullError(
+                f"a chunk of {encoded.nbytes} bytes exceeds the store's budget of {self._limit_bytes} bytes (disk_bytes)"
+            )
+        self.flush()
+        name = self._folder.new_file_name(key)
+        writer = self._folder.writer()
+        self.index.expect(name, writer)
+        try:
+            self._folder.write(name, encoded.buffers)
+            dropped = self.index.add(key, Entry(name, encoded.nbytes, encoded.digest), held, self._limit_bytes, writer)
+        except BaseException:
+            self._remove(Dropped(files=[name]), forgiving=True)
+            raise
+        self.evictions += len(dropped.keys)
+        self._remove(dropped)
+        return dropped.keys
+
+    def holds(self, keys: Sequence[str]) -> list[bool]:
+        """Return for each key whether it is held."""
+        return [held and key not in self._discarded for key, held in zip(keys, self.index.holds(keys), strict=True)]
+
+    def discard(self, key: str) -> None:
+        """Drop the KV under `key`; in a folder that may not be written, never open it again."""
+        if self.read_only:
+            self._discarded.add(key)
+        else:
+            self.remove(self.index.drop([key], self._folder.writer()))
+
+    def remove(self, dropped: Dropped) -> None:
+        """Remove the files that a transaction of the index dropped."""
+        self._remove(dropped)
+
+    def touch(self, key: str) -> None:
+        """Mark `key` as used now."""
+        if self.read_only:
+            return
+        with self._lock:
+            self._touched[key] = None
+            self._touched.move_to_end(key)
+            due = len(self._touched) >= _TOUCHES_KEPT and time.monotonic() - self._touched_at > _TOUCH_S
+        if due:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the recency of what was used; losing it costs nothing but a worse choice of what to evict."""
+        with self._lock:
+            touched, self._touched = list(self._touched), OrderedDict()
+            self._touched_at = time.monotonic()
+        if not touched:
+            return
+        try:
+            self.index.touch(touched)
+        except StoreError as error:
+            _log.debug("recency of %d chunks not written: %s", len(touched), error)
+            with self._lock:
+                # What was used meanwhile is more recent.
+                self._touched = OrderedDict.fromkeys(
+                    [key for key in touched if key not in self._touched] + list(self._touched)
+                )
+
+    def close(self) -> None:
+        """Write what is left to write and release files and connections."""
+        if not self.read_only:
+            self.flush()
+        self.index.close()
+        self._folder.close()
+
+    def _verified(self, key: str, entry: Entry) -> ChunkFile:
+        try:
+            path = self._folder.file_path(entry.file)
+        except StoreError as error:
+            raise ChunkReadError(key, str(error)) from error
+        file = ChunkFile(str(path), key)
+        if file.digest != entry.digest:
+            raise ChunkReadError(key, f"file {entry.file} is not the one that was written")
+        return file
+
+    def _lose(self, key: str, entry: Entry, reason: str) -> None:
+        _log.warning("stored KV %s… is dropped: %s", key[:12], reason)
+        if self.read_only:
+            self._discarded.add(key)
+        else:
+            self._remove(self.index.drop([key], self._folder.writer(), file=entry.file))
+
+    def _remove(self, dropped: Dropped, forgiving: bool = False) -> None:
+        if not dropped.files:
+            return
+        try:
+            for name in dropped.files:
+                self._folder.unlink(name)
+            self.index.settle(dropped.files)
+        except StoreError as error:
+            if not forgiving:
+                raise
+            _log.debug("files left for the next opening of the store: %s", error)
+
+    def _recover(self) -> None:
+        """Finish what killed processes had begun; nobody else opens the store meanwhile."""
+        for path in self._folder.leftovers():
+            path.unlink(missing_ok=True)
+        pending = self.index.pending()
+        dead = {writer for writer in {writer for _, writer in pending} if not self._folder.is_alive(writer)}
+        files = [name for name, writer in pending if writer in dead]
+        if files:
+            _log.info("removing %d files that a killed process left in %s", len(files), self._folder.path)
+            self._remove(
+                Dropped(files=[name for name in files if not self.index.has_file(name, name.partition(".")[0])])
+            )
+            self.index.settle(files)

@@ -1,0 +1,222 @@
+"""The store: names, and RAM over disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from cacheblend_rag.errors import StoreError, StoreFullError
+from cacheblend_rag.kv import ChunkKV, LayerKV
+from cacheblend_rag.store.base import KVReader, NodeRecord, StoreStats
+from cacheblend_rag.store.codec import ChunkFile
+from cacheblend_rag.store.database import Database
+from cacheblend_rag.store.disk import DiskTier
+from cacheblend_rag.store.folder import valid_key
+from cacheblend_rag.store.index import Dropped, Index
+from cacheblend_rag.store.ram import RamReader, RamTier
+
+__all__ = ["TieredStore"]
+
+
+class TieredStore:
+    """A `KVStore` in RAM, or in RAM over a folder on disk.
+
+    With a folder, RAM holds copies of what is on disk, never anything else: KV is dropped on disk first and in RAM second, and what
+    was put or read whole is checked against the index once it is in RAM. So no deletion, by this process or another, leaves a copy.
+
+    Parameters
+    ----------
+    ram : RamTier
+        The memory.
+    disk : DiskTier, optional
+        The folder; without one everything ends with this object.
+    """
+
+    def __init__(self, ram: RamTier, disk: DiskTier | None = None) -> None:
+        self._ram = ram
+        self._disk = disk
+        self._index = disk.index if disk else Index(Database(None))
+        self._deletions_seen = self._index.deletions()
+        self._closed = False
+
+    @property
+    def is_private(self) -> bool:
+        """Whether the store's contents end with this process and are reachable through this object alone."""
+        return self._disk is None
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether the store's folder may not be written."""
+        return self._disk is not None and self._disk.read_only
+
+    def open(self, key: str) -> KVReader | None:
+        """Return a reader of the KV under `key` and mark it as recently used, or None if it is not held."""
+        valid_key(key)
+        self._notice_deletions()
+        kv = self._ram.get(key)
+        if kv is not None:
+            if self._disk:
+                self._disk.touch(key)
+            return RamReader(kv)
+        file = self._disk.open(key) if self._disk else None
+        if file is not None and self._ram.reserve(file.kv_bytes):
+            return _PromotingReader(file, self._ram, self._keep)
+        return file
+
+    def put(self, key: str, kv: ChunkKV) -> None:
+        """Keep `kv` under `key`; on return it is on disk, if there is a folder.
+
+        Raises
+        ------
+        StoreFullError
+            If it cannot be kept: the disk is full, or it alone exceeds the byte budget.
+        StoreReadOnlyError
+            If the folder may not be written.
+        """
+        valid_key(key)
+        self._check_open()
+        if self._disk:
+            self._ram.drop(self._disk.put(key, kv))
+            self._keep(key, kv)
+        elif not self._ram.put(key, kv):
+            raise StoreFullError(
+                f"a chunk of {kv.nbytes} bytes exceeds the store's budget of {self._ram.limit_bytes} bytes (ram_bytes)"
+            )
+
+    def holds(self, keys: Sequence[str]) -> list[bool]:
+        """Return for each key whether its KV is held."""
+        self._check_open()
+        return self._disk.holds(keys) if self._disk else [self._ram.holds(key) for key in keys]
+
+    def discard(self, key: str) -> None:
+        """Drop the KV under `key`, damaged or not wanted any more; names stay."""
+        self._check_open()
+        if self._disk:
+            self._disk.discard(key)
+        self._ram.drop([key])
+
+    def name(self, namespace: str, records: Iterable[NodeRecord]) -> None:
+        """Record names, replacing earlier records of the same ids; KV that loses its last name is dropped."""
+        records = list(records)
+        if records:
+            self._drop(self._index.set_names(namespace, records, self._writer()))
+
+    def lookup(self, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None]:
+        """Return the record of each id, or None where the name is unknown."""
+        return self._index.lookup(namespace, ids)
+
+    def forget(self, namespace: str, ids: Sequence[str]) -> int:
+        """Remove names, and drop KV that loses its last name; return how many names there were."""
+        if not ids:
+            return 0
+        count, dropped = self._index.remove_names(namespace, ids, self._writer())
+        self._drop(dropped)
+        return count
+
+    def names(self, namespace: str) -> list[str]:
+        """Return all ids of a namespace, in the order they were first recorded."""
+        return self._index.names(namespace)
+
+    def clear(self) -> None:
+        """Drop all KV and all names of every namespace."""
+        dropped = self._index.clear(self._writer())
+        self._ram.clear()
+        self._drop(dropped)
+
+    def stats(self) -> StoreStats:
+        """Return the store's figures."""
+        self._notice_deletions()
+        disk = self._disk
+        return StoreStats(
+            nodes=self._index.name_count(),
+            entries=self._index.entry_count() if disk else len(self._ram),
+            ram_bytes=self._ram.used_bytes,
+            disk_bytes=self._index.entry_bytes() if disk else 0,
+            evictions=disk.evictions if disk else self._ram.evictions,
+        )
+
+    def close(self) -> None:
+        """Release files and connections; further calls are errors. Closing twice does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._ram.clear()
+        if self._disk:
+            self._disk.close()
+        else:
+            self._index.close()
+
+    def _keep(self, key: str, kv: ChunkKV) -> None:
+        self._ram.put(key, kv)
+        if not self._index.holds([key])[0]:
+            self._ram.drop([key])
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreError("the store is closed; open it again")
+
+    def _writer(self) -> str:
+        return self._disk.folder.writer() if self._disk else ""
+
+    def _drop(self, dropped: Dropped) -> None:
+        self._ram.drop(dropped.keys)
+        if self._disk:
+            self._disk.remove(dropped)
+
+    def _notice_deletions(self) -> None:
+        seen = self._deletions_seen
+        now = self._index.deletions()
+        if now == seen or not self._disk:
+            return
+        gone = self._index.deleted_since(seen)
+        if gone is None:
+            held = self._ram.keys()
+            gone = [key for key, there in zip(held, self._index.holds(held), strict=True) if not there]
+        self._ram.drop(gone)
+        self._deletions_seen = now
+
+
+class _PromotingReader:
+    """Reads a file, and hands its KV to RAM once every layer was read."""
+
+    def __init__(self, file: ChunkFile, ram: RamTier, keep: Callable[[str, ChunkKV], None]) -> None:
+        self._file = file
+        self._ram = ram
+        self._keep = keep
+        self._layers: dict[int, LayerKV] = {}
+        self._reserved_bytes = file.kv_bytes
+
+    def __del__(self) -> None:
+        self._ram.give_back(self._reserved_bytes)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens that the KV was computed from."""
+        return self._file.token_ids
+
+    @property
+    def start(self) -> int:
+        """The position that the keys of its first token are rotated to."""
+        return self._file.start
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers there are."""
+        return self._file.num_layers
+
+    def layer(self, index: int) -> LayerKV:
+        """Return one layer, read once; the caller must not write to it.
+
+        Raises
+        ------
+        ChunkReadError
+            If the bytes are gone, or do not match their checksum.
+        """
+        layer = self._layers.get(index)
+        if layer is None:
+            layer = self._layers[index] = self._file.layer(index)
+            if len(self._layers) == self.num_layers:
+                reserved, self._reserved_bytes = self._reserved_bytes, 0
+                self._ram.give_back(reserved)
+                layers = tuple(self._layers[number] for number in range(self.num_layers))
+                self._keep(self._file.key, ChunkKV(self.token_ids, self.start, layers))
+        return layer

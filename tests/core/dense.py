@@ -1,0 +1,107 @@
+"""A naive blended prefill: every row through every layer, and stale KV put in where a row is not recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import Cache, DynamicLayer, PreTrainedModel
+
+Select = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(layer, rows, fresh values, stale values) -> rows kept."""
+
+
+class RecordingCache(Cache):
+    """transformers' own growing layers, all of them whole, whatever the model's windows are."""
+
+    def __init__(self) -> None:
+        super().__init__(layer_class_to_replicate=DynamicLayer)
+
+
+@torch.no_grad()
+def own_kv(
+    model: PreTrainedModel, ids: Sequence[int], first_position: int = 0
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the model's own KV of `ids`, computed at positions from `first_position` on."""
+    cache = RecordingCache()
+    positions = torch.arange(len(ids))[None] + first_position
+    model(input_ids=torch.tensor([ids]), position_ids=positions, past_key_values=cache, use_cache=True)
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+class _Substituting(RecordingCache):
+    def __init__(
+        self, stale: list[tuple[torch.Tensor, torch.Tensor]], chosen: torch.Tensor, checks: dict[int, int]
+    ) -> None:
+        super().__init__()
+        self._stale = stale
+        self._chunk_rows = chosen
+        self._chosen = chosen
+        self._checks = checks
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: object, **kwargs: object):
+        stale_keys, stale_values = self._stale[layer]
+        fresh_rows = self._chosen
+        if layer in self._checks:
+            deviation = (values - stale_values)[:, :, self._chosen].square().sum(dim=(0, 1, 3))
+            best = deviation.argsort(descending=True)[: self._checks[layer]]
+            self._chosen = self._chosen[best].sort().values
+        if self._checks and layer < min(self._checks):
+            fresh_rows = self._chunk_rows
+        reused = torch.ones(keys.shape[2], dtype=torch.bool)
+        reused[fresh_rows] = False
+        text = torch.ones(keys.shape[2], dtype=torch.bool)
+        text[self._chunk_rows] = False
+        reused &= ~text
+        mixed_keys = torch.where(reused[None, None, :, None], stale_keys, keys)
+        mixed_values = torch.where(reused[None, None, :, None], stale_values, values)
+        return super().update(mixed_keys, mixed_values, layer)
+
+
+@torch.no_grad()
+def dense_blend(
+    model: PreTrainedModel,
+    ids: Sequence[int],
+    chunks: Sequence[tuple[int, int]],
+    prefix: Sequence[int],
+    recomputed: torch.Tensor | None = None,
+    checks: dict[int, int] | None = None,
+) -> torch.Tensor:
+    """Return the logits behind `ids` when its chunks come from stale KV.
+
+    Parameters
+    ----------
+    model
+        The model.
+    ids
+        The prompt.
+    chunks
+        Half-open row ranges of the chunks.
+    prefix
+        What chunks are encoded behind.
+    recomputed
+        Chunk rows recomputed in every layer, if they are fixed.
+    checks
+        Or: how many rows each check layer keeps, by deviation of values.
+    """
+    whole = [(torch.zeros_like(k), torch.zeros_like(v)) for k, v in own_kv(model, ids)]
+    for start, stop in chunks:
+        # The chunk behind its prefix, computed where it stands in the prompt: no key is ever moved.
+        alone = own_kv(model, [*prefix, *ids[start:stop]], first_position=start - len(prefix))
+        for (keys, values), (own_keys, own_values) in zip(whole, alone, strict=True):
+            keys[:, :, start:stop] = own_keys[:, :, len(prefix) :]
+            values[:, :, start:stop] = own_values[:, :, len(prefix) :]
+    rows = torch.cat([torch.arange(start, stop) for start, stop in chunks])
+    if recomputed is not None:
+        cache = _FixedRows(whole, rows, recomputed)
+    else:
+        cache = _Substituting(whole, rows, checks or {})
+    return model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0, -1]
+
+
+class _FixedRows(_Substituting):
+    def __init__(
+        self, stale: list[tuple[torch.Tensor, torch.Tensor]], chunk_rows: torch.Tensor, recomputed: torch.Tensor
+    ) -> None:
+        super().__init__(stale, recomputed, {})
+        self._chunk_rows = chunk_rows

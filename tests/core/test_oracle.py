@@ -1,0 +1,150 @@
+"""Exactness of the mechanism on every family: whatever is selected, true KV gives the model's own logits."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef
+from cacheblend_rag.encode import encode_chunks
+from cacheblend_rag.engine.selfcheck import TrueKV
+from cacheblend_rag.fuse import BlendCache, Steering
+from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.layout import ChunkSpan, PromptLayout
+from cacheblend_rag.model import inspect_model
+from cacheblend_rag.rope import shift_keys
+from cacheblend_rag.selection import FixedSelection
+from tests.core.dense import dense_blend, own_kv
+from tests.families import CASES, FAMILIES, tiny_model, tiny_tokenizer, words
+
+TOLERANCE = 1e-4
+SPANS = ((5, 25), (25, 47), (50, 70))
+"""Two chunks that touch and one behind text; longer than the tiny models' windows of 16."""
+LENGTH = 76
+
+
+def _ids(seed: int) -> list[int]:
+    return torch.randint(3, 97, (LENGTH,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def _layout(ids: list[int]) -> PromptLayout:
+    return PromptLayout(tuple(ids), tuple(range(len(ids))), tuple(ChunkSpan(a, b, a) for a, b in SPANS))
+
+
+@pytest.fixture(params=CASES, ids="-".join)
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return tiny_model(*request.param)
+
+
+@torch.no_grad()
+def test_any_selection_over_true_kv_gives_the_models_own_logits(model: PreTrainedModel) -> None:
+    decoder = inspect_model(model)
+    ids = _ids(1)
+    layout = _layout(ids)
+    own = [LayerKV(*kv) for kv in own_kv(model, ids)]
+    wanted = model(input_ids=torch.tensor([ids])).logits[0, -1]
+    draw = random.Random(0)
+    for ratio in (0.0, 0.05, 0.15, 0.5):
+        for _ in range(5):
+            rows = sorted(draw.sample(layout.context_rows.tolist(), round(ratio * layout.context_tokens)))
+            cache = BlendCache(decoder.num_layers)
+            selection = FixedSelection(torch.tensor(rows, dtype=torch.int64))
+            steering = Steering(decoder, cache, layout, selection, TrueKV(own))
+            with steering():
+                got = model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0, -1]
+            assert (got - wanted).abs().max() < TOLERANCE
+            assert steering.charge == pytest.approx(len(rows) * decoder.num_layers)
+            assert [kv.keys.shape[2] for kv in cache.kv()] == [LENGTH] * decoder.num_layers
+
+
+@torch.no_grad()
+def test_a_moved_chunk_is_the_chunk_encoded_there(model: PreTrainedModel) -> None:
+    decoder = inspect_model(model)
+    prefix, chunk = _ids(2)[:3], _ids(3)[:20]
+    [[(_, encoded)]] = encode_chunks(decoder, prefix, [chunk], 4096)
+    for distance in (0, 1, 30, 200):
+        there = own_kv(model, [*prefix, *chunk], first_position=distance)
+        for rotation, stored, (keys, values) in zip(decoder.rotations, encoded.layers, there, strict=True):
+            moved = stored.keys.clone()
+            if rotation is not None:
+                shift_keys(moved, rotation.table(torch.full((len(chunk),), distance), moved.device))
+            assert (moved - keys[0, :, len(prefix) :]).abs().max() < TOLERANCE
+            assert (stored.values - values[0, :, len(prefix) :]).abs().max() < TOLERANCE
+
+
+def _engine(model: PreTrainedModel, **settings: object) -> BlendEngine:
+    return BlendEngine(model, tiny_tokenizer(), config=BlendConfig(strict=True, **settings))  # type: ignore[arg-type]
+
+
+def _prompt(engine: BlendEngine) -> tuple[BlendPrompt, list[tuple[int, int]]]:
+    """Return a prompt of stored chunks, and their row ranges."""
+    lengths = (20, 22, 20)
+    engine.add([Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate(lengths)])
+    prompt = BlendPrompt(
+        segments=[words(4, 10), ChunkRef("n0"), ChunkRef("n1"), words(3, 11), ChunkRef("n2"), words(6, 12)]
+    )
+    return prompt, list(SPANS)
+
+
+@torch.no_grad()
+def test_ratio_one_is_the_models_own_prefill_and_generation(model: PreTrainedModel) -> None:
+    with _engine(model, recompute_ratio=1.0) as engine:
+        prompt, _ = _prompt(engine)
+        ids = torch.tensor([engine.prompt_ids(prompt)])
+        prefilled = engine.prefill(prompt)
+        assert (prefilled.logits - model(input_ids=ids).logits[0, -1]).abs().max() < TOLERANCE
+        assert prefilled.report.recomputed_tokens == prefilled.report.context_tokens == 62
+        wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+        assert engine.generate(prompt, 12, do_sample=False).token_ids == tuple(wanted[0, ids.shape[1] :].tolist())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "settings", [{"check_layers": (1,)}, {"check_layers": (1, 2, 4), "gradual_start": 1.6}], ids=["once", "gradual"]
+)
+def test_hkvd_on_stale_kv_is_the_dense_reference(model: PreTrainedModel, settings: dict[str, object]) -> None:
+    with _engine(model, recompute_ratio=0.15, selector="hkvd", **settings) as engine:
+        prompt, spans = _prompt(engine)
+        result = engine.prefill(prompt)
+        # 62 chunk tokens: 9 on average; gradually, 14 at layer 1, then fewer, so that layers 1 to 5 average 9
+        checks = {1: 9} if settings["check_layers"] == (1,) else {1: 14, 2: 10, 4: 5}
+        wanted = dense_blend(model, engine.prompt_ids(prompt), spans, [1], checks=checks)
+        assert (result.logits - wanted).abs().max() < TOLERANCE
+        assert result.report.hits == 3
+
+
+@torch.no_grad()
+def test_random_and_no_recompute_on_stale_kv_are_the_dense_reference(model: PreTrainedModel) -> None:
+    with _engine(model) as engine:
+        prompt, spans = _prompt(engine)
+        ids = engine.prompt_ids(prompt)
+        for selector in ("none", "random"):
+            config = engine.config.replace(selector=selector)
+            result = engine.prefill(prompt, config=config)
+            rows = torch.tensor([], dtype=torch.int64)
+            if selector == "random":
+                from cacheblend_rag.selection import SelectionTask, make_selector
+
+                task = SelectionTask(_layout(list(ids)), model.config.num_hidden_layers, 9)
+                rows = make_selector(config).begin(task).rows()
+                assert rows.numel() == 9
+            wanted = dense_blend(model, ids, spans, [1], recomputed=rows)
+            assert (result.logits - wanted).abs().max() < TOLERANCE
+
+
+@torch.no_grad()
+def test_a_first_chunk_behind_its_encoding_prefix_is_the_models_prefix_cache(model: PreTrainedModel) -> None:
+    head = words(4, 10)
+    with _engine(model, encoding_prefix=head, selector="none") as engine:
+        engine.add([Chunk(words(20, 0), "n0")])
+        prompt = BlendPrompt(head, ["n0"], words(6, 12))
+        ids = torch.tensor([engine.prompt_ids(prompt)])
+        # Nothing is recomputed, and yet the answer is exact.
+        assert (engine.prefill(prompt).logits - model(input_ids=ids).logits[0, -1]).abs().max() < TOLERANCE
+
+
+def test_every_family_of_the_list_is_here() -> None:
+    assert len(FAMILIES) == 18
