@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.fuse.mask import RowMask, row_mask
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import Decoder, KVCache
@@ -277,10 +278,9 @@ class Steering:
     def _cut_mask(self, mask: Any, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
         if mask is None:
             # The model relied on the attention kernel's causal flag, which is wrong for rows that are not contiguous.
-            columns = torch.arange(len(self._layout), device=device)
-            return (columns[None, :] <= rows.to(device)[:, None])[None, None]
+            return RowMask.over(row_mask(rows.to(device), len(self._layout)), rows)
         if isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[-2] == len(self._layout):
-            return mask.index_select(2, rows.to(mask.device))
+            return RowMask.over(mask.index_select(2, rows.to(mask.device)), rows)
         raise UnsupportedModelError(
             f"{type(self._decoder.model).__name__}: its layers take a mask of an unknown form, {_describe(mask)}"
         )

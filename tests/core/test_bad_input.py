@@ -1,0 +1,317 @@
+"""Bad input gets its own clear error, or a stated fallback, and loses nothing."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedModel,
+)
+
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef
+from cacheblend_rag.errors import (
+    CacheBlendError,
+    ConfigError,
+    EmptyChunkError,
+    PromptError,
+    PromptTooLongError,
+    StoreError,
+    StoreFullError,
+    UnknownChunkError,
+    UnsupportedModelError,
+)
+from cacheblend_rag.kv import ChunkKV
+from cacheblend_rag.store import KVStore, open_store
+from tests.families import tiny_model, tiny_tokenizer, words
+
+GOOD = Chunk(words(12, 1), "good")
+
+
+@pytest.fixture
+def engine() -> Iterator[BlendEngine]:
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer()) as engine:
+        yield engine
+
+
+def test_an_unknown_id(engine: BlendEngine) -> None:
+    with pytest.raises(UnknownChunkError, match=r"no chunk has the id 'nowhere'.*add it"):
+        engine.prefill(BlendPrompt("t5", ["nowhere"], "t6"))
+    assert "\\n" not in str(UnknownChunkError("plain"))
+
+
+def test_a_deleted_id(engine: BlendEngine) -> None:
+    engine.add([GOOD])
+    engine.delete(["good"])
+    with pytest.raises(UnknownChunkError):
+        engine.generate(BlendPrompt("t5", ["good"], "t6"), 3)
+
+
+def test_an_empty_chunk() -> None:
+    with pytest.raises(EmptyChunkError, match="'x' has no text"):
+        Chunk("", "x")
+
+
+def test_a_chunk_without_tokens_loses_nothing(engine: BlendEngine) -> None:
+    with pytest.raises(EmptyChunkError, match="has no tokens"):
+        engine.add([GOOD, Chunk("   ", "blank")])
+    assert engine.ids() == []
+    assert engine.add([GOOD]).encoded == 1
+
+
+def test_a_chunk_beyond_the_window(engine: BlendEngine) -> None:
+    with pytest.raises(PromptTooLongError, match=r"513 tokens.*window of 512.*split it"):
+        engine.add([Chunk(words(513, 1), "long")])
+
+
+@pytest.mark.parametrize("call", ["prefill", "generate", "stream"])
+def test_a_prompt_beyond_the_window(engine: BlendEngine, call: str) -> None:
+    engine.add([Chunk(words(300, 1), "a"), Chunk(words(300, 2), "b")])
+    with pytest.raises(PromptTooLongError, match=r"603 tokens.*window is 512.*fewer or shorter"):
+        getattr(engine, call)(BlendPrompt("t5", ["a", "b"], "t6"))
+
+
+def test_the_answer_ends_where_the_window_ends(engine: BlendEngine) -> None:
+    engine.add([Chunk(words(500, 1), "a")])
+    answer = engine.generate(BlendPrompt("t5", ["a"], "t6"), 100, eos_token_id=-1, do_sample=False)
+    assert len(answer.prompt_ids) + len(answer.token_ids) == 512
+
+
+def test_an_empty_prompt(engine: BlendEngine) -> None:
+    no_bos = tiny_tokenizer()
+    no_bos.bos_token = None
+    with BlendEngine(tiny_model("llama"), no_bos) as bare, pytest.raises(PromptError, match="no tokens"):
+        bare.prefill(BlendPrompt(""))
+
+
+def test_token_ids_outside_the_vocabulary(engine: BlendEngine) -> None:
+    with pytest.raises(ConfigError, match="token id 97 is outside"):
+        engine.prefill(BlendPrompt(segments=[[1, 97], "t5"]))
+
+
+def test_contradicting_prompts() -> None:
+    with pytest.raises(ConfigError, match="either segments, or prefix"):
+        BlendPrompt("t5", segments=["t6"])
+    with pytest.raises(ConfigError, match="1 positions for 2 segments"):
+        BlendPrompt(segments=["t5", "t6"], positions=[0])
+    with pytest.raises(ConfigError, match="negative"):
+        BlendPrompt(segments=["t5"], positions=[-1])
+    with pytest.raises(ConfigError, match="give a list"):
+        BlendPrompt("t5", chunks="n1")
+    with pytest.raises(ConfigError, match="empty string"):
+        Chunk("t5", "")
+
+
+@pytest.mark.parametrize("ratio", [math.nan, math.inf, -0.1, 1.1])
+def test_ratios_that_mean_nothing(ratio: float) -> None:
+    with pytest.raises(ConfigError, match=r"recompute_ratio=.*finite number from 0"):
+        BlendConfig(recompute_ratio=ratio)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"check_layers": (0,)}, "holds 0, where nothing can be measured"),
+        ({"check_layers": ()}, "at least one layer"),
+        ({"check_layers": (3, 2)}, "ascending"),
+        ({"check_layers": (-1,)}, "ascending"),
+        ({"recompute_ration": 0.2}, "recompute_ration is no setting; the settings are"),
+        ({"deviation": "norm"}, "deviation='norm'"),
+        ({"ratio_schedule": (1.0, 0.5)}, "2 numbers for 1 check layers"),
+        ({"check_layers": (1, 2), "ratio_schedule": (0.5, 1.0)}, "never rise"),
+        ({"gradual_start": 0.5}, "greater than or equal to 1"),
+        ({"prefetch_layers": 0}, "greater than or equal to 1"),
+    ],
+)
+def test_settings_that_mean_nothing(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        BlendConfig(**settings)
+
+
+def test_settings_that_do_not_fit_the_model(engine: BlendEngine) -> None:
+    for changes, message in (
+        ({"check_layers": (6,)}, "beyond the model's last layer; choose from 1 to 5"),
+        ({"selector": "best"}, "selector='best' is unknown; choose one of auto, full, hkvd, none, random"),
+        ({"check_layers": (1, 2), "gradual_start": 6.0}, "leaves nothing for the last"),
+    ):
+        config = BlendConfig(**changes)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=message):
+            BlendEngine(engine.model, engine.tokenizer, config=config)
+        with pytest.raises(ConfigError, match=message):
+            engine.prefill(BlendPrompt("t5", [GOOD], "t6"), config=config)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"num_beams": 2},
+        {"num_return_sequences": 3},
+        {"use_cache": False},
+        {"prefill_chunk_size": 4},
+        {"prompt_lookup_num_tokens": 2},
+    ],
+)
+def test_generation_options_that_cannot_be_blended(engine: BlendEngine, option: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(option))):
+        engine.generate(BlendPrompt("t5", [GOOD], "t6"), 3, **option)
+    with pytest.raises(ConfigError, match=next(iter(option))):
+        engine.stream(BlendPrompt("t5", [GOOD], "t6"), 3, **option)
+
+
+def test_an_error_while_streaming_reaches_the_reader(engine: BlendEngine) -> None:
+    stream = engine.stream(BlendPrompt("t5", [GOOD], "t6"), 3, no_such_option=1)
+    with pytest.raises(ValueError, match="no_such_option"):
+        list(stream)
+    with pytest.raises(ValueError, match="no_such_option"):
+        stream.result()
+
+
+def test_a_closed_engine(engine: BlendEngine) -> None:
+    engine.close()
+    engine.close()
+    with pytest.raises(ConfigError, match="closed"):
+        engine.prefill(BlendPrompt("t5", [GOOD], "t6"))
+
+
+def _unblendable() -> list[tuple[PreTrainedModel, str]]:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "n_layer": 3, "n_head": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    dynamic = tiny_model("llama").config.to_dict()
+    dynamic["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    flash = tiny_model("llama")
+    flash.config._attn_implementation = "flex_attention"
+    return [
+        (GPT2LMHeadModel(GPT2Config(n_embd=16, n_positions=512, **sizes)), "learned positions"),
+        (BloomForCausalLM(BloomConfig(hidden_size=16, **sizes)), "BloomForCausalLM"),
+        (MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=97)), "MambaForCausalLM"),
+        (type(tiny_model("llama"))(type(flash.config)(**dynamic)), "'dynamic' rope scaling"),
+        (flash, "attn_implementation='sdpa'"),
+    ]
+
+
+@pytest.mark.parametrize("case", range(5), ids=["gpt2", "bloom", "mamba", "dynamic-rope", "flex"])
+def test_a_model_that_cannot_be_blended(case: int, caplog: pytest.LogCaptureFixture) -> None:
+    model, reason = _unblendable()[case]
+    with pytest.raises(UnsupportedModelError, match=reason):
+        BlendEngine(model, tiny_tokenizer(), config=BlendConfig(strict=True))
+    with caplog.at_level(logging.WARNING, logger="cacheblend_rag"):
+        engine = BlendEngine(model, tiny_tokenizer())
+    assert any(reason in record.message for record in caplog.records)
+    assert engine.unsupported_reason is not None
+    if case == 4:
+        model.config._attn_implementation = "sdpa"
+    # Its prompts are answered all the same, by id as well.
+    engine.add([GOOD])
+    assert engine.contains("good")
+    ids = torch.tensor([engine.prompt_ids(BlendPrompt("t5", ["good"], "t6"))])
+    if case == 2:
+        return
+    answer = engine.generate(BlendPrompt("t5", ["good"], "t6"), 4, do_sample=False)
+    with torch.no_grad():
+        wanted = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, pad_token_id=0
+        )
+    assert answer.token_ids == tuple(wanted[0, ids.shape[1] :].tolist())
+    assert answer.report.fallback_reason == engine.unsupported_reason
+    assert answer.report.selector == "full"
+
+
+def test_a_model_whose_forward_was_changed_is_caught() -> None:
+    model = tiny_model("llama")
+    layer = model.model.layers[2]
+    own = layer.forward
+
+    def leaky(hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        return own(hidden_states + hidden_states.mean(dim=1, keepdim=True), *args, **kwargs)
+
+    layer.forward = leaky
+    with pytest.raises(UnsupportedModelError, match="depends on more than the rows"):
+        BlendEngine(model, tiny_tokenizer(), config=BlendConfig(strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"min_tokens": 13}, "12 tokens, fewer than min_tokens=13"),
+        ({"enabled": False}, None),
+        ({"min_tokens": 12}, None),
+    ],
+)
+def test_a_whole_prefill_says_why(engine: BlendEngine, changes: dict[str, object], reason: str | None) -> None:
+    report = engine.prefill(BlendPrompt("t5", [GOOD], "t6"), config=engine.config.replace(**changes)).report
+    assert report.selector == ("hkvd" if changes == {"min_tokens": 12} else "full")
+    assert (report.fallback_reason or "").endswith(reason or "")
+
+
+class _Failing:
+    """A real store whose writes fail, as those of a full disk do."""
+
+    def __init__(self, inner: KVStore) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def put(self, key: str, kv: ChunkKV) -> None:
+        raise StoreFullError("no room")
+
+
+def test_a_store_that_cannot_be_written_does_not_prevent_an_answer(caplog: pytest.LogCaptureFixture) -> None:
+    store = _Failing(open_store(None, ram_bytes=10**6))
+    engine = BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=store)  # type: ignore[arg-type]
+    with pytest.raises(StoreError, match="no room"):
+        engine.add([GOOD])
+    with caplog.at_level(logging.WARNING, logger="cacheblend_rag"):
+        result = engine.prefill(BlendPrompt("t5", [GOOD], "t6"))
+    assert result.report.misses == 1
+    assert any("could not be written" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
+def test_damaged_kv_is_a_miss_and_is_replaced(tmp_path: Path, damage: str) -> None:
+    model = tiny_model("llama")
+    config = BlendConfig(ram_bytes=0, selector="hkvd")
+    prompt = BlendPrompt("t5", [Chunk(words(20, 1), "a"), Chunk(words(30, 2), "b")], "t6")
+    with BlendEngine(model, tiny_tokenizer(), config=config, store=tmp_path / "kv") as engine:
+        engine.add([chunk for chunk in prompt.segments if isinstance(chunk, Chunk)])
+        wanted = engine.prefill(prompt)
+        assert wanted.report.hits == 2
+        path = max((tmp_path / "kv").rglob("*.safetensors"), key=lambda file: file.stat().st_size)
+        content = bytearray(path.read_bytes())
+        # The last layer, which is read when the blended pass is nearly over.
+        content[-5] ^= 0x10
+        if damage == "remove":
+            path.unlink()
+        else:
+            path.write_bytes(content if damage == "flip" else content[:-100])
+        for attempt in range(2):
+            got = engine.prefill(prompt)
+            assert (got.logits - wanted.logits).abs().max() < 1e-4
+            assert attempt == 0 or got.report.hits == 2
+        path.write_bytes(content[: len(content) // 2])
+        answer = engine.generate(prompt, 5, do_sample=False)
+        assert answer.token_ids == engine.generate(prompt, 5, do_sample=False).token_ids
+
+
+def test_a_chunk_reference_is_no_text(engine: BlendEngine) -> None:
+    engine.add([GOOD])
+    by_reference = engine.prompt_ids(BlendPrompt(segments=["t5", ChunkRef("good"), "t6"]))
+    assert by_reference == engine.prompt_ids(BlendPrompt("t5", ["good"], "t6"))
+
+
+def test_every_error_is_in_the_tree() -> None:
+    from cacheblend_rag import errors
+
+    for name in errors.__all__:
+        assert issubclass(getattr(errors, name), CacheBlendError)
+        assert f" {name} " in (errors.__doc__ or "") or name == "CacheBlendError"

@@ -1,0 +1,64 @@
+"""Settings from arguments, the environment and YAML."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cacheblend_rag import BlendConfig
+from cacheblend_rag.errors import ConfigError
+
+
+def test_the_environment_fills_in_and_arguments_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHEBLEND_RECOMPUTE_RATIO", "0.3")
+    monkeypatch.setenv("CACHEBLEND_CHECK_LAYERS", "[1, 3]")
+    config = BlendConfig(selector="none")
+    assert (config.recompute_ratio, config.check_layers, config.selector) == (0.3, (1, 3), "none")
+    assert BlendConfig(recompute_ratio=0.2).recompute_ratio == 0.2
+
+
+def test_a_bad_value_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHEBLEND_RECOMPUTE_RATIO", "much")
+    with pytest.raises(ConfigError, match="recompute_ratio='much'"):
+        BlendConfig()
+
+
+def test_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "blend.yaml"
+    path.write_text("recompute_ratio: 0.25\ncheck_layers: [1, 2]\ndtype: bfloat16\n")
+    config = BlendConfig.from_yaml(path)
+    assert (config.recompute_ratio, config.check_layers, config.torch_dtype()) == (0.25, (1, 2), torch.bfloat16)
+    path.write_text("")
+    assert BlendConfig.from_yaml(path) == BlendConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ratio: 0.2", "ratio is no setting"),
+        ("- 1", "holds a list"),
+        ("a: [", "cannot be read"),
+        ("seed: x", "seed='x'"),
+    ],
+)
+def test_bad_yaml(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "blend.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        BlendConfig.from_yaml(path)
+
+
+def test_a_missing_yaml_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml cannot be read"):
+        BlendConfig.from_yaml(tmp_path / "none.yaml")
+
+
+def test_replacing_checks_again_and_settings_are_frozen() -> None:
+    config = BlendConfig(selector="none")
+    assert config.replace(recompute_ratio=0.5).selector == "none"
+    with pytest.raises(ConfigError, match="finite"):
+        config.replace(recompute_ratio=2)
+    with pytest.raises(ValueError, match="frozen"):
+        config.seed = 3  # type: ignore[misc]

@@ -1,0 +1,293 @@
+"""The engine's door: hits and misses, names, generation, streams and threads."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef
+from cacheblend_rag.store import open_store
+from tests.families import tiny_model, tiny_tokenizer, words
+
+TOLERANCE = 1e-4
+CHUNKS = [Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate((20, 22, 20, 17))]
+
+
+@pytest.fixture
+def engine() -> Iterator[BlendEngine]:
+    config = BlendConfig(strict=True, selector="hkvd", recompute_ratio=0.15)
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config) as engine:
+        yield engine
+
+
+def _prompt(chunks: list[Chunk], seed: int = 50) -> BlendPrompt:
+    return BlendPrompt(words(4, seed), chunks, words(6, seed + 1))
+
+
+def test_every_pattern_of_hits_and_misses_gives_the_same_logits(engine: BlendEngine) -> None:
+    wanted = None
+    for pattern in itertools.product([True, False], repeat=4):
+        engine.store.clear()
+        engine.add([chunk for chunk, hit in zip(CHUNKS, pattern, strict=True) if hit])
+        result = engine.prefill(_prompt(CHUNKS))
+        assert [chunk.hit for chunk in result.report.chunks] == list(pattern)
+        assert (result.report.hits, result.report.misses) == (sum(pattern), 4 - sum(pattern))
+        wanted = result.logits if wanted is None else wanted
+        assert (result.logits - wanted).abs().max() < TOLERANCE
+        again = engine.prefill(_prompt(CHUNKS))
+        assert again.report.hits == 4
+        assert (again.logits - wanted).abs().max() < TOLERANCE
+
+
+def test_chunks_in_reverse_order_blend(engine: BlendEngine) -> None:
+    engine.add(CHUNKS)
+    full = engine.config.replace(enabled=False)
+    forwards, backwards = _prompt(CHUNKS), _prompt(CHUNKS[::-1])
+    assert engine.prefill(backwards).report.hits == 4
+    # The order matters to the model, and so it must to the blended prompt.
+    assert (engine.prefill(forwards).logits - engine.prefill(backwards).logits).abs().max() > 1e-3
+    near = (engine.prefill(backwards, config=engine.config.replace(recompute_ratio=0.99)).logits).float()
+    assert torch.nn.functional.cosine_similarity(near, engine.prefill(backwards, config=full).logits, dim=0) > 0.9
+
+
+def test_the_same_chunk_twice_in_one_prompt(engine: BlendEngine) -> None:
+    result = engine.prefill(_prompt([CHUNKS[0], CHUNKS[1], CHUNKS[0]]))
+    assert (result.report.hits, result.report.misses) == (0, 3)
+    assert engine.store.stats().entries == 2
+    again = engine.prefill(_prompt([CHUNKS[0], CHUNKS[1], CHUNKS[0]]))
+    assert again.report.hits == 3
+    assert (again.logits - result.logits).abs().max() < TOLERANCE
+
+
+def test_adding_the_same_does_nothing_and_another_text_replaces(engine: BlendEngine) -> None:
+    first = engine.add(CHUNKS)
+    assert (first.encoded, first.unchanged, first.tokens) == (4, 0, 79)
+    assert engine.add(CHUNKS).encoded == 0
+    old = engine.records(["n0"])[0]
+    assert old is not None
+    changed = engine.add([Chunk(words(9, 99), "n0")])
+    assert (changed.encoded, changed.tokens) == (1, 9)
+    assert engine.store.holds([old.key]) == [False]
+    assert sorted(engine.ids()) == ["n0", "n1", "n2", "n3"]
+
+
+def test_two_names_of_one_text_share_its_kv_until_the_last_is_deleted(engine: BlendEngine) -> None:
+    assert engine.add([Chunk(CHUNKS[0].text, "a"), Chunk(CHUNKS[0].text, "b")]).encoded == 2
+    record = engine.records(["a"])[0]
+    assert record is not None
+    assert engine.store.stats().entries == 1
+    assert engine.delete(["a", "unknown"]) == 1
+    assert engine.store.holds([record.key]) == [True]
+    assert engine.delete(["b"]) == 1
+    assert engine.store.holds([record.key]) == [False]
+    assert not engine.contains("b")
+
+
+def test_of_several_chunks_with_one_id_the_last_counts(engine: BlendEngine) -> None:
+    engine.add([Chunk(words(5, 1), "x"), Chunk(words(6, 2), "x")])
+    record = engine.records(["x"])[0]
+    assert record is not None
+    assert record.token_ids == tuple(engine.tokenizer(words(6, 2), add_special_tokens=False)["input_ids"])
+
+
+def test_progress_ends_with_all_chunks(engine: BlendEngine) -> None:
+    engine.add(CHUNKS[:1])
+    seen: list[tuple[int, int]] = []
+    engine.add(CHUNKS, progress=lambda done, total: seen.append((done, total)))
+    assert seen[0] == (1, 4)
+    assert seen[-1] == (4, 4)
+
+
+def test_another_text_under_a_known_id_is_not_served_from_its_kv(engine: BlendEngine) -> None:
+    engine.add(CHUNKS)
+    edited = Chunk(words(21, 77), "n1")
+    result = engine.prefill(_prompt([CHUNKS[0], edited, CHUNKS[2]]))
+    assert [chunk.hit for chunk in result.report.chunks] == [True, False, True]
+    assert result.report.chunks[1].reason == "its text is not the one that was added under this id"
+    anonymous = engine.prefill(_prompt([CHUNKS[0], Chunk(edited.text), CHUNKS[2]]))
+    assert (anonymous.logits - result.logits).abs().max() < TOLERANCE
+    # The name still means what was added.
+    assert engine.prefill(_prompt([CHUNKS[1]])).report.hits == 1
+
+
+def test_a_prompt_that_ends_with_a_chunk_computes_it(engine: BlendEngine) -> None:
+    engine.add(CHUNKS)
+    prompt = BlendPrompt(segments=[words(4, 1), ChunkRef("n0"), ChunkRef("n1")])
+    result = engine.prefill(prompt, config=engine.config.replace(selector="none"))
+    assert [chunk.reason for chunk in result.report.chunks] == [
+        None,
+        "the prompt ends with it, so it is computed like text",
+    ]
+    assert result.report.context_tokens == 20
+
+
+def test_a_prompt_that_begins_with_a_chunk_gets_a_bos_and_serves_it_exactly(engine: BlendEngine) -> None:
+    engine.add(CHUNKS)
+    prompt = BlendPrompt("", ["n0"], words(5, 3))
+    result = engine.prefill(prompt, config=engine.config.replace(selector="none"))
+    assert result.token_ids[0] == 1
+    whole = engine.prefill(prompt, config=engine.config.replace(enabled=False))
+    assert (result.logits - whole.logits).abs().max() < TOLERANCE
+
+
+def test_a_bos_in_the_prefix_is_not_doubled(engine: BlendEngine) -> None:
+    assert engine.prompt_ids(BlendPrompt("<bos> t5", [], "t6")) == (1, 5, 6)
+    assert engine.prompt_ids(BlendPrompt("t5", [], "t6")) == (1, 5, 6)
+    assert engine.prompt_ids(BlendPrompt(segments=[[1, 5], [6]])) == (1, 5, 6)
+
+
+def test_a_separator_stands_between_chunks_only(engine: BlendEngine) -> None:
+    prompt = BlendPrompt("t5", [Chunk("t10"), Chunk("t11"), Chunk("t12")], "t6", separator="t7")
+    assert engine.prompt_ids(prompt) == (1, 5, 10, 7, 11, 7, 12, 6)
+
+
+@pytest.mark.parametrize("gap", [0, 9])
+def test_positions_place_segments(engine: BlendEngine, gap: int) -> None:
+    engine.add(CHUNKS)
+    prefix, suffix = words(4, 1), words(6, 2)
+    positions = [0, 5 + gap, 25 + gap, 47 + 2 * gap]
+    prompt = BlendPrompt(segments=[prefix, ChunkRef("n0"), ChunkRef("n1"), suffix], positions=positions)
+    ids = torch.tensor([engine.prompt_ids(prompt)])
+    starts = [0, 5, 25, 47, 53]
+    places = torch.cat([torch.arange(b - a) + p for a, b, p in zip(starts, starts[1:], positions, strict=False)])[None]
+    config = engine.config.replace(recompute_ratio=1.0)
+    with torch.no_grad():
+        wanted = engine.model(input_ids=ids, position_ids=places, past_key_values=None).logits[0, -1]
+        cached = engine.prefill(prompt, config=config)
+    if not gap:
+        assert (cached.logits - wanted).abs().max() < TOLERANCE
+    reused = engine.prefill(prompt, config=engine.config.replace(selector="none"))
+    assert reused.report.hits == 2
+    answer = engine.generate(prompt, 5, config=config, do_sample=False)
+    assert len(answer.token_ids) >= 1
+
+
+def test_generate_and_stream_give_the_same_text(engine: BlendEngine) -> None:
+    engine.add(CHUNKS)
+    answer = engine.generate(_prompt(CHUNKS), 16, do_sample=False)
+    stream = engine.stream(_prompt(CHUNKS), 16, do_sample=False)
+    assert "".join(stream) == answer.text
+    result = stream.result()
+    assert result.token_ids == answer.token_ids
+    assert result.report.hits == 4
+    assert result.report.ttft_s > 0
+    assert answer.report.output_tokens == len(answer.token_ids) <= 16
+
+
+def test_generation_follows_the_blended_logits(engine: BlendEngine) -> None:
+    engine.add(CHUNKS)
+    for selector in ("none", "random", "hkvd"):
+        config = engine.config.replace(selector=selector)
+        first = engine.prefill(_prompt(CHUNKS), config=config).logits.argmax()
+        assert engine.generate(_prompt(CHUNKS), 4, config=config, do_sample=False).token_ids[0] == first
+
+
+def test_an_unread_stream_blocks_nobody(engine: BlendEngine) -> None:
+    engine.add(CHUNKS)
+    unread = [engine.stream(_prompt(CHUNKS), 30, do_sample=False) for _ in range(3)]
+    assert engine.generate(_prompt(CHUNKS), 4, do_sample=False).text
+    assert all(stream.result().report.hits == 4 for stream in unread)
+
+
+def test_an_abandoned_stream_ends(engine: BlendEngine) -> None:
+    stream = engine.stream(_prompt(CHUNKS), 400, do_sample=True, eos_token_id=-1)
+    next(stream)
+    del stream
+    gc.collect()
+    waiting = [thread for thread in threading.enumerate() if thread.name == "cacheblend-stream"]
+    for thread in waiting:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in waiting)
+
+
+def test_closing_a_stream_keeps_what_was_generated(engine: BlendEngine) -> None:
+    stream = engine.stream(_prompt(CHUNKS), 400, do_sample=True, eos_token_id=-1)
+    first = next(stream)
+    stream.close()
+    rest = "".join(stream)
+    assert stream.result().text == first + rest
+    assert len(stream.result().token_ids) < 400
+
+
+def test_concurrent_calls_do_not_mix(engine: BlendEngine) -> None:
+    engine.add(CHUNKS)
+    prompts = [
+        _prompt(list(order), seed) for seed, order in enumerate(itertools.islice(itertools.permutations(CHUNKS), 8))
+    ]
+    wanted = [engine.prefill(prompt).logits for prompt in prompts]
+    with ThreadPoolExecutor(8) as pool:
+        for got, logits in zip(
+            pool.map(lambda prompt: engine.prefill(prompt).logits, prompts * 3), wanted * 3, strict=True
+        ):
+            assert (got - logits).abs().max() < TOLERANCE
+
+
+def test_the_model_is_left_as_it_was(engine: BlendEngine) -> None:
+    ids = torch.tensor([[1, 5, 6, 7]])
+    with torch.no_grad():
+        before = engine.model(input_ids=ids).logits
+        engine.prefill(_prompt(CHUNKS))
+        assert torch.equal(engine.model(input_ids=ids).logits, before)
+    assert not any(module._forward_pre_hooks for module in engine.model.modules())
+
+
+def test_no_hit_at_all_is_said_once(engine: BlendEngine, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="cacheblend_rag"):
+        engine.prefill(_prompt(CHUNKS[:2]))
+        engine.prefill(_prompt(CHUNKS[2:]))
+    assert sum("was stored" in record.message for record in caplog.records) == 1
+
+
+def test_a_folder_keeps_kv_for_the_next_process(tmp_path: Path) -> None:
+    prompt = _prompt(CHUNKS)
+    config = BlendConfig(selector="hkvd")
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config, store=tmp_path / "kv") as first:
+        first.add(CHUNKS)
+        wanted = first.prefill(prompt).logits
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config, store=tmp_path / "kv") as second:
+        assert second.add(CHUNKS).encoded == 0
+        result = second.prefill(prompt)
+        assert result.report.hits == 4
+        assert torch.equal(result.logits, wanted)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_another_model_never_gets_this_ones_kv(tmp_path: Path, seed: int) -> None:
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=tmp_path / "kv") as first:
+        first.add(CHUNKS)
+    other = tiny_model("llama")
+    if seed == 1:
+        with torch.no_grad():
+            next(other.parameters())[5, 5] += 1e-3
+    else:
+        other = tiny_model("llama-llama3")
+    with BlendEngine(other, tiny_tokenizer(), store=tmp_path / "kv") as second:
+        assert not second.contains("n0")
+        assert second.prefill(_prompt(CHUNKS)).report.hits == 0
+
+
+def test_evicted_kv_is_a_miss_and_not_an_error() -> None:
+    model = tiny_model("llama")
+    one = 22 * 6 * 2 * 2 * 8 * 4
+    with BlendEngine(model, tiny_tokenizer(), config=BlendConfig(ram_bytes=int(2.5 * one))) as engine:
+        engine.add(CHUNKS)
+        assert engine.store.stats().entries < 4
+        result = engine.prefill(BlendPrompt("t5", ["n0", "n1", "n2", "n3"], "t6"))
+        assert result.report.hits + result.report.misses == 4
+        assert result.report.misses > 0
+
+
+def test_a_store_of_ones_own_is_not_closed(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "kv", ram_bytes=10**6)
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=store) as engine:
+        engine.add(CHUNKS)
+    assert store.stats().entries == 4
+    store.close()

@@ -1,0 +1,55 @@
+"""Prompts of any make-up: ids, and the dense reference, for whatever hypothesis comes up with."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from tests.core.dense import dense_blend
+from tests.families import tiny_model, tiny_tokenizer, words
+
+Part: TypeAlias = "tuple[bool, int, int]"
+"""Whether it is a chunk, its length in words, and the seed of its words."""
+
+_MODEL = tiny_model("qwen2")
+_PARTS = st.lists(st.tuples(st.booleans(), st.integers(1, 14), st.integers(0, 6)), max_size=8)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(parts=_PARTS, ending=st.integers(1, 5), stored=st.sets(st.integers(0, 7)), budget=st.integers(0, 100))
+def test_any_prompt_blends_as_the_dense_reference(
+    parts: list[Part], ending: int, stored: set[int], budget: int
+) -> None:
+    texts = [words(length, seed) for _, length, seed in parts] + [words(ending, 99)]
+    segments = [Chunk(text) if chunk else text for text, (chunk, *_) in zip(texts, [*parts, (False,)], strict=True)]
+    tokenizer = tiny_tokenizer()
+    ids: list[int] = [1]
+    spans: list[tuple[int, int]] = []
+    for text, segment in zip(texts, segments, strict=True):
+        own = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if isinstance(segment, Chunk):
+            spans.append((len(ids), len(ids) + len(own)))
+        ids += own
+    config = BlendConfig(selector="hkvd", recompute_ratio=budget / 100, strict=True, self_check=False)
+    with BlendEngine(_MODEL, tokenizer, config=config) as engine:
+        engine.add(
+            [segment for number, segment in enumerate(segments) if isinstance(segment, Chunk) and number in stored]
+        )
+        result = engine.prefill(BlendPrompt(segments=segments))
+    assert list(result.token_ids) == ids
+    assert result.report.context_tokens == sum(stop - start for start, stop in spans)
+    assert result.report.hits + result.report.misses == len(spans)
+    if spans and budget < 100:
+        context = result.report.context_tokens
+        exact = spans[0][1] - spans[0][0] if spans[0][0] == 1 else 0
+        keep = min(round(budget / 100 * context), context - exact)
+        assert result.report.recomputed_tokens == keep
+        wanted = dense_blend(_MODEL, ids, spans, [1], checks={1: keep})
+    else:
+        with torch.no_grad():
+            wanted = _MODEL(input_ids=torch.tensor([ids])).logits[0, -1]
+    assert (result.logits - wanted).abs().max() < 2e-4
