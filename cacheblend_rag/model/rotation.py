@@ -50,7 +50,8 @@ def find_rotations(model: PreTrainedModel, singles: Mapping[int, KVCache]) -> tu
     for layer, (keys, values) in enumerate(origin):
         if any(_distance(values, kv[layer].values) > tolerance for _, kv in others):
             raise UnsupportedModelError(
-                f"{type(model).__name__}, layer {layer}: the values it stores depend on the position"
+                f"{type(model).__name__}, layer {layer}: the values it stores depend on the position (learned positions, for "
+                "example), so they cannot be moved"
             )
         moved = [(position, kv[layer].keys) for position, kv in others]
         if all(_distance(keys, there) <= tolerance for _, there in moved):

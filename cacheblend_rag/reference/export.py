@@ -58,5 +58,7 @@ def export(
         if log is not None and log.exists():
             shutil.copy(log, temporary / "training_log.jsonl")
         for path in temporary.iterdir():
+            # safetensors writes files that only their owner may read.
+            path.chmod(0o644)
             os.replace(path, folder / path.name)
     return scores

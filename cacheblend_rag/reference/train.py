@@ -58,8 +58,6 @@ class Options:
         If given, the learning rates fall linearly to zero over the last `decay` steps before this step, and training ends.
     seed
         Batches and initial weights follow from it.
-    compile
-        Compile the decoder layers.
     """
 
     layers: int = 16
@@ -72,7 +70,6 @@ class Options:
     end_step: int | None = None
     decay: int = 1000
     seed: int = 1
-    compile: bool = False
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, options: Options) -> LlamaForCausalLM:
@@ -129,9 +126,6 @@ class Trainer:
         self.stage = 0
         self.stage_began = 0
         self.copying = 0
-        if options.compile:
-            for layer in self.model.model.layers:
-                layer.compile(dynamic=True)
 
     def batch(self, step: int) -> Batch:
         """Return the batch of a step; it follows from seed, step, stage and copying length."""
@@ -229,9 +223,26 @@ class Trainer:
         return factor
 
 
-def run(trainer: Trainer, out: Path, save_every: int, export_to: Path | None) -> None:
-    """Train until the last step, writing ``log.jsonl`` and ``checkpoint.pt`` into `out` and weights into `export_to`."""
-    began, tokens, losses = time.perf_counter(), 0, []
+def run(
+    trainer: Trainer, out: Path, save_every: int, export_to: Path | None = None, export_questions: int = 500
+) -> None:
+    """Train until the last step, writing ``log.jsonl`` and ``checkpoint.pt`` into `out`.
+
+    Parameters
+    ----------
+    trainer
+        The loop's state.
+    out
+        Folder of log and checkpoint.
+    save_every
+        Steps between checkpoints.
+    export_to
+        Folder that gets the weights after the last step.
+    export_questions
+        Questions that the exported scores are measured on.
+    """
+    began = time.perf_counter()
+    losses: list[float] = []
     while trainer.options.end_step is None or trainer.step < trainer.options.end_step:
         losses.append(trainer.train_step())
         if trainer.step % _CHECK_EVERY == 0:
@@ -251,11 +262,9 @@ def run(trainer: Trainer, out: Path, save_every: int, export_to: Path | None) ->
             began, losses = time.perf_counter(), []
         if trainer.step % save_every == 0:
             trainer.save(out / "checkpoint.pt")
-            if export_to is not None:
-                export(trainer.model, trainer.tokenizer, export_to, trainer.step, out / "log.jsonl")
     trainer.save(out / "checkpoint.pt")
     if export_to is not None:
-        export(trainer.model, trainer.tokenizer, export_to, trainer.step, out / "log.jsonl")
+        export(trainer.model, trainer.tokenizer, export_to, trainer.step, out / "log.jsonl", export_questions)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -264,23 +273,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of checkpoint and log")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     parser.add_argument("--export", type=Path, help="folder that gets the weights, as the package ships them")
+    parser.add_argument("--export-questions", type=int, default=500, help="questions the exported scores are measured on")
     parser.add_argument("--save-every", type=int, default=200, help="steps between checkpoints")
     parser.add_argument("--threads", type=int, help="torch threads")
     for name, value in asdict(Options()).items():
-        if isinstance(value, bool):
-            parser.add_argument(f"--{name}", action="store_true")
-        else:
-            parser.add_argument(f"--{name.replace('_', '-')}", type=type(value) if value is not None else int, default=value)
+        # The one option without a default is a number of steps.
+        kind = int if value is None else type(value)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=value)
     parsed = vars(parser.parse_args(arguments))
     out, resume, export_to = parsed.pop("out"), parsed.pop("resume"), parsed.pop("export")
-    save_every, threads = parsed.pop("save_every"), parsed.pop("threads")
+    export_questions, save_every, threads = (parsed.pop(name) for name in ("export_questions", "save_every", "threads"))
     if threads is not None:
         torch.set_num_threads(threads)
     out.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(Options(**parsed))
     if resume:
         trainer.load(out / "checkpoint.pt")
-    run(trainer, out, save_every, export_to)
+    run(trainer, out, save_every, export_to, export_questions)
 
 
 if __name__ == "__main__":

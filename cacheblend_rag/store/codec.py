@@ -3,14 +3,14 @@
 Layout, in file order::
 
     8 bytes           length of the header
-    header            JSON: the tensors' types, shapes and places, and ``__metadata__`` with the format, the store key, the start
-                      position and one checksum (xxh3, 64 bits) a layer
+    header            JSON: the tensors' types, shapes and places, and ``__metadata__`` with the format, the store key,
+                      the start position and one checksum (xxh3, 64 bits) a layer
     token_ids         int32
     header_digest     16 bytes, blake2b of everything before it
     layer.0.keys, layer.0.values, layer.1.keys, ...
 
-Any safetensors reader can open it. The digest covers the checksums and the checksums cover the layers, so that reading the head and
-one layer is enough to know that this layer is right.
+Any safetensors reader can open it. The digest covers the checksums and the checksums cover the layers, so that reading the
+head and one layer is enough to know that this layer is right.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import hashlib
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,10 +174,10 @@ class ChunkFile:
         except OSError as error:
             raise ChunkReadError(key, f"file {path}: {error.strerror}") from error
 
-    def __del__(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # An argument, because the module's names may be gone when the interpreter ends.
+        if self._fd >= 0:
+            close(self._fd)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -191,7 +192,7 @@ class ChunkFile:
     @property
     def num_layers(self) -> int:
         """How many layers there are."""
-        return len(self._layers)
+        return len(self._checksums)
 
     def layer(self, index: int) -> LayerKV:
         """Read one layer in one piece and verify it.
@@ -201,21 +202,23 @@ class ChunkFile:
         ChunkReadError
             If the bytes are gone, or do not match their checksum.
         """
-        place = self._layers[index]
-        buffer = torch.empty(place.nbytes, dtype=torch.uint8)
+        keys, values = self._tensors[f"layer.{index}.keys"], self._tensors[f"layer.{index}.values"]
+        begin, middle = keys["data_offsets"]
+        nbytes = values["data_offsets"][1] - begin
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
         view = buffer.numpy().data
         done = 0
-        while done < place.nbytes:
+        while done < nbytes:
             try:
-                count = os.preadv(self._fd, [view[done:]], place.offset + done)
+                count = os.preadv(self._fd, [view[done:]], self._body + begin + done)
             except OSError as error:
                 raise ChunkReadError(self.key, f"layer {index}: {error.strerror}") from error
             if count == 0:
-                raise ChunkReadError(self.key, f"layer {index} ends after {done} of {place.nbytes} bytes")
+                raise ChunkReadError(self.key, f"layer {index} ends after {done} of {nbytes} bytes")
             done += count
-        if xxhash.xxh3_64_hexdigest(view) != place.checksum:
+        if xxhash.xxh3_64_hexdigest(view) != self._checksums[index]:
             raise ChunkReadError(self.key, f"layer {index} does not match its checksum")
-        return LayerKV(place.keys.cut(buffer), place.values.cut(buffer))
+        return LayerKV(_cut(buffer, 0, keys), _cut(buffer, middle - begin, values))
 
     def verify(self) -> None:
         """Read every layer.
@@ -266,23 +269,12 @@ class ChunkFile:
         if metadata["key"] != self.key:
             raise ChunkReadError(self.key, f"the file belongs to key {metadata['key'][:12]}…")
         self._start = int(metadata["start"])
-        self._layers: list[_LayerPlace] = []
-        end = body + int(header["header_digest"]["data_offsets"][1])
-        for number, checksum in enumerate(metadata["checksums"].split(",") if metadata["checksums"] else []):
-            keys, values = header[f"layer.{number}.keys"], header[f"layer.{number}.values"]
-            begin, middle = keys["data_offsets"]
-            end = body + values["data_offsets"][1]
-            self._layers.append(
-                _LayerPlace(
-                    offset=body + begin,
-                    nbytes=end - body - begin,
-                    checksum=checksum,
-                    keys=_TensorPlace(0, _DTYPES[keys["dtype"]], tuple(keys["shape"])),
-                    values=_TensorPlace(middle - begin, _DTYPES[values["dtype"]], tuple(values["shape"])),
-                )
-            )
-        self.file_bytes = end
-        self.kv_bytes = sum(layer.nbytes for layer in self._layers)
+        self._checksums = metadata["checksums"].split(",") if metadata["checksums"] else []
+        self._tensors = header
+        self._body = body
+        last = f"layer.{len(self._checksums) - 1}.values" if self._checksums else "header_digest"
+        self.file_bytes = body + int(header[last]["data_offsets"][1])
+        self.kv_bytes = self.file_bytes - body - int(header["header_digest"]["data_offsets"][1])
 
     def _read_exactly(self, begin: int, end: int) -> bytes:
         data = os.pread(self._fd, end - begin, begin)
@@ -291,27 +283,13 @@ class ChunkFile:
         return data
 
 
-@dataclass(frozen=True, slots=True)
-class _TensorPlace:
-    offset: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    def cut(self, buffer: torch.Tensor) -> torch.Tensor:
-        piece = buffer[self.offset : self.offset + math.prod(self.shape) * self.dtype.itemsize]
-        if self.offset % self.dtype.itemsize:
-            # Only where keys and values differ in type: a view must begin at a multiple of its item size.
-            piece = piece.clone()
-        return piece.view(self.dtype).view(self.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class _LayerPlace:
-    offset: int
-    nbytes: int
-    checksum: str
-    keys: _TensorPlace
-    values: _TensorPlace
+def _cut(buffer: torch.Tensor, offset: int, tensor: dict[str, Any]) -> torch.Tensor:
+    dtype, shape = _DTYPES[tensor["dtype"]], tensor["shape"]
+    piece = buffer[offset : offset + math.prod(shape) * dtype.itemsize]
+    if offset % dtype.itemsize:
+        # Only where keys and values differ in type: a view must begin at a multiple of its item size.
+        piece = piece.clone()
+    return piece.view(dtype).view(shape)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from logging import getLogger
 from pathlib import Path
+from typing import TypeVar
 
 from cacheblend_rag.errors import ChunkReadError, StoreError, StoreFullError
 from cacheblend_rag.kv import ChunkKV
@@ -19,6 +20,8 @@ from cacheblend_rag.store.locks import ForkSafeLock
 __all__ = ["DiskTier"]
 
 _log = getLogger(__name__)
+
+Result = TypeVar("Result")
 
 # Recency is written when this many uses have gathered and the last time is this long ago, or on the next write.
 _TOUCHES_KEPT = 256
@@ -136,11 +139,21 @@ class DiskTier:
         if self.read_only:
             self._discarded.add(key)
         else:
-            self.remove(self.index.drop([key], self._folder.writer()))
+            self.remove(self.deleting(lambda: self.index.drop([key], self._folder.writer())))
+
+    def deleting(self, delete: Callable[[], Result]) -> Result:
+        """Run a transaction of the index that deletes, on a full disk with the room set aside for that."""
+        try:
+            return delete()
+        except StoreFullError:
+            if not self._folder.give_up_reserve():
+                raise
+            return delete()
 
     def remove(self, dropped: Dropped) -> None:
         """Remove the files that a transaction of the index dropped."""
         self._remove(dropped)
+        self._folder.keep_reserve()
 
     def touch(self, key: str) -> None:
         """Mark `key` as used now."""

@@ -7,6 +7,7 @@
     index.sqlite      what the files hold, and the names (and its -wal and -shm)
     kv/ab/…           one file a chunk, in a folder named by the first two digits of its key
     tmp/              files not yet complete, and one lock file for each living writer
+    reserve           room on the disk, given up so that things can be deleted when it is full
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _VERSION = 1
 _MARK = "store.json"
 # What a process that was killed while making a store may have left before the mark was in place.
 _MAKING = {"store.lock", "store.json.tmp"}
+_RESERVE_BYTES = 128 * 1024
 _KEY = re.compile(r"[0-9a-f]{8,128}")
 _FILE = re.compile(r"[0-9a-f]{8,128}\.[0-9a-f]{16}\.safetensors")
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -124,9 +126,29 @@ class StoreFolder:
                 _sync_folder(self.path)
                 # SQLite gives its -wal and -shm files the mode of the database.
                 os.close(os.open(self.index_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            self.keep_reserve()
             yield
         finally:
             os.close(fd)
+
+    def keep_reserve(self) -> None:
+        """Set room aside for deleting, if there is any."""
+        reserve = self.path / "reserve"
+        if reserve.exists():
+            return
+        try:
+            with open(reserve, "wb", opener=_private) as file:
+                file.write(bytes(_RESERVE_BYTES))
+        except OSError:
+            reserve.unlink(missing_ok=True)
+
+    def give_up_reserve(self) -> bool:
+        """Free the room set aside; return whether there was any."""
+        try:
+            (self.path / "reserve").unlink()
+        except OSError:
+            return False
+        return True
 
     def new_file_name(self, key: str) -> str:
         """Return a file name for `key` that was never used: a file is written once and never changed."""
@@ -142,7 +164,8 @@ class StoreFolder:
         """
         if not _FILE.fullmatch(name):
             raise StoreError(
-                f"{name[:200]!r} is no file name of a store; the index of {self.path} is damaged, run `cacheblend-rag store check`"
+                f"{name[:200]!r} is no file name of a store: the index of {self.path} is damaged; "
+                "mend it with `cacheblend-rag store check --repair`"
             )
         return self.path / "kv" / name[:2] / name
 
@@ -209,7 +232,7 @@ class StoreFolder:
         """Return the temporary files whose writer is dead."""
         files = sorted((self.path / "tmp").iterdir())
         dead = {writer for writer in {file.name.partition(".")[0] for file in files} if not self.is_alive(writer)}
-        return [file for file in files if file.name.partition(".")[0] in dead and file.exists()]
+        return [file for file in files if file.name.partition(".")[0] in dead and file.suffix != ".lock"]
 
     def close(self) -> None:
         """Stop writing under this process's name."""
@@ -291,8 +314,8 @@ class StoreFolder:
             )
         if mark.get("version") != _VERSION:
             raise StoreFormatError(
-                f"store folder {self.path} is in format version {mark.get('version')!r}, this cacheblend-rag reads version {_VERSION}; "
-                "use the cacheblend-rag that wrote it, or warm a new store in another folder"
+                f"store folder {self.path} is in format version {mark.get('version')!r}, "
+                f"this cacheblend-rag reads version {_VERSION}; use the one that wrote it, or warm a new store in another folder"
             )
         return True
 

@@ -104,7 +104,7 @@ class Index:
         """Return the entry of `key`, or None."""
         with self._database.read() as connection:
             row = connection.execute("SELECT file, bytes, digest FROM entries WHERE key = ?", (key,)).fetchone()
-        return None if row is None else Entry(*row)
+        return None if row is None else Entry(str(row[0]), *row[1:])
 
     def holds(self, keys: Sequence[str]) -> list[bool]:
         """Return for each key whether it has an entry."""
@@ -283,7 +283,7 @@ class Index:
         """Return the namespace and id of each name whose record does not match its checksum."""
         query = "SELECT namespace, id, key, text_hash, token_ids, checksum FROM nodes"
         with self._database.read() as connection:
-            return [tuple(row[:2]) for row in connection.execute(query) if _checksum(*row[:5]) != row[5]]
+            return [tuple(row[:2]) for row in connection.execute(query) if not _is_sound(*row)]
 
     def recount(self) -> None:
         """Count the bytes of all entries anew."""
@@ -301,7 +301,7 @@ class Index:
 
 
 def _record(namespace: str, node: str, key: str, text_hash: str, tokens: bytes, checksum: int) -> NodeRecord | None:
-    if _checksum(namespace, node, key, text_hash, tokens) != checksum:
+    if not _is_sound(namespace, node, key, text_hash, tokens, checksum):
         _log.warning(
             "the stored record of name %r is damaged; the name counts as unknown until it is added again", node
         )
@@ -311,6 +311,12 @@ def _record(namespace: str, node: str, key: str, text_hash: str, tokens: bytes, 
 
 def _checksum(namespace: str, node: str, key: str, text_hash: str, tokens: bytes) -> int:
     return zlib.crc32(tokens, zlib.crc32("\0".join((namespace, node, key, text_hash)).encode("utf-8", "surrogatepass")))
+
+
+def _is_sound(namespace: str, node: str, key: str, text_hash: str, tokens: bytes, checksum: int) -> bool:
+    # In a damaged database a value may even have another type.
+    texts = all(isinstance(text, str) for text in (namespace, node, key, text_hash))
+    return texts and isinstance(tokens, bytes) and _checksum(namespace, node, key, text_hash, tokens) == checksum
 
 
 def _keys_of(connection: sqlite3.Connection, namespace: str, ids: Iterable[str]) -> list[str]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from logging import getLogger
+from typing import TypeVar
 
-from cacheblend_rag.errors import StoreError, StoreFullError
+from cacheblend_rag.errors import ChunkReadError, StoreError, StoreFullError
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.store.base import KVReader, NodeRecord, StoreStats
 from cacheblend_rag.store.codec import ChunkFile
@@ -16,12 +18,17 @@ from cacheblend_rag.store.ram import RamReader, RamTier
 
 __all__ = ["TieredStore"]
 
+_log = getLogger(__name__)
+
+Result = TypeVar("Result")
+
 
 class TieredStore:
     """A `KVStore` in RAM, or in RAM over a folder on disk.
 
-    With a folder, RAM holds copies of what is on disk, never anything else: KV is dropped on disk first and in RAM second, and what
-    was put or read whole is checked against the index once it is in RAM. So no deletion, by this process or another, leaves a copy.
+    With a folder, RAM holds copies of what is on disk, never anything else: KV is dropped on disk first and in RAM second, and
+    what was put or read whole is checked against the index once it is in RAM. So no deletion, by this process or another,
+    leaves a copy.
 
     Parameters
     ----------
@@ -108,7 +115,7 @@ class TieredStore:
         """Remove names, and drop KV that loses its last name; return how many names there were."""
         if not ids:
             return 0
-        count, dropped = self._index.remove_names(namespace, ids, self._writer())
+        count, dropped = self._deleting(lambda: self._index.remove_names(namespace, ids, self._writer()))
         self._drop(dropped)
         return count
 
@@ -118,7 +125,7 @@ class TieredStore:
 
     def clear(self) -> None:
         """Drop all KV and all names of every namespace."""
-        dropped = self._index.clear(self._writer())
+        dropped = self._deleting(lambda: self._index.clear(self._writer()))
         self._ram.clear()
         self._drop(dropped)
 
@@ -157,6 +164,9 @@ class TieredStore:
     def _writer(self) -> str:
         return self._disk.folder.writer() if self._disk else ""
 
+    def _deleting(self, delete: Callable[[], Result]) -> Result:
+        return self._disk.deleting(delete) if self._disk else delete()
+
     def _drop(self, dropped: Dropped) -> None:
         self._ram.drop(dropped.keys)
         if self._disk:
@@ -176,7 +186,7 @@ class TieredStore:
 
 
 class _PromotingReader:
-    """Reads a file, and hands its KV to RAM once every layer was read."""
+    """Reads a file layer by layer, and hands its KV to RAM when the last one was read."""
 
     def __init__(self, file: ChunkFile, ram: RamTier, keep: Callable[[str, ChunkKV], None]) -> None:
         self._file = file
@@ -213,10 +223,26 @@ class _PromotingReader:
         """
         layer = self._layers.get(index)
         if layer is None:
-            layer = self._layers[index] = self._file.layer(index)
-            if len(self._layers) == self.num_layers:
-                reserved, self._reserved_bytes = self._reserved_bytes, 0
-                self._ram.give_back(reserved)
-                layers = tuple(self._layers[number] for number in range(self.num_layers))
-                self._keep(self._file.key, ChunkKV(self.token_ids, self.start, layers))
+            layer = self._file.layer(index)
+            if self._reserved_bytes:
+                self._layers[index] = layer
+                if index == self.num_layers - 1 or len(self._layers) == self.num_layers:
+                    self._complete()
         return layer
+
+    def _complete(self) -> None:
+        """Give the layers to RAM, with the few that nobody asked for because their KV is computed in full."""
+        reserved, self._reserved_bytes = self._reserved_bytes, 0
+        self._ram.give_back(reserved)
+        layers, self._layers = self._layers, {}
+        missing = [number for number in range(self.num_layers) if number not in layers]
+        if len(missing) * 2 > self.num_layers:
+            return
+        try:
+            layers.update((number, self._file.layer(number)) for number in missing)
+        except ChunkReadError as error:
+            _log.warning("%s", error)
+            return
+        self._keep(
+            self._file.key, ChunkKV(self.token_ids, self.start, tuple(layers[n] for n in range(self.num_layers)))
+        )
