@@ -19,28 +19,16 @@ from cacheblend_rag.encode import encode_chunks
 from cacheblend_rag.engine.prompt import AssembledPrompt, PromptChunk
 from cacheblend_rag.errors import ChunkReadError, StoreError
 from cacheblend_rag.fuse import BlendCache, Steering
-from cacheblend_rag.kv import ChunkKV, LayerKV
+from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import Decoder, num_decoder_layers
 from cacheblend_rag.report import BlendReport, ChunkReport
 from cacheblend_rag.store import KVReader, KVStore
+from cacheblend_rag.store.ram import RamReader
 
 __all__ = ["PromptRun", "Runner"]
 
 logger = logging.getLogger(__name__)
-
-
-class _FreshKV:
-    """Reads KV that was just encoded."""
-
-    def __init__(self, kv: ChunkKV) -> None:
-        self._kv = kv
-        self.token_ids = kv.token_ids
-        self.start = kv.start
-        self.num_layers = len(kv.layers)
-
-    def layer(self, index: int) -> LayerKV:
-        return self._kv.layers[index]
 
 
 @dataclass
@@ -239,7 +227,7 @@ class Runner:
             keys = list(missing)
             for batch in self.encode(list(missing.values())):
                 for index, kv in batch:
-                    found[keys[index]] = _FreshKV(kv)
+                    found[keys[index]] = RamReader(kv)
                     _quietly(self._store.put, keys[index], kv)
             run.encode_s += time.perf_counter() - started
         if not any(run.hits) and not self._warned_of_no_hit:
