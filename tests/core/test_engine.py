@@ -291,3 +291,16 @@ def test_a_store_of_ones_own_is_not_closed(tmp_path: Path) -> None:
         engine.add(CHUNKS)
     assert store.stats().entries == 4
     store.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "glm4"])
+def test_half_precision_blends_and_stores(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    model = tiny_model(family).to(dtype)
+    with BlendEngine(model, tiny_tokenizer(), config=BlendConfig(strict=True), store=tmp_path / "kv") as engine:
+        engine.add(CHUNKS)
+        near = engine.prefill(_prompt(CHUNKS), config=engine.config.replace(recompute_ratio=0.99, selector="random"))
+        whole = engine.prefill(_prompt(CHUNKS), config=engine.config.replace(enabled=False))
+        assert near.report.hits == 4
+        assert near.logits.dtype == dtype
+        assert torch.nn.functional.cosine_similarity(near.logits.float(), whole.logits.float(), dim=0) > 0.9
