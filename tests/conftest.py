@@ -9,6 +9,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest
+import torch
+
+# Tiny models gain nothing from more threads, which on a busy machine wait for each other.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

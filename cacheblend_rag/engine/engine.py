@@ -110,7 +110,13 @@ class BlendEngine:
         identity = engine_identity(model, tokenizer, private=self.store.is_private)
         self._assembler = Assembler(tokenizer, self.store, identity, self.config.encoding_prefix, model_window(model))
         self._runner = Runner(
-            model, self.decoder, self.unsupported_reason, self.store, self._assembler.prefix_ids, self.config
+            model,
+            self.decoder,
+            self.unsupported_reason,
+            self.store,
+            self._assembler.namespace,
+            self._assembler.prefix_ids,
+            self.config,
         )
 
     @classmethod
@@ -270,6 +276,11 @@ class BlendEngine:
         self._check_open()
         return self.store.lookup(self._assembler.namespace, ids)
 
+    @property
+    def window(self) -> int | None:
+        """Most tokens that the model can read and write, or None if its configuration does not say."""
+        return model_window(self.model)
+
     def prompt_ids(self, prompt: BlendPrompt) -> tuple[int, ...]:
         """Return the token ids that the model is given for `prompt`."""
         self._check_open()
@@ -374,9 +385,8 @@ class BlendEngine:
     ) -> GenerationResult:
         layout = run.prompt.layout
         limit = max_new_tokens or self.model.generation_config.max_new_tokens or _DEFAULT_NEW_TOKENS
-        window = model_window(self.model)
-        if window is not None:
-            limit = min(limit, window - max(len(layout), layout.end_position))
+        if self.window is not None:
+            limit = min(limit, self.window - max(len(layout), layout.end_position))
         options = dict(options)
         watch = TokenWatch(stop)
         criteria = StoppingCriteriaList([*(options.pop("stopping_criteria", None) or ()), watch])
@@ -387,6 +397,10 @@ class BlendEngine:
             options["pad_token_id"] = self.tokenizer.eos_token_id if pad is None else pad
 
         def forward(cache: BlendCache, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+            if stop.is_set():
+                # Closed while it waited for the model: nobody needs its prefill.
+                streamer.end()
+                return torch.empty(0, dtype=torch.int64)
             output = self.model.generate(
                 **inputs,
                 attention_mask=torch.ones_like(inputs["input_ids"]),

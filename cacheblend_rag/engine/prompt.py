@@ -29,6 +29,8 @@ class PromptChunk:
         Where its KV is or will be stored.
     token_ids : tuple of int
         Its tokens.
+    named : bool
+        Whether the id was known, for this text, when the prompt was assembled.
     note : str or None
         What was found out about it that its report should say.
     """
@@ -36,6 +38,7 @@ class PromptChunk:
     id: str | None
     key: str
     token_ids: tuple[int, ...]
+    named: bool = False
     note: str | None = None
 
 
@@ -160,9 +163,8 @@ class Assembler:
                 part = chunk.token_ids
                 if number == len(segments) - 1:
                     # The last token's logits are what the prompt is for, so its row is computed.
-                    computed.append(
-                        PromptChunk(chunk.id, chunk.key, part, "the prompt ends with it, so it is computed like text")
-                    )
+                    note = "the prompt ends with it, so it is computed like text"
+                    computed.append(PromptChunk(chunk.id, chunk.key, part, note=note))
                 else:
                     spans.append(ChunkSpan(len(ids), len(ids) + len(part), position))
                     chunks.append(chunk)
@@ -201,12 +203,12 @@ class Assembler:
                     f"no chunk has the id {segment.id!r}: it was never added for this model, tokenizer and encoding "
                     "prefix, or was deleted; add it, or pass the chunk itself"
                 )
-            return PromptChunk(record.id, record.key, record.token_ids)
+            return PromptChunk(record.id, record.key, record.token_ids, named=True)
         if record is not None and record.text_hash == text_hash(segment.text):
-            return PromptChunk(record.id, record.key, record.token_ids)
+            return PromptChunk(record.id, record.key, record.token_ids, named=True)
         fresh = self.record(segment)
         note = None if record is None else "its text is not the one that was added under this id"
-        return PromptChunk(segment.id, fresh.key, fresh.token_ids, note)
+        return PromptChunk(segment.id, fresh.key, fresh.token_ids, note=note)
 
     def _with_bos(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         return ids if ids[: len(self._bos)] == self._bos else self._bos + ids

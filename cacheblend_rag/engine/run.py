@@ -125,6 +125,8 @@ class Runner:
         Why it cannot.
     store : KVStore
         Where KV is kept.
+    namespace : str
+        Where its names are.
     prefix_ids : sequence of int
         The encoding prefix.
     config : BlendConfig
@@ -137,6 +139,7 @@ class Runner:
         decoder: Decoder | None,
         unsupported: str | None,
         store: KVStore,
+        namespace: str,
         prefix_ids: Sequence[int],
         config: BlendConfig,
     ) -> None:
@@ -144,6 +147,7 @@ class Runner:
         self._decoder = decoder
         self._unsupported = unsupported
         self._store = store
+        self._namespace = namespace
         self._prefix_ids = tuple(prefix_ids)
         self._config = config
         self._num_layers = num_decoder_layers(model)
@@ -229,6 +233,7 @@ class Runner:
                 for index, kv in batch:
                     found[keys[index]] = RamReader(kv)
                     _quietly(self._store.put, keys[index], kv)
+            self._respect_deletions([chunk for chunk in chunks if chunk.named and chunk.key in missing])
             run.encode_s += time.perf_counter() - started
         if not any(run.hits) and not self._warned_of_no_hit:
             self._warned_of_no_hit = True
@@ -239,6 +244,13 @@ class Runner:
             )
         readers = [found[chunk.key] for chunk in chunks]
         return [reader for reader in readers if reader is not None]
+
+    def _respect_deletions(self, chunks: Sequence[PromptChunk]) -> None:
+        """Drop again what was stored for names that were deleted meanwhile, so that deleting really deletes."""
+        records = self._store.lookup(self._namespace, [chunk.id or "" for chunk in chunks])
+        for chunk, record in zip(chunks, records, strict=True):
+            if record is None:
+                _quietly(self._store.discard, chunk.key)
 
     def _open(self, chunk: PromptChunk) -> KVReader | None:
         reader = self._store.open(chunk.key)

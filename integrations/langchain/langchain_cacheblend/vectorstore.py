@@ -1,0 +1,238 @@
+"""The vector store that keeps the chunks' KV beside their embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from langchain_core.documents import Document
+from langchain_core.embeddings import Embeddings
+from langchain_core.runnables.config import run_in_executor
+from langchain_core.vectorstores import VectorStore
+from pydantic import ValidationError
+
+from cacheblend_rag import BlendEngine, Chunk
+from cacheblend_rag.chunk import text_hash
+from cacheblend_rag.errors import CacheBlendError, ConfigError
+from langchain_cacheblend.search import SearchesInner
+
+__all__ = ["BlendVectorStore"]
+
+_BATCH = 500
+
+
+class BlendVectorStore(SearchesInner):
+    """A vector store around yours: what is added to it is also encoded, what is deleted from it is also forgotten.
+
+    A chunk's id is the id of its document, and its text the document's ``page_content``. Everything else is the inner store's
+    business; what has no counterpart here is reached as ``store.inner``.
+
+    Parameters
+    ----------
+    inner : VectorStore
+        Your store: Chroma, FAISS, what you like.
+    engine : BlendEngine
+        The engine of the model that will read the documents, as in ``llm.engine``.
+    """
+
+    def __init__(self, inner: VectorStore, *, engine: BlendEngine) -> None:
+        super().__init__(inner)
+        self.engine = engine
+
+    # Adding
+
+    def add_texts(
+        self,
+        texts: Iterable[str],
+        metadatas: list[dict[str, Any]] | None = None,
+        *,
+        ids: list[str] | None = None,
+        **kwargs: Any,
+    ) -> list[str]:
+        """Add texts to the inner store, then encode them.
+
+        Returns
+        -------
+        list of str
+            The ids that the inner store gave them.
+
+        Raises
+        ------
+        PromptTooLongError
+            If a text does not fit the model's window. The inner store has it by then, and nothing of it is encoded.
+        StoreError
+            If the KV cannot be stored. The inner store has the texts by then; adding them again completes it.
+        """
+        texts = list(texts)
+        # Not every store takes ids=None as if it were left out.
+        named = kwargs if ids is None else kwargs | {"ids": ids}
+        return self._encode(self.inner.add_texts(texts, metadatas, **named), texts)
+
+    async def aadd_texts(
+        self,
+        texts: Iterable[str],
+        metadatas: list[dict[str, Any]] | None = None,
+        *,
+        ids: list[str] | None = None,
+        **kwargs: Any,
+    ) -> list[str]:
+        """Add texts to the inner store, then encode them in another thread."""
+        texts = list(texts)
+        named = kwargs if ids is None else kwargs | {"ids": ids}
+        given = await self.inner.aadd_texts(texts, metadatas, **named)
+        return await run_in_executor(None, self._encode, given, texts)
+
+    def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
+        """Add documents to the inner store, then encode them; see `add_texts`."""
+        return self._encode(
+            self.inner.add_documents(documents, **kwargs), [document.page_content for document in documents]
+        )
+
+    async def aadd_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
+        """Add documents to the inner store, then encode them in another thread."""
+        given = await self.inner.aadd_documents(documents, **kwargs)
+        return await run_in_executor(None, self._encode, given, [document.page_content for document in documents])
+
+    def update_document(self, document_id: str, document: Document) -> None:
+        """Replace a document, in stores that have this method."""
+        self.update_documents([document_id], [document])
+
+    def update_documents(self, ids: list[str], documents: list[Document]) -> None:
+        """Replace documents, in stores that have this method."""
+        self._inner_method("update_documents")(ids, documents)
+        self._encode(ids, [document.page_content for document in documents])
+
+    @classmethod
+    def from_texts(
+        cls,
+        texts: list[str],
+        embedding: Embeddings | None = None,
+        metadatas: list[dict[str, Any]] | None = None,
+        *,
+        ids: list[str] | None = None,
+        inner: VectorStore | None = None,
+        engine: BlendEngine | None = None,
+        **kwargs: Any,
+    ) -> BlendVectorStore:
+        """Wrap `inner` and add texts to it; `from_documents` does the same with documents.
+
+        Parameters
+        ----------
+        texts : list of str
+            The texts.
+        embedding : Embeddings, optional
+            The inner store's own; it has its embedding already.
+        metadatas : list of dict, optional
+            One for each text.
+        ids : list of str, optional
+            One for each text.
+        inner : VectorStore
+            The store to wrap.
+        engine : BlendEngine
+            The engine.
+        **kwargs : Any
+            Passed to the inner store's ``add_texts``.
+        """
+        if inner is None or engine is None:
+            raise ConfigError("give inner=, the vector store to wrap, and engine=, the engine that encodes its texts")
+        if embedding is not None and inner.embeddings is not None and embedding is not inner.embeddings:
+            raise ConfigError("embedding is not the one that the inner store embeds with; leave it out")
+        store = cls(inner, engine=engine)
+        store.add_texts(texts, metadatas, ids=ids, **kwargs)
+        return store
+
+    # Deleting
+
+    def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
+        """Delete from the inner store, and forget the KV of what it no longer has.
+
+        Parameters
+        ----------
+        ids : list of str, optional
+            Which documents. Without ids the inner store decides (it may delete all, or those that `kwargs` select), and is
+            asked before and afterwards for what it has.
+        **kwargs : Any
+            Passed to the inner store.
+        """
+        if ids is None:
+            done: bool | None = self._forgetting(lambda: self.inner.delete(None, **kwargs))
+            return done
+        done = self.inner.delete(ids, **kwargs)
+        self._forget(ids, certain=done is not False and not kwargs)
+        return done
+
+    async def adelete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
+        """Delete from the inner store, and forget the KV of what it no longer has."""
+        if ids is None:
+            return await run_in_executor(None, lambda: self.delete(None, **kwargs))
+        done = await self.inner.adelete(ids, **kwargs)
+        await run_in_executor(None, lambda: self._forget(ids, certain=done is not False and not kwargs))
+        return done
+
+    def reset_collection(self) -> None:
+        """Empty the inner store, in stores that have this method, and forget the KV of what it had."""
+        self._forgetting(self._inner_method("reset_collection"))
+
+    def delete_collection(self) -> None:
+        """Remove the inner store's collection, in stores that have this method, and forget the KV of what it had."""
+        present = self._present(self.engine.ids())
+        self._inner_method("delete_collection")()
+        self.engine.delete(present)
+
+    def _inner_method(self, name: str) -> Callable[..., Any]:
+        method: Callable[..., Any] | None = getattr(self.inner, name, None)
+        if method is None:
+            raise ConfigError(
+                f"{type(self.inner).__name__} has no {name}; use add_documents with the same ids, or delete"
+            )
+        return method
+
+    def _encode(self, ids: list[str], texts: list[str]) -> list[str]:
+        if len(ids) != len(texts):
+            name = type(self.inner).__name__
+            raise ConfigError(f"{name} gave {len(ids)} ids for {len(texts)} texts, so the chunks cannot be named")
+        # A store may hold documents without text; there is nothing to encode in them.
+        blank = [id for id, text in zip(ids, texts, strict=True) if not text.strip()]
+        chunks = [Chunk(text, id) for id, text in zip(ids, texts, strict=True) if text.strip()]
+        if blank:
+            self.engine.delete(blank)
+        try:
+            self.engine.add(chunks)
+        except CacheBlendError:
+            # Rather no chunk under an id than the text that the inner store has just replaced.
+            records = self.engine.records([chunk.id for chunk in chunks if chunk.id])
+            self.engine.delete(
+                record.id
+                for chunk, record in zip(chunks, records, strict=True)
+                if record is not None and record.text_hash != text_hash(chunk.text)
+            )
+            raise
+        return ids
+
+    def _forget(self, ids: Sequence[str], *, certain: bool) -> None:
+        self.engine.delete(ids if certain else set(ids).difference(self._present(ids)))
+
+    def _forgetting(self, action: Callable[[], Any]) -> Any:
+        """Do something to the inner store, then forget the chunks that it had before and has no longer."""
+        before = self._present(self.engine.ids())
+        done = action()
+        self.engine.delete(set(before).difference(self._present(before)))
+        return done
+
+    def _present(self, ids: Sequence[str]) -> list[str]:
+        """Return those of the ids that the inner store has."""
+        found: list[str] = []
+        try:
+            for start in range(0, len(ids), _BATCH):
+                batch = ids[start : start + _BATCH]
+                try:
+                    found += [document.id for document in self.inner.get_by_ids(batch) if document.id]
+                except ValidationError:
+                    # langchain-chroma cannot make a document of what was stored without metadata; its `get` can say it is there.
+                    found += self._inner_method("get")(list(batch), include=[])["ids"]
+        except NotImplementedError as error:
+            name = type(self.inner).__name__
+            raise ConfigError(
+                f"{name} cannot say which ids it has; delete by ids, and without other criteria"
+            ) from error
+        return found

@@ -1,0 +1,81 @@
+"""Making the engine behind a language model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.errors import ConfigError
+
+__all__ = ["engine_name", "make_engine"]
+
+
+def make_engine(
+    model: Any,
+    tokenizer: Any,
+    engine: BlendEngine | None,
+    config: BlendConfig | None,
+    store: Any,
+    model_kwargs: dict[str, Any] | None,
+) -> BlendEngine:
+    """Return the engine that the arguments of `BlendLLM` describe.
+
+    Parameters
+    ----------
+    model : str, Path or PreTrainedModel, optional
+        "reference", a Hugging Face id, a folder, or a model object.
+    tokenizer : Any, optional
+        The tokenizer of a model object.
+    engine : BlendEngine, optional
+        An engine to share, instead of all others.
+    config : BlendConfig, optional
+        Settings.
+    store : KVStore, str, Path or None
+        Where KV is kept.
+    model_kwargs : dict, optional
+        How a model is loaded.
+
+    Returns
+    -------
+    BlendEngine
+        The engine.
+
+    Raises
+    ------
+    ConfigError
+        If the arguments contradict each other.
+    """
+    if (model is None) == (engine is None):
+        raise ConfigError(
+            'give BlendLLM either a model ("reference", a Hugging Face id, a folder, or an object) or an engine'
+        )
+    if engine is not None:
+        for name, value in (
+            ("tokenizer", tokenizer),
+            ("config", config),
+            ("store", store),
+            ("model_kwargs", model_kwargs),
+        ):
+            if value is not None:
+                raise ConfigError(
+                    f"{name} belongs to the engine; give it to BlendEngine, not to BlendLLM beside engine="
+                )
+        return engine
+    if isinstance(model, str | Path):
+        if tokenizer is not None:
+            raise ConfigError(
+                f"model={str(model)!r} brings its own tokenizer; leave tokenizer out, or give a model object"
+            )
+        return BlendEngine.from_pretrained(model, config=config, store=store, **(model_kwargs or {}))
+    if tokenizer is None:
+        raise ConfigError(f"model is a {type(model).__name__} object; give its tokenizer too")
+    if model_kwargs is not None:
+        raise ConfigError("model_kwargs say how a model is loaded, and this one is loaded already; leave them out")
+    return BlendEngine(model, tokenizer, config=config, store=store)
+
+
+def engine_name(engine: BlendEngine) -> str:
+    """Return what an engine's model is called: where it was loaded from, or else its class."""
+    return getattr(engine.model, "name_or_path", "") or type(engine.model).__name__

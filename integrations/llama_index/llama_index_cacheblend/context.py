@@ -1,0 +1,151 @@
+"""From a question, a template and chunks to the prompt that is blended."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.prompts import BasePromptTemplate
+
+from cacheblend_rag.chunk import BlendPrompt, Chunk, Segment, text_hash
+from cacheblend_rag.errors import PromptTooLongError
+from llama_index_cacheblend.llm import BlendLLM
+
+__all__ = ["SEPARATOR", "ContextPrompt", "make_context_prompt"]
+
+logger = logging.getLogger(__name__)
+
+SEPARATOR = "\n\n"
+"""What stands between two chunks, as in LlamaIndex's compact mode."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContextPrompt:
+    """A question and its context, ready for the model.
+
+    Attributes
+    ----------
+    text : str
+        The whole prompt as text, as an unblended call would give it to the model.
+    messages : list of ChatMessage or None
+        The messages it was written from, if the model is a chat model.
+    context : str
+        What was filled in for ``context_str``.
+    blend : BlendPrompt
+        The same prompt with its chunks told apart.
+    dropped : tuple of Chunk
+        Chunks that found no room in the model's window.
+    fallback_reason : str or None
+        Why the chunks could not be told apart, in which case the prompt is computed as a whole.
+    """
+
+    text: str
+    messages: list[ChatMessage] | None
+    context: str
+    blend: BlendPrompt
+    dropped: tuple[Chunk, ...] = ()
+    fallback_reason: str | None = None
+
+
+def make_context_prompt(
+    llm: BlendLLM, template: BasePromptTemplate, chunks: Sequence[Chunk], **values: Any
+) -> ContextPrompt:
+    """Fill a template with chunks as its context.
+
+    Parameters
+    ----------
+    llm : BlendLLM
+        The model, whose chat template and window count.
+    template : BasePromptTemplate
+        A template with the variable ``context_str``.
+    chunks : sequence of Chunk
+        The context, the most important chunk first.
+    **values : Any
+        The template's other variables.
+
+    Returns
+    -------
+    ContextPrompt
+        The prompt. Chunks at the end for which the window has no room are left out, whole.
+
+    Raises
+    ------
+    PromptTooLongError
+        If there is not even room for the first chunk.
+    """
+    # The template is filled twice: where a mark that nobody can have written comes out, the context comes out too.
+    mark = f"CACHEBLEND-{uuid.uuid4().hex}"
+    parts = llm.render(template, context_str=mark, **values)[0].split(mark)
+    kept = _fitting(llm, parts, chunks)
+    context = SEPARATOR.join(chunk.text for chunk in kept)
+    text, messages = llm.render(template, context_str=context, **values)
+    if dropped := tuple(chunks[len(kept) :]):
+        logger.warning(
+            "the prompt has no room for %d of %d chunks, %s; retrieve fewer or shorter ones, or lower max_new_tokens=%d",
+            len(dropped),
+            len(chunks),
+            [chunk.id for chunk in dropped],
+            llm.max_new_tokens,
+        )
+    # A template's function, output parser or prompt function may change the context instead of just placing it.
+    if len(parts) > 1 and context.join(parts) == text:
+        return ContextPrompt(text, messages, context, BlendPrompt(segments=_segments(parts, kept)), dropped)
+    what = "changes {context_str}" if len(parts) > 1 else "has no {context_str}, or changes it"
+    reason = f"the template {what}, so the chunks cannot be told apart in the prompt"
+    logger.warning("%s; it is prefilled as a whole", reason)
+    return ContextPrompt(text, messages, context, BlendPrompt(segments=[text]), dropped, reason)
+
+
+def _segments(parts: Sequence[str], chunks: Sequence[Chunk]) -> list[Segment]:
+    if not chunks:
+        return ["".join(parts)]
+    segments: list[Segment] = []
+    for number, part in enumerate(parts):
+        if number:
+            for place, chunk in enumerate(chunks):
+                segments += [SEPARATOR, chunk] if place else [chunk]
+        if part:
+            segments.append(part)
+    return segments
+
+
+def _fitting(llm: BlendLLM, parts: Sequence[str], chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+    """Return the chunks from the first on for which the window has room, beside the other text and the answer."""
+    times = len(parts) - 1
+    if llm.window is None or not times or not chunks:
+        return chunks
+    ids = llm.engine.tokenizer
+    around = 1 + sum(len(ids(part, add_special_tokens=False)["input_ids"]) for part in parts if part)
+    room = llm.window - llm.max_new_tokens - around
+    separator = len(ids(SEPARATOR, add_special_tokens=False)["input_ids"])
+    used = 0
+    sizes = _sizes(llm, chunks)
+    for number, size in enumerate(sizes):
+        used += times * (size + (separator if number else 0))
+        if used > room:
+            if not number:
+                raise PromptTooLongError(
+                    f"the first chunk, {chunks[0].id!r}, has {size} tokens, and the window of {llm.window} has room for "
+                    f"{max(room, 0)} beside {around} of template and question and max_new_tokens={llm.max_new_tokens}; split "
+                    "documents into shorter chunks, or lower max_new_tokens"
+                )
+            return chunks[:number]
+    return chunks
+
+
+def _sizes(llm: BlendLLM, chunks: Sequence[Chunk]) -> list[int]:
+    """Return each chunk's length in tokens; what was added is not tokenised again."""
+    named = [chunk.id for chunk in chunks if chunk.id is not None]
+    known = dict(zip(named, llm.engine.records(named), strict=True))
+    sizes = []
+    for chunk in chunks:
+        record = known.get(chunk.id) if chunk.id is not None else None
+        if record is not None and record.text_hash == text_hash(chunk.text):
+            sizes.append(len(record.token_ids))
+        else:
+            sizes.append(len(llm.engine.tokenizer(chunk.text, add_special_tokens=False)["input_ids"]))
+    return sizes

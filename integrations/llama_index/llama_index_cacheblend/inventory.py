@@ -1,0 +1,132 @@
+"""Finding out which nodes a vector store holds, before they are gone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from llama_index.core.schema import BaseNode
+from llama_index.core.vector_stores.simple import SimpleVectorStore
+from llama_index.core.vector_stores.types import BasePydanticVectorStore, MetadataFilter, MetadataFilters
+from llama_index.core.vector_stores.utils import build_metadata_filter_fn
+
+__all__ = ["Inventory"]
+
+logger = logging.getLogger(__name__)
+
+# LlamaIndex writes the id of a node's document under this key into every store's metadata.
+_DOCUMENT = "document_id"
+_BATCH = 1000
+
+
+class Inventory:
+    """Knows the node ids of a vector store.
+
+    The store itself is asked, since only its answer survives a restart and sees what others did. For one that cannot list its
+    nodes, what was added in this process is remembered.
+
+    Parameters
+    ----------
+    store : BasePydanticVectorStore
+        The store.
+    """
+
+    def __init__(self, store: BasePydanticVectorStore) -> None:
+        self._store = store
+        self._documents: dict[str, str | None] = {}
+
+    def note(self, nodes: Iterable[BaseNode]) -> None:
+        """Remember nodes that were added."""
+        self._documents.update({node.node_id: node.ref_doc_id for node in nodes})
+
+    def forget(self, node_ids: Iterable[str]) -> None:
+        """Drop what was remembered of nodes."""
+        for node_id in node_ids:
+            self._documents.pop(node_id, None)
+
+    def find(
+        self,
+        *,
+        node_ids: Sequence[str] | None = None,
+        filters: MetadataFilters | None = None,
+        document: str | None = None,
+    ) -> list[str] | None:
+        """Return the ids of nodes, in no order.
+
+        Parameters
+        ----------
+        node_ids : sequence of str, optional
+            Only those of these that are there.
+        filters : MetadataFilters, optional
+            Only those that pass.
+        document : str, optional
+            Only those of this document.
+
+        Returns
+        -------
+        list of str or None
+            The ids; None if nobody can say.
+        """
+        wanted = _filters(filters, document)
+        if isinstance(self._store, SimpleVectorStore):
+            return self._in_simple_store(node_ids, wanted)
+        try:
+            return [node.node_id for batch in _batches(node_ids) for node in self._store.get_nodes(batch, wanted)]
+        except Exception as error:
+            return self._remembered(error, node_ids, filters, document)
+
+    async def afind(
+        self,
+        *,
+        node_ids: Sequence[str] | None = None,
+        filters: MetadataFilters | None = None,
+        document: str | None = None,
+    ) -> list[str] | None:
+        """Do what `find` does."""
+        wanted = _filters(filters, document)
+        if isinstance(self._store, SimpleVectorStore):
+            return self._in_simple_store(node_ids, wanted)
+        try:
+            return [
+                node.node_id for batch in _batches(node_ids) for node in await self._store.aget_nodes(batch, wanted)
+            ]
+        except Exception as error:
+            return self._remembered(error, node_ids, filters, document)
+
+    def _in_simple_store(self, node_ids: Sequence[str] | None, filters: MetadataFilters | None) -> list[str]:
+        """Return node ids of LlamaIndex's own store, which keeps no nodes but all their metadata."""
+        assert isinstance(self._store, SimpleVectorStore)
+        data = self._store.data
+        passes = build_metadata_filter_fn(lambda node_id: data.metadata_dict[node_id], filters)
+        held = (
+            list(data.embedding_dict)
+            if node_ids is None
+            else [each for each in node_ids if each in data.embedding_dict]
+        )
+        return [node_id for node_id in held if passes(node_id)]
+
+    def _remembered(
+        self,
+        error: Exception,
+        node_ids: Sequence[str] | None,
+        filters: MetadataFilters | None,
+        document: str | None,
+    ) -> list[str] | None:
+        # Asking must not keep a user from deleting, whatever a store raises; most that cannot be asked raise NotImplementedError.
+        if not isinstance(error, NotImplementedError):
+            logger.warning("%s could not be asked for its nodes: %s", type(self._store).__name__, error)
+        if filters is not None or node_ids is not None:
+            return None
+        return [each for each, ref_doc_id in self._documents.items() if document is None or ref_doc_id == document]
+
+
+def _filters(filters: MetadataFilters | None, document: str | None) -> MetadataFilters | None:
+    return filters if document is None else MetadataFilters(filters=[MetadataFilter(key=_DOCUMENT, value=document)])
+
+
+def _batches(node_ids: Sequence[str] | None) -> list[Any]:
+    """Return ids in lists that every store can take; none where there are no ids, since an empty list would mean all nodes."""
+    if node_ids is None:
+        return [None]
+    return [list(node_ids[start : start + _BATCH]) for start in range(0, len(node_ids), _BATCH)]

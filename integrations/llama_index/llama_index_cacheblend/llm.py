@@ -1,0 +1,268 @@
+"""The language model of LlamaIndex that blends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    ChatResponse,
+    ChatResponseAsyncGen,
+    ChatResponseGen,
+    CompletionResponse,
+    CompletionResponseAsyncGen,
+    CompletionResponseGen,
+    LLMMetadata,
+)
+from llama_index.core.bridge.pydantic import Field, PrivateAttr
+from llama_index.core.callbacks import CallbackManager
+from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
+from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
+from llama_index.core.llms.llm import LLM
+from llama_index.core.prompts import BasePromptTemplate
+from llama_index.core.types import BaseOutputParser, PydanticProgramMode
+
+from cacheblend_rag.chunk import BlendPrompt
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engine import BlendEngine, BlendStream, GenerationResult
+from llama_index_cacheblend.construction import engine_name, make_engine
+from llama_index_cacheblend.decoding import check_length, cut_at_stop, decoding_options, read_stream, stop_list
+from llama_index_cacheblend.messages import has_chat_template, render_messages
+from llama_index_cacheblend.responses import as_chat, as_completion, responses
+from llama_index_cacheblend.threads import iterate_in_thread
+
+__all__ = ["BlendLLM"]
+
+
+class BlendLLM(LLM):
+    """An open-weight model in this process whose prompts may hold stored chunks.
+
+    It is an ordinary LlamaIndex language model. Every call takes ``temperature``, ``max_new_tokens``, ``stop`` and options of
+    transformers' ``generate``, which win over those given here; ``blend_config``, blending settings for this call; and
+    ``blend_prompt``, the prompt as a `BlendPrompt`, beside which the text or the messages are only what callbacks are shown.
+
+    Parameters
+    ----------
+    model : str, Path or PreTrainedModel, optional
+        "reference", a Hugging Face id, a folder, or a model object.
+    tokenizer : Any, optional
+        The tokenizer of a model object.
+    engine : BlendEngine, optional
+        An engine to share, instead of `model`.
+    config : BlendConfig, optional
+        The engine's settings; by default those of the environment.
+    store : KVStore, str, Path or None
+        Where KV is kept: a folder, a store of yours, or None for this process's RAM.
+    model_kwargs : dict, optional
+        Passed to ``AutoModelForCausalLM.from_pretrained``, as ``device_map`` or ``quantization_config``.
+    model_name : str, optional
+        What the model is called in logs.
+    temperature : float
+        0, the default, decodes greedily.
+    max_new_tokens : int
+        Most tokens of an answer.
+    stop : str or sequence of str
+        Strings at which an answer ends; they are not part of it.
+    generation_kwargs : dict, optional
+        Further options of transformers' ``generate``.
+    is_chat_model : bool, optional
+        Whether LlamaIndex should send messages; by default whether the tokenizer has a chat template.
+    system_prompt, messages_to_prompt, completion_to_prompt, callback_manager, output_parser, pydantic_program_mode
+        As for every LlamaIndex language model. Messages are written by the tokenizer's chat template unless
+        `messages_to_prompt` is given.
+
+    Raises
+    ------
+    ConfigError
+        If the arguments contradict each other, or a value has no meaning.
+    """
+
+    model_name: str = Field(description="What the model is called in logs.")
+    temperature: float = Field(description="0 decodes greedily.")
+    max_new_tokens: int = Field(description="Most tokens of an answer.")
+    stop: list[str] = Field(description="Strings at which an answer ends.")
+    generation_kwargs: dict[str, Any] = Field(description="Further options of transformers' generate.")
+    is_chat_model: bool = Field(description="Whether LlamaIndex should send messages.")
+
+    _engine: BlendEngine = PrivateAttr()
+
+    def __init__(
+        self,
+        model: Any = None,
+        *,
+        tokenizer: Any = None,
+        engine: BlendEngine | None = None,
+        config: BlendConfig | None = None,
+        store: Any = None,
+        model_kwargs: dict[str, Any] | None = None,
+        model_name: str | None = None,
+        temperature: float = 0.0,
+        max_new_tokens: int = 256,
+        stop: str | Sequence[str] = (),
+        generation_kwargs: dict[str, Any] | None = None,
+        is_chat_model: bool | None = None,
+        system_prompt: str | None = None,
+        messages_to_prompt: Callable[[Sequence[ChatMessage]], str] | None = None,
+        completion_to_prompt: Callable[[str], str] | None = None,
+        callback_manager: CallbackManager | None = None,
+        output_parser: BaseOutputParser | None = None,
+        pydantic_program_mode: PydanticProgramMode = PydanticProgramMode.DEFAULT,
+    ) -> None:
+        stops = stop_list(stop)
+        decoding_options(temperature, stops, generation_kwargs or {})
+        check_length(max_new_tokens)
+        engine = make_engine(model, tokenizer, engine, config, store, model_kwargs)
+        chat = has_chat_template(engine.tokenizer)
+        values: dict[str, Any] = {
+            "model_name": model_name or (str(model) if isinstance(model, str | Path) else engine_name(engine)),
+            "temperature": temperature,
+            "max_new_tokens": max_new_tokens,
+            "stop": stops,
+            "generation_kwargs": generation_kwargs or {},
+            "is_chat_model": chat if is_chat_model is None else is_chat_model,
+            "system_prompt": system_prompt,
+            "messages_to_prompt": messages_to_prompt or (partial(render_messages, engine.tokenizer) if chat else None),
+            "completion_to_prompt": completion_to_prompt,
+            "callback_manager": callback_manager or CallbackManager([]),
+            "output_parser": output_parser,
+            "pydantic_program_mode": pydantic_program_mode,
+        }
+        super().__init__(**values)
+        self._engine = engine
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Return the name under which LlamaIndex records this class."""
+        return "BlendLLM"
+
+    @property
+    def engine(self) -> BlendEngine:
+        """The engine that computes; a `BlendVectorStore` stores its chunks in it."""
+        return self._engine
+
+    @property
+    def window(self) -> int | None:
+        """Most tokens of a prompt and its answer, if the model has a limit."""
+        config = self._engine.model.config.get_text_config(decoder=True)
+        size = getattr(config, "max_position_embeddings", None)
+        return int(size) if size else None
+
+    @property
+    def metadata(self) -> LLMMetadata:
+        """What LlamaIndex needs to know of the model."""
+        return LLMMetadata(
+            context_window=self.window or DEFAULT_CONTEXT_WINDOW,
+            num_output=self.max_new_tokens,
+            is_chat_model=self.is_chat_model,
+            model_name=self.model_name,
+        )
+
+    def render(self, template: BasePromptTemplate, **values: Any) -> tuple[str, list[ChatMessage] | None]:
+        """Fill a template as `predict` does.
+
+        Parameters
+        ----------
+        template : BasePromptTemplate
+            The template.
+        **values : Any
+            Its variables.
+
+        Returns
+        -------
+        tuple of (str, list of ChatMessage or None)
+            The whole prompt as text, and the messages it was written from if this is a chat model.
+        """
+        if not self.is_chat_model:
+            return self._get_prompt(template, **values), None
+        messages = self._get_messages(template, **values)
+        return self._written(messages), messages
+
+    @llm_completion_callback()
+    def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        """Go on from `prompt`, which is given to the model as it stands, behind a BOS."""
+        result, stops = self._generate(self._worded(prompt, formatted), kwargs)
+        return as_completion(cut_at_stop(result.text, stops), None, result)
+
+    @llm_chat_callback()
+    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        """Answer chat messages."""
+        result, stops = self._generate(messages, kwargs)
+        return as_chat(cut_at_stop(result.text, stops), None, result)
+
+    @llm_completion_callback()
+    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
+        """Go on from `prompt` piece by piece; the last response carries the token usage."""
+        return responses(*self._stream(self._worded(prompt, formatted), kwargs), as_completion)
+
+    @llm_chat_callback()
+    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+        """Answer chat messages piece by piece; the last response carries the token usage."""
+        return responses(*self._stream(messages, kwargs), as_chat)
+
+    @llm_completion_callback()
+    async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        """Do what `complete` does; cancelling it ends the generation."""
+        result, stops = await self._agenerate(self._worded(prompt, formatted), kwargs)
+        return as_completion(cut_at_stop(result.text, stops), None, result)
+
+    @llm_chat_callback()
+    async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        """Do what `chat` does; cancelling it ends the generation."""
+        result, stops = await self._agenerate(messages, kwargs)
+        return as_chat(cut_at_stop(result.text, stops), None, result)
+
+    @llm_completion_callback()
+    async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
+        """Do what `stream_complete` does."""
+        stream, stops = await asyncio.to_thread(self._stream, self._worded(prompt, formatted), kwargs)
+        return iterate_in_thread(responses(stream, stops, as_completion), stream.close)
+
+    @llm_chat_callback()
+    async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
+        """Do what `stream_chat` does."""
+        stream, stops = await asyncio.to_thread(self._stream, messages, kwargs)
+        return iterate_in_thread(responses(stream, stops, as_chat), stream.close)
+
+    def _written(self, messages: Sequence[ChatMessage]) -> str:
+        assert self.messages_to_prompt is not None
+        return self.messages_to_prompt(messages)
+
+    def _worded(self, prompt: str, formatted: bool) -> str:
+        return prompt if formatted or self.completion_to_prompt is None else self.completion_to_prompt(prompt)
+
+    def _request(self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """Return the engine's arguments for a call, and its stop strings."""
+        others = self.generation_kwargs | kwargs
+        prompt = others.pop("blend_prompt", None)
+        if prompt is None:
+            prompt = BlendPrompt(segments=[given if isinstance(given, str) else self._written(given)])
+        config = others.pop("blend_config", None)
+        stops = stop_list(others.pop("stop", self.stop))
+        length = check_length(others.pop("max_new_tokens", self.max_new_tokens))
+        options = decoding_options(others.pop("temperature", self.temperature), stops, others)
+        return {"prompt": prompt, "max_new_tokens": length, "config": config} | options, stops
+
+    def _generate(
+        self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any]
+    ) -> tuple[GenerationResult, list[str]]:
+        arguments, stops = self._request(given, kwargs)
+        return self._engine.generate(**arguments), stops
+
+    def _stream(self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any]) -> tuple[BlendStream, list[str]]:
+        arguments, stops = self._request(given, kwargs)
+        return self._engine.stream(**arguments), stops
+
+    async def _agenerate(
+        self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any]
+    ) -> tuple[GenerationResult, list[str]]:
+        stream, stops = await asyncio.to_thread(self._stream, given, kwargs)
+        # Read as a stream, because a stream can be ended from outside.
+        async with aclosing(iterate_in_thread(read_stream(stream, stops), stream.close)) as pieces:
+            async for _ in pieces:
+                pass
+        return stream.result(), stops

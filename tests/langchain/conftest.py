@@ -1,0 +1,84 @@
+"""A tiny random Llama with the reference tokenizer, and what the LangChain tests say to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from string import ascii_lowercase
+from typing import Any
+
+import pytest
+import torch
+from langchain_core.embeddings import Embeddings
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag.reference import load_tokenizer
+
+CHUNKS = {
+    "mara": "Mara Lind was born in Oslo and moved north.",
+    "works": "She works at the harbour as a rope maker.",
+    "house": "Her house stands behind the old light tower.",
+    "goat": "A striped goat called Pim lives there too.",
+}
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Compute in one thread: for models as tiny as these, sharing the work costs more than the work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    return load_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def tiny(tokenizer: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture
+def engine(tiny: LlamaForCausalLM, tokenizer: Any) -> Iterator[BlendEngine]:
+    with BlendEngine(tiny, tokenizer, config=BlendConfig(self_check=False)) as engine:
+        yield engine
+
+
+class LetterCounts(Embeddings):
+    """Embeds a text by how often each letter stands in it."""
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        return [self.embed_query(text) for text in texts]
+
+    def embed_query(self, text: str) -> list[float]:
+        counts = [text.lower().count(letter) for letter in ascii_lowercase]
+        return [count / math.hypot(1e-3, *counts) for count in counts]
+
+
+@pytest.fixture
+def embedding() -> Embeddings:
+    return LetterCounts()
+
+
+@pytest.fixture
+def chunks() -> dict[str, str]:
+    return dict(CHUNKS)

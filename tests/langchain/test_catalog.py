@@ -1,0 +1,107 @@
+"""The catalog keeps in step with the engine by whatever door chunks come and go."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from cacheblend_rag import BlendConfig, BlendEngine, Chunk
+from langchain_cacheblend.catalog import ChunkCatalog, catalog_of
+
+CONFIG = BlendConfig(self_check=False)
+
+
+def ids_in(catalog: ChunkCatalog, engine: BlendEngine, text: str) -> list[str | None]:
+    segments = catalog.split(engine, text)
+    assert "".join(part.text if isinstance(part, Chunk) else str(part) for part in segments) == text
+    return [part.id for part in segments if isinstance(part, Chunk)]
+
+
+def test_additions_replacements_and_deletions_are_noticed(engine: BlendEngine, chunks: dict[str, str]) -> None:
+    catalog = ChunkCatalog()
+    prompt = "Read this:\n\n" + "\n\n---\n\n".join(chunks.values()) + "\n\nQuestion?"
+    assert ids_in(catalog, engine, prompt) == []
+    engine.add(Chunk(text, id) for id, text in chunks.items())
+    assert ids_in(catalog, engine, prompt) == list(chunks)
+    engine.add([Chunk("Mara Lind was born in Rome and moved south.", "mara")])
+    assert ids_in(catalog, engine, prompt) == ["works", "house", "goat"]
+    assert ids_in(catalog, engine, "Mara Lind was born in Rome and moved south.") == ["mara"]
+    engine.add([Chunk("now short", "works")])
+    assert ids_in(catalog, engine, prompt) == ["house", "goat"]
+    engine.add([Chunk(chunks["works"], "works")])
+    assert ids_in(catalog, engine, prompt) == ["works", "house", "goat"]
+    engine.delete(["house", "works"])
+    assert ids_in(catalog, engine, prompt) == ["goat"]
+    engine.add([Chunk(chunks["house"], "another name")])
+    assert ids_in(catalog, engine, prompt) == ["another name", "goat"]
+
+
+def test_two_names_of_one_text_are_worth_one_until_both_are_gone(engine: BlendEngine, chunks: dict[str, str]) -> None:
+    catalog = ChunkCatalog()
+    engine.add([Chunk(chunks["mara"], "first"), Chunk(chunks["mara"], "second")])
+    assert ids_in(catalog, engine, chunks["mara"]) == ["first"]
+    engine.delete(["first"])
+    assert ids_in(catalog, engine, chunks["mara"]) == ["second"]
+    engine.delete(["second"])
+    assert ids_in(catalog, engine, chunks["mara"]) == []
+
+
+def test_text_comes_back_from_any_reference_tokens(engine: BlendEngine) -> None:
+    texts = [
+        "  two spaces , and  more",
+        "日本語のテキストはここにあります。🙂🙃",
+        "tabs\tand\r\nbreaks\n\n\n",
+        "<s> looks like a special token",
+    ]
+    engine.add(Chunk(text, str(number)) for number, text in enumerate(texts))
+    assert ids_in(ChunkCatalog(), engine, "|".join(texts)) == ["0", "1", "2", "3"]
+
+
+def test_a_store_of_an_earlier_process(
+    tiny: LlamaForCausalLM, tokenizer: Any, chunks: dict[str, str], tmp_path: Path
+) -> None:
+    with BlendEngine(tiny, tokenizer, config=CONFIG, store=tmp_path) as engine:
+        engine.add(Chunk(text, id) for id, text in chunks.items())
+    with BlendEngine(tiny, tokenizer, config=CONFIG, store=tmp_path) as engine:
+        catalog = ChunkCatalog()
+        assert ids_in(catalog, engine, "\n".join(chunks.values())) == list(chunks)
+        with BlendEngine(tiny, tokenizer, config=CONFIG, store=tmp_path) as other:
+            other.delete(["goat"])
+            other.add([Chunk("Somebody else wrote this line.", "else")])
+        assert ids_in(catalog, engine, "\n".join([*chunks.values(), "Somebody else wrote this line."])) == [
+            *list(chunks)[:3],
+            "else",
+        ]
+
+
+def test_a_tokenizer_that_loses_text_is_said_once(
+    tiny: LlamaForCausalLM, chunks: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    words = sorted({word for text in chunks.values() for word in text.lower().split()})
+    lossy = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(["<unk>", *words])}, unk_token="<unk>")
+    )
+    lossy.normalizer = normalizers.Lowercase()
+    lossy.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    with BlendEngine(tiny, PreTrainedTokenizerFast(tokenizer_object=lossy), config=CONFIG) as engine:
+        engine.add(Chunk(text, id) for id, text in chunks.items())
+        catalog = ChunkCatalog()
+        for _ in range(2):
+            assert ids_in(catalog, engine, "\n".join(chunks.values())) == []
+    assert sum("does not come back" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_models_of_one_engine_share_a_catalog_that_ends_with_it(tiny: LlamaForCausalLM, tokenizer: Any) -> None:
+    engine = BlendEngine(tiny, tokenizer, config=CONFIG)
+    assert catalog_of(engine) is catalog_of(engine)
+    gone = weakref.ref(catalog_of(engine))
+    engine.close()
+    del engine
+    gc.collect()
+    assert gone() is None

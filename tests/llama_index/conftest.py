@@ -1,0 +1,168 @@
+"""A tiny random model behind the reference tokenizer, real Chroma, and an embedding that needs no model."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import chromadb
+import pytest
+import torch
+from llama_index.core.base.embeddings.base import BaseEmbedding
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+from llama_index.core.instrumentation.events import BaseEvent
+from llama_index.core.schema import NodeWithScore, TextNode
+from llama_index.vector_stores.chroma import ChromaVectorStore
+from pydantic import Field
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import llama_index_cacheblend
+from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag.reference import load_tokenizer
+from llama_index_cacheblend import BlendLLM
+
+# At 1 the engine prefills as a whole. This rounds to every row of these short chunks, so that an answer is exact and blended.
+EVERY_ROW = 0.999
+
+FACTS = [
+    "Mara Lindell was born in Oslo.",
+    "She works as a baker in the old town.",
+    "Otto Brandt was born in Lisbon.\nHe paints ships.",
+    "Lena Fischer runs the harbour office.",
+    "The harbour office stands beside the bakery.",
+]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Compute tiny models in one thread; more only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return load_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def make_model(tokenizer: PreTrainedTokenizerFast) -> Callable[..., LlamaForCausalLM]:
+    def make(window: int = 1024) -> LlamaForCausalLM:
+        config = LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=window,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=None,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
+        # Large weights, so that what is attended to changes what is answered.
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim >= 2:
+                    parameter.normal_(std=0.2)
+        model.eval()
+        return model
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def model(make_model: Callable[..., LlamaForCausalLM]) -> LlamaForCausalLM:
+    return make_model()
+
+
+@pytest.fixture
+def make_llm(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> Iterator[Callable[..., BlendLLM]]:
+    engines: list[BlendEngine] = []
+
+    def make(recompute_ratio: float = EVERY_ROW, model: Any = model, store: Any = None, **options: Any) -> BlendLLM:
+        config = BlendConfig(recompute_ratio=recompute_ratio, self_check=False, selector="hkvd")
+        engines.append(BlendEngine(model, tokenizer, config=config, store=store))
+        return BlendLLM(engine=engines[-1], **({"max_new_tokens": 12} | options))
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def llm(make_llm: Callable[..., BlendLLM]) -> BlendLLM:
+    return make_llm()
+
+
+@pytest.fixture(autouse=True)
+def _not_installed() -> Iterator[None]:
+    llama_index_cacheblend.uninstall()
+    yield
+    llama_index_cacheblend.uninstall()
+
+
+@pytest.fixture
+def chroma() -> Iterator[ChromaVectorStore]:
+    client = chromadb.EphemeralClient(chromadb.Settings(anonymized_telemetry=False))
+    name = f"test-{uuid.uuid4().hex}"
+    yield ChromaVectorStore(chroma_collection=client.create_collection(name))
+    client.delete_collection(name)
+
+
+class WordEmbedding(BaseEmbedding):
+    """Adds up a random vector for each word, so that texts with the same words are close."""
+
+    def _get_text_embedding(self, text: str) -> list[float]:
+        total = torch.zeros(64)
+        for word in text.lower().replace(".", " ").replace("?", " ").split():
+            seed = int.from_bytes(hashlib.blake2b(word.encode(), digest_size=6).digest(), "little")
+            total += torch.randn(64, generator=torch.Generator().manual_seed(seed))
+        return (total / total.norm().clamp_min(1e-6)).tolist()
+
+    def _get_query_embedding(self, query: str) -> list[float]:
+        return self._get_text_embedding(query)
+
+    async def _aget_query_embedding(self, query: str) -> list[float]:
+        return self._get_text_embedding(query)
+
+
+@pytest.fixture(scope="session")
+def embedding() -> WordEmbedding:
+    return WordEmbedding(model_name="words")
+
+
+@pytest.fixture
+def nodes() -> list[NodeWithScore]:
+    return [
+        NodeWithScore(node=TextNode(id_=f"n{number}", text=text), score=1.0 - number / 10)
+        for number, text in enumerate(FACTS)
+    ]
+
+
+class EventLog(BaseEventHandler):
+    """Keeps the events of LlamaIndex's instrumentation."""
+
+    events: list[BaseEvent] = Field(default_factory=list)
+
+    def handle(self, event: BaseEvent, **kwargs: Any) -> None:
+        self.events.append(event)
+
+    def of(self, kind: type[BaseEvent]) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+@pytest.fixture
+def events() -> Iterator[EventLog]:
+    log = EventLog()
+    root = get_dispatcher()
+    root.event_handlers.append(log)
+    yield log
+    root.event_handlers.remove(log)

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import llama_index.core
+import pytest
+from llama_index.core import StorageContext, SummaryIndex, VectorStoreIndex
+from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.llms import MockLLM
+from llama_index.core.memory import ChatMemoryBuffer
+from llama_index.core.query_engine import RetrieverQueryEngine
+from llama_index.core.response_synthesizers import ResponseMode, factory
+from llama_index.core.schema import NodeWithScore
+from llama_index.vector_stores.chroma import ChromaVectorStore
+from pydantic import BaseModel
+
+from cacheblend_rag.errors import ConfigError
+from llama_index_cacheblend import BlendLLM, BlendSynthesizer, BlendVectorStore, install, uninstall
+
+from .conftest import WordEmbedding
+
+# Two modes without a language model want one all the same.
+OTHER_MODES = [mode for mode in ResponseMode if mode not in (ResponseMode.NO_TEXT, ResponseMode.CONTEXT_ONLY)]
+QUESTION = "Where was Mara Lindell born?"
+
+
+def holders() -> dict[str, Any]:
+    """LlamaIndex's modules that hold the function; chat engines have another one of that name."""
+    found = {
+        name: vars(module).get("get_response_synthesizer")
+        for name, module in sys.modules.items()
+        if name.partition(".")[0] == "llama_index"
+    }
+    return {
+        name: function for name, function in found.items() if getattr(function, "__module__", "") == factory.__name__
+    }
+
+
+@pytest.fixture
+def index(
+    llm: BlendLLM, chroma: ChromaVectorStore, nodes: list[NodeWithScore], embedding: WordEmbedding
+) -> VectorStoreIndex:
+    store = BlendVectorStore(chroma, engine=llm.engine)
+    return VectorStoreIndex(
+        [each.node for each in nodes],
+        storage_context=StorageContext.from_defaults(vector_store=store),
+        embed_model=embedding,
+    )
+
+
+def test_nothing_is_patched_by_importing() -> None:
+    assert len(holders()) > 10
+    assert set(holders().values()) == {factory.get_response_synthesizer}
+    assert not hasattr(factory.get_response_synthesizer, "__wrapped__")
+
+
+def test_unknown_before_and_after(index: VectorStoreIndex, llm: BlendLLM) -> None:
+    before = holders()
+    with pytest.raises(ValueError, match="Unknown mode"):
+        index.as_query_engine(response_mode="blend", llm=llm)
+    install()
+    ours = set(holders().values())
+    assert len(ours) == 1
+    install()
+    assert set(holders().values()) == ours
+    assert index.as_query_engine(response_mode="blend", llm=llm)
+    uninstall()
+    assert holders() == before
+    uninstall()
+    assert holders() == before
+    with pytest.raises(ValueError, match="Unknown mode"):
+        index.as_query_engine(response_mode="blend", llm=llm)
+
+
+def test_modules_imported_in_between_are_restored() -> None:
+    name = "llama_index.core.query_engine.multistep_query_engine"
+    original = factory.get_response_synthesizer
+    install()
+    kept = sys.modules.pop(name)
+    try:
+        __import__(name)
+        assert sys.modules[name].get_response_synthesizer is not original
+        uninstall()
+        assert sys.modules[name].get_response_synthesizer is original
+    finally:
+        sys.modules[name] = kept
+        uninstall()
+        kept.get_response_synthesizer = original  # it was out of reach
+
+
+async def test_query_engine_on_plain_chroma(index: VectorStoreIndex, llm: BlendLLM) -> None:
+    install()
+    compact = index.as_query_engine(llm=llm, similarity_top_k=3).query(QUESTION)
+    engine = index.as_query_engine(response_mode="blend", llm=llm, similarity_top_k=3)
+    response = engine.query(QUESTION)
+    assert str(response) == str(compact)
+    assert [each.node.node_id for each in response.source_nodes] == [each.node.node_id for each in compact.source_nodes]
+    assert all(each.score is not None for each in response.source_nodes)
+    assert response.metadata["blend"]["hits"] == 3
+    assert str(await engine.aquery(QUESTION)) == str(compact)
+    streaming = index.as_query_engine(response_mode="blend", llm=llm, similarity_top_k=3, streaming=True)
+    stream = streaming.query(QUESTION)
+    assert "".join(stream.response_gen) == str(compact)
+    assert stream.metadata["blend"]["hits"] == 3
+    astream = await streaming.aquery(QUESTION)
+    assert "".join([piece async for piece in astream.async_response_gen()]) == str(compact)
+
+
+def test_an_index_whose_nodes_came_in_another_way(
+    llm: BlendLLM, chroma: ChromaVectorStore, nodes: list[NodeWithScore], embedding: WordEmbedding
+) -> None:
+    install()
+    context = StorageContext.from_defaults(vector_store=chroma)
+    index = VectorStoreIndex([each.node for each in nodes], storage_context=context, embed_model=embedding)
+    engine = index.as_query_engine(response_mode="blend", llm=llm, similarity_top_k=3)
+    first, second = engine.query(QUESTION), engine.query(QUESTION)
+    assert str(first) == str(second) == str(index.as_query_engine(llm=llm, similarity_top_k=3).query(QUESTION))
+    assert (first.metadata["blend"]["misses"], second.metadata["blend"]["hits"]) == (3, 3)
+
+
+def test_other_doors(index: VectorStoreIndex, llm: BlendLLM, nodes: list[NodeWithScore]) -> None:
+    install()
+    retriever = index.as_retriever(similarity_top_k=2)
+    engine = RetrieverQueryEngine.from_args(retriever, llm=llm, response_mode="blend")
+    assert engine.query(QUESTION).metadata["blend"]["hits"] == 2
+    synthesizer = llama_index.core.get_response_synthesizer(llm, response_mode="blend")
+    assert isinstance(synthesizer, BlendSynthesizer)
+    memory = ChatMemoryBuffer.from_defaults([ChatMessage("Hello")], token_limit=500)
+    chat = index.as_chat_engine("condense_question", llm=llm, response_mode="blend", similarity_top_k=2, memory=memory)
+    assert chat.chat(QUESTION).source_nodes
+    summary = SummaryIndex([each.node for each in nodes]).as_query_engine(response_mode="blend", llm=llm)
+    assert summary.query(QUESTION).metadata["blend"]["hits"] == len(nodes)
+
+
+def test_the_official_way_needs_no_install(index: VectorStoreIndex, llm: BlendLLM) -> None:
+    engine = index.as_query_engine(llm=llm, response_synthesizer=BlendSynthesizer(llm=llm), similarity_top_k=2)
+    assert engine.query(QUESTION).metadata["blend"]["hits"] == 2
+
+
+@pytest.mark.parametrize("mode", OTHER_MODES)
+def test_other_modes_are_as_they_were(llm: BlendLLM, mode: ResponseMode) -> None:
+    before = type(factory.get_response_synthesizer(llm=llm, response_mode=mode))
+    install()
+    assert type(llama_index.core.get_response_synthesizer(llm=llm, response_mode=mode)) is before
+
+
+class Place(BaseModel):
+    name: str
+
+
+@pytest.mark.parametrize(
+    "options", [{"output_cls": Place}, {"multimodal": True}, {"structured_answer_filtering": True}], ids=str
+)
+def test_what_cannot_be_combined_is_refused(llm: BlendLLM, options: dict[str, Any]) -> None:
+    install()
+    with pytest.raises(ConfigError, match=f"{next(iter(options))} cannot be combined"):
+        llama_index.core.get_response_synthesizer(llm=llm, response_mode="blend", **options)
+
+
+def test_another_language_model_is_refused(index: VectorStoreIndex) -> None:
+    install()
+    with pytest.raises(ConfigError, match="needs a BlendLLM"):
+        index.as_query_engine(response_mode="blend", llm=MockLLM())
+
+
+def test_a_llama_index_that_changed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def changed(llm: Any = None, mode: str = "compact") -> None: ...
+
+    monkeypatch.setattr(factory, "get_response_synthesizer", changed)
+    with pytest.raises(ConfigError, match=r"llama-index-core \d.*text_qa_template.*BlendSynthesizer"):
+        install()

@@ -1,0 +1,288 @@
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from llama_index.core import Settings
+from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
+from llama_index.core.llms import ChatMessage, ImageBlock, MessageRole, TextBlock
+from llama_index.core.prompts import PromptTemplate
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from cacheblend_rag import BlendConfig, BlendPrompt, CacheBlendError, Chunk
+from cacheblend_rag.errors import ConfigError, PromptError
+from llama_index_cacheblend import BlendLLM
+from llama_index_cacheblend.decoding import StopCutter, cut_at_stop
+from llama_index_cacheblend.messages import render_messages
+
+MakeLLM = Callable[..., BlendLLM]
+MESSAGES = [
+    ChatMessage(role=MessageRole.SYSTEM, content="Be brief."),
+    ChatMessage(role=MessageRole.USER, content="Where was Mara born?"),
+]
+
+
+def greedy(model: LlamaForCausalLM, ids: list[int], length: int) -> list[int]:
+    with torch.no_grad():
+        out = model.generate(
+            torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), max_new_tokens=length, do_sample=False
+        )
+    return out[0, len(ids) :].tolist()
+
+
+def test_metadata(llm: BlendLLM) -> None:
+    assert llm.metadata.context_window == 1024
+    assert llm.metadata.num_output == 12
+    assert llm.metadata.is_chat_model
+    assert llm.metadata.model_name == "LlamaForCausalLM"
+    assert llm.class_name() == "BlendLLM"
+    assert llm.to_payload()["class_name"] == "BlendLLM"
+
+
+def test_complete_is_the_models_own_generate(
+    llm: BlendLLM, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    ids = [tokenizer.bos_token_id, *tokenizer("Mara was born in", add_special_tokens=False)["input_ids"]]
+    response = llm.complete("Mara was born in")
+    assert response.raw["token_ids"] == greedy(model, ids, 12)
+    assert response.text == tokenizer.decode(response.raw["token_ids"], skip_special_tokens=True)
+    assert response.raw["usage"] == {
+        "prompt_tokens": len(ids),
+        "completion_tokens": 12,
+        "total_tokens": len(ids) + 12,
+    }
+
+
+def test_chat_has_exactly_one_bos(llm: BlendLLM, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    plain = [{"role": m.role.value, "content": m.content} for m in MESSAGES]
+    ids = tokenizer.apply_chat_template(plain, add_generation_prompt=True, return_dict=False)
+    assert ids.count(tokenizer.bos_token_id) == 1
+    response = llm.chat(MESSAGES)
+    assert response.raw["token_ids"] == greedy(model, ids, 12)
+    assert response.raw["usage"]["prompt_tokens"] == len(ids)
+    assert response.message.role == MessageRole.ASSISTANT
+
+
+def test_streams_say_what_the_whole_answer_says(llm: BlendLLM) -> None:
+    whole = llm.complete("Mara was born in", stop="\n")
+    pieces = list(llm.stream_complete("Mara was born in", stop="\n"))
+    assert "".join(piece.delta for piece in pieces) == pieces[-1].text == whole.text
+    assert pieces[-1].raw["token_ids"] == whole.raw["token_ids"]
+    answer = llm.chat(MESSAGES)
+    replies = list(llm.stream_chat(MESSAGES))
+    assert "".join(reply.delta for reply in replies) == replies[-1].message.content == answer.message.content
+    assert replies[-1].raw["usage"] == answer.raw["usage"]
+
+
+async def test_async_forms_say_what_the_others_say(llm: BlendLLM) -> None:
+    assert (await llm.acomplete("Mara")).raw["token_ids"] == llm.complete("Mara").raw["token_ids"]
+    assert (await llm.achat(MESSAGES)).raw["token_ids"] == llm.chat(MESSAGES).raw["token_ids"]
+    pieces = [piece async for piece in await llm.astream_complete("Mara")]
+    assert "".join(piece.delta for piece in pieces) == pieces[-1].text == llm.complete("Mara").text
+    replies = [reply async for reply in await llm.astream_chat(MESSAGES)]
+    assert replies[-1].raw["token_ids"] == llm.chat(MESSAGES).raw["token_ids"]
+
+
+def test_stop_strings_end_the_answer_and_are_not_in_it(make_llm: MakeLLM) -> None:
+    llm = make_llm(max_new_tokens=30)
+    text = llm.complete("Mara was born in").text
+    stop = text[len(text) // 2 : len(text) // 2 + 3]
+    cut = text[: text.index(stop)]
+    response = llm.complete("Mara was born in", stop=[stop])
+    assert response.text == cut
+    assert response.raw["usage"]["completion_tokens"] < 30
+    assert "".join(piece.delta for piece in llm.stream_complete("Mara was born in", stop=[stop])) == cut
+    assert make_llm(max_new_tokens=30, stop=stop).complete("Mara was born in").text == cut
+
+
+@given(st.text("abn", max_size=30), st.lists(st.text("abn", min_size=1, max_size=4), max_size=3), st.data())
+def test_cutting_a_stream_equals_cutting_the_text(text: str, stops: list[str], data: st.DataObject) -> None:
+    cutter, shown, rest = StopCutter(stops), "", text
+    while rest:
+        size = data.draw(st.integers(1, len(rest)))
+        shown += cutter.feed(rest[:size])
+        rest = rest[size:]
+        assert text.startswith(shown)
+    assert shown + cutter.flush() == cut_at_stop(text, stops)
+
+
+def test_options_of_a_call_win(make_llm: MakeLLM) -> None:
+    llm = make_llm(temperature=0.8, generation_kwargs={"top_k": 5})
+    torch.manual_seed(1)
+    sampled = {tuple(llm.complete("Mara").raw["token_ids"]) for _ in range(4)}
+    assert len(sampled) > 1
+    assert llm.complete("Mara", temperature=0, max_new_tokens=3).raw["usage"]["completion_tokens"] == 3
+    assert len({tuple(llm.complete("Mara", temperature=0).raw["token_ids"]) for _ in range(3)}) == 1
+
+
+def test_blend_prompt_and_config_of_a_call(make_llm: MakeLLM) -> None:
+    llm = make_llm(recompute_ratio=0.2)
+    llm.engine.add([Chunk(id="a", text="Mara Lindell was born in Oslo."), Chunk(id="b", text="She works as a baker.")])
+    prompt = BlendPrompt("Facts:\n", ["a", "b"], "\nWhere was Mara born?", separator="\n")
+    report = llm.complete("shown to callbacks", blend_prompt=prompt).raw["blend"]
+    assert report["hits"] == 2
+    assert report["recompute_ratio"] == 0.2
+    config = llm.engine.config.replace(recompute_ratio=0.5)
+    assert llm.chat(MESSAGES, blend_prompt=prompt, blend_config=config).raw["blend"]["recompute_ratio"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({}, "either a model"),
+        ({"model": "reference", "engine": "theirs"}, "either a model"),
+        ({"engine": "theirs", "store": "folder"}, "store belongs to the engine"),
+        ({"model": "reference", "tokenizer": object()}, "brings its own tokenizer"),
+        ({"model": object()}, "give its tokenizer"),
+        ({"engine": "theirs", "temperature": float("nan")}, "temperature=nan"),
+        ({"engine": "theirs", "temperature": -1}, "temperature=-1"),
+        ({"engine": "theirs", "max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"engine": "theirs", "stop": ["a", ""]}, "not empty"),
+    ],
+)
+def test_bad_arguments(llm: BlendLLM, arguments: dict[str, Any], said: str) -> None:
+    if arguments.get("engine") == "theirs":
+        arguments = arguments | {"engine": llm.engine}
+    with pytest.raises(ConfigError, match=said):
+        BlendLLM(**arguments)
+
+
+def test_bad_options_of_a_call(llm: BlendLLM) -> None:
+    for options in ({"temperature": -0.1}, {"max_new_tokens": 1.5}, {"stop": [3]}, {"num_beams": 4}):
+        with pytest.raises(ConfigError):
+            llm.complete("Mara", **options)
+
+
+def test_ready_made_objects(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, llm: BlendLLM) -> None:
+    own = BlendLLM(model, tokenizer=tokenizer, config=BlendConfig(recompute_ratio=1.0), max_new_tokens=12)
+    assert own.engine.config.recompute_ratio == 1.0
+    assert own.chat(MESSAGES).raw["token_ids"] == llm.chat(MESSAGES).raw["token_ids"]
+    own.engine.close()
+
+
+def test_images_are_refused(llm: BlendLLM) -> None:
+    message = ChatMessage(blocks=[TextBlock(text="What is this?"), ImageBlock(url="http://localhost/x.png")])
+    with pytest.raises(PromptError, match="ImageBlock"):
+        llm.chat([message])
+
+
+@pytest.mark.parametrize("refused", ["system", "second system"])
+def test_templates_without_system_messages_get_them_elsewhere(tokenizer: PreTrainedTokenizerFast, refused: str) -> None:
+    picky = copy.deepcopy(tokenizer)
+    condition = "m['role'] == 'system'" + (" and not loop.first" if refused == "second system" else "")
+    picky.chat_template = (
+        f"{{% for m in messages %}}{{% if {condition} %}}{{{{ raise_exception('no') }}}}{{% endif %}}"
+        "[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+    )
+    two = [MESSAGES[0], ChatMessage(role=MessageRole.SYSTEM, content="Be kind."), MESSAGES[1]]
+    text = render_messages(picky, two)
+    if refused == "system":
+        assert text == "[user]Be brief.\n\nBe kind.\n\nWhere was Mara born?"
+    else:
+        assert text == "[system]Be brief.\n\nBe kind.[user]Where was Mara born?"
+    picky.chat_template = "{{ raise_exception('never') }}"
+    with pytest.raises(PromptError, match=r"refuses messages.*never"):
+        render_messages(picky, two)
+
+
+def test_without_a_chat_template_llama_index_sends_text(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    plain = copy.deepcopy(tokenizer)
+    plain.chat_template = None
+    llm = BlendLLM(model, tokenizer=plain, max_new_tokens=4, system_prompt="Be brief.")
+    assert not llm.metadata.is_chat_model
+    text, messages = llm.render(PromptTemplate("Where was {name} born?"), name="Mara")
+    assert text == "Be brief.\n\nWhere was Mara born?"
+    assert messages is None
+    assert llm.chat(MESSAGES).raw["usage"]["completion_tokens"] == 4
+    llm.engine.close()
+
+
+def test_token_counting(make_llm: MakeLLM) -> None:
+    counter = TokenCountingHandler(tokenizer=lambda text: text.split())
+    llm = make_llm(callback_manager=CallbackManager([counter]))
+    usage = llm.chat(MESSAGES).raw["usage"]
+    assert counter.prompt_llm_token_count == usage["prompt_tokens"]
+    assert counter.completion_llm_token_count == usage["completion_tokens"]
+
+
+class Gate:
+    """Lets a model compute only while it is open."""
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        self.open = threading.Event()
+        self.passes = 0
+        self._hook = model.register_forward_pre_hook(self._pass)
+
+    def _pass(self, *args: Any) -> None:
+        self.passes += 1
+        assert self.open.wait(20)
+
+    def remove(self) -> None:
+        self.open.set()
+        self._hook.remove()
+
+
+@pytest.fixture
+def gate(model: LlamaForCausalLM) -> Any:
+    gate = Gate(model)
+    yield gate
+    gate.remove()
+
+
+async def test_the_loop_is_free_while_the_model_computes(make_llm: MakeLLM, gate: Gate) -> None:
+    llm = make_llm(max_new_tokens=4)
+
+    async def read() -> str:
+        return "".join([piece.delta async for piece in await llm.astream_chat(MESSAGES)])
+
+    tasks = [asyncio.ensure_future(call) for call in (llm.achat(MESSAGES), llm.acomplete("Mara"), read())]
+    await asyncio.sleep(0.1)
+    assert not any(task.done() for task in tasks)
+    gate.open.set()
+    await asyncio.gather(*tasks)
+
+
+async def test_cancelling_ends_the_generation_and_leaves_others_alone(make_llm: MakeLLM, gate: Gate) -> None:
+    llm = make_llm(max_new_tokens=600)
+    task = asyncio.ensure_future(llm.achat(MESSAGES))
+    while not gate.passes:
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    gate.open.set()
+    assert (await llm.achat(MESSAGES, max_new_tokens=4)).raw["usage"]["completion_tokens"] == 4
+    assert gate.passes < 50
+
+
+async def test_unread_streams_hold_nobody_up(llm: BlendLLM) -> None:
+    unread = [llm.stream_chat(MESSAGES), await llm.astream_chat(MESSAGES)]
+    started = llm.stream_complete("Mara", max_new_tokens=900)
+    next(started)
+    answer = await asyncio.wait_for(llm.achat(MESSAGES), 20)
+    del unread
+    started.close()
+    gc.collect()
+    assert answer.raw["token_ids"] == llm.chat(MESSAGES).raw["token_ids"]
+
+
+def test_errors_of_a_stream_are_raised(llm: BlendLLM) -> None:
+    with pytest.raises(CacheBlendError, match="window"):
+        llm.stream_complete("word " * 2000)
+
+
+def test_predict_and_settings(llm: BlendLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Settings, "_llm", llm)
+    assert Settings.llm is llm
+    text = llm.predict(PromptTemplate("Where was {name} born?"), name="Mara")
+    assert text == llm.chat([ChatMessage("Where was Mara born?")]).message.content

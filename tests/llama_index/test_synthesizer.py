@@ -1,0 +1,334 @@
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from llama_index.core.base.response.schema import AsyncStreamingResponse, Response, StreamingResponse
+from llama_index.core.callbacks import CallbackManager, LlamaDebugHandler
+from llama_index.core.instrumentation.events.llm import (
+    LLMChatEndEvent,
+    LLMChatStartEvent,
+    LLMCompletionEndEvent,
+    LLMPredictStartEvent,
+)
+from llama_index.core.llms import ChatMessage, MessageRole, MockLLM
+from llama_index.core.prompts import ChatPromptTemplate, PromptTemplate, RichPromptTemplate
+from llama_index.core.response_synthesizers import CompactAndRefine
+from llama_index.core.schema import ImageNode, NodeWithScore, TextNode
+from llama_index.core.types import BaseOutputParser
+from transformers import LlamaForCausalLM
+
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt
+from cacheblend_rag.errors import ConfigError, PromptTooLongError
+from cacheblend_rag.reference import load_model, load_tokenizer
+from cacheblend_rag.reference.corpus import demo_documents, demo_questions
+from llama_index_cacheblend import BlendLLM, BlendSynthesizer
+from llama_index_cacheblend.nodes import node_chunks
+
+from .conftest import EVERY_ROW, EventLog
+
+MakeLLM = Callable[..., BlendLLM]
+QUESTION = "Where was Mara Lindell born?"
+
+TEMPLATES: dict[str, Any] = {
+    "default": None,
+    "plain": PromptTemplate("Facts:\n{context_str}\nQ: {query_str}\nA:"),
+    "context last": PromptTemplate("{query_str}\nFacts:\n{context_str}"),
+    "context first": PromptTemplate("{context_str}\n\n{query_str}"),
+    "context twice": PromptTemplate("{context_str}\n---\n{context_str}\nQ: {query_str}"),
+    "partial": PromptTemplate("{tone}\n{context_str}\nQ: {query_str}").partial_format(tone="Be brief."),
+    "mapped": PromptTemplate(
+        "{facts}\nQ: {question}", template_var_mappings={"context_str": "facts", "query_str": "question"}
+    ),
+    "function": PromptTemplate(
+        "{context_str}\nQ: {query_str}", function_mappings={"query_str": lambda **values: values["query_str"].upper()}
+    ),
+    "rich": RichPromptTemplate("Facts:\n{{ context_str }}\nQ: {{ query_str }}"),
+    "chat": ChatPromptTemplate(
+        [
+            ChatMessage(role=MessageRole.SYSTEM, content="Answer from these facts.\n\n{context_str}"),
+            ChatMessage(role=MessageRole.USER, content="{query_str}"),
+        ]
+    ),
+}
+
+
+def add(llm: BlendLLM, nodes: list[NodeWithScore]) -> None:
+    llm.engine.add(node_chunks(each.node for each in nodes))
+
+
+def answers(events: EventLog) -> list[Any]:
+    """The raw response of each call of the model, oldest first."""
+    ends = [event for event in events.events if isinstance(event, LLMChatEndEvent | LLMCompletionEndEvent)]
+    return [event.response.raw for event in ends]
+
+
+@pytest.mark.parametrize("chat", [True, False], ids=["chat", "text"])
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_blend_answers_as_compact_does(
+    make_llm: MakeLLM, nodes: list[NodeWithScore], events: EventLog, template: str, chat: bool
+) -> None:
+    llm = make_llm(is_chat_model=chat, system_prompt="Speak plainly.")
+    add(llm, nodes)
+    options = {"text_qa_template": TEMPLATES[template]} if TEMPLATES[template] else {}
+    compact = CompactAndRefine(llm=llm, **options).synthesize(QUESTION, nodes)
+    blend = BlendSynthesizer(llm=llm, **options).synthesize(QUESTION, nodes)
+    theirs, ours = answers(events)
+    assert ours["token_ids"] == theirs["token_ids"]
+    assert ours["usage"] == theirs["usage"]
+    assert str(blend) == str(compact)
+    assert blend.source_nodes == compact.source_nodes == nodes
+    report = blend.metadata["blend"]
+    times = 2 if template == "context twice" else 1
+    # A prompt cannot end with a blended chunk: the row of its last token is what the answer begins with.
+    at_end = template == "context last" and not chat
+    assert (report["hits"], report["misses"]) == (len(nodes) * times - at_end, 0)
+    assert report["selector"] == "hkvd"
+    assert report["recomputed_tokens"] == report["context_tokens"]
+    assert report["fallback_reason"] is None
+    assert report["dropped"] == []
+    assert {key: blend.metadata[key] for key in compact.metadata} == compact.metadata
+
+
+def test_a_ratio_of_one_answers_as_compact_does(
+    make_llm: MakeLLM, nodes: list[NodeWithScore], events: EventLog
+) -> None:
+    llm = make_llm(recompute_ratio=1.0)
+    add(llm, nodes)
+    CompactAndRefine(llm=llm).synthesize(QUESTION, nodes)
+    report = BlendSynthesizer(llm=llm).synthesize(QUESTION, nodes).metadata["blend"]
+    theirs, ours = answers(events)
+    assert ours["token_ids"] == theirs["token_ids"]
+    assert (report["hits"], report["charged_ratio"]) == (len(nodes), 1.0)
+
+
+def test_the_reference_model_answers_as_in_compact(events: EventLog) -> None:
+    engine = BlendEngine(load_model(), load_tokenizer(), config=BlendConfig(recompute_ratio=EVERY_ROW))
+    llm = BlendLLM(engine=engine, max_new_tokens=10)
+    chunks = [chunk for document in demo_documents()[:3] for chunk in document.chunks][:12]
+    nodes = [NodeWithScore(node=TextNode(id_=str(number), text=text)) for number, text in enumerate(chunks)]
+    add(llm, nodes)
+    for question in demo_questions()[:2]:
+        events.events.clear()
+        CompactAndRefine(llm=llm).synthesize(question.text, nodes)
+        report = BlendSynthesizer(llm=llm).synthesize(question.text, nodes).metadata["blend"]
+        theirs, ours = answers(events)
+        assert ours["token_ids"] == theirs["token_ids"]
+        assert ours["usage"] == theirs["usage"]
+        assert report["hits"] == len(nodes)
+    engine.close()
+
+
+def test_the_prompt_is_compacts_prompt_id_for_id(llm: BlendLLM, nodes: list[NodeWithScore], events: EventLog) -> None:
+    CompactAndRefine(llm=llm).synthesize(QUESTION, nodes)
+    BlendSynthesizer(llm=llm).synthesize(QUESTION, nodes)
+    theirs, ours = events.of(LLMChatStartEvent)
+    assert ours.messages == theirs.messages
+    whole = BlendPrompt(segments=[llm.messages_to_prompt(theirs.messages)])
+    assert llm.engine.prompt_ids(ours.additional_kwargs["blend_prompt"]) == llm.engine.prompt_ids(whole)
+
+
+async def test_all_four_forms_answer_alike(make_llm: MakeLLM, nodes: list[NodeWithScore]) -> None:
+    llm = make_llm(recompute_ratio=0.3)
+    add(llm, nodes)
+    plain, streaming = BlendSynthesizer(llm=llm), BlendSynthesizer(llm=llm, streaming=True)
+    sync = plain.synthesize(QUESTION, nodes)
+    assert isinstance(sync, Response)
+    asynchronous = await plain.asynthesize(QUESTION, nodes)
+    assert isinstance(asynchronous, Response)
+    stream = streaming.synthesize(QUESTION, nodes)
+    assert isinstance(stream, StreamingResponse)
+    astream = await streaming.asynthesize(QUESTION, nodes)
+    assert isinstance(astream, AsyncStreamingResponse)
+    assert stream.metadata["blend"] == {}
+    pieces = list(stream.response_gen)
+    assert len(pieces) > 1
+    assert "".join(pieces) == sync.response
+    assert "".join([piece async for piece in astream.async_response_gen()]) == sync.response
+    assert asynchronous.response == sync.response
+    for response in (sync, asynchronous, stream, astream):
+        report = response.metadata["blend"]
+        assert report["hits"] == len(nodes)
+        assert report["output_tokens"] == 12
+        assert 0 < report["charged_ratio"] < 1
+        assert [chunk["id"] for chunk in report["chunks"]] == [each.node.node_id for each in nodes]
+        assert response.source_nodes == nodes
+
+
+def test_text_form_streams_too(make_llm: MakeLLM, nodes: list[NodeWithScore]) -> None:
+    llm = make_llm(is_chat_model=False)
+    whole = BlendSynthesizer(llm=llm).synthesize(QUESTION, nodes)
+    stream = BlendSynthesizer(llm=llm, streaming=True).synthesize(QUESTION, nodes)
+    assert str(stream) == str(whole)
+
+
+async def test_events_are_compacts(llm: BlendLLM, nodes: list[NodeWithScore], events: EventLog) -> None:
+    seen: list[list[str]] = []
+    for kind in (CompactAndRefine, BlendSynthesizer):
+        for asynchronous in (False, True):
+            events.events.clear()
+            debug = LlamaDebugHandler(print_trace_on_end=False)
+            synthesizer = kind(llm=llm, callback_manager=CallbackManager([debug]))
+            if asynchronous:
+                await synthesizer.asynthesize(QUESTION, nodes)
+            else:
+                synthesizer.synthesize(QUESTION, nodes)
+            seen.append([event.class_name() for event in events.events])
+            seen[-1] += [event.event_type.value for event in debug.get_events()]
+            assert set(events.of(LLMPredictStartEvent)[0].template_args) >= {"context_str"}
+    assert seen[0] == seen[2]
+    assert seen[1] == seen[3]
+
+
+def test_nodes_with_metadata_and_space_around(llm: BlendLLM, events: EventLog) -> None:
+    nodes = [
+        NodeWithScore(node=TextNode(id_="a", text="  Mara was born in Oslo.\n", metadata={"page": 3, "hidden": "x"})),
+        NodeWithScore(node=TextNode(id_="blank", text=" \n ")),
+        NodeWithScore(node=ImageNode(id_="image", image_url="http://localhost/x.png")),
+        NodeWithScore(node=TextNode(id_="b", text="{query_str} is no variable here. <|user|>\n")),
+    ]
+    nodes[0].node.excluded_llm_metadata_keys = ["hidden"]
+    add(llm, nodes)
+    assert sorted(llm.engine.ids()) == ["a", "b"]
+    compact = CompactAndRefine(llm=llm).synthesize(QUESTION, nodes)
+    blend = BlendSynthesizer(llm=llm).synthesize(QUESTION, nodes)
+    theirs, ours = answers(events)
+    assert ours["token_ids"] == theirs["token_ids"]
+    assert ours["usage"] == theirs["usage"]
+    assert str(blend) == str(compact)
+    assert blend.metadata["blend"]["hits"] == 2
+
+
+def test_text_changed_under_the_same_id_is_not_served_stale(
+    llm: BlendLLM, nodes: list[NodeWithScore], events: EventLog
+) -> None:
+    add(llm, nodes)
+    changed = [
+        NodeWithScore(node=TextNode(id_="n0", text="Mara Lindell was born in Lisbon.")),
+        *nodes[1:],
+    ]
+    CompactAndRefine(llm=llm).synthesize(QUESTION, changed)
+    report = BlendSynthesizer(llm=llm).synthesize(QUESTION, changed).metadata["blend"]
+    theirs, ours = answers(events)
+    assert ours["token_ids"] == theirs["token_ids"]
+    assert not report["chunks"][0]["hit"]
+    assert "not the one that was added" in report["chunks"][0]["reason"]
+    assert report["hits"] == len(nodes) - 1
+
+
+def test_called_without_nodes(llm: BlendLLM, nodes: list[NodeWithScore]) -> None:
+    synthesizer = BlendSynthesizer(llm=llm)
+    report: dict[str, Any] = {}
+    text = synthesizer.get_response(QUESTION, [each.node.text for each in nodes], blend_report=report)
+    assert text == str(synthesizer.synthesize(QUESTION, nodes))
+    assert report["misses"] == len(nodes)
+
+
+async def test_nothing_retrieved(llm: BlendLLM) -> None:
+    plain = BlendSynthesizer(llm=llm, empty_response="Nobody knows.")
+    streaming = BlendSynthesizer(llm=llm, streaming=True)
+    for response in (plain.synthesize(QUESTION, []), await plain.asynthesize(QUESTION, [])):
+        assert str(response) == "Nobody knows."
+        assert response.metadata == {"blend": None}
+    assert list(streaming.synthesize(QUESTION, []).response_gen) == ["Empty Response"]
+    astream = await streaming.asynthesize(QUESTION, [])
+    assert [piece async for piece in astream.async_response_gen()] == ["Empty Response"]
+
+
+def test_what_the_window_has_no_room_for_is_left_out_whole(
+    make_llm: MakeLLM,
+    make_model: Callable[..., LlamaForCausalLM],
+    nodes: list[NodeWithScore],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    template = PromptTemplate("{context_str}\nQ: {query_str}\nA:")
+    wide = make_llm(is_chat_model=False)
+    three = BlendSynthesizer(llm=wide, text_qa_template=template).synthesize(QUESTION, nodes[:3])
+    window = three.metadata["blend"]["prompt_tokens"] + 12 + 3
+    narrow = make_llm(is_chat_model=False, model=make_model(window))
+    synthesizer = BlendSynthesizer(llm=narrow, text_qa_template=template)
+    with caplog.at_level(logging.WARNING):
+        response = synthesizer.synthesize(QUESTION, nodes)
+    report = response.metadata["blend"]
+    assert report["dropped"] == ["n3", "n4"]
+    assert [chunk["id"] for chunk in report["chunks"]] == ["n0", "n1", "n2"]
+    assert report["output_tokens"] == 12
+    assert str(response) == str(three)
+    assert "['n3', 'n4']" in caplog.text
+    long = NodeWithScore(node=TextNode(id_="long", text="word " * window))
+    with pytest.raises(PromptTooLongError, match="'long'"):
+        synthesizer.synthesize(QUESTION, [long, *nodes])
+
+
+def test_a_template_that_changes_the_context_is_prefilled_whole(
+    llm: BlendLLM, nodes: list[NodeWithScore], events: EventLog
+) -> None:
+    def quoted(**values: str) -> str:
+        return "\n".join(f"> {line}" for line in values["context_str"].splitlines())
+
+    for function in (quoted, lambda **values: values["context_str"].upper()):
+        template = PromptTemplate("{context_str}\nQ: {query_str}", function_mappings={"context_str": function})
+        events.events.clear()
+        CompactAndRefine(llm=llm, text_qa_template=template).synthesize(QUESTION, nodes)
+        response = BlendSynthesizer(llm=llm, text_qa_template=template).synthesize(QUESTION, nodes)
+        theirs, ours = answers(events)
+        assert ours["token_ids"] == theirs["token_ids"]
+        assert "cannot be told apart" in response.metadata["blend"]["fallback_reason"]
+
+
+def test_other_language_models_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"needs a BlendLLM.*MockLLM"):
+        BlendSynthesizer(llm=MockLLM())  # type: ignore[arg-type]
+
+
+def test_prompts_can_be_seen_and_replaced(llm: BlendLLM, nodes: list[NodeWithScore]) -> None:
+    synthesizer = BlendSynthesizer(llm=llm)
+    assert set(synthesizer.get_prompts()) == {"text_qa_template"}
+    before = synthesizer.synthesize(QUESTION, nodes).metadata["blend"]["prompt_tokens"]
+    synthesizer.update_prompts({"text_qa_template": TEMPLATES["plain"]})
+    assert synthesizer.synthesize(QUESTION, nodes).metadata["blend"]["prompt_tokens"] < before
+
+
+def test_settings_of_a_synthesizer(make_llm: MakeLLM, nodes: list[NodeWithScore]) -> None:
+    llm = make_llm(recompute_ratio=0.15)
+    config = llm.engine.config.replace(selector="none")
+    report = BlendSynthesizer(llm=llm, config=config).synthesize(QUESTION, nodes).metadata["blend"]
+    assert (report["selector"], report["recomputed_tokens"]) == ("none", 0)
+
+
+class Shouting(BaseOutputParser):
+    """Asks for capitals and makes them."""
+
+    def parse(self, output: str) -> str:
+        return output.upper()
+
+    def format(self, query: str) -> str:
+        return query + "\nAnswer in capitals."
+
+
+def test_output_parsers(make_llm: MakeLLM, nodes: list[NodeWithScore]) -> None:
+    llm = make_llm(output_parser=Shouting())
+    blend = BlendSynthesizer(llm=llm).synthesize(QUESTION, nodes)
+    assert str(blend) == str(CompactAndRefine(llm=llm).synthesize(QUESTION, nodes))
+    assert str(blend).isupper()
+    with pytest.raises(ConfigError, match="streaming=False"):
+        BlendSynthesizer(llm=llm, streaming=True).synthesize(QUESTION, nodes)
+
+
+async def test_concurrent_questions_answer_as_one_by_one(make_llm: MakeLLM, nodes: list[NodeWithScore]) -> None:
+    synthesizer = BlendSynthesizer(llm=make_llm(recompute_ratio=0.2), streaming=False)
+    stream = BlendSynthesizer(llm=synthesizer._model, streaming=True)
+    orders = [nodes[start:] + nodes[:start] for start in range(4)]
+    alone = [str(synthesizer.synthesize(QUESTION, order)) for order in orders]
+    unread = [stream.synthesize(QUESTION, order) for order in orders[:2]]
+    unread.append(await stream.asynthesize(QUESTION, nodes))
+    together = await asyncio.wait_for(
+        asyncio.gather(*(synthesizer.asynthesize(QUESTION, order) for order in orders * 2)), 60
+    )
+    assert [str(each) for each in together] == alone * 2
+    del unread
+    gc.collect()
