@@ -277,6 +277,17 @@ class BlendEngine:
         return self.store.lookup(self._assembler.namespace, ids)
 
     @property
+    def revision(self) -> int:
+        """A number that every added, replaced or deleted chunk raises, by whatever process; equal numbers: no change."""
+        self._check_open()
+        return self.store.revision()
+
+    @property
+    def namespace(self) -> str:
+        """Digest of the model, the tokenizer and the encoding prefix: equal ones give and take the same KV."""
+        return self._assembler.namespace
+
+    @property
     def window(self) -> int | None:
         """Most tokens that the model can read and write, or None if its configuration does not say."""
         return model_window(self.model)

@@ -69,7 +69,7 @@ class StoreStats:
     entries : int
         Chunks whose KV is held.
     ram_bytes, disk_bytes : int
-        Bytes of KV in RAM and on disk.
+        Bytes of KV in RAM, and of files on disk.
     evictions : int
         Entries dropped for room since the store was opened.
     """
@@ -94,10 +94,15 @@ class KVStore(Protocol):
         """Whether the store's contents end with this process and are reachable through this object alone."""
 
     def open(self, key: str) -> KVReader | None:
-        """Return a reader of the KV under `key` and mark it as recently used, or None if it is not held."""
+        """Return a reader of the KV under `key` and mark it as recently used, or None if it is not held.
+
+        KV that is seen to be damaged is dropped with a warning, and None returned. A reader stays good when its KV is dropped.
+        """
 
     def put(self, key: str, kv: ChunkKV) -> None:
         """Keep `kv` under `key`; on return it is durable where the store is.
+
+        If `key` is held and looks sound already, nothing is written.
 
         Raises
         ------
@@ -111,7 +116,10 @@ class KVStore(Protocol):
         """Return for each key whether its KV is held."""
 
     def discard(self, key: str) -> None:
-        """Drop the KV under `key`, damaged or not wanted any more; names stay."""
+        """Drop the KV under `key`, damaged or not wanted any more; names stay.
+
+        Where the store may not be written, this object does not open it again.
+        """
 
     def name(self, namespace: str, records: Iterable[NodeRecord]) -> None:
         """Record names, replacing earlier records of the same ids; KV that loses its last name is dropped."""
@@ -124,6 +132,9 @@ class KVStore(Protocol):
 
     def names(self, namespace: str) -> list[str]:
         """Return all ids of a namespace, in the order they were first recorded."""
+
+    def revision(self) -> int:
+        """Return a number that every change to a name raises, by whatever process; equal numbers mean that no name changed."""
 
     def clear(self) -> None:
         """Drop all KV and all names of every namespace."""

@@ -12,6 +12,7 @@ from cacheblend_rag.store.database import Database
 from cacheblend_rag.store.disk import DiskTier
 from cacheblend_rag.store.folder import StoreFolder
 from cacheblend_rag.store.index import Entry, Index
+from cacheblend_rag.store.names import Names
 
 __all__ = ["CheckReport", "check_store"]
 
@@ -84,11 +85,11 @@ def check_store(location: str | Path, repair: bool = False) -> CheckReport:
         raise StoreError(f"folder {path} is empty; name the folder of a store")
     report = CheckReport()
     try:
-        index = Index(Database(folder.index_path, read_only=True))
+        database = Database(folder.index_path, read_only=True)
         try:
-            findings = _examine(folder, index, report)
+            findings = _examine(folder, database, report)
         finally:
-            index.close()
+            database.close()
     except StoreError as error:
         report.problems.append(str(error))
         if repair:
@@ -109,10 +110,11 @@ class _Findings:
     names: list[tuple[str, str]] = field(default_factory=list)
 
 
-def _examine(folder: StoreFolder, index: Index, report: CheckReport) -> _Findings:
+def _examine(folder: StoreFolder, database: Database, report: CheckReport) -> _Findings:
+    index, names = Index(database), Names(database)
     findings = _Findings()
     report.problems += index.damage()
-    for path in folder.leftovers():
+    for path in folder.writers.leftovers():
         report.problems.append(f"{path.name} was left by a killed process; the next opening of the store removes it")
     for key, entry in index.entries():
         flaw = _flaw(folder, key, entry)
@@ -129,10 +131,10 @@ def _examine(folder: StoreFolder, index: Index, report: CheckReport) -> _Finding
         elif _is_orphan(folder, index, path):
             report.problems.append(f"file {path.name} belongs to no entry")
             findings.files.append(path.name)
-    for namespace, node in index.damaged_names():
+    for namespace, node in names.damaged():
         report.problems.append(f"the record of name {node!r} does not match its checksum")
         findings.names.append((namespace, node))
-    report.names = index.name_count()
+    report.names = names.count()
     return findings
 
 
@@ -154,7 +156,7 @@ def _is_orphan(folder: StoreFolder, index: Index, path: Path) -> bool:
     # pending therefore finds whatever a living process is about to do with it.
     for _ in range(2):
         writer = index.pending_writer(path.name)
-        if writer is not None and folder.is_alive(writer):
+        if writer is not None and folder.writers.is_alive(writer):
             return False
         if index.has_file(path.name, path.name.partition(".")[0]):
             return False
@@ -169,8 +171,9 @@ def _mend(path: Path, findings: _Findings) -> None:
             tier.discard(key)
         for name in findings.files:
             tier.folder.unlink(name)
+        names = Names(tier.database)
         for namespace, node in findings.names:
-            _, dropped = tier.index.remove_names(namespace, [node], tier.folder.writer())
+            _, dropped = names.remove(namespace, [node], tier.folder.writers.own())
             tier.remove(dropped)
         tier.index.recount()
     finally:
@@ -181,14 +184,14 @@ def _rebuild(folder: StoreFolder) -> None:
     """Make the index anew from the files."""
     with folder.opening():
         folder.renew_index()
-        index = Index(Database(folder.index_path))
+        database = Database(folder.index_path)
         try:
             for path in folder.files():
                 if folder.is_file_name(path.name):
-                    _adopt(folder, index, path)
+                    _adopt(folder, Index(database), path)
         finally:
-            index.close()
-            folder.close()
+            database.close()
+            folder.writers.close()
 
 
 def _adopt(folder: StoreFolder, index: Index, path: Path) -> None:
@@ -200,6 +203,6 @@ def _adopt(folder: StoreFolder, index: Index, path: Path) -> None:
         _log.warning("file removed: %s", error)
         folder.unlink(path.name)
         return
-    dropped = index.add(key, Entry(path.name, file.file_bytes, file.digest), None, None, folder.writer())
+    dropped = index.add(key, Entry(path.name, file.file_bytes, file.digest), None, None, folder.writers.own())
     for name in dropped.files:
         folder.unlink(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sqlite3
 import weakref
@@ -12,7 +11,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from cacheblend_rag.errors import StoreError, StoreFullError, StoreReadOnlyError
-from cacheblend_rag.store.locks import ForkSafeLock
+from cacheblend_rag.store.locks import ForkSafeLock, tell_before_fork
 
 __all__ = ["Database"]
 
@@ -28,7 +27,7 @@ CREATE INDEX IF NOT EXISTS entries_by_use ON entries (last_used);
 CREATE TABLE IF NOT EXISTS pending (file TEXT PRIMARY KEY, writer TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS deletions (seq INTEGER PRIMARY KEY, key TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
-INSERT OR IGNORE INTO counters VALUES ('entry_bytes', 0), ('clock', 0);
+INSERT OR IGNORE INTO counters VALUES ('entry_bytes', 0), ('clock', 0), ('revision', 0);
 CREATE TRIGGER IF NOT EXISTS entry_added AFTER INSERT ON entries BEGIN
     UPDATE counters SET value = value + new.bytes WHERE name = 'entry_bytes';
 END;
@@ -41,13 +40,24 @@ CREATE TABLE IF NOT EXISTS nodes (
     token_ids BLOB NOT NULL, checksum INTEGER NOT NULL, UNIQUE (namespace, id)
 );
 CREATE INDEX IF NOT EXISTS nodes_by_key ON nodes (key);
+CREATE TRIGGER IF NOT EXISTS node_added AFTER INSERT ON nodes BEGIN
+    UPDATE counters SET value = value + 1 WHERE name = 'revision';
+END;
+CREATE TRIGGER IF NOT EXISTS node_changed AFTER UPDATE ON nodes BEGIN
+    UPDATE counters SET value = value + 1 WHERE name = 'revision';
+END;
+CREATE TRIGGER IF NOT EXISTS node_removed AFTER DELETE ON nodes BEGIN
+    UPDATE counters SET value = value + 1 WHERE name = 'revision';
+END;
 """
 
 
 class Database:
     """One connection that reads and one that writes, so that no lookup waits for a commit.
 
-    Neither is used across a fork: a child opens its own.
+    Both are closed before a fork and opened again when next they are needed, by parent and child. Abandoning them in the child
+    would not do: SQLite keeps one account of file locks for a whole process, so that the child, with this account inherited and
+    the locks not, would lock too little and lose what it writes when the parent closes.
 
     Parameters
     ----------
@@ -65,6 +75,7 @@ class Database:
         self._write_lock = ForkSafeLock() if path else self._read_lock
         self._connections = _Connections(path, read_only)
         self._finalizer = weakref.finalize(self, self._connections.close)
+        tell_before_fork(self)
         if not read_only:
             with self.write() as connection:
                 for statement in _statements(_SCHEMA):
@@ -104,6 +115,11 @@ class Database:
                     connection.execute("ROLLBACK")
                 raise
 
+    def before_fork(self) -> None:
+        """Close the connections to a file; what lives in memory is simply copied by the fork."""
+        if self._path is not None:
+            self._connections.disconnect()
+
     def close(self) -> None:
         """Close both connections."""
         with self._read_lock:
@@ -116,48 +132,42 @@ class Database:
 
 
 class _Connections:
-    """The connections of one process, apart from `Database` so that a finalizer can close them."""
+    """The connections, apart from `Database` so that a finalizer can close them."""
 
     def __init__(self, path: Path | None, read_only: bool) -> None:
-        self._path = path
+        self.path = path
         self._read_only = read_only
-        self._pid = os.getpid()
         self._reader: sqlite3.Connection | None = None
         self._writer: sqlite3.Connection | None = None
         self.closed = False
 
     def reader(self) -> sqlite3.Connection:
-        self._leave_parent()
-        if self._path is None:
+        self._check_open()
+        if self.path is None:
             return self.writer()
         if self._reader is None:
-            self._reader = self._connect_read_only(self._path) if self._read_only else self._connect(self._path)
+            self._reader = self._connect_read_only(self.path) if self._read_only else self._connect(self.path)
         return self._reader
 
     def writer(self) -> sqlite3.Connection:
-        self._leave_parent()
+        self._check_open()
         if self._writer is None:
-            self._writer = self._connect(self._path)
+            self._writer = self._connect(self.path)
         return self._writer
 
     def close(self) -> None:
         self.closed = True
-        if self._pid == os.getpid() or self._path is None:
-            for connection in (self._reader, self._writer):
-                if connection is not None:
-                    connection.close()
+        self.disconnect()
+
+    def disconnect(self) -> None:
+        for connection in (self._reader, self._writer):
+            if connection is not None:
+                connection.close()
         self._reader = self._writer = None
 
-    def _leave_parent(self) -> None:
+    def _check_open(self) -> None:
         if self.closed:
             raise StoreError("the store is closed; open it again")
-        if self._pid != os.getpid() and self._path is not None:
-            for connection in (self._reader, self._writer):
-                if connection is not None:
-                    # Closing it would release the parent's locks and might remove its log: it must never be collected.
-                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
-            self._reader = self._writer = None
-            self._pid = os.getpid()
 
     def _connect(self, path: Path | None) -> sqlite3.Connection:
         connection = sqlite3.connect(path or ":memory:", timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
@@ -199,6 +209,8 @@ def _statements(script: str) -> Iterator[str]:
 def _translated(path: Path | None) -> Iterator[None]:
     try:
         yield
+    except UnicodeEncodeError as error:
+        raise StoreError(f"{error.object[:80]!r} is not valid Unicode and cannot be stored as a name") from error
     except sqlite3.Error as error:
         where = "in memory" if path is None else str(path)
         text = str(error)

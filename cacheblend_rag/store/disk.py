@@ -49,14 +49,16 @@ class DiskTier:
         self._lock = ForkSafeLock()
         self._touched: OrderedDict[str, None] = OrderedDict()
         self._touched_at = time.monotonic()
-        # Keys that were discarded where nothing can be removed.
+        # Keys that were discarded where they could not be removed.
         self._discarded: set[str] = set()
         self.evictions = 0
         if self._folder.read_only:
-            self.index = Index(Database(self._folder.index_path, read_only=True))
+            self.database = Database(self._folder.index_path, read_only=True)
+            self.index = Index(self.database)
         else:
             with self._folder.opening():
-                self.index = Index(Database(self._folder.index_path))
+                self.database = self.deleting(lambda: Database(self._folder.index_path))
+                self.index = Index(self.database)
                 self._recover()
 
     @property
@@ -103,14 +105,14 @@ class DiskTier:
             If the folder may not be written.
         """
         held = self.index.entry(valid_key(key))
-        if held is not None:
-            try:
-                self._verified(key, held)
-            except (FileNotFoundError, ChunkReadError) as error:
-                _log.warning("stored KV %s… is damaged and replaced: %s", key[:12], error)
-            else:
+        if held is not None and key not in self._discarded:
+            flaw = self._flaw(key, held)
+            if flaw is None:
                 self.touch(key)
                 return []
+            if self.index.has_file(held.file, key):
+                # Otherwise another process or thread has just dropped it.
+                _log.warning("stored KV %s… is damaged and replaced: %s", key[:12], flaw)
         encoded = encode_chunk(key, kv)
         if self._limit_bytes is not None and encoded.nbytes > self._limit_bytes:
             raise StoreFullError(
@@ -118,7 +120,7 @@ class DiskTier:
             )
         self.flush()
         name = self._folder.new_file_name(key)
-        writer = self._folder.writer()
+        writer = self._folder.writers.own()
         self.index.expect(name, writer)
         try:
             self._folder.write(name, encoded.buffers)
@@ -126,6 +128,7 @@ class DiskTier:
         except BaseException:
             self._remove(Dropped(files=[name]), forgiving=True)
             raise
+        self._discarded.discard(key)
         self.evictions += len(dropped.keys)
         self._remove(dropped)
         return dropped.keys
@@ -139,10 +142,10 @@ class DiskTier:
         if self.read_only:
             self._discarded.add(key)
         else:
-            self.remove(self.deleting(lambda: self.index.drop([key], self._folder.writer())))
+            self.remove(self.deleting(lambda: self.index.drop([key], self._folder.writers.own())))
 
     def deleting(self, delete: Callable[[], Result]) -> Result:
-        """Run a transaction of the index that deletes, on a full disk with the room set aside for that."""
+        """Run what a full disk must not prevent, deleting above all; it may take the room set aside for that."""
         try:
             return delete()
         except StoreFullError:
@@ -164,17 +167,23 @@ class DiskTier:
             self._touched.move_to_end(key)
             due = len(self._touched) >= _TOUCHES_KEPT and time.monotonic() - self._touched_at > _TOUCH_S
         if due:
-            self.flush()
+            self.flush(wait=False)
 
-    def flush(self) -> None:
-        """Write the recency of what was used; losing it costs nothing but a worse choice of what to evict."""
+    def flush(self, wait: bool = True) -> None:
+        """Write the recency of what was used; losing it costs nothing but a worse choice of what to evict.
+
+        Parameters
+        ----------
+        wait : bool
+            Whether to wait while another process writes, rather than try again another time.
+        """
         with self._lock:
             touched, self._touched = list(self._touched), OrderedDict()
             self._touched_at = time.monotonic()
         if not touched:
             return
         try:
-            self.index.touch(touched)
+            self.index.touch(touched, wait)
         except StoreError as error:
             _log.debug("recency of %d chunks not written: %s", len(touched), error)
             with self._lock:
@@ -187,8 +196,8 @@ class DiskTier:
         """Write what is left to write and release files and connections."""
         if not self.read_only:
             self.flush()
-        self.index.close()
-        self._folder.close()
+        self.database.close()
+        self._folder.writers.close()
 
     def _verified(self, key: str, entry: Entry) -> ChunkFile:
         try:
@@ -200,12 +209,22 @@ class DiskTier:
             raise ChunkReadError(key, f"file {entry.file} is not the one that was written")
         return file
 
+    def _flaw(self, key: str, entry: Entry) -> str | None:
+        try:
+            self._verified(key, entry)
+        except FileNotFoundError:
+            return f"file {entry.file} is missing"
+        except ChunkReadError as error:
+            return str(error)
+        return None
+
     def _lose(self, key: str, entry: Entry, reason: str) -> None:
         _log.warning("stored KV %s… is dropped: %s", key[:12], reason)
-        if self.read_only:
+        try:
+            self.remove(self.deleting(lambda: self.index.drop([key], self._folder.writers.own(), file=entry.file)))
+        except StoreError:
+            # Most likely a folder that may not be written: it must not be met again.
             self._discarded.add(key)
-        else:
-            self._remove(self.index.drop([key], self._folder.writer(), file=entry.file))
 
     def _remove(self, dropped: Dropped, forgiving: bool = False) -> None:
         if not dropped.files:
@@ -221,14 +240,13 @@ class DiskTier:
 
     def _recover(self) -> None:
         """Finish what killed processes had begun; nobody else opens the store meanwhile."""
-        for path in self._folder.leftovers():
+        for path in self._folder.writers.leftovers():
             path.unlink(missing_ok=True)
         pending = self.index.pending()
-        dead = {writer for writer in {writer for _, writer in pending} if not self._folder.is_alive(writer)}
-        files = [name for name, writer in pending if writer in dead]
+        dead = {writer for writer in {writer for _, writer in pending} if not self._folder.writers.is_alive(writer)}
+        files = [
+            name for name, writer in pending if writer in dead and not self.index.has_file(name, name.partition(".")[0])
+        ]
         if files:
             _log.info("removing %d files that a killed process left in %s", len(files), self._folder.path)
-            self._remove(
-                Dropped(files=[name for name in files if not self.index.has_file(name, name.partition(".")[0])])
-            )
-            self.index.settle(files)
+            self._remove(Dropped(files=files), forgiving=True)

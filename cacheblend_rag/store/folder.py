@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -22,10 +21,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cacheblend_rag.errors import StoreError, StoreFormatError, StoreFullError, StoreReadOnlyError
-from cacheblend_rag.store.locks import ForkSafeLock
+from cacheblend_rag.errors import StoreError, StoreFormatError, StoreReadOnlyError
+from cacheblend_rag.store.writers import Writers, storing
 
-__all__ = ["StoreFolder", "storing", "valid_key"]
+__all__ = ["StoreFolder", "valid_key"]
 
 _FORMAT = "cacheblend-rag store"
 _VERSION = 1
@@ -35,8 +34,6 @@ _MAKING = {"store.lock", "store.json.tmp"}
 _RESERVE_BYTES = 128 * 1024
 _KEY = re.compile(r"[0-9a-f]{8,128}")
 _FILE = re.compile(r"[0-9a-f]{8,128}\.[0-9a-f]{16}\.safetensors")
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 def valid_key(key: str) -> str:
@@ -50,23 +47,6 @@ def valid_key(key: str) -> str:
     if not _KEY.fullmatch(key):
         raise StoreError(f"{key[:140]!r} is no store key; a key is 8 to 128 lower-case hexadecimal digits")
     return key
-
-
-@contextmanager
-def storing(path: Path) -> Iterator[None]:
-    """Turn the errors of writing below `path` into the store's own."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in _FULL:
-            raise StoreFullError(
-                f"no room left on the disk of {path}; free some, or give the store a byte budget (disk_bytes)"
-            ) from error
-        if error.errno in _READ_ONLY:
-            raise StoreReadOnlyError(
-                f"store folder {path} may not be written ({error.strerror}); it can only be read"
-            ) from error
-        raise StoreError(f"store folder {path} cannot be written: {error}") from error
 
 
 class StoreFolder:
@@ -90,11 +70,6 @@ class StoreFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.index_path = path / "index.sqlite"
-        self._lock = ForkSafeLock()
-        self._writer = ""
-        self._writer_fd = -1
-        self._writer_pid = 0
-        self._count = 0
         marked = self._check_mark()
         if not marked:
             with storing(path):
@@ -103,6 +78,7 @@ class StoreFolder:
         parts = (path, path / "kv", path / "tmp", self.index_path)
         self.is_made = marked
         self.read_only = not all(os.access(part, os.W_OK) for part in parts if part.exists())
+        self.writers = Writers(path / "tmp", self.read_only)
         if self.read_only and not marked:
             raise StoreReadOnlyError(f"folder {path} holds no store and may not be written; choose a folder that may")
 
@@ -192,10 +168,8 @@ class StoreFolder:
     def write(self, name: str, buffers: list[memoryview]) -> None:
         """Write the file `name` so that it is there completely, and durably, or not at all."""
         final = self.file_path(name)
-        with self._lock:
-            self._count += 1
-            temporary = self.path / "tmp" / f"{self._writer_locked()}.{self._count}.part"
         with storing(self.path):
+            temporary = self.writers.new_part()
             try:
                 fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
                 try:
@@ -216,74 +190,6 @@ class StoreFolder:
         """Remove the file `name`, if it is there."""
         with storing(self.path):
             self.file_path(name).unlink(missing_ok=True)
-
-    def writer(self) -> str:
-        """Return the name under which this process writes; it lives as long as the process holds its lock file."""
-        with self._lock:
-            return self._writer_locked()
-
-    def is_alive(self, writer: str) -> bool:
-        """Return whether the process that writes under this name still runs."""
-        if writer == self._writer and self._writer_pid == os.getpid():
-            return True
-        return not self._bury(writer)
-
-    def leftovers(self) -> list[Path]:
-        """Return the temporary files whose writer is dead."""
-        files = sorted((self.path / "tmp").iterdir())
-        dead = {writer for writer in {file.name.partition(".")[0] for file in files} if not self.is_alive(writer)}
-        return [file for file in files if file.name.partition(".")[0] in dead and file.suffix != ".lock"]
-
-    def close(self) -> None:
-        """Stop writing under this process's name."""
-        with self._lock:
-            if self._writer_fd >= 0 and self._writer_pid == os.getpid():
-                self._lock_path(self._writer).unlink(missing_ok=True)
-                os.close(self._writer_fd)
-            self._writer, self._writer_fd = "", -1
-
-    def _writer_locked(self) -> str:
-        if self._writer and self._writer_pid == os.getpid():
-            return self._writer
-        if self._writer_fd >= 0:
-            # Inherited over a fork: the parent goes on writing under that name.
-            os.close(self._writer_fd)
-            self._writer_fd = -1
-        with storing(self.path):
-            while True:
-                writer = secrets.token_hex(8)
-                path = self._lock_path(writer)
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-                fcntl.flock(fd, fcntl.LOCK_EX)
-                # Between the two calls another process may have taken it for a dead writer's and removed it.
-                if os.fstat(fd).st_nlink:
-                    break
-                os.close(fd)
-        self._writer, self._writer_fd, self._writer_pid = writer, fd, os.getpid()
-        return writer
-
-    def _lock_path(self, writer: str) -> Path:
-        return self.path / "tmp" / f"{writer}.lock"
-
-    def _bury(self, writer: str) -> bool:
-        """Remove the lock file of a dead writer; return False if the writer lives."""
-        path = self._lock_path(writer)
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return True
-        except PermissionError:
-            return False
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        else:
-            if not self.read_only:
-                path.unlink(missing_ok=True)
-            return True
-        finally:
-            os.close(fd)
 
     def _check_mark(self) -> bool:
         """Return whether a store is there that this version reads, False where one can be made."""

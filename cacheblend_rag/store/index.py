@@ -1,20 +1,14 @@
-"""What the store's files hold, and the names by which chunks are asked for."""
+"""What the store's files hold."""
 
 from __future__ import annotations
 
 import sqlite3
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from logging import getLogger
 
-from cacheblend_rag.store.base import NodeRecord
-from cacheblend_rag.store.codec import pack_tokens, unpack_tokens
 from cacheblend_rag.store.database import Database
 
-__all__ = ["Dropped", "Entry", "Index"]
-
-_log = getLogger(__name__)
+__all__ = ["Dropped", "Entry", "Index", "counter", "drop_entries"]
 
 # Other processes that saw fewer deletions than are kept look through all they hold.
 _DELETIONS_KEPT = 4096
@@ -38,7 +32,7 @@ class Dropped:
 
 
 class Index:
-    """Names and entries in one database; each method is one transaction.
+    """The entries in a database; each method is one transaction.
 
     Parameters
     ----------
@@ -48,55 +42,6 @@ class Index:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-
-    # Names
-
-    def lookup(self, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None]:
-        """Return the record of each id, or None."""
-        query = "SELECT key, text_hash, token_ids, checksum FROM nodes WHERE namespace = ? AND id = ?"
-        with self._database.read() as connection:
-            rows = [connection.execute(query, (namespace, node)).fetchone() for node in ids]
-        return [None if row is None else _record(namespace, node, *row) for node, row in zip(ids, rows, strict=True)]
-
-    def names(self, namespace: str) -> list[str]:
-        """Return the ids of a namespace in the order they were first recorded."""
-        with self._database.read() as connection:
-            return [
-                row[0]
-                for row in connection.execute("SELECT id FROM nodes WHERE namespace = ? ORDER BY seq", (namespace,))
-            ]
-
-    def name_count(self) -> int:
-        """Return how many names there are in all namespaces."""
-        return self._count("nodes")
-
-    def set_names(self, namespace: str, records: Iterable[NodeRecord], writer: str) -> Dropped:
-        """Record names; entries that lose their last name are dropped."""
-        rows = []
-        for record in records:
-            tokens = pack_tokens(record.token_ids)
-            checksum = _checksum(namespace, record.id, record.key, record.text_hash, tokens)
-            rows.append((namespace, record.id, record.key, record.text_hash, tokens, checksum))
-        if not rows:
-            return Dropped()
-        with self._database.write() as connection:
-            replaced = _keys_of(connection, namespace, [row[1] for row in rows])
-            connection.executemany(
-                "INSERT INTO nodes (namespace, id, key, text_hash, token_ids, checksum) VALUES (?, ?, ?, ?, ?, ?) "
-                "ON CONFLICT (namespace, id) DO UPDATE SET key = excluded.key, text_hash = excluded.text_hash, "
-                "token_ids = excluded.token_ids, checksum = excluded.checksum",
-                rows,
-            )
-            return _drop_nameless(connection, replaced, writer)
-
-    def remove_names(self, namespace: str, ids: Sequence[str], writer: str) -> tuple[int, Dropped]:
-        """Remove names, and entries that lose their last name; return how many names there were."""
-        with self._database.write() as connection:
-            keys = _keys_of(connection, namespace, ids)
-            connection.executemany(
-                "DELETE FROM nodes WHERE namespace = ? AND id = ?", ((namespace, node) for node in set(ids))
-            )
-            return len(keys), _drop_nameless(connection, keys, writer)
 
     # Entries
 
@@ -127,12 +72,13 @@ class Index:
 
     def entry_count(self) -> int:
         """Return how many entries there are."""
-        return self._count("entries")
+        with self._database.read() as connection:
+            return int(connection.execute("SELECT count(*) FROM entries").fetchone()[0])
 
     def entry_bytes(self) -> int:
         """Return the size of all entries' files."""
         with self._database.read() as connection:
-            return _counter(connection, "entry_bytes")
+            return counter(connection, "entry_bytes")
 
     def expect(self, file: str, writer: str) -> None:
         """Note that `file` is about to lie in the folder without an entry."""
@@ -168,7 +114,7 @@ class Index:
                 dropped.files.append(entry.file)
                 return dropped
             if row is not None:
-                _drop_entries(connection, [key], writer, dropped)
+                drop_entries(connection, [key], writer, dropped)
                 dropped.keys.clear()
             clock = _advance(connection, 1)
             connection.execute(
@@ -176,14 +122,14 @@ class Index:
             )
             connection.execute("DELETE FROM pending WHERE file = ?", (entry.file,))
             if limit_bytes is not None:
-                over = _counter(connection, "entry_bytes") - limit_bytes
+                over = counter(connection, "entry_bytes") - limit_bytes
                 victims = []
                 oldest = connection.execute("SELECT key, bytes FROM entries WHERE key != ? ORDER BY last_used", (key,))
                 while over > 0 and (victim := oldest.fetchone()) is not None:
                     victims.append(victim[0])
                     over -= victim[1]
                 oldest.close()
-                _drop_entries(connection, victims, writer, dropped)
+                drop_entries(connection, victims, writer, dropped)
             connection.execute(
                 "DELETE FROM deletions WHERE seq <= (SELECT max(seq) FROM deletions) - ?", (_DELETIONS_KEPT,)
             )
@@ -196,7 +142,7 @@ class Index:
             if file is not None:
                 query = "SELECT 1 FROM entries WHERE key = ? AND file = ?"
                 keys = [key for key in keys if connection.execute(query, (key, file)).fetchone()]
-            _drop_entries(connection, keys, writer, dropped)
+            drop_entries(connection, keys, writer, dropped)
         return dropped
 
     def clear(self, writer: str) -> Dropped:
@@ -204,16 +150,16 @@ class Index:
         dropped = Dropped()
         with self._database.write() as connection:
             keys = [row[0] for row in connection.execute("SELECT key FROM entries")]
-            _drop_entries(connection, keys, writer, dropped)
+            drop_entries(connection, keys, writer, dropped)
             connection.execute("DELETE FROM nodes")
             connection.execute(
                 "DELETE FROM deletions WHERE seq <= (SELECT max(seq) FROM deletions) - ?", (_DELETIONS_KEPT,)
             )
         return dropped
 
-    def touch(self, keys: Sequence[str]) -> None:
-        """Mark entries as used in this order, the last one latest; an error if another process is writing at the moment."""
-        with self._database.write(durable=False, wait=False) as connection:
+    def touch(self, keys: Sequence[str], wait: bool) -> None:
+        """Mark entries as used in this order, the last one latest; without `wait` an error if another process is writing."""
+        with self._database.write(durable=False, wait=wait) as connection:
             clock = _advance(connection, len(keys)) - len(keys)
             connection.executemany(
                 "UPDATE entries SET last_used = ? WHERE key = ?", ((clock + 1 + n, key) for n, key in enumerate(keys))
@@ -273,17 +219,11 @@ class Index:
                 found = [str(row[0]) for row in connection.execute("PRAGMA integrity_check(20)") if row[0] != "ok"]
                 if found:
                     raise sqlite3.DatabaseError(f"database disk image is malformed: {found[0]}")
-                counted = _counter(connection, "entry_bytes")
+                counted = counter(connection, "entry_bytes")
                 total = connection.execute("SELECT ifnull(sum(bytes), 0) FROM entries").fetchone()[0]
             finally:
                 connection.execute("ROLLBACK")
         return [] if counted == total else [f"the index counts {counted} bytes where its entries have {total}"]
-
-    def damaged_names(self) -> list[tuple[str, str]]:
-        """Return the namespace and id of each name whose record does not match its checksum."""
-        query = "SELECT namespace, id, key, text_hash, token_ids, checksum FROM nodes"
-        with self._database.read() as connection:
-            return [tuple(row[:2]) for row in connection.execute(query) if not _is_sound(*row)]
 
     def recount(self) -> None:
         """Count the bytes of all entries anew."""
@@ -291,51 +231,9 @@ class Index:
             query = "UPDATE counters SET value = (SELECT ifnull(sum(bytes), 0) FROM entries) WHERE name = 'entry_bytes'"
             connection.execute(query)
 
-    def close(self) -> None:
-        """Close the database."""
-        self._database.close()
 
-    def _count(self, table: str) -> int:
-        with self._database.read() as connection:
-            return int(connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
-
-
-def _record(namespace: str, node: str, key: str, text_hash: str, tokens: bytes, checksum: int) -> NodeRecord | None:
-    if not _is_sound(namespace, node, key, text_hash, tokens, checksum):
-        _log.warning(
-            "the stored record of name %r is damaged; the name counts as unknown until it is added again", node
-        )
-        return None
-    return NodeRecord(node, key, text_hash, unpack_tokens(tokens))
-
-
-def _checksum(namespace: str, node: str, key: str, text_hash: str, tokens: bytes) -> int:
-    return zlib.crc32(tokens, zlib.crc32("\0".join((namespace, node, key, text_hash)).encode("utf-8", "surrogatepass")))
-
-
-def _is_sound(namespace: str, node: str, key: str, text_hash: str, tokens: bytes, checksum: int) -> bool:
-    # In a damaged database a value may even have another type.
-    texts = all(isinstance(text, str) for text in (namespace, node, key, text_hash))
-    return texts and isinstance(tokens, bytes) and _checksum(namespace, node, key, text_hash, tokens) == checksum
-
-
-def _keys_of(connection: sqlite3.Connection, namespace: str, ids: Iterable[str]) -> list[str]:
-    query = "SELECT key FROM nodes WHERE namespace = ? AND id = ?"
-    rows = (connection.execute(query, (namespace, node)).fetchone() for node in dict.fromkeys(ids))
-    return [row[0] for row in rows if row is not None]
-
-
-def _drop_nameless(connection: sqlite3.Connection, keys: Iterable[str], writer: str) -> Dropped:
-    dropped = Dropped()
-    query = "SELECT 1 FROM nodes WHERE key = ? LIMIT 1"
-    nameless = [key for key in dict.fromkeys(keys) if connection.execute(query, (key,)).fetchone() is None]
-    _drop_entries(connection, nameless, writer, dropped)
-    # KV may be in RAM alone, without an entry.
-    dropped.keys = nameless
-    return dropped
-
-
-def _drop_entries(connection: sqlite3.Connection, keys: Iterable[str], writer: str, dropped: Dropped) -> None:
+def drop_entries(connection: sqlite3.Connection, keys: Iterable[str], writer: str, dropped: Dropped) -> None:
+    """Drop entries in a transaction that has begun, and add them to `dropped`; `writer` is to remove their files."""
     for key in keys:
         row = connection.execute("SELECT file FROM entries WHERE key = ?", (key,)).fetchone()
         if row is not None:
@@ -345,13 +243,14 @@ def _drop_entries(connection: sqlite3.Connection, keys: Iterable[str], writer: s
             dropped.files.append(row[0])
 
 
-def _counter(connection: sqlite3.Connection, name: str) -> int:
+def counter(connection: sqlite3.Connection, name: str) -> int:
+    """Return the value of a counter."""
     return int(connection.execute("SELECT value FROM counters WHERE name = ?", (name,)).fetchone()[0])
 
 
 def _advance(connection: sqlite3.Connection, steps: int) -> int:
     connection.execute("UPDATE counters SET value = value + ? WHERE name = 'clock'", (steps,))
-    return _counter(connection, "clock")
+    return counter(connection, "clock")
 
 
 def _last_deletion(connection: sqlite3.Connection) -> int:

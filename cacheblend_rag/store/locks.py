@@ -1,4 +1,4 @@
-"""A lock that survives a fork."""
+"""Locks, and whatever else has to be in order when a process forks."""
 
 from __future__ import annotations
 
@@ -6,21 +6,29 @@ import os
 import threading
 import weakref
 from types import TracebackType
+from typing import Protocol
 
-__all__ = ["ForkSafeLock"]
+__all__ = ["ForkSafeLock", "Forking", "tell_before_fork"]
+
+
+class Forking(Protocol):
+    """Something that has to do with forks."""
+
+    def before_fork(self) -> None:
+        """Let go of what a child must not inherit; every `ForkSafeLock` is held by the calling thread."""
 
 
 class ForkSafeLock:
     """A mutual exclusion that a forked child finds free, with nobody half way through what it guards.
 
-    Every such lock is taken before a fork and released on both sides of it. So that this cannot deadlock, a thread holds at most
-    one of them at a time, never forks while holding it, and no finalizer takes one.
+    Every such lock is taken before a fork and released on both sides of it. So that this cannot deadlock, a thread holds at
+    most one of them at a time, neither forks nor logs while holding it, and no finalizer takes one.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         with _registry_lock:
-            _registry.add(self)
+            _locks.add(self)
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -39,16 +47,25 @@ class ForkSafeLock:
         self._lock.release()
 
 
-_registry: weakref.WeakSet[ForkSafeLock] = weakref.WeakSet()
+def tell_before_fork(party: Forking) -> None:
+    """Call `party.before_fork` before each fork for as long as `party` lives."""
+    with _registry_lock:
+        _parties.add(party)
+
+
+_locks: weakref.WeakSet[ForkSafeLock] = weakref.WeakSet()
+_parties: weakref.WeakSet[Forking] = weakref.WeakSet()
 _registry_lock = threading.Lock()
 _held_over_fork: list[ForkSafeLock] = []
 
 
 def _before_fork() -> None:
     _registry_lock.acquire()
-    for lock in list(_registry):
+    for lock in list(_locks):
         lock.acquire()
         _held_over_fork.append(lock)
+    for party in list(_parties):
+        party.before_fork()
 
 
 def _after_fork() -> None:

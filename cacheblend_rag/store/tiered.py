@@ -14,6 +14,7 @@ from cacheblend_rag.store.database import Database
 from cacheblend_rag.store.disk import DiskTier
 from cacheblend_rag.store.folder import valid_key
 from cacheblend_rag.store.index import Dropped, Index
+from cacheblend_rag.store.names import Names
 from cacheblend_rag.store.ram import RamReader, RamTier
 
 __all__ = ["TieredStore"]
@@ -41,7 +42,9 @@ class TieredStore:
     def __init__(self, ram: RamTier, disk: DiskTier | None = None) -> None:
         self._ram = ram
         self._disk = disk
-        self._index = disk.index if disk else Index(Database(None))
+        self._database = disk.database if disk else Database(None)
+        self._index = Index(self._database)
+        self._names = Names(self._database)
         self._deletions_seen = self._index.deletions()
         self._closed = False
 
@@ -49,11 +52,6 @@ class TieredStore:
     def is_private(self) -> bool:
         """Whether the store's contents end with this process and are reachable through this object alone."""
         return self._disk is None
-
-    @property
-    def is_read_only(self) -> bool:
-        """Whether the store's folder may not be written."""
-        return self._disk is not None and self._disk.read_only
 
     def open(self, key: str) -> KVReader | None:
         """Return a reader of the KV under `key` and mark it as recently used, or None if it is not held."""
@@ -105,23 +103,27 @@ class TieredStore:
         """Record names, replacing earlier records of the same ids; KV that loses its last name is dropped."""
         records = list(records)
         if records:
-            self._drop(self._index.set_names(namespace, records, self._writer()))
+            self._drop(self._names.record(namespace, records, self._writer()))
 
     def lookup(self, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None]:
         """Return the record of each id, or None where the name is unknown."""
-        return self._index.lookup(namespace, ids)
+        return self._names.lookup(namespace, ids)
 
     def forget(self, namespace: str, ids: Sequence[str]) -> int:
         """Remove names, and drop KV that loses its last name; return how many names there were."""
         if not ids:
             return 0
-        count, dropped = self._deleting(lambda: self._index.remove_names(namespace, ids, self._writer()))
+        count, dropped = self._deleting(lambda: self._names.remove(namespace, ids, self._writer()))
         self._drop(dropped)
         return count
 
     def names(self, namespace: str) -> list[str]:
         """Return all ids of a namespace, in the order they were first recorded."""
-        return self._index.names(namespace)
+        return self._names.ids(namespace)
+
+    def revision(self) -> int:
+        """Return a number that every change to a name raises, by whatever process."""
+        return self._names.revision()
 
     def clear(self) -> None:
         """Drop all KV and all names of every namespace."""
@@ -134,7 +136,7 @@ class TieredStore:
         self._notice_deletions()
         disk = self._disk
         return StoreStats(
-            nodes=self._index.name_count(),
+            nodes=self._names.count(),
             entries=self._index.entry_count() if disk else len(self._ram),
             ram_bytes=self._ram.used_bytes,
             disk_bytes=self._index.entry_bytes() if disk else 0,
@@ -150,11 +152,16 @@ class TieredStore:
         if self._disk:
             self._disk.close()
         else:
-            self._index.close()
+            self._database.close()
 
     def _keep(self, key: str, kv: ChunkKV) -> None:
         self._ram.put(key, kv)
-        if not self._index.holds([key])[0]:
+        try:
+            held = self.holds([key])[0]
+        except StoreError:
+            # A reader may come to its end after the store was closed.
+            held = False
+        if not held:
             self._ram.drop([key])
 
     def _check_open(self) -> None:
@@ -162,7 +169,7 @@ class TieredStore:
             raise StoreError("the store is closed; open it again")
 
     def _writer(self) -> str:
-        return self._disk.folder.writer() if self._disk else ""
+        return self._disk.folder.writers.own() if self._disk else ""
 
     def _deleting(self, delete: Callable[[], Result]) -> Result:
         return self._disk.deleting(delete) if self._disk else delete()

@@ -329,3 +329,24 @@ def test_a_chunk_deleted_while_it_is_encoded_is_not_kept(engine: BlendEngine, mo
     monkeypatch.setattr(engine.store, "put", delete_then_put)
     assert engine.prefill(BlendPrompt("t5", ["n0"], "t6")).report.misses == 1
     assert engine.store.holds([record.key]) == [False]
+
+
+def test_the_revision_tells_of_every_change_of_names(tmp_path: Path) -> None:
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=tmp_path / "kv") as engine:
+        seen = [engine.revision]
+        for change in (
+            lambda: engine.add(CHUNKS),
+            lambda: engine.add([Chunk("t9", "n0")]),
+            lambda: engine.delete(["n1"]),
+            lambda: engine.store.clear(),
+        ):
+            change()
+            seen.append(engine.revision)
+        assert seen == sorted(set(seen))
+        engine.prefill(_prompt(CHUNKS))
+        engine.add([])
+        assert engine.revision == seen[-1]
+        with BlendEngine(engine.model, engine.tokenizer, store=tmp_path / "kv") as other:
+            assert other.namespace == engine.namespace
+            other.add(CHUNKS[:1])
+        assert engine.revision > seen[-1]

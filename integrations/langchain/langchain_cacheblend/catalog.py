@@ -70,9 +70,9 @@ class ChunkCatalog:
         return segments
 
     def _refresh(self, engine: BlendEngine) -> None:
-        # Read first, so that what changes during the pass is seen by the next one. Without it every call looks through all names.
-        revision: int | None = getattr(engine, "revision", None)
-        if revision is not None and revision == self._revision:
+        # Read first, so that what changes during the pass is seen by the next one.
+        revision = engine.revision
+        if revision == self._revision:
             return
         ids = engine.ids()
         gone = (self._finder.ids() | self._passed_over.keys()).difference(ids)

@@ -1,0 +1,72 @@
+"""KV to store, and processes to store it from."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cacheblend_rag.kv import ChunkKV, LayerKV
+from cacheblend_rag.store import KVReader, NodeRecord
+
+# One server imports torch once; each process is then forked from it, not from the tests.
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["tests.store.kit", "tests.store.workers"])
+
+
+def key_of(number: int) -> str:
+    """Return a store key."""
+    return f"{number:02x}{number:030x}"
+
+
+def make_kv(number: int, tokens: int = 6, layers: int = 3, dtype: torch.dtype = torch.float32) -> ChunkKV:
+    """Return the KV that belongs to `key_of(number)`, in layers of unequal shapes."""
+    random_numbers = torch.Generator().manual_seed(number)
+
+    def tensor(heads: int, head_dim: int) -> torch.Tensor:
+        return torch.randn(heads, tokens, head_dim, generator=random_numbers).to(dtype)
+
+    kv = [LayerKV(tensor(2 + n % 2, 8), tensor(2 + n % 2, 4)) for n in range(layers)]
+    return ChunkKV(tuple(random.Random(number).choices(range(60_000), k=tokens)), 1 + number % 3, kv)
+
+
+def record(node: str, number: int) -> NodeRecord:
+    """Return the record of a name for `key_of(number)`."""
+    return NodeRecord(node, key_of(number), f"hash{number}", make_kv(number).token_ids)
+
+
+def read(reader: KVReader) -> ChunkKV:
+    """Read every layer."""
+    return ChunkKV(reader.token_ids, reader.start, [reader.layer(n) for n in range(reader.num_layers)])
+
+
+def same(left: ChunkKV, right: ChunkKV) -> bool:
+    """Return whether two chunks' KV are equal bit by bit."""
+    if (left.token_ids, left.start, len(left.layers)) != (right.token_ids, right.start, len(right.layers)):
+        return False
+    pairs = [pair for a, b in zip(left.layers, right.layers, strict=True) for pair in zip(a, b, strict=True)]
+    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Return the chunk files of a store."""
+    return sorted((folder / "kv").glob("*/*"))
+
+
+def start(target: Callable[..., None], *arguments: Any) -> BaseProcess:
+    """Run a function of `tests.store.workers` in another process."""
+    process = _processes.Process(target=target, args=arguments, daemon=True)
+    process.start()
+    return process
+
+
+def run(target: Callable[..., None], *arguments: Any) -> None:
+    """Run a function in another process to its end; what it raises fails the test."""
+    process = start(target, *arguments)
+    process.join(60)
+    assert process.exitcode == 0

@@ -1,0 +1,145 @@
+"""`check_store` finds what is wrong, and mends it."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cacheblend_rag.store import KVStore, check_store, open_store
+from tests.store.kit import files_of, key_of, make_kv, read, record, same
+
+Damage = Callable[[Path], None]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    store = open_store(tmp_path, 0)
+    for number in range(4):
+        store.put(key_of(number), make_kv(number))
+        store.name("ns", [record(f"n{number}", number)])
+    store.close()
+    return tmp_path
+
+
+def change_layer(folder: Path) -> None:
+    path = files_of(folder)[0]
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+
+
+def change_head(folder: Path) -> None:
+    path = files_of(folder)[0]
+    path.write_bytes(path.read_bytes().replace(b'"start"', b'"stare"'))
+
+
+def remove_file(folder: Path) -> None:
+    files_of(folder)[0].unlink()
+
+
+def swap_files(folder: Path) -> None:
+    files = files_of(folder)
+    shutil.copyfile(files[1], files[0])
+
+
+def add_file(folder: Path) -> None:
+    path = files_of(folder)[0]
+    shutil.copyfile(path, path.with_name(f"{key_of(0)}.{'0' * 16}.safetensors"))
+
+
+def leave_part(folder: Path) -> None:
+    (folder / "tmp" / f"{'0' * 16}.1.part").write_bytes(b"x")
+
+
+def leave_pending(folder: Path) -> None:
+    add_file(folder)
+    sql(folder, f"INSERT INTO pending VALUES ('{key_of(0)}.{'0' * 16}.safetensors', 'dead')")
+
+
+def change_name(folder: Path) -> None:
+    sql(folder, f"UPDATE nodes SET key = '{key_of(9)}' WHERE id = 'n0'")
+
+
+def change_count(folder: Path) -> None:
+    sql(folder, "UPDATE counters SET value = value + 1 WHERE name = 'entry_bytes'")
+
+
+def sql(folder: Path, statement: str) -> None:
+    connection = sqlite3.connect(folder / "index.sqlite")
+    connection.execute(statement)
+    connection.commit()
+    connection.close()
+
+
+def test_sound(folder: Path) -> None:
+    report = check_store(folder)
+    assert report.is_clean
+    assert (report.entries, report.names, report.problems, report.repaired) == (4, 4, [], False)
+    assert report.bytes == sum(path.stat().st_size for path in files_of(folder))
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem", "entries", "names"),
+    [
+        (change_layer, "does not match its checksum", 3, 4),
+        (change_head, "does not match its digest", 3, 4),
+        (remove_file, "is missing", 3, 4),
+        (swap_files, "belongs to key", 3, 4),
+        (add_file, "belongs to no entry", 4, 4),
+        (leave_part, "was left by a killed process", 4, 4),
+        (leave_pending, "belongs to no entry", 4, 4),
+        (change_name, "the record of name 'n0' does not match", 4, 3),
+        (change_count, "the index counts", 4, 4),
+    ],
+)
+def test_damage(folder: Path, damage: Damage, problem: str, entries: int, names: int) -> None:
+    damage(folder)
+    for _ in range(2):
+        report = check_store(folder)
+        assert len(report.problems) == 1
+        assert problem in report.problems[0]
+        assert not report.repaired
+    report = check_store(folder, repair=True)
+    assert report.repaired
+    assert problem in report.problems[0]
+    report = check_store(folder)
+    assert (report.problems, report.entries, report.names) == ([], entries, names)
+    assert len(files_of(folder)) == entries
+
+
+def test_foreign_file_is_reported_and_left(folder: Path) -> None:
+    (folder / "kv" / "notes.txt").write_text("x")
+    assert "move it away" in check_store(folder, repair=True).problems[0]
+    assert (folder / "kv" / "notes.txt").exists()
+
+
+@pytest.mark.parametrize("how", ["zeros", "cut", "text"])
+def test_damaged_index_is_made_anew(folder: Path, how: str) -> None:
+    index = folder / "index.sqlite"
+    data = index.read_bytes()
+    index.write_bytes({"zeros": bytes(len(data)), "cut": data[:5000], "text": b"hello" * 3000}[how])
+    change_layer(folder)
+    report = check_store(folder)
+    assert not report.is_clean
+    assert "damaged" in report.problems[0]
+    assert check_store(folder, repair=True).repaired
+    report = check_store(folder)
+    assert (report.problems, report.entries, report.names) == ([], 3, 0)
+    store: KVStore = open_store(folder, 0)
+    reader = store.open(key_of(2))
+    assert reader is not None
+    assert same(read(reader), make_kv(2))
+    store.close()
+
+
+def test_while_in_use(folder: Path) -> None:
+    store = open_store(folder, 0)
+    store.put(key_of(7), make_kv(7))
+    report = check_store(folder)
+    assert (report.problems, report.entries) == ([], 5)
+    assert not check_store(folder, repair=True).repaired
+    store.put(key_of(8), make_kv(8))
+    assert store.stats().entries == 6
+    store.close()

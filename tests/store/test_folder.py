@@ -1,0 +1,267 @@
+"""Folders that are something else, full, or not to be written."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cacheblend_rag.errors import StoreError, StoreFormatError, StoreFullError
+from cacheblend_rag.store import KVStore, check_store, open_store
+from tests.store import workers
+from tests.store.kit import files_of, key_of, make_kv, read, record, run, same
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """Give a folder that other users can reach, as pytest's cannot be."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    yield folder
+    for path, _, _ in os.walk(folder):
+        os.chmod(path, 0o700)
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Give a disk of one megabyte."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1M", "tmpfs", str(disk)], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """Leave no byte free."""
+    path = disk / "ballast"
+    with open(path, "wb", buffering=0) as ballast:
+        with contextlib.suppress(OSError):
+            while True:
+                ballast.write(bytes(512))
+    return path
+
+
+def put_until_full(store: KVStore, first: int, tokens: int) -> int:
+    """Put chunks until there is an error; return the number of the one that was refused."""
+    number = first
+    with pytest.raises(StoreFullError, match="no room left on the disk"):  # noqa: PT012 - which one is refused is the result
+        for number in range(first, 256):
+            store.put(key_of(number), make_kv(number, tokens))
+    return number
+
+
+def snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:
+    return {
+        str(p): (p.read_bytes() if p.is_file() else b"", p.stat().st_mtime_ns) for p in [folder, *folder.rglob("*")]
+    }
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None])
+def test_another_format_version(tmp_path: Path, version: object) -> None:
+    store = open_store(tmp_path, 0)
+    store.put(key_of(1), make_kv(1))
+    store.close()
+    mark = json.loads((tmp_path / "store.json").read_text())
+    (tmp_path / "store.json").write_text(json.dumps({**mark, "version": version}))
+    before = snapshot(tmp_path)
+    for use in (
+        lambda: open_store(tmp_path, 0),
+        lambda: check_store(tmp_path),
+        lambda: check_store(tmp_path, repair=True),
+    ):
+        with pytest.raises(
+            StoreFormatError, match=f"version {version!r}, this cacheblend-rag reads version 1; use the one"
+        ):
+            use()
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "something else", "version": 1}', "\ufeff\ud800"])
+def test_damaged_mark(tmp_path: Path, text: str) -> None:
+    open_store(tmp_path, 0).close()
+    (tmp_path / "store.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+    before = snapshot(tmp_path)
+    with pytest.raises(StoreFormatError, match="damaged or not ours"):
+        open_store(tmp_path, 0)
+    assert snapshot(tmp_path) == before
+
+
+def test_what_is_no_store(tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").write_text("dear")
+    before = snapshot(tmp_path)
+    with pytest.raises(StoreError, match=r"is no store and holds other files \(letter.txt\)"):
+        open_store(tmp_path, 0)
+    for path in (tmp_path / "letter.txt", tmp_path / "letter.txt" / "store"):
+        with pytest.raises(StoreError, match="needs a folder"):
+            open_store(path, 0)
+    with pytest.raises(StoreError, match="there is no folder"):
+        check_store(tmp_path / "new")
+    assert snapshot(tmp_path) == before
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(StoreError, match="is empty"):
+        check_store(tmp_path / "empty")
+
+
+def test_a_store_half_made(tmp_path: Path) -> None:
+    (tmp_path / "store.lock").touch()
+    (tmp_path / "store.json.tmp").write_text('{"for')
+    store = open_store(tmp_path, 0)
+    store.put(key_of(1), make_kv(1))
+    store.close()
+    (tmp_path / "index.sqlite").unlink()
+    shutil.rmtree(tmp_path / "tmp")
+    open_store(tmp_path, 0).close()
+    assert check_store(tmp_path).problems == [f"file {files_of(tmp_path)[0].name} belongs to no entry"]
+
+
+def test_full_disk(small_disk: Path) -> None:
+    store = open_store(small_disk / "s", 0)
+    number = put_until_full(store, 0, tokens=150)
+    assert number > 5
+    assert store.holds([key_of(n) for n in range(number + 1)]) == [True] * number + [False]
+    for n in range(number):
+        reader = store.open(key_of(n))
+        assert reader is not None
+        assert same(read(reader), make_kv(n, tokens=150))
+    report = check_store(small_disk / "s")
+    assert (report.problems, report.entries) == ([], number)
+    assert not list((small_disk / "s" / "tmp").glob("*.part"))
+    store.name("ns", [record("n0", 0)])
+    store.discard(key_of(1))
+    assert store.forget("ns", ["n0"]) == 1
+    for n in range(2, 6):
+        store.discard(key_of(n))
+    assert (small_disk / "s" / "reserve").exists()
+    store.put(key_of(number), make_kv(number, tokens=150))
+    store.close()
+    assert check_store(small_disk / "s").is_clean
+
+
+def test_disk_full_to_the_last_byte(small_disk: Path) -> None:
+    store = open_store(small_disk / "s", 0)
+    for number in range(3):
+        store.put(key_of(number), make_kv(number))
+    store.name("ns", [record("n1", 1)])
+    ballast = fill(small_disk)
+    put_until_full(store, 3, tokens=6)
+    reader = store.open(key_of(1))
+    assert reader is not None
+    assert same(read(reader), make_kv(1))
+    ballast.unlink()
+    store.put(key_of(9), make_kv(9))
+    store.close()
+    open_store(small_disk / "s", 0).close()
+    assert check_store(small_disk / "s").is_clean
+
+
+def test_full_at_the_start(small_disk: Path) -> None:
+    ballast = fill(small_disk)
+    with pytest.raises(StoreFullError):
+        open_store(small_disk / "s", 0)
+    ballast.unlink()
+    open_store(small_disk / "s", 0).close()
+    assert check_store(small_disk / "s").is_clean
+
+
+def test_full_store_is_opened(small_disk: Path) -> None:
+    store = open_store(small_disk / "s", 0)
+    store.put(key_of(1), make_kv(1))
+    store.close()
+    fill(small_disk)
+    store = open_store(small_disk / "s", 0)
+    reader = store.open(key_of(1))
+    assert reader is not None
+    assert same(read(reader), make_kv(1))
+    put_until_full(store, 2, tokens=6)
+    store.close()
+
+
+def test_file_size_limit(tmp_path: Path) -> None:
+    run(workers.meet_size_limit, tmp_path)
+    assert check_store(tmp_path).entries == 2
+
+
+@pytest.mark.parametrize("log_left", [False, True])
+def test_folder_of_somebody_else(open_folder: Path, log_left: bool) -> None:
+    store = open_store(open_folder / "live", 0)
+    store.put(key_of(1), make_kv(1))
+    store.name("ns", [record("n1", 1)])
+    if log_left:
+        # As a killed process leaves it: what was written last is in SQLite's log alone.
+        shutil.copytree(open_folder / "live", open_folder / "s")
+        assert (open_folder / "s" / "index.sqlite-wal").stat().st_size > 0
+        store.close()
+    else:
+        store.close()
+        shutil.copytree(open_folder / "live", open_folder / "s")
+    (open_folder / "s" / "empty").mkdir()
+    user = NOBODY if os.getuid() == 0 else None
+    for path in [*(open_folder / "s").rglob("*"), open_folder / "s"]:
+        if user is not None:
+            os.chown(path, user, user)
+        path.chmod(0o500 if path.is_dir() else 0o400)
+    run(workers.use_read_only, open_folder / "s", user)
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_read_only_disk(small_disk: Path, closed: bool) -> None:
+    store = open_store(small_disk / "live", 0)
+    store.put(key_of(1), make_kv(1))
+    store.name("ns", [record("n1", 1)])
+    if closed:
+        store.close()
+    shutil.copytree(small_disk / "live", small_disk / "s")
+    store.close()
+    (small_disk / "s" / "empty").mkdir()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    run(workers.use_read_only, small_disk / "s", None)
+    subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
+
+
+def test_damaged_index_never_gives_wrong_kv(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "s", 0)
+    for number in range(4):
+        store.put(key_of(number), make_kv(number))
+        store.name("ns", [record(f"n{number}", number)])
+    store.close()
+    index = tmp_path / "s" / "index.sqlite"
+    data = index.read_bytes()
+    used = [at for at, byte in enumerate(data) if byte]
+    chance = random.Random(0)
+    noticed = 0
+    for _ in range(60):
+        at = chance.choice(used)
+        index.write_bytes(data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :])
+        try:
+            store = open_store(tmp_path / "s", 0)
+        except StoreError:
+            noticed += 1
+            continue
+        try:
+            for number in range(4):
+                found = store.lookup("ns", [f"n{number}"])[0]
+                assert found in (None, record(f"n{number}", number))
+                reader = store.open(key_of(number))
+                assert reader is None or same(read(reader), make_kv(number))
+                noticed += found is None or reader is None
+        except StoreError:
+            noticed += 1
+        finally:
+            store.close()
+    assert noticed

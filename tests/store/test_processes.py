@@ -1,0 +1,134 @@
+"""Many processes on one folder: together, killed, and forked."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from cacheblend_rag.store import check_store, open_store
+from tests.store import workers
+from tests.store.kit import files_of, key_of, make_kv, read, record, run, same, start
+
+
+@pytest.mark.parametrize("disk_bytes", [None, 15_000])
+def test_together(tmp_path: Path, disk_bytes: int | None) -> None:
+    processes = [start(workers.work_together, tmp_path, seed, 80, disk_bytes) for seed in range(3)]
+    workers.work_together(tmp_path, 99, 80, disk_bytes)
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    report = check_store(tmp_path)
+    assert report.problems == []
+    assert disk_bytes is None or report.bytes <= disk_bytes
+
+
+@pytest.mark.parametrize("disk_bytes", [None, 40_000])
+def test_killed(tmp_path: Path, disk_bytes: int | None) -> None:
+    chance = random.Random(disk_bytes)
+    put: set[int] = set()
+    for turn in range(5):
+        log = tmp_path / "log"
+        log.unlink(missing_ok=True)
+        process = start(workers.write_until_killed, tmp_path / "s", log, 1000 * turn, disk_bytes)
+        waited_until = time.monotonic() + 30
+        while not log.exists() and time.monotonic() < waited_until:
+            time.sleep(0.002)
+        time.sleep(chance.uniform(0, 0.08))
+        process.kill()
+        process.join()
+        put.update(int(line) for line in log.read_text().split())
+        store = open_store(tmp_path / "s", 0, disk_bytes)
+        assert not list((tmp_path / "s" / "tmp").glob("*.part"))
+        held = {number for number in put if store.holds([key_of(number)])[0]}
+        assert held == put or disk_bytes is not None
+        assert not any(store.holds([key_of(10**6 + number) for number in put if number != max(put)]))
+        for number in sorted(held)[-20:]:
+            reader = store.open(key_of(number))
+            assert reader is not None
+            assert same(read(reader), make_kv(number))
+        assert store.lookup("ns", [f"n{n}" for n in sorted(put)[:-1]]) == [record(f"n{n}", n) for n in sorted(put)[:-1]]
+        store.close()
+        report = check_store(tmp_path / "s")
+        assert report.problems == []
+        assert disk_bytes is None or report.bytes <= disk_bytes
+
+
+def test_killed_while_another_goes_on(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "s", 10_000)
+    process = start(workers.write_until_killed, tmp_path / "s", tmp_path / "log", 0, None)
+    while not (tmp_path / "log").exists():
+        store.put(key_of(1), make_kv(1))
+        store.discard(key_of(1))
+    process.kill()
+    process.join()
+    store.put(key_of(1), make_kv(1))
+    # Whoever opens it next cleans up, whether or not others have it open.
+    open_store(tmp_path / "s", 0).close()
+    assert check_store(tmp_path / "s").problems == []
+    assert store.holds([key_of(1)]) == [True]
+    store.close()
+
+
+def test_deletions_by_others_are_noticed_in_ram(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 10**6)
+    for number in range(3):
+        store.put(key_of(number), make_kv(number))
+        store.name("ns", [record(f"n{number}", number)])
+    run(workers.drop, tmp_path, "n1")
+    assert store.stats().ram_bytes == make_kv(0).nbytes + make_kv(2).nbytes
+    assert store.open(key_of(1)) is None
+    assert store.open(key_of(0)) is not None
+    run(workers.put, tmp_path, 1)
+    reader = store.open(key_of(1))
+    assert reader is not None
+    assert same(read(reader), make_kv(1))
+    store.close()
+    assert len(files_of(tmp_path)) == 3
+
+
+def test_more_deletions_than_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheblend_rag.store.index._DELETIONS_KEPT", 2)
+    store, other = open_store(tmp_path, 10**6), open_store(tmp_path, 0)
+    for number in range(8):
+        store.put(key_of(number), make_kv(number))
+    assert store.open(key_of(7)) is not None
+    for number in range(6):
+        other.discard(key_of(number))
+    other.put(key_of(9), make_kv(9))
+    assert store.stats().ram_bytes == make_kv(6).nbytes + make_kv(7).nbytes
+    store.close()
+    other.close()
+
+
+def test_two_put_the_same(tmp_path: Path) -> None:
+    one, two = open_store(tmp_path, 0), open_store(tmp_path, 0)
+    for number in range(3):
+        one.put(key_of(number), make_kv(number))
+        two.put(key_of(number), make_kv(number))
+    assert len(files_of(tmp_path)) == 3
+    one.close()
+    two.put(key_of(1), make_kv(1))
+    two.close()
+    assert check_store(tmp_path).is_clean
+
+
+@pytest.mark.parametrize("in_folder", [True, False])
+def test_fork_while_busy(tmp_path: Path, in_folder: bool) -> None:
+    run(workers.fork_while_busy, tmp_path if in_folder else None)
+    if in_folder:
+        assert check_store(tmp_path).problems == []
+
+
+def test_child_that_ends_in_the_usual_way(tmp_path: Path) -> None:
+    run(workers.end_in_child, tmp_path)
+    assert check_store(tmp_path).entries == 2
+
+
+def test_child_that_outlives_its_parent(tmp_path: Path) -> None:
+    run(workers.outlive_parent, tmp_path)
+    store = open_store(tmp_path, 0)
+    assert store.holds([key_of(number) for number in (1, 2, 3)]) == [True] * 3
+    store.close()

@@ -1,0 +1,214 @@
+"""What every store promises, in RAM and in a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.store import KVStore, NodeRecord, open_store
+from tests.store.kit import files_of, key_of, make_kv, read, record, same
+
+
+@pytest.fixture(params=["ram", "folder", "folder without ram"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
+    location = None if request.param == "ram" else tmp_path / "store"
+    opened = open_store(location, 0 if request.param == "folder without ram" else 10**6)
+    yield opened
+    opened.close()
+
+
+def test_put_and_open(store: KVStore) -> None:
+    for number, dtype in enumerate([torch.float32, torch.float16, torch.bfloat16]):
+        kv = make_kv(number, dtype=dtype)
+        store.put(key_of(number), kv)
+        for _ in range(2):
+            reader = store.open(key_of(number))
+            assert reader is not None
+            assert same(read(reader), kv)
+    assert store.open(key_of(9)) is None
+    assert store.holds([key_of(0), key_of(9), key_of(2)]) == [True, False, True]
+    assert store.stats().entries == 3
+
+
+def test_put_twice_is_once(store: KVStore) -> None:
+    store.put(key_of(1), make_kv(1))
+    before = store.stats()
+    store.put(key_of(1), make_kv(1))
+    assert store.stats() == before
+
+
+def test_names(store: KVStore) -> None:
+    store.name("ns", [record("b", 1), record("a", 2)])
+    store.name("other", [record("a", 3)])
+    store.name("ns", [record("b", 4)])
+    assert store.names("ns") == ["b", "a"]
+    assert store.lookup("ns", ["a", "x", "b"]) == [record("a", 2), None, record("b", 4)]
+    assert store.lookup("other", ["a", "b"]) == [record("a", 3), None]
+    assert store.stats().nodes == 3
+    assert store.forget("ns", ["b", "x", "b"]) == 1
+    store.name("ns", [record("b", 1)])
+    assert store.names("ns") == ["a", "b"]
+    assert store.names("unknown") == []
+
+
+def test_odd_names(store: KVStore) -> None:
+    odd = ["", "a\0b", "ü" * 500, "'; DROP TABLE nodes; --", "%", "A", "a"]
+    records = [NodeRecord(name, key_of(1), "", ()) for name in odd]
+    store.name("", records)
+    assert store.lookup("", odd) == records
+    assert store.names("") == odd
+    assert store.forget("", odd) == len(odd)
+
+
+def test_a_name_that_is_not_unicode(store: KVStore) -> None:
+    with pytest.raises(StoreError, match="not valid Unicode"):
+        store.name("ns", [record("\ud800", 1)])
+    with pytest.raises(StoreError, match="not valid Unicode"):
+        store.lookup("ns", ["\ud800"])
+
+
+def test_kv_goes_with_its_last_name(store: KVStore) -> None:
+    store.put(key_of(1), make_kv(1))
+    store.name("ns", [record("a", 1), record("b", 1)])
+    store.name("other", [record("a", 1)])
+    assert store.forget("ns", ["a", "b"]) == 2
+    assert store.holds([key_of(1)]) == [True]
+    assert store.forget("other", ["a"]) == 1
+    assert store.holds([key_of(1)]) == [False]
+    assert store.open(key_of(1)) is None
+    assert store.stats().ram_bytes == store.stats().disk_bytes == 0
+
+
+def test_kv_goes_when_its_last_name_moves(store: KVStore) -> None:
+    store.put(key_of(1), make_kv(1))
+    store.put(key_of(2), make_kv(2))
+    store.name("ns", [record("a", 1)])
+    store.name("ns", [record("a", 1)])
+    assert store.holds([key_of(1), key_of(2)]) == [True, True]
+    store.name("ns", [record("a", 2)])
+    assert store.holds([key_of(1), key_of(2)]) == [False, True]
+
+
+def test_nameless_kv_is_kept(store: KVStore) -> None:
+    store.put(key_of(1), make_kv(1))
+    store.name("ns", [record("a", 2)])
+    store.forget("ns", ["a"])
+    assert store.holds([key_of(1)]) == [True]
+
+
+def test_discard_keeps_names(store: KVStore) -> None:
+    store.put(key_of(1), make_kv(1))
+    store.name("ns", [record("a", 1)])
+    store.discard(key_of(1))
+    store.discard(key_of(2))
+    assert store.open(key_of(1)) is None
+    assert store.lookup("ns", ["a"]) == [record("a", 1)]
+    store.put(key_of(1), make_kv(1))
+    assert store.holds([key_of(1)]) == [True]
+
+
+def test_clear(store: KVStore) -> None:
+    for number in range(3):
+        store.put(key_of(number), make_kv(number))
+    store.name("ns", [record("a", 1)])
+    store.clear()
+    assert store.stats().nodes == store.stats().entries == store.stats().ram_bytes == store.stats().disk_bytes == 0
+    assert store.names("ns") == []
+    assert store.open(key_of(1)) is None
+    store.put(key_of(1), make_kv(1))
+    assert store.open(key_of(1)) is not None
+
+
+def test_a_reader_outlives_its_entry(store: KVStore) -> None:
+    store.put(key_of(1), make_kv(1))
+    reader = store.open(key_of(1))
+    assert reader is not None
+    reader.layer(0)
+    store.discard(key_of(1))
+    assert same(read(reader), make_kv(1))
+    assert store.open(key_of(1)) is None
+    assert store.stats().ram_bytes == 0
+
+
+def test_closed(store: KVStore) -> None:
+    store.put(key_of(1), make_kv(1))
+    store.close()
+    store.close()
+    for use in (
+        lambda: store.open(key_of(1)),
+        lambda: store.put(key_of(1), make_kv(1)),
+        lambda: store.holds([key_of(1)]),
+        lambda: store.discard(key_of(1)),
+        lambda: store.name("ns", [record("a", 1)]),
+        lambda: store.lookup("ns", ["a"]),
+        lambda: store.forget("ns", ["a"]),
+        lambda: store.names("ns"),
+        lambda: store.clear(),
+        lambda: store.stats(),
+    ):
+        with pytest.raises(StoreError, match="closed"):
+            use()
+
+
+@pytest.mark.parametrize(
+    "key", ["", "../../../../etc/passwd", "ab", "AB" * 16, "ab" * 65, "ab" * 15 + "/.", "ab" * 16 + "\n"]
+)
+def test_what_is_no_key(store: KVStore, key: str) -> None:
+    with pytest.raises(StoreError, match="no store key"):
+        store.put(key, make_kv(1))
+    with pytest.raises(StoreError, match="no store key"):
+        store.open(key)
+
+
+def test_many_threads(store: KVStore) -> None:
+    def work(thread: int) -> None:
+        for turn in range(20):
+            number = (thread * 7 + turn) % 5
+            store.put(key_of(number), make_kv(number))
+            reader = store.open(key_of(number))
+            assert reader is None or same(read(reader), make_kv(number))
+            store.name("ns", [record(f"n{thread}", number)])
+            if turn % 5 == 0:
+                store.forget("ns", [f"n{thread}"])
+                store.discard(key_of(number))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+
+
+def test_privacy(tmp_path: Path) -> None:
+    private, shared = open_store(None, 0), open_store(tmp_path / "s", 0)
+    assert private.is_private
+    assert not shared.is_private
+    shared.put(key_of(1), make_kv(1))
+    (file,) = files_of(tmp_path / "s")
+    for path in [
+        file,
+        tmp_path / "s" / "store.json",
+        *(tmp_path / "s").glob("index.sqlite*"),
+        *(tmp_path / "s" / "tmp").iterdir(),
+    ]:
+        assert path.stat().st_mode & 0o077 == 0, path
+    private.close()
+    shared.close()
+
+
+def test_reopened(tmp_path: Path) -> None:
+    with_kv = open_store(str(tmp_path / "a" / "b"), 10**6)
+    with_kv.put(key_of(1), make_kv(1))
+    with_kv.name("ns", [record("a", 1)])
+    with_kv.close()
+    again = open_store(tmp_path / "a" / "b", 10**6)
+    reader = again.open(key_of(1))
+    assert reader is not None
+    assert same(read(reader), make_kv(1))
+    assert again.lookup("ns", ["a"]) == [record("a", 1)]
+    again.close()
+    left = sorted(path.name for path in (tmp_path / "a" / "b").iterdir())
+    assert left == ["index.sqlite", "kv", "reserve", "store.json", "store.lock", "tmp"]
+    assert not list((tmp_path / "a" / "b" / "tmp").iterdir())

@@ -1,0 +1,234 @@
+"""Budgets, recency, and RAM over disk."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from cacheblend_rag.errors import ChunkReadError, StoreFullError
+from cacheblend_rag.kv import ChunkKV, LayerKV
+from cacheblend_rag.store import KVStore, open_store
+from cacheblend_rag.store.ram import RamTier
+from tests.store.kit import files_of, key_of, make_kv, read, record, same
+
+KV_BYTES = make_kv(0).nbytes
+
+
+def held(store: KVStore, numbers: range) -> list[int]:
+    return [number for number in numbers if store.holds([key_of(number)])[0]]
+
+
+def test_ram_keeps_what_was_used_last() -> None:
+    store = open_store(None, 3 * KV_BYTES + 1)
+    for number in range(3):
+        store.put(key_of(number), make_kv(0))
+    store.open(key_of(0))
+    store.name("ns", [record("a", 1)])
+    store.put(key_of(3), make_kv(0))
+    assert held(store, range(4)) == [0, 2, 3]
+    assert store.lookup("ns", ["a"]) == [record("a", 1)]
+    stats = store.stats()
+    assert (stats.evictions, stats.entries, stats.ram_bytes) == (1, 3, 3 * KV_BYTES)
+    with pytest.raises(StoreFullError, match=f"{make_kv(0, tokens=60).nbytes} bytes exceeds .*ram_bytes"):
+        store.put(key_of(4), make_kv(0, tokens=60))
+    assert held(store, range(5)) == [0, 2, 3]
+    store.close()
+
+
+def test_disk_keeps_what_was_used_last(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 10**6)
+    store.put(key_of(0), make_kv(0))
+    size = store.stats().disk_bytes
+    store.close()
+    assert size == files_of(tmp_path)[0].stat().st_size
+    store = open_store(tmp_path, 10**6, 3 * size + size // 2)
+    for number in range(1, 3):
+        store.put(key_of(number), make_kv(number))
+    store.name("ns", [record("a", 1), record("b", 2)])
+    store.open(key_of(0))
+    store.put(key_of(3), make_kv(3))
+    assert held(store, range(4)) == [0, 2, 3]
+    assert store.lookup("ns", ["a", "b"]) == [record("a", 1), record("b", 2)]
+    stats = store.stats()
+    assert (stats.evictions, stats.entries) == (1, 3)
+    assert stats.ram_bytes == make_kv(2).nbytes + make_kv(3).nbytes
+    assert len(files_of(tmp_path)) == 3
+    assert store.open(key_of(1)) is None
+    store.open(key_of(2))
+    store.close()
+    # Recency outlives the process.
+    store = open_store(tmp_path, 0, 3 * size + size // 2)
+    store.put(key_of(4), make_kv(4))
+    assert held(store, range(5)) == [2, 3, 4]
+    with pytest.raises(StoreFullError, match="disk_bytes"):
+        store.put(key_of(5), make_kv(5, tokens=200))
+    assert held(store, range(6)) == [2, 3, 4]
+    store.close()
+
+
+def test_a_smaller_budget_than_before(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 0)
+    for number in range(6):
+        store.put(key_of(number), make_kv(number))
+    size = store.stats().disk_bytes
+    store.close()
+    store = open_store(tmp_path, 0, size // 2)
+    store.put(key_of(9), make_kv(9))
+    assert store.stats().disk_bytes <= size // 2
+    assert store.holds([key_of(9), key_of(5), key_of(0)]) == [True, True, False]
+    store.close()
+
+
+def test_ram_serves_what_was_put(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 10**6)
+    store.put(key_of(1), make_kv(1))
+    files_of(tmp_path)[0].write_bytes(b"")
+    reader = store.open(key_of(1))
+    assert reader is not None
+    assert same(read(reader), make_kv(1))
+    store.close()
+
+
+@pytest.mark.parametrize("first_layer", [0, 1])
+def test_what_was_read_to_its_end_is_kept_in_ram(tmp_path: Path, first_layer: int) -> None:
+    store = open_store(tmp_path, 10**6)
+    store.put(key_of(1), make_kv(1))
+    store.close()
+    store = open_store(tmp_path, 10**6)
+    reader = store.open(key_of(1))
+    assert reader is not None
+    for layer in range(first_layer, reader.num_layers):
+        assert store.stats().ram_bytes == 0
+        reader.layer(layer)
+    assert store.stats().ram_bytes == make_kv(1).nbytes
+    shutil.rmtree(tmp_path / "kv")
+    again = store.open(key_of(1))
+    assert again is not None
+    assert same(read(again), make_kv(1))
+    store.close()
+
+
+def test_reading_the_last_layer_alone_keeps_nothing(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 0)
+    store.put(key_of(1), make_kv(1))
+    store.close()
+    store = open_store(tmp_path, 10**6)
+    reader = store.open(key_of(1))
+    assert reader is not None
+    reader.layer(2)
+    assert store.stats().ram_bytes == 0
+    assert same(read(reader), make_kv(1))
+    store.close()
+
+
+def test_ram_stays_in_its_budget_while_reading(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 2 * KV_BYTES)
+    for number in range(4):
+        store.put(key_of(number), make_kv(number, layers=2))
+    readers = [store.open(key_of(number)) for number in (0, 1, 2, 3, 0, 1)]
+    for layer in range(2):
+        for reader in readers:
+            assert reader is not None
+            reader.layer(layer)
+            assert store.stats().ram_bytes <= 2 * KV_BYTES
+    # Readers that stop half way leave their room to others.
+    for _ in range(10):
+        reader = store.open(key_of(2))
+        assert reader is not None
+        reader.layer(0)
+        del reader
+    for number in (2, 3):
+        reader = store.open(key_of(number))
+        assert reader is not None
+        read(reader)
+        assert store.stats().ram_bytes > 0
+    store.close()
+
+
+def test_a_reader_outlives_its_store(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 0)
+    store.put(key_of(1), make_kv(1))
+    store.close()
+    store = open_store(tmp_path, 10**6)
+    reader = store.open(key_of(1))
+    assert reader is not None
+    store.close()
+    assert same(read(reader), make_kv(1))
+
+
+def test_ram_does_not_keep_larger_tensors_alive() -> None:
+    batch = torch.zeros(100, 2, 6, 8)
+    ram = RamTier(10**6)
+    assert ram.put("k", ChunkKV((1,) * 6, 0, [LayerKV(batch[3], batch[4])]))
+    kept = ram.get("k")
+    assert kept is not None
+    assert kept.layers[0].keys.untyped_storage().nbytes() == batch[3].nbytes
+
+
+def test_damaged_head_is_a_miss_and_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = open_store(tmp_path, 0)
+    for number in range(2):
+        store.put(key_of(number), make_kv(number))
+        (file,) = (path for path in files_of(tmp_path) if path.name.startswith(key_of(number)))
+        file.write_bytes(file.read_bytes()[:20] + b"x" + file.read_bytes()[21:])
+    with caplog.at_level(logging.WARNING):
+        assert store.open(key_of(0)) is None
+    assert "is dropped" in caplog.text
+    assert store.holds([key_of(0), key_of(1)]) == [False, True]
+    for number in range(2):
+        # Found out by `open` before, and here by `put` itself.
+        store.put(key_of(number), make_kv(number))
+        reader = store.open(key_of(number))
+        assert reader is not None
+        assert same(read(reader), make_kv(number))
+    assert "is damaged and replaced" in caplog.text
+    assert len(files_of(tmp_path)) == 2
+    store.close()
+
+
+def test_damaged_layer_is_an_error_and_is_replaced(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 0)
+    store.put(key_of(1), make_kv(1))
+    (file,) = files_of(tmp_path)
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    reader = store.open(key_of(1))
+    assert reader is not None
+    assert same(ChunkKV((), 0, [reader.layer(0)]), ChunkKV((), 0, [make_kv(1).layers[0]]))
+    with pytest.raises(ChunkReadError) as error:
+        reader.layer(2)
+    store.discard(error.value.key)
+    store.put(key_of(1), make_kv(1))
+    again = store.open(key_of(1))
+    assert again is not None
+    assert same(read(again), make_kv(1))
+    assert len(files_of(tmp_path)) == 1
+    store.close()
+
+
+def test_missing_file_is_a_miss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = open_store(tmp_path, 0)
+    store.put(key_of(1), make_kv(1))
+    files_of(tmp_path)[0].unlink()
+    with caplog.at_level(logging.WARNING):
+        assert store.open(key_of(1)) is None
+    assert "is missing" in caplog.text
+    assert store.holds([key_of(1)]) == [False]
+    store.put(key_of(1), make_kv(1))
+    assert store.open(key_of(1)) is not None
+    store.close()
+
+
+def test_file_of_another_write_is_a_miss(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 0)
+    store.put(key_of(1), make_kv(1))
+    (file,) = files_of(tmp_path)
+    stale = file.read_bytes()
+    store.discard(key_of(1))
+    store.put(key_of(1), ChunkKV(make_kv(1).token_ids, 0, make_kv(2).layers))
+    files_of(tmp_path)[0].write_bytes(stale)
+    assert store.open(key_of(1)) is None
+    store.close()

@@ -1,0 +1,205 @@
+"""What other processes do to a store."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import random
+import resource
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from cacheblend_rag.errors import StoreFullError, StoreReadOnlyError
+from cacheblend_rag.store import check_store, open_store
+from tests.store.kit import key_of, make_kv, read, record, same
+
+
+def write_until_killed(folder: Path, log: Path, first: int, disk_bytes: int | None) -> None:
+    """Put, name, discard and forget; each line of the log is a put that had returned."""
+    store = open_store(folder, 10_000, disk_bytes)
+    log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    chance = random.Random(first)
+    for number in range(first, first + 100_000):
+        store.put(key_of(number), make_kv(number))
+        store.name("ns", [record(f"n{number}", number)])
+        os.write(log_fd, f"{number}\n".encode())
+        if chance.random() < 0.2:
+            # Numbers that are not in the log: their loss is not a loss.
+            store.put(key_of(10**6 + number), make_kv(10**6 + number))
+            store.discard(key_of(10**6 + number))
+            store.name("ns", [record("gone", 10**6 + number)])
+            store.forget("ns", ["gone"])
+
+
+def work_together(folder: Path, seed: int, steps: int, disk_bytes: int | None) -> None:
+    """Do anything to a few keys that other processes use too; whatever is read must be right."""
+    chance = random.Random(seed)
+    store = open_store(folder, 6_000, disk_bytes)
+    for _ in range(steps):
+        number = chance.randrange(12)
+        deed = chance.choice(["put", "put", "open", "open", "open", "name", "forget", "discard"])
+        if deed == "put":
+            store.put(key_of(number), make_kv(number))
+        elif deed == "open":
+            reader = store.open(key_of(number))
+            assert reader is None or same(read(reader), make_kv(number))
+        elif deed == "name":
+            store.name("ns", [record(f"n{chance.randrange(6)}", number)])
+        elif deed == "forget":
+            store.forget("ns", [f"n{chance.randrange(6)}"])
+        else:
+            store.discard(key_of(number))
+    store.close()
+
+
+def drop(folder: Path, node: str) -> None:
+    """Forget a name."""
+    store = open_store(folder, 0)
+    assert store.forget("ns", [node]) == 1
+    store.close()
+
+
+def put(folder: Path, number: int) -> None:
+    """Put one chunk."""
+    store = open_store(folder, 0)
+    store.put(key_of(number), make_kv(number))
+    store.close()
+
+
+def fork_while_busy(folder: Path | None) -> None:
+    """Fork again and again while threads use the store, and use it on both sides."""
+    faulthandler.dump_traceback_later(50, exit=True)
+    store = open_store(folder, 10**6)
+    for number in range(4):
+        store.put(key_of(number), make_kv(number))
+    done = threading.Event()
+    failures: list[BaseException] = []
+
+    def use() -> None:
+        number = 0
+        try:
+            while not done.is_set():
+                number = (number + 1) % 4
+                reader = store.open(key_of(number))
+                assert reader is not None
+                assert same(read(reader), make_kv(number))
+                store.put(key_of(4), make_kv(4))
+                store.name("ns", [record("n4", 4)])
+                store.forget("ns", ["n4"])
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=use) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for turn in range(8):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                signal.alarm(20)
+                reader = store.open(key_of(1))
+                assert reader is not None
+                assert same(read(reader), make_kv(1))
+                store.put(key_of(10 + turn), make_kv(10 + turn))
+                store.name("ns", [record(f"child{turn}", 10 + turn)])
+                assert store.lookup("ns", [f"child{turn}"]) == [record(f"child{turn}", 10 + turn)]
+                store.close()
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+    if folder is not None:
+        # What the children did is there, and their end broke nothing.
+        assert store.holds([key_of(10 + turn) for turn in range(8)]) == [True] * 8
+    assert store.holds([key_of(1)]) == [True]
+    store.close()
+
+
+def outlive_parent(folder: Path) -> None:
+    """Fork a child that goes on writing after the parent has closed the store."""
+    store = open_store(folder, 0)
+    store.put(key_of(1), make_kv(1))
+    parent_closed, child_opened = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        store.put(key_of(2), make_kv(2))
+        os.write(child_opened[1], b"x")
+        os.read(parent_closed[0], 1)
+        store.put(key_of(3), make_kv(3))
+        os._exit(0)
+    os.read(child_opened[0], 1)
+    store.close()
+    os.write(parent_closed[1], b"x")
+    assert os.waitpid(child, 0)[1] == 0
+    assert check_store(folder).entries == 3
+
+
+def end_in_child(folder: Path) -> None:
+    """End a forked child in the usual way, with all finalizers, while the parent has the store open."""
+    store = open_store(folder, 0)
+    store.put(key_of(1), make_kv(1))
+    child = os.fork()
+    if child == 0:
+        assert store.holds([key_of(1)]) == [True]
+        sys.exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    store.put(key_of(2), make_kv(2))
+    assert check_store(folder).entries == 2
+    store.close()
+
+
+def meet_size_limit(folder: Path) -> None:
+    """Write a file that is bigger than the system allows, the way a full disk shows itself without one."""
+    store = open_store(folder, 0)
+    store.put(key_of(1), make_kv(1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512 * 1024, hard))
+    with pytest.raises(StoreFullError, match="no room"):
+        store.put(key_of(2), make_kv(2, tokens=8000))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert store.holds([key_of(1), key_of(2)]) == [True, False]
+    assert check_store(folder).is_clean
+    store.put(key_of(2), make_kv(2))
+    store.close()
+
+
+def use_read_only(folder: Path, user: int | None) -> None:
+    """Use a store that may not be written, as another user if there is one given."""
+    if user is not None:
+        os.setgroups([])
+        os.setgid(user)
+        os.setuid(user)
+    store = open_store(folder, 10**6)
+    reader = store.open(key_of(1))
+    assert reader is not None
+    assert same(read(reader), make_kv(1))
+    assert store.lookup("ns", ["n1", "n2"]) == [record("n1", 1), None]
+    for write in (
+        lambda: store.put(key_of(2), make_kv(2)),
+        lambda: store.name("ns", [record("n2", 2)]),
+        lambda: store.forget("ns", ["n1"]),
+        lambda: store.clear(),
+    ):
+        with pytest.raises(StoreReadOnlyError, match="may not be written"):
+            write()
+    store.name("ns", [])
+    assert store.forget("ns", []) == 0
+    assert check_store(folder).is_clean
+    # A damaged chunk must not be met again and again.
+    store.discard(key_of(1))
+    assert store.open(key_of(1)) is None
+    assert store.holds([key_of(1)]) == [False]
+    with pytest.raises(StoreReadOnlyError):
+        store.put(key_of(1), make_kv(1))
+    store.close()
+    with pytest.raises(StoreReadOnlyError, match="holds no store"):
+        open_store(folder / "empty", 0)
