@@ -6,25 +6,20 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, StoppingCriteriaList
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.controller import check_selector
-from cacheblend_rag.engine.generation import (
-    BlendStream,
-    GenerationResult,
-    PrefillResult,
-    TokenWatch,
-    refuse_foreign_options,
-)
+from cacheblend_rag.engine.decode import check_options, decode
+from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PrefillResult
 from cacheblend_rag.engine.identity import engine_identity
+from cacheblend_rag.engine.ingest import AddResult, Ingest, WarmEstimate
 from cacheblend_rag.engine.prompt import Assembler
 from cacheblend_rag.engine.run import PromptRun, Runner
 from cacheblend_rag.engine.selfcheck import check_blending
@@ -33,31 +28,11 @@ from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.model import Decoder, inspect_model, model_window, num_decoder_layers
 from cacheblend_rag.store import KVStore, NodeRecord, open_store
 
-__all__ = ["AddResult", "BlendEngine", "WarmEstimate"]
+__all__ = ["BlendEngine"]
 
 logger = logging.getLogger(__name__)
 
 _REFERENCE = Path(__file__).parents[1] / "reference" / "weights"
-_DEFAULT_NEW_TOKENS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class AddResult:
-    """What `BlendEngine.add` did: chunks encoded, chunks that were there already, and tokens encoded."""
-
-    encoded: int
-    unchanged: int
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class WarmEstimate:
-    """What encoding some chunks would take: how many are not stored yet, their tokens, bytes of KV, and seconds."""
-
-    chunks: int
-    tokens: int
-    kv_bytes: int
-    seconds: float
 
 
 class BlendEngine:
@@ -118,6 +93,7 @@ class BlendEngine:
             self._assembler.prefix_ids,
             self.config,
         )
+        self._ingest = Ingest(self._assembler, self._runner, self.store, self.decoder)
 
     @classmethod
     def from_pretrained(
@@ -200,33 +176,10 @@ class BlendEngine:
             If the KV cannot be stored; what was stored until then stays.
         """
         self._check_open()
-        wanted = list({(chunk.id if chunk.id is not None else object()): chunk for chunk in chunks}.values())
-        todo = [record for record, held in self._compare(wanted) if not held]
-        done = len(wanted) - len(todo)
-        if progress is not None:
-            progress(done, len(wanted))
-        by_key: dict[str, list[NodeRecord]] = {}
-        for record in todo:
-            by_key.setdefault(record.key, []).append(record)
-        if self.decoder is None:
-            self.store.name(self._assembler.namespace, [record for record in todo if record.id])
-            return AddResult(0, done, 0)
-        tokens = 0
-        first = [records[0] for records in by_key.values()]
-        for batch in self._runner.encode([record.token_ids for record in first]):
-            names = []
-            for index, kv in batch:
-                self.store.put(first[index].key, kv)
-                names += by_key[first[index].key]
-                tokens += len(kv.token_ids)
-            self.store.name(self._assembler.namespace, [record for record in names if record.id])
-            done += len(names)
-            if progress is not None:
-                progress(done, len(wanted))
-        return AddResult(len(todo), len(wanted) - len(todo), tokens)
+        return self._ingest.add(chunks, progress)
 
     def estimate(self, chunks: Iterable[Chunk]) -> WarmEstimate:
-        """Say what `add` would cost, encoding nothing but one batch of random tokens to take the time.
+        """Say what `add` would cost, encoding the longest new chunk once to take the time and storing nothing.
 
         Parameters
         ----------
@@ -239,16 +192,7 @@ class BlendEngine:
             What is not stored yet, in chunks, tokens, bytes of KV and seconds.
         """
         self._check_open()
-        todo = {record.key: record for record, held in self._compare(list(chunks)) if not held}
-        tokens = sum(len(record.token_ids) for record in todo.values())
-        if self.decoder is None or not todo:
-            return WarmEstimate(len(todo), tokens, 0, 0.0)
-        longest = max((record.token_ids for record in todo.values()), key=len)
-        started = time.perf_counter()
-        for _ in self._runner.encode([longest]):
-            pass
-        seconds = (time.perf_counter() - started) / len(longest) * tokens
-        return WarmEstimate(len(todo), tokens, tokens * self.decoder.kv_bytes_per_token, seconds)
+        return self._ingest.estimate(chunks)
 
     def delete(self, ids: Iterable[str]) -> int:
         """Forget chunks: their names at once, and their KV unless another name has the same text.
@@ -364,9 +308,11 @@ class BlendEngine:
         ConfigError
             If an option cannot be combined with blending.
         """
-        refuse_foreign_options(generation_kwargs)
+        check_options(max_new_tokens, generation_kwargs)
         run = self._begin(prompt, config)
-        return self._generate(run, max_new_tokens, generation_kwargs, threading.Event(), None)
+        return decode(
+            self.model, self.tokenizer, self._runner, run, max_new_tokens, generation_kwargs, threading.Event(), None
+        )
 
     def stream(
         self,
@@ -383,51 +329,15 @@ class BlendEngine:
         BlendStream
             An iterator over pieces of text; its `result` holds the report.
         """
-        refuse_foreign_options(generation_kwargs)
+        check_options(max_new_tokens, generation_kwargs)
         run = self._begin(prompt, config)
 
         def generate(streamer: Any, stop: threading.Event) -> GenerationResult:
-            return self._generate(run, max_new_tokens, generation_kwargs, stop, streamer)
+            return decode(
+                self.model, self.tokenizer, self._runner, run, max_new_tokens, generation_kwargs, stop, streamer
+            )
 
         return BlendStream(generate, self.tokenizer)
-
-    def _generate(
-        self, run: PromptRun, max_new_tokens: int | None, options: dict[str, Any], stop: threading.Event, streamer: Any
-    ) -> GenerationResult:
-        layout = run.prompt.layout
-        limit = max_new_tokens or self.model.generation_config.max_new_tokens or _DEFAULT_NEW_TOKENS
-        if self.window is not None:
-            limit = min(limit, self.window - max(len(layout), layout.end_position))
-        options = dict(options)
-        watch = TokenWatch(stop)
-        criteria = StoppingCriteriaList([*(options.pop("stopping_criteria", None) or ()), watch])
-        if options.get("stop_strings"):
-            options["tokenizer"] = self.tokenizer
-        if options.get("pad_token_id") is None and self.model.generation_config.pad_token_id is None:
-            pad = self.tokenizer.pad_token_id
-            options["pad_token_id"] = self.tokenizer.eos_token_id if pad is None else pad
-
-        def forward(cache: BlendCache, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-            if stop.is_set():
-                # Closed while it waited for the model: nobody needs its prefill.
-                streamer.end()
-                return torch.empty(0, dtype=torch.int64)
-            output = self.model.generate(
-                **inputs,
-                attention_mask=torch.ones_like(inputs["input_ids"]),
-                past_key_values=cache,
-                max_new_tokens=limit,
-                stopping_criteria=criteria,
-                streamer=streamer,
-                **options,
-            )
-            sequences = output if isinstance(output, torch.Tensor) else output.sequences
-            return sequences[0, len(layout) :].cpu()
-
-        token_ids = tuple(self._runner.run(run, limit, forward).tolist())
-        report = run.report(num_decoder_layers(self.model), watch.first_at or time.perf_counter(), len(token_ids))
-        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        return GenerationResult(text, token_ids, layout.token_ids, report)
 
     def _begin(self, prompt: BlendPrompt, config: BlendConfig | None) -> PromptRun:
         started = time.perf_counter()
@@ -437,18 +347,6 @@ class BlendEngine:
         else:
             check_selector(config, num_decoder_layers(self.model))
         return PromptRun(self._assembler.assemble(prompt), config, started)
-
-    def _compare(self, chunks: Sequence[Chunk]) -> list[tuple[NodeRecord, bool]]:
-        """Return each chunk's record, and whether it is stored exactly so."""
-        names = [chunk.id for chunk in chunks if chunk.id is not None]
-        known = dict(zip(names, self.store.lookup(self._assembler.namespace, names), strict=True))
-        records = [self._assembler.record(chunk) for chunk in chunks]
-        # A model that cannot be blended has no KV to hold; its chunks are known by their tokens.
-        held = [True] * len(records) if self.decoder is None else self.store.holds([record.key for record in records])
-        return [
-            (record, there and (not record.id or known[record.id] == record))
-            for record, there in zip(records, held, strict=True)
-        ]
 
     def _inspect(self) -> Decoder | None:
         try:

@@ -13,40 +13,9 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria, TextIteratorStreamer
 
-from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.report import BlendReport
 
-__all__ = ["BlendStream", "GenerationResult", "PrefillResult", "TokenWatch", "refuse_foreign_options"]
-
-# Options of transformers' generate that would need the prompt's KV in another form than one sequence, computed at once.
-_FOREIGN = {
-    "input_ids": "the prompt is given as a BlendPrompt",
-    "inputs": "the prompt is given as a BlendPrompt",
-    "inputs_embeds": "the prompt is given as a BlendPrompt",
-    "attention_mask": "a blended prompt is never padded",
-    "position_ids": "positions are given in the BlendPrompt",
-    "past_key_values": "the engine brings its own cache",
-    "cache_implementation": "the engine brings its own cache",
-    "streamer": "use BlendEngine.stream",
-    "assistant_model": "assisted decoding is not blended",
-    "prompt_lookup_num_tokens": "assisted decoding is not blended",
-    "prefill_chunk_size": "a blended prefill is one pass",
-    "custom_generate": "the engine runs transformers' own decoding",
-}
-
-
-def refuse_foreign_options(options: dict[str, Any]) -> None:
-    """Raise `ConfigError` for generation options that cannot be combined with a blended prefill."""
-    for name, why in _FOREIGN.items():
-        if options.get(name) is not None:
-            raise ConfigError(f"generation option {name} cannot be used here: {why}")
-    for name in ("num_beams", "num_return_sequences"):
-        if (options.get(name) or 1) != 1:
-            raise ConfigError(
-                f"{name}={options[name]} is not supported: a blended prompt is decoded as one sequence; leave it at 1"
-            )
-    if options.get("use_cache") is False:
-        raise ConfigError("use_cache=False contradicts blending; leave it out")
+__all__ = ["BlendStream", "GenerationResult", "PrefillResult", "TokenWatch"]
 
 
 @dataclass(frozen=True)

@@ -163,9 +163,9 @@ def test_settings_that_do_not_fit_the_model(engine: BlendEngine) -> None:
 )
 def test_generation_options_that_cannot_be_blended(engine: BlendEngine, option: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(option))):
-        engine.generate(BlendPrompt("t5", [GOOD], "t6"), 3, **option)
+        engine.generate(BlendPrompt("t5", [GOOD], "t6"), **option)
     with pytest.raises(ConfigError, match=next(iter(option))):
-        engine.stream(BlendPrompt("t5", [GOOD], "t6"), 3, **option)
+        engine.stream(BlendPrompt("t5", [GOOD], "t6"), **option)
 
 
 def test_an_error_while_streaming_reaches_the_reader(engine: BlendEngine) -> None:

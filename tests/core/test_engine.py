@@ -350,3 +350,11 @@ def test_the_revision_tells_of_every_change_of_names(tmp_path: Path) -> None:
             assert other.namespace == engine.namespace
             other.add(CHUNKS[:1])
         assert engine.revision > seen[-1]
+
+
+def test_a_checkpoints_own_wish_for_beams_or_another_cache_is_set_aside(engine: BlendEngine) -> None:
+    engine.add(CHUNKS)
+    wanted = engine.generate(_prompt(CHUNKS), 8, do_sample=False).token_ids
+    engine.model.generation_config.num_beams = 3
+    engine.model.generation_config.cache_implementation = "static"
+    assert engine.generate(_prompt(CHUNKS), 8, do_sample=False).token_ids == wanted

@@ -1,0 +1,125 @@
+"""Decoding by the model's own ``generate``, whose first forward is the blended prefill."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, StoppingCriteriaList
+
+from cacheblend_rag.engine.generation import GenerationResult, TokenWatch
+from cacheblend_rag.engine.run import PromptRun, Runner
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.fuse import BlendCache
+from cacheblend_rag.model import model_window, num_decoder_layers
+
+__all__ = ["check_options", "decode"]
+
+_DEFAULT_NEW_TOKENS = 256
+
+# Options of transformers' generate that would need the prompt's KV in another form than one sequence, computed at once.
+_FOREIGN = {
+    "input_ids": "the prompt is given as a BlendPrompt",
+    "inputs": "the prompt is given as a BlendPrompt",
+    "inputs_embeds": "the prompt is given as a BlendPrompt",
+    "attention_mask": "a blended prompt is never padded",
+    "position_ids": "positions are given in the BlendPrompt",
+    "past_key_values": "the engine brings its own cache",
+    "cache_implementation": "the engine brings its own cache",
+    "streamer": "use BlendEngine.stream",
+    "assistant_model": "assisted decoding is not blended",
+    "prompt_lookup_num_tokens": "assisted decoding is not blended",
+    "prefill_chunk_size": "a blended prefill is one pass",
+    "custom_generate": "the engine runs transformers' own decoding",
+}
+
+
+def check_options(max_new_tokens: int | None, options: dict[str, Any]) -> None:
+    """Raise `ConfigError` for generation options that cannot be combined with a blended prefill."""
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens={max_new_tokens} leaves nothing to generate; use prefill, or give 1 or more")
+    for name, why in _FOREIGN.items():
+        if options.get(name) is not None:
+            raise ConfigError(f"generation option {name} cannot be used here: {why}")
+    for name in ("num_beams", "num_return_sequences"):
+        if (options.get(name) or 1) != 1:
+            raise ConfigError(
+                f"{name}={options[name]} is not supported: a blended prompt is decoded as one sequence; leave it at 1"
+            )
+    if options.get("use_cache") is False:
+        raise ConfigError("use_cache=False contradicts blending; leave it out")
+
+
+def decode(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    runner: Runner,
+    run: PromptRun,
+    max_new_tokens: int | None,
+    options: dict[str, Any],
+    stop: threading.Event,
+    streamer: Any,
+) -> GenerationResult:
+    """Generate an answer to one prompt.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The model.
+    tokenizer : Any
+        Its tokenizer.
+    runner : Runner
+        Makes the first forward the blended prefill.
+    run : PromptRun
+        The prompt.
+    max_new_tokens : int or None
+        Most tokens to generate, never beyond the model's window; by default the model's own setting, or 256.
+    options : dict
+        Further options of ``generate``, checked by `check_options`.
+    stop : threading.Event
+        Ends the generation at the next token.
+    streamer : Any
+        A transformers streamer, or None.
+
+    Returns
+    -------
+    GenerationResult
+        The answer.
+    """
+    layout = run.prompt.layout
+    own = model.generation_config
+    limit = max_new_tokens or own.max_new_tokens or _DEFAULT_NEW_TOKENS
+    window = model_window(model)
+    if window is not None:
+        limit = min(limit, window - max(len(layout), layout.end_position))
+    # What a checkpoint's own generation settings may ask for, and a blended prompt cannot have.
+    options = {"num_beams": 1, "num_return_sequences": 1, "cache_implementation": None} | options
+    watch = TokenWatch(stop)
+    criteria = StoppingCriteriaList([*(options.pop("stopping_criteria", None) or ()), watch])
+    if options.get("stop_strings"):
+        options["tokenizer"] = tokenizer
+    if options.get("pad_token_id") is None and own.pad_token_id is None:
+        options["pad_token_id"] = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+    def forward(cache: BlendCache, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        if stop.is_set():
+            # Closed while it waited for the model: nobody needs its prefill.
+            streamer.end()
+            return torch.empty(0, dtype=torch.int64)
+        output = model.generate(  # type: ignore[operator]  # transformers' stubs take it for a tensor
+            **inputs,
+            attention_mask=torch.ones_like(inputs["input_ids"]),
+            past_key_values=cache,
+            max_new_tokens=limit,
+            stopping_criteria=criteria,
+            streamer=streamer,
+            **options,
+        )
+        sequences = output if isinstance(output, torch.Tensor) else output.sequences
+        return sequences[0, len(layout) :].cpu()
+
+    token_ids = tuple(runner.run(run, limit, forward).tolist())
+    report = run.report(num_decoder_layers(model), watch.first_at or time.perf_counter(), len(token_ids))
+    return GenerationResult(tokenizer.decode(token_ids, skip_special_tokens=True), token_ids, layout.token_ids, report)

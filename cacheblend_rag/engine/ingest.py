@@ -1,0 +1,112 @@
+"""Adding chunks: what is new is encoded and stored, batch by batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from cacheblend_rag.chunk import Chunk
+from cacheblend_rag.engine.prompt import Assembler
+from cacheblend_rag.engine.run import Runner
+from cacheblend_rag.model import Decoder
+from cacheblend_rag.store import KVStore, NodeRecord
+
+__all__ = ["AddResult", "Ingest", "WarmEstimate"]
+
+
+@dataclass(frozen=True, slots=True)
+class AddResult:
+    """What `BlendEngine.add` did: chunks encoded, chunks that were there already, and tokens encoded."""
+
+    encoded: int
+    unchanged: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class WarmEstimate:
+    """What encoding some chunks would take: how many are not stored yet, their tokens, bytes of KV, and seconds."""
+
+    chunks: int
+    tokens: int
+    kv_bytes: int
+    seconds: float
+
+
+class Ingest:
+    """Brings chunks into the store.
+
+    Parameters
+    ----------
+    assembler : Assembler
+        Tokenises chunks and knows where their names are.
+    runner : Runner
+        Computes KV.
+    store : KVStore
+        Where it is kept.
+    decoder : Decoder or None
+        The model, or None if it cannot be blended: chunks are then known by their tokens, and have no KV.
+    """
+
+    def __init__(self, assembler: Assembler, runner: Runner, store: KVStore, decoder: Decoder | None) -> None:
+        self._assembler = assembler
+        self._runner = runner
+        self._store = store
+        self._decoder = decoder
+
+    def add(self, chunks: Iterable[Chunk], progress: Callable[[int, int], None] | None) -> AddResult:
+        """Encode and name what is not stored yet; see `BlendEngine.add`."""
+        # Chunks without an id are all kept; of several with one id the last counts.
+        wanted = list({(chunk.id if chunk.id is not None else object()): chunk for chunk in chunks}.values())
+        todo = self._missing(wanted)
+        done = len(wanted) - len(todo)
+        if progress is not None:
+            progress(done, len(wanted))
+        if self._decoder is None:
+            self._name(todo)
+            return AddResult(0, done, 0)
+        by_key: dict[str, list[NodeRecord]] = {}
+        for record in todo:
+            by_key.setdefault(record.key, []).append(record)
+        groups = list(by_key.values())
+        tokens = 0
+        for batch in self._runner.encode([group[0].token_ids for group in groups]):
+            for index, kv in batch:
+                self._store.put(groups[index][0].key, kv)
+                tokens += len(kv.token_ids)
+            named = [record for index, _ in batch for record in groups[index]]
+            # Named only now: a process that dies before leaves KV without a name, which the next run finds.
+            self._name(named)
+            done += len(named)
+            if progress is not None:
+                progress(done, len(wanted))
+        return AddResult(len(todo), len(wanted) - len(todo), tokens)
+
+    def estimate(self, chunks: Iterable[Chunk]) -> WarmEstimate:
+        """Say what `add` would cost; see `BlendEngine.estimate`."""
+        todo = {record.key: record for record in self._missing(list(chunks))}
+        tokens = sum(len(record.token_ids) for record in todo.values())
+        if self._decoder is None or not todo:
+            return WarmEstimate(len(todo), tokens, 0, 0.0)
+        longest = max((record.token_ids for record in todo.values()), key=len)
+        started = time.perf_counter()
+        for _ in self._runner.encode([longest]):
+            pass
+        seconds = (time.perf_counter() - started) / len(longest) * tokens
+        return WarmEstimate(len(todo), tokens, tokens * self._decoder.kv_bytes_per_token, seconds)
+
+    def _missing(self, chunks: Sequence[Chunk]) -> list[NodeRecord]:
+        """Return the records of those chunks that are not stored exactly so."""
+        names = [chunk.id for chunk in chunks if chunk.id is not None]
+        known = dict(zip(names, self._store.lookup(self._assembler.namespace, names), strict=True))
+        records = [self._assembler.record(chunk) for chunk in chunks]
+        held = [True] * len(records) if self._decoder is None else self._store.holds([record.key for record in records])
+        return [
+            record
+            for record, there in zip(records, held, strict=True)
+            if not there or (record.id and known[record.id] != record)
+        ]
+
+    def _name(self, records: Iterable[NodeRecord]) -> None:
+        self._store.name(self._assembler.namespace, [record for record in records if record.id])
