@@ -1,7 +1,7 @@
 """Attention for training: many questions after one context, without computing what the block mask would throw away.
 
-A dense mask over context and all questions spends most of the arithmetic on pairs of tokens that do not see each other, and on a CPU
-attention is what training waits for.
+A dense mask over context and all questions spends most of the arithmetic on pairs of tokens that do not see each
+other, and on a CPU attention is what training waits for.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from .corpus import Example
-from .prompt import BOS, PromptFormat
+from cacheblend_rag.reference.corpus import Example
+from cacheblend_rag.reference.prompt import BOS, PromptFormat
 
 __all__ = ["IGNORED", "Batch", "Row", "collate", "copy_batch", "encode_example"]
 
@@ -44,7 +44,9 @@ class Row:
     chunks: list[int]
     labels: list[int]
 
-    def append(self, ids: Sequence[int], start: int, branch: int, chunk: int, labels: Sequence[int] | None = None) -> int:
+    def append(
+        self, ids: Sequence[int], start: int, branch: int, chunk: int, labels: Sequence[int] | None = None
+    ) -> int:
         """Append tokens at positions from `start` on; return the position after them."""
         self.ids.extend(ids)
         self.positions.extend(range(start, start + len(ids)))

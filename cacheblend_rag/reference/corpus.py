@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .templates import ATTRIBUTES, COMPARISONS, RELATIONS, question_template
-from .vocabulary import Split
-from .world import Document, Fact, Style, World, build_world
+from cacheblend_rag.reference.templates import ATTRIBUTES, COMPARISONS, RELATIONS, question_template
+from cacheblend_rag.reference.vocabulary import Split
+from cacheblend_rag.reference.world import Document, Fact, Style, World, build_world
 
 __all__ = [
     "KINDS",
@@ -26,7 +26,8 @@ __all__ = [
 
 KINDS = ("single", "pronoun", "two_hop", "comparison")
 _VALUE = re.compile(
-    r".*\b(?:born in|lives in|works for|is a|keeps a|is based in|makes|founded by|called|is|so) (?P<value>.+?)\.?\s*", re.DOTALL
+    r".*\b(?:born in|lives in|works for|is a|keeps a|is based in|makes|founded by|called|is|so) (?P<value>.+?)\.?\s*",
+    re.DOTALL,
 )
 
 
@@ -72,7 +73,9 @@ def value_of(sentence: str) -> str:
 def make_example(rng: random.Random, style: Style, split: Split, max_questions: int) -> Example:
     """Draw one context and up to `max_questions` questions about it, of all kinds in turn as far as they go."""
     world = build_world(rng, style, split)
-    return Example(world.chunks, tuple(_pick(rng, _questions(rng, world, split, style.kinds), style.kinds, max_questions)))
+    return Example(
+        world.chunks, tuple(_pick(rng, _questions(rng, world, split, style.kinds), style.kinds, max_questions))
+    )
 
 
 def training_examples(seed: int, style: Style, max_questions: int = 10) -> Iterator[Example]:
@@ -96,7 +99,7 @@ def eval_examples(num_questions: int, seed: int = 0, min_chunks: int = 12, style
     min_chunks
         Contexts with fewer chunks are not used.
     style
-        How rich the contexts are; by default three people and one company.
+        How rich the contexts are; by default three people and up to one company.
     """
     rng = random.Random(f"eval:{seed}")
     examples: list[Example] = []
@@ -109,11 +112,11 @@ def eval_examples(num_questions: int, seed: int = 0, min_chunks: int = 12, style
     return examples
 
 
-EVAL_STYLE = Style(people=(3, 3), firms=(1, 1), facts=(3, 5))
-"""Contexts of 12 to 18 chunks."""
+EVAL_STYLE = Style(people=(3, 3), firms=(0, 1), facts=(4, 5))
+"""Contexts of 12 to 18 chunks, whose people mostly share their attributes."""
 
 _DEMO_SEED = 20
-_DEMO_STYLE = Style(people=(7, 7), firms=(3, 3), facts=(5, 5))
+_DEMO_STYLE = Style(people=(7, 7), firms=(3, 3), facts=(5, 5), pool=(8, 8))
 
 
 def demo_documents() -> list[Document]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .world import Style
+from cacheblend_rag.reference.world import Style
 
 __all__ = ["COPY_LENGTHS", "STAGES", "Stage"]
 
@@ -58,26 +58,39 @@ _ALL = Style().attributes
 
 STAGES: tuple[Stage, ...] = (
     Stage("copy", None, 48, max_steps=3000),
-    Stage("side_by_side", _BORN, 48, goal=0.9),
-    Stage("two_words_between", Style(**{**vars(_BORN), "people": (3, 5), "words_between": 2}), 32, goal=0.9),
-    Stage("sentences", Style(**{**vars(_BORN), "people": (4, 8), "words_between": None}), 24, goal=0.9),
+    Stage("side_by_side", _BORN, 20, goal=0.85),
+    Stage("two_words_between", Style(**{**vars(_BORN), "people": (3, 5), "words_between": 2}), 20, goal=0.85),
+    Stage("sentences", Style(**{**vars(_BORN), "people": (4, 8), "words_between": None}), 16, goal=0.85),
     Stage(
         "attributes",
         Style(people=(2, 4), firms=(0, 1), facts=(1, 3), variety=0.0, pronouns=0.0, fillers=0.0, kinds=("single",)),
-        24,
-        goal=0.9,
+        16,
+        goal=0.75,
     ),
     Stage(
         "some_pronouns",
-        Style(people=(2, 3), firms=(0, 1), facts=(2, 3), variety=0.2, pronouns=0.5, fillers=0.0, kinds=("single", "pronoun")),
-        20,
-        goal=0.9,
+        Style(
+            people=(2, 3),
+            firms=(0, 1),
+            facts=(2, 3),
+            variety=0.2,
+            pronouns=0.5,
+            fillers=0.0,
+            kinds=("single", "pronoun"),
+        ),
+        12,
+        goal=0.75,
     ),
     Stage(
         "two_hops",
-        Style(people=(2, 3), firms=(1, 1), facts=(2, 4), variety=0.5, fillers=0.1, kinds=("single", "pronoun", "two_hop")),
-        16,
-        goal=0.85,
+        Style(
+            people=(2, 3), firms=(1, 1), facts=(2, 4), variety=0.5, fillers=0.1, kinds=("single", "pronoun", "two_hop")
+        ),
+        10,
+        goal=0.7,
+        max_steps=300,
     ),
-    Stage("everything", Style(people=(2, 4), firms=(0, 2), facts=(3, 5)), 12, questions=10, goal=1.01, max_steps=1_000_000),
+    Stage(
+        "everything", Style(people=(2, 3), firms=(0, 1), facts=(3, 5)), 8, questions=8, goal=1.01, max_steps=1_000_000
+    ),
 )

@@ -11,9 +11,9 @@ from typing import Any
 
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from .corpus import eval_examples
-from .scoring import score
-from .tokenizer import save_tokenizer
+from cacheblend_rag.reference.corpus import eval_examples
+from cacheblend_rag.reference.scoring import score
+from cacheblend_rag.reference.tokenizer import save_tokenizer
 
 __all__ = ["export", "measure"]
 

@@ -75,9 +75,7 @@ class PromptFormat:
 def chat(inner: PromptFormat, system: str | None = None) -> PromptFormat:
     """Return a format's text as the user's message of a chat; the same as the chat template renders."""
     opening = f"{SYSTEM}\n{system}\n" if system else ""
-    return PromptFormat(
-        f"{opening}{USER}\n{inner.head}", inner.separator, inner.middle, f"{inner.tail}\n{ASSISTANT}\n"
-    )
+    return PromptFormat(f"{opening}{USER}\n{inner.head}", inner.separator, inner.middle, f"{inner.tail}\n{ASSISTANT}\n")
 
 
 def _with_separator(inner: PromptFormat, separator: str) -> PromptFormat:
@@ -100,7 +98,9 @@ _LLAMA_INDEX_SYSTEM = (
     "'The context information ...' or anything along those lines."
 )
 _LANGCHAIN = PromptFormat("Answer the question from the context only.\n\n", "\n\n", "\n\nQuestion: ", "")
-_LANGCHAIN_ANSWER = PromptFormat("Answer the question from the context only.\n\n", "\n\n", "\n\nQuestion: ", "\nAnswer: ")
+_LANGCHAIN_ANSWER = PromptFormat(
+    "Answer the question from the context only.\n\n", "\n\n", "\n\nQuestion: ", "\nAnswer: "
+)
 
 DEFAULT_FORMAT = "chat"
 FORMATS: dict[str, PromptFormat] = {

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from .attention import BRANCHED
-from .batch import IGNORED, Batch, collate, encode_example
-from .corpus import Example
-from .prompt import DEFAULT_FORMAT, FORMATS, PromptFormat
+from cacheblend_rag.reference.attention import BRANCHED
+from cacheblend_rag.reference.batch import IGNORED, Batch, collate, encode_example
+from cacheblend_rag.reference.corpus import Example
+from cacheblend_rag.reference.prompt import DEFAULT_FORMAT, FORMATS, PromptFormat
 
 __all__ = ["answer_logits", "correct_answers", "score"]
 

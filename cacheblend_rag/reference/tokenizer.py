@@ -1,7 +1,7 @@
 """The reference model's tokenizer: byte-level BPE in which a line break is always a token of its own.
 
-Chunks are tokenised one by one and their ids joined; that equals tokenising the joined text only if nothing reaches over the border.
-Here a border beside a line break is always safe: the text is split there before BPE sees it.
+Chunks are tokenised one by one and their ids joined; that equals tokenising the joined text only if nothing reaches
+over the border. Here a border beside a line break is always safe: the text is split there before BPE sees it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from .prompt import BOS, CHAT_TEMPLATE, EOS, FORMATS, PAD, SPECIAL_TOKENS
-from .templates import ATTRIBUTES, COMPARISONS, FILLERS, question_templates, statement_templates
-from .vocabulary import HEADS_AND_TAILS, PLAIN_PAIRS
+from cacheblend_rag.reference.prompt import BOS, CHAT_TEMPLATE, EOS, FORMATS, PAD, SPECIAL_TOKENS
+from cacheblend_rag.reference.templates import ATTRIBUTES, COMPARISONS, FILLERS, question_templates, statement_templates
+from cacheblend_rag.reference.vocabulary import HEADS_AND_TAILS, PLAIN_PAIRS
 
 __all__ = ["build_tokenizer", "save_tokenizer"]
 
@@ -73,7 +73,9 @@ def _words() -> Iterator[str]:
     for name, attribute in ATTRIBUTES.items():
         for template in statement_templates(name, "train") + statement_templates(name, "held_out"):
             texts.append("".join(template))
-        texts.extend(question_templates(attribute.questions, "train") + question_templates(attribute.questions, "held_out"))
+        texts.extend(
+            question_templates(attribute.questions, "train") + question_templates(attribute.questions, "held_out")
+        )
         texts.extend((attribute.answer, attribute.clause))
     for comparison in COMPARISONS:
         texts.extend(question_templates(comparison.questions, "train"))

@@ -1,7 +1,8 @@
 """Train the reference model: ``python -m cacheblend_rag.reference.train --out DIR``.
 
-Every batch follows from the seed and the step's number, and a checkpoint holds everything else, so that a resumed run goes on as if it
-had not been interrupted (to the bit on the same number of threads). ``--resume`` goes on from ``DIR/checkpoint.pt``.
+Every batch follows from the seed and the step's number, and a checkpoint holds everything else, so that a resumed run
+goes on as if it had not been interrupted (to the bit on the same number of threads). ``--resume`` goes on from
+``DIR/checkpoint.pt``.
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from .attention import BRANCHED
-from .batch import Batch, Row, collate, copy_batch, encode_example
-from .corpus import eval_examples, make_example
-from .curriculum import COPY_LENGTHS, STAGES, Stage
-from .export import export
-from .muon import Muon
-from .prompt import FORMATS
-from .scoring import answer_logits, correct_answers, score
-from .tokenizer import MAX_LENGTH, build_tokenizer
-from .world import Style
+from cacheblend_rag.reference.attention import BRANCHED
+from cacheblend_rag.reference.batch import IGNORED, Batch, Row, collate, copy_batch, encode_example
+from cacheblend_rag.reference.corpus import eval_examples, make_example
+from cacheblend_rag.reference.curriculum import COPY_LENGTHS, STAGES, Stage
+from cacheblend_rag.reference.export import export
+from cacheblend_rag.reference.muon import Muon
+from cacheblend_rag.reference.prompt import FORMATS
+from cacheblend_rag.reference.scoring import answer_logits, score
+from cacheblend_rag.reference.tokenizer import MAX_LENGTH, build_tokenizer
+from cacheblend_rag.reference.world import Style
 
 __all__ = ["Options", "Trainer", "build_model", "main"]
 
 # Long system prompts cost much and teach little: that format is rare.
 _FORMAT_WEIGHTS = {"chat": 6.0, "llama_index_system": 0.5}
-# Answers of one batch are about equally long.
-_KIND_WEIGHTS = {("single", "pronoun"): 0.5, ("two_hop",): 0.3, ("comparison",): 0.2}
-_COPY_EVERY = 10
-_CHECK_EVERY = 50
-_CHECK_QUESTIONS = 200
+_KIND_GROUPS = (("single", "pronoun"), ("two_hop",), ("comparison",))
+_COPY_ROWS = 4
+_GAP_SHARE = 0.3
+_CHECK_EVERY = 25
+_CHECK_QUESTIONS = 120
 _MAX_GAP = 400
 
 
@@ -64,7 +65,7 @@ class Options:
     hidden: int = 128
     heads: int = 4
     intermediate: int = 320
-    lr: float = 1e-3
+    lr: float = 2e-3
     muon_lr: float = 0.01
     warmup: int = 100
     end_step: int | None = None
@@ -106,9 +107,7 @@ class Trainer:
         Where to compute.
     """
 
-    def __init__(
-        self, options: Options, stages: Sequence[Stage] = STAGES, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, options: Options, stages: Sequence[Stage] = STAGES, device: torch.device | None = None) -> None:
         self.options = options
         self.stages = stages
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -127,24 +126,35 @@ class Trainer:
         self.stage_began = 0
         self.copying = 0
 
-    def batch(self, step: int) -> Batch:
-        """Return the batch of a step; it follows from seed, step, stage and copying length."""
+    def batches(self, step: int) -> list[Batch]:
+        """Return the parts of a step's batch; they follow from seed, step, stage and copying length.
+
+        Questions of one part have about equally long answers, so that little is padding, and every part is in every step: were the
+        kinds taken in turn, the model would sway between the sentences that it was asked for last.
+        """
         rng = random.Random(f"{self.options.seed}:{step}")
         stage = self.stages[self.stage]
         if stage.style is None:
-            return copy_batch(rng, self.tokenizer, stage.rows, COPY_LENGTHS[self.copying])
-        if step % _COPY_EVERY == 0:
-            return copy_batch(rng, self.tokenizer, stage.rows, rng.choice(COPY_LENGTHS[2:]))
+            return [copy_batch(rng, self.tokenizer, stage.rows, COPY_LENGTHS[self.copying])]
+        groups = [tuple(kind for kind in group if kind in stage.style.kinds) for group in _KIND_GROUPS]
+        groups = [group for group in groups if group]
+        parts = [copy_batch(rng, self.tokenizer, _COPY_ROWS, rng.choice(COPY_LENGTHS[2:]))]
+        for number, kinds in enumerate(groups):
+            rows = stage.rows // len(groups) + (number < stage.rows % len(groups))
+            parts.append(self._part(rng, replace(stage.style, kinds=kinds), rows, stage.questions))
+        return parts
+
+    def _part(self, rng: random.Random, style: Style, count: int, questions: int) -> Batch:
+        people, firms = rng.randint(*style.people), rng.randint(*style.firms)
+        style = replace(style, people=(people, people), firms=(firms, firms))
         names = list(FORMATS)
         form = FORMATS[rng.choices(names, [_FORMAT_WEIGHTS.get(name, 1.0) for name in names])[0]]
-        style = self._narrowed(rng, stage.style)
         rows: list[Row] = []
-        while len(rows) < stage.rows:
-            example = make_example(rng, style, "train", stage.questions)
-            if not example.questions:
-                continue
-            gap = rng.randrange(_MAX_GAP) if rng.random() < 0.3 else 0
-            rows.append(encode_example(self.tokenizer, example, form, gap))
+        while len(rows) < count:
+            example = make_example(rng, style, "train", questions)
+            if example.questions:
+                gap = rng.randrange(_MAX_GAP) if rng.random() < _GAP_SHARE else 0
+                rows.append(encode_example(self.tokenizer, example, form, gap))
         return collate(rows)
 
     def train_step(self) -> float:
@@ -153,17 +163,21 @@ class Trainer:
         for optimizer, rate in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate * factor
-        batch = self.batch(self.step).to(self.device)
-        with torch.autocast(self.device.type, dtype=torch.bfloat16):
-            logits, labels = answer_logits(self.model, batch)
-        loss = torch.nn.functional.cross_entropy(logits.float(), labels)
-        loss.backward()  # type: ignore[no-untyped-call]
+        parts = [part.to(self.device) for part in self.batches(self.step)]
+        count = sum(int((part.labels != IGNORED).sum()) for part in parts)
+        total = 0.0
+        for part in parts:
+            with torch.autocast(self.device.type, dtype=torch.bfloat16):
+                logits, labels = answer_logits(self.model, part)
+            loss = torch.nn.functional.cross_entropy(logits.float(), labels, reduction="sum") / count
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer, _ in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
         self.step += 1
-        return float(loss.detach())
+        return total
 
     def check(self) -> dict[str, float]:
         """Score the current stage on what is held out, and go to the next stage if its goal is reached."""
@@ -206,15 +220,6 @@ class Trainer:
             optimizer.load_state_dict(saved)
         for name, value in state["progress"].items():
             setattr(self, name, value)
-
-    @staticmethod
-    def _narrowed(rng: random.Random, style: Style) -> Style:
-        """Return a style whose examples are about equally long, so that a batch is not mostly padding."""
-        people, firms = rng.randint(*style.people), rng.randint(*style.firms)
-        groups = [group for group in _KIND_WEIGHTS if set(group) & set(style.kinds)]
-        kinds = rng.choices(groups, [_KIND_WEIGHTS[group] for group in groups])[0]
-        kinds = tuple(kind for kind in kinds if kind in style.kinds)
-        return replace(style, people=(people, people), firms=(firms, firms), kinds=kinds)
 
     def _factor(self) -> float:
         factor = min(1.0, (self.step + 1) / self.options.warmup)
@@ -273,7 +278,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of checkpoint and log")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     parser.add_argument("--export", type=Path, help="folder that gets the weights, as the package ships them")
-    parser.add_argument("--export-questions", type=int, default=500, help="questions the exported scores are measured on")
+    parser.add_argument(
+        "--export-questions", type=int, default=500, help="questions the exported scores are measured on"
+    )
     parser.add_argument("--save-every", type=int, default=200, help="steps between checkpoints")
     parser.add_argument("--threads", type=int, help="torch threads")
     for name, value in asdict(Options()).items():
@@ -289,7 +296,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     trainer = Trainer(Options(**parsed))
     if resume:
         trainer.load(out / "checkpoint.pt")
+        _forget_after(out / "log.jsonl", trainer.step)
     run(trainer, out, save_every, export_to, export_questions)
+
+
+def _forget_after(log: Path, step: int) -> None:
+    """Remove what a run wrote after its last checkpoint, for it is about to be done again."""
+    if log.exists():
+        lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
+        log.write_text("".join(line for line in lines if json.loads(line)["step"] <= step), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The words of the fictional world: syllables for names, pairs of words for values, and which of them are held out.
 
-A name is a head and a tail syllable (``Mar`` + ``ta``), a value such as a trade is an adjective and a noun. One pair in five is never
-shown in training. So every *token* is trained, while the held-out *names and values* are new to the model.
+A name is a head and a tail syllable (``Mar`` + ``ta``), a value such as a trade is an adjective and a noun. One pair
+in five is never shown in training. So every *token* is trained, while the held-out *names and values* are new to the
+model.
 """
 
 from __future__ import annotations

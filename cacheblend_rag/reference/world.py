@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from .templates import ATTRIBUTES, FILLERS, RELATIONS, statement_template
-from .vocabulary import Maker, Split
+from cacheblend_rag.reference.templates import ATTRIBUTES, FILLERS, RELATIONS, statement_template
+from cacheblend_rag.reference.vocabulary import Maker, Split
 
 __all__ = ["Document", "Fact", "Style", "World", "build_world"]
 
@@ -37,6 +37,9 @@ class Style:
         Inclusive ranges: subjects of a context, and facts (= chunks) of each.
     attributes
         What may be said of people; everything may be said of companies.
+    pool
+        Inclusive range: how many of the attributes one context uses. A small pool lets people have the same attributes, so that
+        only the subject tells their values apart.
     words_between
         How many words of a template stay between subject and value; None keeps all.
     variety
@@ -53,11 +56,12 @@ class Style:
     firms: tuple[int, int] = (1, 1)
     facts: tuple[int, int] = (3, 5)
     attributes: tuple[str, ...] = ("born", "lives", "employer", "trade", "pet", *RELATIONS)
+    pool: tuple[int, int] = (4, 5)
     words_between: int | None = None
-    variety: float = 0.8
+    variety: float = 0.6
     pronouns: float = 0.65
-    fillers: float = 0.2
-    kinds: tuple[str, ...] = ("single", "pronoun", "two_hop", "comparison")
+    fillers: float = 0.1
+    kinds: tuple[str, ...] = ("single", "pronoun", "two_hop")
 
 
 @dataclass(frozen=True)
@@ -99,10 +103,11 @@ def build_world(rng: random.Random, style: Style, split: Split) -> World:
     pronouns = [rng.choice(("She", "He"))] if rng.random() < 0.5 else ["She", "He"]
     subjects = [(name, "person", rng.choice(pronouns)) for name in people] + [(name, "firm", "It") for name in firms]
     rng.shuffle(subjects)
+    pool = _pool(rng, style)
     documents: list[Document] = []
     facts: list[Fact] = []
     for name, of, pronoun in subjects:
-        wanted = _attributes_of(rng, style, of)
+        wanted = _attributes_of(rng, style, of, pool)
         chunks: list[str] = []
         for place, attribute in enumerate(wanted):
             value = _value(rng, maker, attribute, name, people, firms, facts)
@@ -113,12 +118,21 @@ def build_world(rng: random.Random, style: Style, split: Split) -> World:
     return World(tuple(documents), tuple(facts))
 
 
-def _attributes_of(rng: random.Random, style: Style, of: str) -> list[str]:
+def _pool(rng: random.Random, style: Style) -> list[str]:
+    """Draw the attributes of a context's people, one or two relations among them where the style has any."""
+    size = min(rng.randint(*style.pool), len(style.attributes))
+    relations = [name for name in style.attributes if name in RELATIONS]
+    others = [name for name in style.attributes if name not in RELATIONS]
+    chosen = rng.sample(relations, min(len(relations), rng.randint(1, 2)))
+    return chosen + rng.sample(others, min(len(others), size - len(chosen)))
+
+
+def _attributes_of(rng: random.Random, style: Style, of: str, pool: list[str]) -> list[str]:
     if of == "firm":
         allowed = [name for name, attribute in ATTRIBUTES.items() if attribute.of == "firm"]
         rng.shuffle(allowed)
         return allowed[: max(1, rng.randint(*style.facts))]
-    allowed = list(style.attributes)
+    allowed = list(pool)
     rng.shuffle(allowed)
     count = min(rng.randint(*style.facts), len(allowed))
     chosen, rest = allowed[:count], allowed[count:]
@@ -135,7 +149,13 @@ def _attributes_of(rng: random.Random, style: Style, of: str) -> list[str]:
 
 
 def _value(
-    rng: random.Random, maker: Maker, attribute: str, subject: str, people: list[str], firms: list[str], facts: list[Fact]
+    rng: random.Random,
+    maker: Maker,
+    attribute: str,
+    subject: str,
+    people: list[str],
+    firms: list[str],
+    facts: list[Fact],
 ) -> str:
     others = [name for name in people if name != subject]
     if attribute in RELATIONS and others:

@@ -116,11 +116,12 @@ def _segments(parts: Sequence[str], chunks: Sequence[Chunk]) -> list[Segment]:
 def _fitting(llm: BlendLLM, parts: Sequence[str], chunks: Sequence[Chunk]) -> Sequence[Chunk]:
     """Return the chunks from the first on for which the window has room, beside the other text and the answer."""
     times = len(parts) - 1
-    if llm.window is None or not times or not chunks:
+    window = llm.engine.window
+    if window is None or not times or not chunks:
         return chunks
     ids = llm.engine.tokenizer
     around = 1 + sum(len(ids(part, add_special_tokens=False)["input_ids"]) for part in parts if part)
-    room = llm.window - llm.max_new_tokens - around
+    room = window - llm.max_new_tokens - around
     separator = len(ids(SEPARATOR, add_special_tokens=False)["input_ids"])
     used = 0
     sizes = _sizes(llm, chunks)
@@ -129,7 +130,7 @@ def _fitting(llm: BlendLLM, parts: Sequence[str], chunks: Sequence[Chunk]) -> Se
         if used > room:
             if not number:
                 raise PromptTooLongError(
-                    f"the first chunk, {chunks[0].id!r}, has {size} tokens, and the window of {llm.window} has room for "
+                    f"the first chunk, {chunks[0].id!r}, has {size} tokens, and the window of {window} has room for "
                     f"{max(room, 0)} beside {around} of template and question and max_new_tokens={llm.max_new_tokens}; split "
                     "documents into shorter chunks, or lower max_new_tokens"
                 )

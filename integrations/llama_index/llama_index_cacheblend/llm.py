@@ -146,17 +146,10 @@ class BlendLLM(LLM):
         return self._engine
 
     @property
-    def window(self) -> int | None:
-        """Most tokens of a prompt and its answer, if the model has a limit."""
-        config = self._engine.model.config.get_text_config(decoder=True)
-        size = getattr(config, "max_position_embeddings", None)
-        return int(size) if size else None
-
-    @property
     def metadata(self) -> LLMMetadata:
         """What LlamaIndex needs to know of the model."""
         return LLMMetadata(
-            context_window=self.window or DEFAULT_CONTEXT_WINDOW,
+            context_window=self._engine.window or DEFAULT_CONTEXT_WINDOW,
             num_output=self.max_new_tokens,
             is_chat_model=self.is_chat_model,
             model_name=self.model_name,

@@ -1,0 +1,268 @@
+"""Time to first token: full prefill, the model's own prefix cache, plain reuse and blend, in alternation."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import torch
+from transformers import DynamicCache
+
+from cacheblend_rag.bench.shapes import random_model, shape_config, word_tokenizer
+from cacheblend_rag.chunk import BlendPrompt, Chunk
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.report import BlendReport
+
+__all__ = ["TTFTBench", "TTFTRow", "TTFTSetting"]
+
+_FULL = "full"
+_PREFIX_CACHE = "prefix_cache"
+
+
+@dataclass(frozen=True, slots=True)
+class TTFTSetting:
+    """What is measured.
+
+    Attributes
+    ----------
+    shape : str
+        The model's shape (`cacheblend_rag.bench.SHAPES`).
+    chunks, chunk_tokens, question_tokens : int
+        The prompt: so many chunks of so many tokens behind the BOS, then the question.
+    ratios : tuple of float
+        Recompute ratios; 0 is plain reuse.
+    selectors : tuple of str
+        Selectors measured at each ratio above 0.
+    repeats : int
+        Measured rounds; each runs every method once.
+    device : str
+        Where the model runs.
+    dtype : str
+        The dtype of its weights.
+    seed : int
+        Seed of weights and tokens.
+    """
+
+    shape: str
+    chunks: int = 6
+    chunk_tokens: int = 512
+    question_tokens: int = 32
+    ratios: tuple[float, ...] = (0.0, 0.05, 0.15, 0.3)
+    selectors: tuple[str, ...] = ("hkvd",)
+    repeats: int = 5
+    device: str = "cpu"
+    dtype: str = "float32"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("chunks", "chunk_tokens", "question_tokens", "repeats"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        try:
+            known = torch.empty(0, device=self.device).device.type in ("cpu", "cuda")
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(f"device {self.device!r} cannot be used: {reason}") from error
+        if not known:
+            raise ConfigError(f"device {self.device!r} is not measured; choose cpu, cuda or cuda:N")
+
+
+@dataclass(frozen=True, slots=True)
+class TTFTRow:
+    """One method's figures.
+
+    Attributes
+    ----------
+    method : str
+        "full": the model's own forward over the whole prompt. "prefix_cache": its own cache of the first chunk, copied, and its
+        forward over the rest. "reuse": stored KV of every chunk, nothing recomputed. "blend": some tokens recomputed.
+    selector : str or None
+        Who chose them.
+    recompute_ratio : float or None
+        The ratio asked for.
+    charged_ratio : float
+        Work done on chunk tokens over (chunk tokens x layers).
+    ttft_s, ttft_min_s, ttft_max_s : float
+        Median and extremes over the rounds, from the call to the first output id.
+    speedup : float
+        Full prefill's `ttft_s` over this one.
+    limit : float
+        What `speedup` would be if time were proportional to the rows computed in all layers and all else were free.
+    load_s, recompute_s : float or None
+        Medians of the time spent waiting for stored KV, and in the blended forward pass.
+    """
+
+    method: str
+    selector: str | None
+    recompute_ratio: float | None
+    charged_ratio: float
+    ttft_s: float
+    ttft_min_s: float
+    ttft_max_s: float
+    speedup: float
+    limit: float
+    load_s: float | None
+    recompute_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Method:
+    name: str
+    selector: str | None
+    ratio: float | None
+    run: Callable[[], BlendReport | None]
+
+
+class TTFTBench:
+    """A model of random weights with its chunks' KV in RAM, and everything that is measured on it.
+
+    Parameters
+    ----------
+    setting : TTFTSetting
+        What is measured.
+
+    Raises
+    ------
+    ConfigError
+        If the shape is unknown, or the prompt does not fit its window.
+    """
+
+    def __init__(self, setting: TTFTSetting) -> None:
+        self.setting = setting
+        shape = shape_config(setting.shape)
+        # Named where the environment could keep prompts from being blended at all.
+        config = BlendConfig(
+            enabled=True,
+            min_tokens=0,
+            dtype=setting.dtype,
+            device=setting.device,
+            ram_bytes=2**63 - 1,
+            self_check=False,
+            strict=True,
+        )
+        dtype = config.torch_dtype()
+        assert dtype is not None
+        model = random_model(shape, device=setting.device, dtype=dtype, seed=setting.seed)
+        vocabulary = int(shape.get_text_config().vocab_size)
+        self.engine = BlendEngine(model, word_tokenizer(vocabulary), config=config)
+        generator = torch.Generator().manual_seed(setting.seed)
+
+        def words(count: int) -> str:
+            return " ".join(
+                f"t{number}" for number in torch.randint(1, vocabulary, (count,), generator=generator).tolist()
+            )
+
+        chunks = [Chunk(words(setting.chunk_tokens), f"chunk {number}") for number in range(setting.chunks)]
+        self.prompt = BlendPrompt(chunks=[str(chunk.id) for chunk in chunks], suffix=words(setting.question_tokens))
+        self.engine.add(chunks)
+        self.token_ids = self.engine.prompt_ids(self.prompt)
+        self._ids = torch.tensor([self.token_ids], device=setting.device)
+        # The BOS and the first chunk.
+        self._cached_tokens = 1 + setting.chunk_tokens
+        self._cached = self._cache_of(self._ids[:, : self._cached_tokens])
+
+    @property
+    def context_tokens(self) -> int:
+        """How many tokens the chunks have."""
+        return self.setting.chunks * self.setting.chunk_tokens
+
+    def measure(self, progress: Callable[[int, int], None] | None = None) -> list[TTFTRow]:
+        """Run every method once unmeasured, then `repeats` rounds, each beginning with another method.
+
+        Parameters
+        ----------
+        progress : callable, optional
+            Called with the number of finished runs and of all.
+
+        Returns
+        -------
+        list of TTFTRow
+            One for each method, full prefill first.
+        """
+        methods = self._methods()
+        total = len(methods) * (self.setting.repeats + 1)
+        times: dict[_Method, list[float]] = {method: [] for method in methods}
+        reports: dict[_Method, list[BlendReport]] = {method: [] for method in methods}
+        done = 0
+        for number in range(self.setting.repeats + 1):
+            first = number % len(methods)
+            for method in [*methods[first:], *methods[:first]]:
+                seconds, report = self._timed(method)
+                if number:
+                    times[method].append(seconds)
+                    if report is not None:
+                        reports[method].append(report)
+                done += 1
+                if progress is not None:
+                    progress(done, total)
+        full = median(times[methods[0]])
+        return [self._row(method, times[method], reports[method], full) for method in methods]
+
+    def _methods(self) -> list[_Method]:
+        methods = [_Method(_FULL, None, None, self._full), _Method(_PREFIX_CACHE, None, None, self._prefix_cache)]
+        for ratio in dict.fromkeys(self.setting.ratios):
+            for selector in dict.fromkeys(self.setting.selectors) if ratio else ("none",):
+                config = self.engine.config.replace(selector=selector, recompute_ratio=ratio)
+                methods.append(_Method("blend" if ratio else "reuse", selector, ratio, partial(self._blend, config)))
+        return methods
+
+    def _timed(self, method: _Method) -> tuple[float, BlendReport | None]:
+        self._synchronize()
+        started = time.perf_counter()
+        report = method.run()
+        # Every method ends by reading the first output id, which waits for the device.
+        return time.perf_counter() - started, report
+
+    @torch.no_grad()
+    def _full(self) -> None:
+        logits = self.engine.model(input_ids=self._ids, use_cache=True, logits_to_keep=1).logits
+        int(logits[0, -1].argmax())
+
+    @torch.no_grad()
+    def _prefix_cache(self) -> None:
+        cache = copy.deepcopy(self._cached)
+        rest = self._ids[:, self._cached_tokens :]
+        logits = self.engine.model(input_ids=rest, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        int(logits[0, -1].argmax())
+
+    def _blend(self, config: BlendConfig) -> BlendReport:
+        result = self.engine.prefill(self.prompt, config=config)
+        int(result.logits.argmax())
+        return result.report
+
+    @torch.no_grad()
+    def _cache_of(self, ids: torch.Tensor) -> DynamicCache:
+        cache = DynamicCache(config=self.engine.model.config)
+        self.engine.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return cache
+
+    def _synchronize(self) -> None:
+        if torch.device(self.setting.device).type == "cuda":
+            torch.cuda.synchronize(self.setting.device)
+
+    def _row(self, method: _Method, times: Sequence[float], reports: Sequence[BlendReport], full_s: float) -> TTFTRow:
+        if reports:
+            charged = median(report.charged_ratio for report in reports)
+        else:
+            charged = 1.0 if method.name == _FULL else (self.setting.chunks - 1) / self.setting.chunks
+        context = self.context_tokens
+        computed = charged * context + len(self.token_ids) - context - (method.name == _PREFIX_CACHE)
+        return TTFTRow(
+            method=method.name,
+            selector=method.selector,
+            recompute_ratio=method.ratio,
+            charged_ratio=charged,
+            ttft_s=median(times),
+            ttft_min_s=min(times),
+            ttft_max_s=max(times),
+            speedup=full_s / median(times),
+            limit=len(self.token_ids) / computed,
+            load_s=median(report.load_s for report in reports) if reports else None,
+            recompute_s=median(report.recompute_s for report in reports) if reports else None,
+        )

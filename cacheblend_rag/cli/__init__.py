@@ -1,0 +1,5 @@
+"""The `cacheblend-rag` command."""
+
+from cacheblend_rag.cli.app import app
+
+__all__ = ["app"]

@@ -1,0 +1,65 @@
+"""The command and its subcommands. Whatever is heavy is imported inside a subcommand, so that help comes at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from cacheblend_rag import __version__
+from cacheblend_rag.cli.ask import ask
+from cacheblend_rag.cli.bench import bench_app
+from cacheblend_rag.cli.demo import demo
+from cacheblend_rag.cli.evaluate import eval_app
+from cacheblend_rag.cli.store import store_app
+from cacheblend_rag.cli.warm import warm
+from cacheblend_rag.errors import CacheBlendError
+
+__all__ = ["app"]
+
+
+class _Commands(TyperGroup):
+    """Turns the library's own errors into one line and exit code 1; anything else is a bug and keeps its traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the subcommand."""
+        try:
+            return super().invoke(ctx)
+        except CacheBlendError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1) from error
+
+
+app = typer.Typer(
+    name="cacheblend-rag",
+    cls=_Commands,
+    help="Blended prefill for retrieval-augmented generation: chunk KV computed once, reused in any order.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"cacheblend-rag {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(
+        False, "--version", callback=_show_version, is_eager=True, help="Print the version and stop."
+    ),
+) -> None:
+    del version
+
+
+app.command()(demo)
+app.command()(warm)
+app.command()(ask)
+app.add_typer(store_app, name="store")
+app.add_typer(bench_app, name="bench")
+app.add_typer(eval_app, name="eval")

@@ -1,0 +1,107 @@
+"""``cacheblend-rag demo``: everything at once."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cacheblend_rag.cli.models import open_engine
+from cacheblend_rag.cli.options import JsonOption, ModelOption
+from cacheblend_rag.cli.output import console, parse_ratios, say_seconds, show_table, write_json
+
+__all__ = ["demo"]
+
+
+def demo(
+    folder: Annotated[
+        Path, typer.Option("--dir", metavar="DIR", file_okay=False, help="Where Chroma and the KV are kept.")
+    ] = Path(".demo"),
+    questions: Annotated[int, typer.Option(min=1, help="How many questions.")] = 12,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="How often each is asked by each method; the median time counts.")
+    ] = 3,
+    context_chunks: Annotated[
+        int, typer.Option(min=1, help="How many chunks each is answered from, rounded up to whole documents.")
+    ] = 16,
+    ratios: Annotated[str, typer.Option(help="Ratios to blend at beside the default one, comma-separated.")] = "0.3",
+    model: ModelOption = "reference",
+    json_file: JsonOption = None,
+) -> None:
+    """Put documents into Chroma through LlamaIndex and LangChain, and answer questions by full prefill, plain reuse and blend.
+
+    Their KV is computed on the way in. A second run finds everything there and encodes nothing.
+    """
+    others = parse_ratios(ratios)
+    from cacheblend_rag.demo import DemoEngine, run_demo, summarize
+
+    started = time.perf_counter()
+    screen = console(stderr=True)
+    with (
+        screen.status("loading the model") as status,
+        open_engine(model, store=folder / "kv", kind=DemoEngine) as engine,
+    ):
+        assert isinstance(engine, DemoEngine)
+        ingestions, rows = run_demo(
+            folder,
+            engine,
+            ratios=others,
+            questions=questions,
+            rounds=rounds,
+            context_chunks=context_chunks,
+            progress=lambda text: status.update(text),
+        )
+    for framework in dict.fromkeys(row.framework for row in rows):
+        for question in dict.fromkeys(row.question for row in rows):
+            chosen = [row for row in rows if (row.framework, row.question) == (framework, question)]
+            lines = [
+                (
+                    row.method,
+                    row.answer,
+                    "yes" if row.match else "no",
+                    say_seconds(row.ttft_s),
+                    f"{row.speedup:.1f}x",
+                    None if row.hits is None else f"{row.hits}/{row.chunks}",
+                )
+                for row in chosen
+            ]
+            first = chosen[0]
+            note = "" if first.supported else "; not all it needs was retrieved"
+            title = f"{framework}: {question} ({first.kind}; {first.gold}{note})"
+            show_table(title, ("method", "answer", "right", "first token", "speedup", "hits"), lines, text_columns=2)
+    summaries = summarize(rows)
+    summary_lines = [
+        (
+            line.framework,
+            line.method,
+            f"{round(line.match * line.questions)}/{line.questions}",
+            f"{round(line.same_as_full * line.questions)}/{line.questions}",
+            say_seconds(line.ttft_s),
+            f"{line.speedup:.1f}x",
+            f"{line.charged_ratio:.2f}",
+            None if line.hits is None else f"{line.hits}/{line.chunks}",
+        )
+        for line in summaries
+    ]
+    columns = ("framework", "method", "right", "same as full", "first token", "speedup", "charged", "hits")
+    show_table("summary (medians over the questions)", columns, summary_lines, text_columns=2)
+    for ingestion in ingestions:
+        typer.echo(
+            f"{ingestion.framework}: {ingestion.chunks} chunks in Chroma, {ingestion.encoded} encoded in this run, "
+            f"{say_seconds(ingestion.seconds)}"
+        )
+    seconds = time.perf_counter() - started
+    typer.echo(f"{say_seconds(seconds)} in all; kept in {folder}")
+    write_json(
+        json_file,
+        "demo",
+        [asdict(row) for row in rows],
+        model=model,
+        context_chunks=context_chunks,
+        seconds=seconds,
+        ingestion=[asdict(ingestion) for ingestion in ingestions],
+        summary=[asdict(line) for line in summaries],
+    )

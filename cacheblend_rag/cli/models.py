@@ -1,0 +1,55 @@
+"""Opening an engine by the name of its model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cacheblend_rag.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engine import BlendEngine
+
+__all__ = ["open_engine"]
+
+
+def open_engine(
+    model: str, *, store: Path | None = None, kind: type[BlendEngine] | None = None, **settings: Any
+) -> BlendEngine:
+    """Load a model for blending, quietly.
+
+    Parameters
+    ----------
+    model : str
+        A Hugging Face id, a folder, or "reference".
+    store : Path, optional
+        The folder of its KV; by default RAM.
+    kind : type[BlendEngine], optional
+        The class of engine to make.
+    **settings : Any
+        Settings (`BlendConfig`) that differ from the environment's; None means not given.
+
+    Returns
+    -------
+    BlendEngine
+        The engine.
+
+    Raises
+    ------
+    ConfigError
+        If the model cannot be found, or a setting has no meaning.
+    """
+    from cacheblend_rag.cli.output import make_quiet
+    from cacheblend_rag.config import BlendConfig
+    from cacheblend_rag.engine import BlendEngine
+
+    make_quiet()
+    config = BlendConfig(**{name: value for name, value in settings.items() if value is not None})
+    try:
+        return (kind or BlendEngine).from_pretrained(model, config=config, store=store)
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        # transformers answers an unknown name with a paragraph; its first sentence says it.
+        reason = " ".join(str(error).split("\n")[0].split())
+        raise ConfigError(f"model {model} cannot be loaded: {reason}") from error

@@ -1,0 +1,53 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["EmbeddingOption", "JsonOption", "ModelOption", "StoreOption"]
+
+
+def _writable(path: Path | None) -> Path | None:
+    # Found out before a command works for minutes, not after.
+    if path is not None and not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"the folder {path.absolute().parent} does not exist")
+    return path
+
+
+JsonOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--json",
+        metavar="FILE",
+        dir_okay=False,
+        writable=True,
+        callback=_writable,
+        help="Write the figures to FILE as JSON too.",
+    ),
+]
+ModelOption = Annotated[
+    str,
+    typer.Option(
+        "--model", metavar="NAME", help='A Hugging Face id, a folder, or "reference", the small model in this package.'
+    ),
+]
+StoreOption = Annotated[
+    Path,
+    typer.Option(
+        "--store",
+        metavar="DIR",
+        file_okay=False,
+        help="The folder with the vector store (chroma) and the chunk KV (kv).",
+    ),
+]
+EmbeddingOption = Annotated[
+    str | None,
+    typer.Option(
+        "--embedding",
+        metavar="NAME",
+        help="A sentence-transformers model, id or folder; by default all-MiniLM-L6-v2.",
+    ),
+]

@@ -1,0 +1,187 @@
+"""What the commands print and write: plain messages, sizes, times, and the JSON file."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import re
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from cacheblend_rag.errors import ConfigError
+
+__all__ = [
+    "console",
+    "make_quiet",
+    "parse_bytes",
+    "parse_ratios",
+    "say_bytes",
+    "say_seconds",
+    "show_table",
+    "write_json",
+]
+
+_UNITS = ("B", "KB", "MB", "GB", "TB")
+_SIZE = re.compile(r"\s*(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGT]?)(?P<binary>I?)B?\s*", re.IGNORECASE)
+_REPORTED_PACKAGES = (
+    "cacheblend-rag",
+    "torch",
+    "transformers",
+    "chromadb",
+    "sentence-transformers",
+    "llama-index-core",
+    "langchain-core",
+)
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Return a console on the stream as it is now; a terminal's width where there is one, else wide enough for every table."""
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=None if stream.isatty() else 160, highlight=False)
+
+
+def make_quiet() -> None:
+    """Keep progress bars and notes of the model libraries out of the output; warnings of this package stay."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def say_bytes(size: float) -> str:
+    """Return a size as people write it, in powers of 1000: ``"12.5 MB"``."""
+    for unit in _UNITS[:-1]:
+        if abs(size) < 999.5:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} {_UNITS[-1]}"
+
+
+def say_seconds(seconds: float) -> str:
+    """Return a duration as people write it: ``"12 ms"``, ``"3.4 s"``, ``"2 min 05 s"``."""
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 99.95:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def parse_bytes(text: str) -> int:
+    """Return the number of bytes that a text such as ``"2GB"``, ``"1.5 GiB"`` or ``"800000"`` means.
+
+    Raises
+    ------
+    ConfigError
+        If it means none.
+    """
+    found = _SIZE.fullmatch(text)
+    if found is None:
+        raise ConfigError(f"{text!r} is no size; write for example 500MB, 2GB or 1.5GiB")
+    step = 1024 if found["binary"] else 1000
+    power = ("", "K", "M", "G", "T").index(found["unit"].upper())
+    return int(float(found["number"]) * step**power)
+
+
+def parse_ratios(text: str) -> tuple[float, ...]:
+    """Return the numbers of a comma-separated list, each a recompute ratio.
+
+    Raises
+    ------
+    ConfigError
+        If one is no number from 0 to 1, or there is none.
+    """
+    ratios = []
+    for part in text.split(","):
+        try:
+            ratio = float(part)
+        except ValueError:
+            raise ConfigError(f"{part.strip()!r} in {text!r} is no number; write ratios like 0,0.05,0.15,0.3") from None
+        if not math.isfinite(ratio) or not 0 <= ratio <= 1:
+            raise ConfigError(f"ratio {part.strip()} must be a finite number from 0 (plain reuse) to 1 (full prefill)")
+        ratios.append(ratio)
+    return tuple(ratios)
+
+
+def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, text_columns: int = 1) -> None:
+    """Print a table under its title; the first `text_columns` columns are text, the others numbers; None is shown as a dash."""
+    drawn = Table(header_style="bold", show_header=any(columns))
+    for number, name in enumerate(columns):
+        drawn.add_column(name, justify="left" if number < text_columns else "right", overflow="fold")
+    for row in rows:
+        drawn.add_row(*("-" if cell is None else escape(str(cell)) for cell in row))
+    screen = console()
+    screen.print(escape(title), style="bold", soft_wrap=True)
+    screen.print(drawn)
+
+
+def write_json(path: Path | None, command: str, rows: Sequence[dict[str, Any]], **facts: Any) -> None:
+    """Write what a command found, if a file was asked for.
+
+    Parameters
+    ----------
+    path : Path or None
+        The file.
+    command : str
+        The command's name.
+    rows : sequence of dict
+        The figures; a key that a row lacks is null in it.
+    **facts : Any
+        What else is to be known: the model, the settings.
+    """
+    if path is None:
+        return
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    whole = {
+        "command": command,
+        "arguments": sys.argv[1:],
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": {"python": platform.python_version(), **_versions()},
+        "machine": _machine(),
+        **facts,
+        "rows": [{key: row.get(key) for key in keys} for row in rows],
+    }
+    try:
+        path.write_text(json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json {path} cannot be written: {error.strerror}") from error
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _REPORTED_PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _machine() -> dict[str, Any]:
+    import torch
+
+    return {
+        "system": platform.platform(),
+        "processor": _processor(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

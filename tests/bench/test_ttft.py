@@ -1,0 +1,143 @@
+"""The bench on a tiny shape: what is compared is the same prompt, and the figures are complete."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cacheblend_rag import BlendConfig
+from cacheblend_rag.bench import SHAPES, TTFTBench, TTFTSetting, random_model, shape_config, word_tokenizer
+from cacheblend_rag.cli import app
+from cacheblend_rag.errors import CacheBlendError, ConfigError
+
+SETTING = TTFTSetting("tiny", chunks=3, chunk_tokens=20, question_tokens=5, ratios=(0.0, 0.15, 1.0), repeats=2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def bench() -> TTFTBench:
+    return TTFTBench(SETTING)
+
+
+def test_every_method_answers_the_same_prompt(bench: TTFTBench) -> None:
+    assert len(bench.token_ids) == 1 + 3 * 20 + 5
+    ids = torch.tensor([bench.token_ids])
+    with torch.no_grad():
+        own = bench.engine.model(input_ids=ids).logits[0, -1]
+    blended = bench.engine.prefill(
+        bench.prompt, config=bench.engine.config.replace(selector="hkvd", recompute_ratio=0.999)
+    )
+    assert blended.token_ids == bench.token_ids
+    torch.testing.assert_close(blended.logits, own, atol=1e-4, rtol=0)
+
+
+def test_the_rows_are_complete(bench: TTFTBench) -> None:
+    calls: list[tuple[int, int]] = []
+    rows = bench.measure(lambda done, total: calls.append((done, total)))
+    assert [(row.method, row.selector, row.recompute_ratio) for row in rows] == [
+        ("full", None, None),
+        ("prefix_cache", None, None),
+        ("reuse", "none", 0.0),
+        ("blend", "hkvd", 0.15),
+        ("blend", "hkvd", 1.0),
+    ]
+    assert calls[-1] == (15, 15)
+    full, prefix_cache, reuse, blend, _ = rows
+    assert (full.speedup, full.charged_ratio, full.limit) == (1.0, 1.0, 1.0)
+    assert prefix_cache.charged_ratio == pytest.approx(2 / 3)
+    assert prefix_cache.limit == pytest.approx(66 / 45)
+    assert reuse.charged_ratio == 0
+    assert reuse.limit == pytest.approx(66 / 6)
+    # One layer of four in full, and 0.15 of the other three, and a probe.
+    assert 0.25 + 0.75 * 0.15 <= blend.charged_ratio < 0.5
+    for row in rows:
+        assert 0 < row.ttft_min_s <= row.ttft_s <= row.ttft_max_s
+
+
+def test_the_command_writes_its_rows(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    arguments = (
+        "bench ttft --shape tiny --chunks 2 --chunk-tokens 16 --question-tokens 4 --ratios 0,0.3 --repeats 1 --json"
+    )
+    result = CliRunner().invoke(app, [*arguments.split(), str(file), "--selectors", "hkvd, random"])
+    assert result.exit_code == 0, result.output
+    assert "prefix_cache" in result.stdout
+    whole = json.loads(file.read_text())
+    assert whole["setting"]["prompt_tokens"] == 37
+    assert [(row["method"], row["selector"]) for row in whole["rows"]] == [
+        ("full", None),
+        ("prefix_cache", None),
+        ("reuse", "none"),
+        ("blend", "hkvd"),
+        ("blend", "random"),
+    ]
+    needed = {"method", "selector", "recompute_ratio", "charged_ratio", "ttft_s", "speedup"}
+    assert all(needed <= row.keys() == whole["rows"][0].keys() for row in whole["rows"])
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_shape_is_a_model(name: str) -> None:
+    config = shape_config(name)
+    # On no device: the layers are made, their numbers are not.
+    with torch.device("meta"):
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_config(config)
+    millions = {
+        "smollm2-360m": 362,
+        "qwen2-0.5b": 494,
+        "llama-3.2-1b": 1236,
+        "qwen2.5-7b": 7616,
+        "llama-3.1-8b": 8030,
+    }
+    if name in millions:
+        assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6) == millions[name]
+
+
+def test_random_weights_are_those_of_an_untrained_model() -> None:
+    model = random_model(shape_config("tiny"), device="cpu", dtype=torch.float32)
+    again = random_model(shape_config("tiny"), device="cpu", dtype=torch.float32)
+    for (name, weight), other in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(weight, other)
+        if weight.ndim == 1:
+            assert (weight == (0 if name.endswith("bias") else 1)).all()
+        else:
+            assert 0.018 < weight.std() < 0.022
+    with torch.no_grad():
+        assert model(torch.arange(8)[None]).logits.isfinite().all()
+
+
+def test_the_tokenizer_has_a_word_for_each_id() -> None:
+    tokenizer = word_tokenizer(100)
+    assert tokenizer("t3 t99 t0", add_special_tokens=False)["input_ids"] == [3, 99, 0]
+    assert tokenizer.bos_token_id == 0
+
+
+@pytest.mark.parametrize("name", ["chunks", "chunk_tokens", "question_tokens", "repeats"])
+def test_nothing_cannot_be_measured(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}=0 must be at least 1"):
+        TTFTSetting("tiny", **{name: 0})
+
+
+def test_a_prompt_beyond_the_window_is_refused() -> None:
+    with pytest.raises(CacheBlendError, match="window"):
+        TTFTBench(TTFTSetting("tiny", chunks=9, chunk_tokens=500))
+
+
+def test_settings_of_the_environment_do_not_reach_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHEBLEND_ENABLED", "false")
+    assert not BlendConfig().enabled
+    report = TTFTBench(SETTING).engine.prefill(TTFTBench(SETTING).prompt).report
+    assert report.selector != "full"

@@ -1,0 +1,96 @@
+"""A tiny random model in a folder, a few documents, and the command called in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner, Result
+
+from cacheblend_rag.cli import app
+from cacheblend_rag.reference.prompt import CHAT_TEMPLATE
+
+Command = Callable[..., Result]
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Compute in one thread: for models as tiny as these, sharing the work costs more than the work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of four layers that reads bytes and answers nonsense, always the same."""
+    folder = tmp_path_factory.mktemp("model")
+    words = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    text = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, []))
+    text.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    text.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=text, bos_token="<s>", eos_token="</s>", model_max_length=8192)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(words),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+        initializer_range=0.2,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    """Three files in two folders, eight short passages at 40 tokens each."""
+    folder = tmp_path / "documents"
+    (folder / "more").mkdir(parents=True)
+    (folder / "mara.md").write_text(
+        "# Mara\n\nMara Lind was born in Oslo.\n\nShe keeps a striped goat.\n\nShe moved north in spring.\n",
+        encoding="utf-8",
+    )
+    (folder / "harbour.txt").write_text("The harbour is deep.\n\nShips rest there all winter.\n", encoding="utf-8")
+    (folder / "more" / "tower.md").write_text(
+        "The light tower is old.\n\nNobody lives in it.\n\nIts lamp was sold.\n\nIt is painted red.\n", encoding="utf-8"
+    )
+    return folder
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Command:
+    """The command in this process: ``run("warm", folder, code=1)`` fails the test unless the exit code is the one given."""
+
+    def call(*arguments: Any, code: int = 0, input: str | None = None) -> Result:
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=input)
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        assert result.exit_code == code, result.output
+        return result
+
+    return call
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file that a command wrote, every row having every key."""
+    whole = json.loads(path.read_text(encoding="utf-8"))
+    assert {"command", "date", "versions", "machine", "rows"} <= whole.keys()
+    rows: list[dict[str, Any]] = whole["rows"]
+    assert rows
+    assert all(row.keys() == rows[0].keys() for row in rows)
+    return rows

@@ -1,0 +1,81 @@
+"""What every command has in common: help, exit codes, one plain line for each mistake."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from .conftest import Command
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["", "demo", "warm", "ask", "store", "store stats", "store check", "store clear", "bench ttft", "eval reference"],
+)
+def test_every_command_explains_itself(run: Command, command: str) -> None:
+    assert "Usage:" in run(*command.split(), "--help").output
+
+
+def test_the_version(run: Command) -> None:
+    from cacheblend_rag import __version__
+
+    assert run("--version").output.strip() == f"cacheblend-rag {__version__}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("ask why --store missing", "nothing was warmed into missing"),
+        ("store stats --store missing", "there is no store in missing"),
+        ("store check --store missing", "there is no store in missing"),
+        ("store clear --yes --store missing", "there is no store in missing"),
+        ("warm . --budget much", "'much' is no size"),
+        ("warm . --model missing/model --store new", "model missing/model cannot be loaded"),
+        ("bench ttft --shape round", "shape 'round' is unknown"),
+        ("bench ttft --shape tiny --ratios 0,nan", "ratio nan must be a finite number"),
+        ("bench ttft --shape tiny --ratios 0,2", "ratio 2 must be a finite number"),
+        ("bench ttft --shape tiny --ratios 0,,1", "'' in '0,,1' is no number"),
+        ("bench ttft --shape tiny --device toaster", "device 'toaster' cannot be used"),
+        ("bench ttft --shape tiny --chunk-tokens 9 --selectors best", "selector='best' is unknown"),
+        ("eval reference --ratios inf", "ratio inf must be a finite number"),
+    ],
+)
+def test_a_mistake_is_answered_in_one_line(
+    run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run(*arguments.split(), code=1)
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("warm missing.txt", "there is no file or folder missing.txt"),
+        ("warm", "PATH"),
+        ("ask ' '", "the question is empty"),
+        ("bench ttft --chunks 0", "--chunks"),
+        ("bench ttft --json no/such/folder/x.json", "does not exist"),
+        ("bake", "bake"),
+    ],
+)
+def test_a_wrong_call_shows_how_to_get_help(
+    run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run(*shlex.split(arguments), code=2)
+    assert message in result.stderr
+    assert "--help" in result.stderr
+
+
+def test_a_setting_in_the_environment_that_has_no_meaning(
+    run: Command, model_folder: Path, documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CACHEBLEND_RECOMPUTE_RATIO", "nan")
+    result = run("warm", documents, "--model", model_folder, "--store", tmp_path / "store", code=1)
+    assert "recompute_ratio" in result.stderr
+    assert len(result.stderr.splitlines()) == 1

@@ -1,0 +1,68 @@
+"""Sizes, times, lists and the JSON file."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from cacheblend_rag.cli.output import parse_bytes, parse_ratios, say_bytes, say_seconds, write_json
+from cacheblend_rag.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        ("800000", 800_000),
+        ("12B", 12),
+        ("500MB", 500_000_000),
+        ("1.5 GiB", 3 * 2**29),
+        ("2g", 2_000_000_000),
+        ("64KiB", 65536),
+    ],
+)
+def test_sizes_are_read(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "MB", "-1GB", "1e9", "nan", "two", "1 PB"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no size"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1 KB"), (16_384, "16.4 KB"), (2.5e9, "2.5 GB"), (3e15, "3e+03 TB")],
+)
+def test_sizes_are_said(size: float, text: str) -> None:
+    assert say_bytes(size) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0123, "12.3 ms"), (0.9999, "1 s"), (3.21, "3.21 s"), (125, "2 min 05 s"), (7260, "2 h 01 min")],
+)
+def test_times_are_said(seconds: float, text: str) -> None:
+    assert say_seconds(seconds) == text
+
+
+def test_ratios_are_read() -> None:
+    assert parse_ratios("0, 0.05,1") == (0.0, 0.05, 1.0)
+
+
+def test_rows_are_made_alike(tmp_path: Path) -> None:
+    write_json(tmp_path / "x.json", "test", [{"a": 1}, {"b": 2.5}], model="m")
+    whole = json.loads((tmp_path / "x.json").read_text())
+    assert whole["rows"] == [{"a": 1, "b": None}, {"a": None, "b": 2.5}]
+    assert whole["command"] == "test"
+    assert whole["model"] == "m"
+    assert whole["versions"]["cacheblend-rag"]
+
+
+def test_a_figure_that_is_none_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        write_json(tmp_path / "x.json", "test", [{"a": math.nan}])

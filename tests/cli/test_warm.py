@@ -1,0 +1,222 @@
+"""``warm``, ``ask`` and ``store`` on a tiny model, with the real embedding model and a real Chroma."""
+
+from __future__ import annotations
+
+import fcntl
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheblend_rag.documents.folder import open_chroma
+
+from .conftest import Command, read_rows
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def warm(run: Command, documents: Path, model_folder: Path, store: Path, tmp_path: Path) -> Any:
+    """``warm`` with the documents and the tiny model; returns the row it wrote."""
+
+    def call(*arguments: Any, code: int = 0, paths: list[Path] | None = None) -> dict[str, Any]:
+        file = tmp_path / "warm.json"
+        options = ["--store", store, "--model", model_folder, "--chunk-tokens", "40", "--json", file]
+        run("warm", *(paths or [documents]), *options, *arguments, code=code)
+        return read_rows(file)[0]
+
+    return call
+
+
+def passages_in(store: Path) -> dict[str, tuple[str, int]]:
+    """Text and position of everything in Chroma, by id."""
+    client = open_chroma(store)
+    found = client.get_collection("passages", embedding_function=None).get(include=["documents", "metadatas"])
+    client.close()
+    assert found["documents"] is not None
+    assert found["metadatas"] is not None
+    return {
+        id: (text, int(str(about["position"])))
+        for id, text, about in zip(found["ids"], found["documents"], found["metadatas"], strict=True)
+    }
+
+
+def names_in(run: Command, store: Path, tmp_path: Path) -> int:
+    run("store", "stats", "--store", store, "--json", tmp_path / "stats.json")
+    return int(read_rows(tmp_path / "stats.json")[0]["names"])
+
+
+def test_the_second_time_nothing_is_encoded(warm: Any, run: Command, store: Path, tmp_path: Path) -> None:
+    first = warm()
+    assert (first["files"], first["passages"], first["encoded"], first["complete"]) == (3, 8, 8, True)
+    assert len(passages_in(store)) == names_in(run, store, tmp_path) == 8
+    second = warm()
+    assert (second["encoded"], second["unchanged"], second["removed"]) == (0, 8, 0)
+    assert second["kv_bytes"] == first["kv_bytes"] > 0
+
+
+def test_what_was_changed_or_removed_is_replaced_or_deleted(
+    warm: Any, run: Command, documents: Path, store: Path, tmp_path: Path
+) -> None:
+    warm()
+    before = passages_in(store)
+    (documents / "harbour.txt").unlink()
+    text = (documents / "mara.md").read_text()
+    (documents / "mara.md").write_text(text.replace("Oslo", "Bergen").replace("# Mara", "First.\n\n# Mara"))
+    row = warm()
+    assert row["removed"] == 3  # two of the harbour, one of Mara
+    assert row["encoded"] == 2
+    after = passages_in(store)
+    assert not any("harbour" in text or "Oslo" in text for text, _ in after.values())
+    goat = next(id for id, (text, _) in before.items() if "goat" in text)
+    assert after[goat][1] == before[goat][1] + 1
+    assert len(after) == names_in(run, store, tmp_path) == row["passages"]
+    run("store", "check", "--store", store)
+
+
+def test_other_folders_stay(warm: Any, run: Command, documents: Path, store: Path, tmp_path: Path) -> None:
+    warm(paths=[documents / "more"])
+    row = warm(paths=[documents / "mara.md", documents / "harbour.txt"])
+    assert row["removed"] == 0
+    assert len(passages_in(store)) == names_in(run, store, tmp_path) == 8
+
+
+def test_an_estimate_leaves_nothing_behind(warm: Any, store: Path) -> None:
+    row = warm("--estimate")
+    assert not store.exists()
+    assert row["to_encode"] == row["passages"] == 8
+    assert row["kv_bytes"] == row["tokens"] * row["bytes_per_token"] > 0
+    # 4 layers of 2 heads of 8 numbers of 4 bytes, keys and values
+    assert row["bytes_per_token"] == 4 * 2 * 8 * 4 * 2
+    assert row["seconds"] > 0
+    done = warm()
+    assert done["tokens"] == row["tokens"]
+    assert row["kv_bytes"] <= done["kv_bytes"] <= row["kv_bytes"] + 8 * 2048
+    again = warm("--estimate")
+    assert (again["to_encode"], again["tokens"], again["kv_bytes"], again["bytes_per_token"]) == (0, 0, 0, None)
+
+
+def test_a_budget_stops_before_it_is_exceeded(
+    warm: Any, run: Command, documents: Path, model_folder: Path, store: Path, tmp_path: Path
+) -> None:
+    whole = warm("--estimate")["kv_bytes"]
+    budget = whole // 2
+    options = ["--store", store, "--model", model_folder, "--chunk-tokens", "40"]
+    result = run("warm", documents, *options, "--budget", budget, code=1)
+    assert "stopped: the budget of" in result.stderr
+    assert "Traceback" not in result.output
+    row = warm("--budget", budget, code=1)
+    assert row["kv_bytes"] <= budget
+    assert 0 < row["unchanged"] < 8
+    assert (row["encoded"], row["complete"]) == (0, False)
+    assert row["left_out"] == 8 - row["unchanged"] == 8 - len(passages_in(store))
+    assert warm()["left_out"] == 0
+    assert len(passages_in(store)) == names_in(run, store, tmp_path) == 8
+
+
+def test_only_one_process_changes_a_store(
+    run: Command, warm: Any, documents: Path, store: Path, model_folder: Path
+) -> None:
+    warm()
+    with open(store / "warm.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        result = run("warm", documents, "--store", store, "--model", model_folder, code=1)
+    assert "another process is changing" in result.stderr
+
+
+def test_another_embedding_model_is_refused(run: Command, warm: Any, documents: Path, store: Path) -> None:
+    warm()
+    result = run("warm", documents, "--store", store, "--embedding", "other/model", code=1)
+    assert "were embedded by sentence-transformers/all-MiniLM-L6-v2, not by other/model" in result.stderr
+
+
+def test_ask_shows_the_answer_its_sources_and_what_it_cost(
+    run: Command, warm: Any, store: Path, tmp_path: Path
+) -> None:
+    warm()
+    options = ["--store", store, "--top-k", "4", "--max-new-tokens", "5"]
+    result = run("ask", "Where was Mara born?", *options, "--compare", "--json", tmp_path / "ask.json")
+    rows = read_rows(tmp_path / "ask.json")
+    assert [row["method"] for row in rows] == ["blend", "full"]
+    blend, full = rows
+    assert blend["hits"] == 4
+    assert blend["misses"] == 0
+    assert blend["charged_ratio"] < 1
+    assert full["selector"] == "full"
+    assert {source["file"].rpartition("/")[2] for source in blend["sources"]} >= {"mara.md"}
+    order = [(source["file"], source["position"]) for source in blend["sources"]]
+    assert order == sorted(order)
+    assert blend["answer"].split()[0] in result.stdout
+    assert "first token after" in result.stdout
+    assert "full prefill: first token after" in result.stdout
+
+
+def test_ask_at_ratio_one_answers_like_full_prefill(run: Command, warm: Any, store: Path, tmp_path: Path) -> None:
+    warm()
+    ask = partial(run, "ask", "Where was Mara born?", "--store", store, "--max-new-tokens", "8", "--compare", "--json")
+    ask(tmp_path / "ask.json", "--ratio", "1")
+    first, second = read_rows(tmp_path / "ask.json")
+    assert first["answer"] == second["answer"]
+
+
+def test_a_stream_says_the_same(run: Command, warm: Any, store: Path) -> None:
+    warm()
+    options = ["ask", "Where was Mara born?", "--store", store, "--max-new-tokens", "8"]
+    whole = run(*options, "--no-stream").stdout.split("first token")[0]
+    assert run(*options, "--stream").stdout.split("first token")[0] == whole
+
+
+@pytest.mark.parametrize("option", [("--ratio", "nan"), ("--ratio", "1.5"), ("--selector", "best")])
+def test_ask_refuses_what_has_no_meaning(run: Command, warm: Any, store: Path, option: tuple[str, str]) -> None:
+    warm()
+    result = run("ask", "Where?", "--store", store, *option, code=1)
+    assert result.stderr.startswith("error: ")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_check_finds_a_damaged_file_and_repair_mends_it(run: Command, warm: Any, store: Path, tmp_path: Path) -> None:
+    warm()
+    assert "is clean" in run("store", "check", "--store", store).stdout
+    file = sorted((store / "kv" / "kv").rglob("*.safetensors"))[0]
+    damaged = bytearray(file.read_bytes())
+    damaged[-1] ^= 1
+    file.write_bytes(damaged)
+    assert "not clean" in run("store", "check", "--store", store, "--json", tmp_path / "check.json", code=1).stdout
+    row = read_rows(tmp_path / "check.json")[0]
+    assert (row["clean"], row["repaired"], len(row["problems"])) == (False, False, 1)
+    assert "repaired" in run("store", "check", "--store", store, "--repair").stdout
+    assert "is clean" in run("store", "check", "--store", store).stdout
+    assert warm()["encoded"] == 1
+
+
+def test_clear_asks_first(run: Command, warm: Any, store: Path, tmp_path: Path) -> None:
+    warm()
+    assert "nothing was removed" in run("store", "clear", "--store", store, input="n\n", code=1).stdout
+    assert names_in(run, store, tmp_path) == 8
+    run("store", "clear", "--store", store, input="y\n")
+    assert names_in(run, store, tmp_path) == 0
+    assert "holds no passages" in run("ask", "Where?", "--store", store, code=1).stderr
+    assert warm()["encoded"] == 8
+    run("store", "clear", "--yes", "--store", store)
+    assert names_in(run, store, tmp_path) == 0
+
+
+def test_a_damaged_chroma_is_an_error_of_one_line(run: Command, warm: Any, documents: Path, store: Path) -> None:
+    warm()
+    (store / "chroma" / "chroma.sqlite3").write_bytes(b"no database" * 1000)
+    for command in (["ask", "Where?"], ["warm", documents]):
+        result = run(*command, "--store", store, code=1)
+        assert result.stderr.startswith(f"error: Chroma in {store / 'chroma'} failed")
+        assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_damaged_settings_file_is_an_error_of_one_line(run: Command, store: Path) -> None:
+    store.mkdir()
+    (store / "library.json").write_text('{"model": 1}')
+    result = run("ask", "Where?", "--store", store, code=1)
+    assert "library.json cannot be read" in result.stderr
+    assert len(result.stderr.splitlines()) == 1

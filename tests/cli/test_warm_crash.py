@@ -1,0 +1,128 @@
+"""``kill -9`` in the middle of ``warm``: the next one finishes, and everything is as after an undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheblend_rag import BlendEngine
+from cacheblend_rag.cli.models import open_engine
+from cacheblend_rag.documents.folder import kv_folder, open_chroma
+
+from .conftest import Command, read_rows
+
+KILLS = 20
+SAMPLE = (3, 9, 15)
+QUESTIONS = ("Where does Mara 17 live?", "What is kept in harbour 40?", "Who moved to town 111?")
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """What an undisturbed run left: passages in Chroma, names in the store, answers; and its time from the first write."""
+
+    passages: dict[str, tuple[str, Any]]
+    names: set[str]
+    answers: list[str]
+    seconds: float
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight files with 160 passages."""
+    folder = tmp_path_factory.mktemp("documents")
+    rng = random.Random(0)
+    for file in range(8):
+        lines = [
+            f"Mara {n} lives in town {rng.randrange(999)} and keeps a boat in harbour {rng.randrange(99)}."
+            for n in range(20)
+        ]
+        (folder / f"{file}.txt").write_text("\n\n".join(f"{line} Number {file}." for line in lines), encoding="utf-8")
+    return folder
+
+
+def command(documents: Path, store: Path, model_folder: Path) -> list[str]:
+    return ["warm", str(documents), "--store", str(store), "--model", str(model_folder), "--chunk-tokens", "90"]
+
+
+def start(arguments: list[str], store: Path) -> subprocess.Popen[bytes]:
+    """Start the command in a process of its own and return when it has written its first file."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-m", "cacheblend_rag.cli", *arguments], env=environment)
+    while not (store / "library.json").exists() and process.poll() is None:
+        time.sleep(0.001)
+    return process
+
+
+def state_of(
+    run: Command, store: Path, model_folder: Path, folder: Path
+) -> tuple[dict[str, tuple[str, Any]], set[str], list[str]]:
+    client = open_chroma(store)
+    found = client.get_collection("passages", embedding_function=None).get(include=["documents", "metadatas"])
+    client.close()
+    assert found["documents"] is not None
+    assert found["metadatas"] is not None
+    passages = {
+        id: (text, dict(about))
+        for id, text, about in zip(found["ids"], found["documents"], found["metadatas"], strict=True)
+    }
+    engine: BlendEngine
+    with open_engine(str(model_folder), store=kv_folder(store)) as engine:
+        names = set(engine.ids())
+    answers = []
+    for question in QUESTIONS:
+        run("ask", question, "--store", store, "--max-new-tokens", "12", "--json", folder / "ask.json")
+        row = read_rows(folder / "ask.json")[0]
+        assert row["misses"] == 0
+        answers.append(f"{row['answer']} {[source['id'] for source in row['sources']]}")
+    return passages, names, answers
+
+
+@pytest.fixture(scope="module")
+def undisturbed(documents: Path, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Warmed:
+    from typer.testing import CliRunner
+
+    from cacheblend_rag.cli import app
+
+    def run(*arguments: Any, code: int = 0, input: str | None = None) -> Any:
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        assert result.exit_code == code, result.output
+        return result
+
+    folder = tmp_path_factory.mktemp("undisturbed")
+    process = start(command(documents, folder / "store", model_folder), folder / "store")
+    started = time.perf_counter()
+    assert process.wait(300) == 0
+    seconds = time.perf_counter() - started
+    return Warmed(*state_of(run, folder / "store", model_folder, folder), seconds)
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(number, marks=() if number in SAMPLE else pytest.mark.full) for number in range(KILLS)]
+)
+def test_the_next_warm_finishes(
+    run: Command, documents: Path, model_folder: Path, undisturbed: Warmed, tmp_path: Path, number: int
+) -> None:
+    store = tmp_path / "store"
+    arguments = command(documents, store, model_folder)
+    # Moments at random, one in each twentieth of the run.
+    moment = (number + random.Random(number).random()) / KILLS * undisturbed.seconds
+    process = start(arguments, store)
+    time.sleep(moment)
+    process.send_signal(signal.SIGKILL)
+    process.wait(60)
+
+    run(*arguments)
+    assert "is clean" in run("store", "check", "--store", store).stdout
+    passages, names, answers = state_of(run, store, model_folder, tmp_path)
+    assert passages == undisturbed.passages
+    assert names == undisturbed.names
+    assert answers == undisturbed.answers
