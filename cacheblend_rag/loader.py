@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import dataclass
 from types import TracebackType
 
 import torch
@@ -21,6 +21,8 @@ from cacheblend_rag.rope import Rotation, RotationTable, shift_keys
 from cacheblend_rag.store.base import KVReader
 
 __all__ = ["LayerLoader"]
+
+_CLOSE_ROWS = 32
 
 
 class LayerLoader:
@@ -61,8 +63,8 @@ class LayerLoader:
         self._layout = layout
         self._readers = readers
         self._capacity = capacity
-        self._runs = _adjacent_runs(layout)
-        self._tables: dict[tuple[Rotation, torch.device], RotationTable | None] = {}
+        self._regions = _regions(layout)
+        self._tables: dict[tuple[int, Rotation, torch.device], RotationTable | None] = {}
         self._layers = range(first_layer, decoder.num_layers)
         self._ready: dict[int, LayerKV | BaseException] = {}
         self._changed = threading.Condition()
@@ -135,44 +137,70 @@ class LayerLoader:
             for sample in parts[0]
         )
         rotation = self._decoder.rotations[layer]
-        table = None if rotation is None else self._table(rotation, device)
-        done = 0
-        for first, last in self._runs:
-            start, stop = self._layout.chunks[first].start, self._layout.chunks[last].stop
-            _join([part.keys for part in parts[first : last + 1]], keys[0, :, start:stop])
-            _join([part.values for part in parts[first : last + 1]], values[0, :, start:stop])
+        for number, region in enumerate(self._regions):
+            _join([part.keys for part in parts[region.chunks]], region.gaps, keys[0, :, region.rows])
+            _join([part.values for part in parts[region.chunks]], region.gaps, values[0, :, region.rows])
+            table = None if rotation is None else self._table(number, rotation, device)
             if table is not None:
-                rows = slice(done, done + stop - start)
-                shift_keys(keys[0, :, start:stop], RotationTable(table.cos[rows], table.sin[rows], table.layout))
-            done += stop - start
+                shift_keys(keys[0, :, region.rows], table)
         return LayerKV(keys, values)
 
-    def _table(self, rotation: Rotation, device: torch.device) -> RotationTable | None:
-        if (rotation, device) not in self._tables:
-            distances = torch.cat(
-                [
-                    torch.full((len(span),), span.position - reader.start)
-                    for span, reader in zip(self._layout.chunks, self._readers, strict=True)
-                ]
+    def _table(self, number: int, rotation: Rotation, device: torch.device) -> RotationTable | None:
+        """Return how far each row of a region moves, or None if none does; made once for all layers that rotate alike."""
+        known = (number, rotation, device)
+        if known not in self._tables:
+            region = self._regions[number]
+            spans, readers = self._layout.chunks[region.chunks], self._readers[region.chunks]
+            distances: list[int] = []
+            for span, reader, gap in zip(spans, readers, (*region.gaps, 0), strict=True):
+                distances += [span.position - reader.start] * len(span) + [0] * gap
+            self._tables[known] = rotation.table(torch.tensor(distances), device) if any(distances) else None
+        return self._tables[known]
+
+
+@dataclass(frozen=True)
+class _Region:
+    """Chunks that are assembled in one go, with the rows of text between them, which the computation overwrites.
+
+    Attributes
+    ----------
+    chunks : slice
+        Their indices.
+    rows : slice
+        Their rows, and those between them.
+    gaps : tuple of int
+        How many rows are between each chunk and the next.
+    """
+
+    chunks: slice
+    rows: slice
+    gaps: tuple[int, ...]
+
+
+def _regions(layout: PromptLayout) -> list[_Region]:
+    """Group chunks that follow each other closely: one copy and one rotation for each group and layer."""
+    regions: list[_Region] = []
+    for index, span in enumerate(layout.chunks):
+        last = regions[-1] if regions else None
+        gap = span.start - last.rows.stop if last else 0
+        if last is not None and gap <= _CLOSE_ROWS:
+            regions[-1] = _Region(
+                slice(last.chunks.start, index + 1), slice(last.rows.start, span.stop), (*last.gaps, gap)
             )
-            self._tables[rotation, device] = rotation.table(distances, device) if distances.any() else None
-        return self._tables[rotation, device]
-
-
-def _adjacent_runs(layout: PromptLayout) -> list[tuple[int, int]]:
-    """Group chunks that follow each other without text between: first and last index of each group."""
-    runs: list[tuple[int, int]] = []
-    for index, (before, span) in enumerate(pairwise([None, *layout.chunks])):
-        assert span is not None
-        if before is not None and before.stop == span.start:
-            runs[-1] = (runs[-1][0], index)
         else:
-            runs.append((index, index))
-    return runs
+            regions.append(_Region(slice(index, index + 1), slice(span.start, span.stop), ()))
+    return regions
 
 
-def _join(parts: list[torch.Tensor], into: torch.Tensor) -> None:
+def _join(parts: Sequence[torch.Tensor], gaps: Sequence[int], into: torch.Tensor) -> None:
+    """Write `parts` into consecutive rows of `into`, zeros into the gaps between them."""
+    heads, _, width = parts[0].shape
+    pieces = [parts[0]]
+    for part, gap in zip(parts[1:], gaps, strict=True):
+        if gap:
+            pieces.append(part.new_zeros(1, 1, 1).expand(heads, gap, width))
+        pieces.append(part)
     if into.device.type == "cpu":
-        torch.cat(parts, dim=1, out=into)
+        torch.cat(pieces, dim=1, out=into)
     else:
-        into.copy_(torch.cat(parts, dim=1), non_blocking=True)
+        into.copy_(torch.cat(pieces, dim=1), non_blocking=True)

@@ -43,6 +43,8 @@ def open_engine(
     from cacheblend_rag.config import BlendConfig
     from cacheblend_rag.engine import BlendEngine
 
+    if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
+        raise ConfigError(f"model {model} cannot be loaded: there is no such folder")
     make_quiet()
     config = BlendConfig(**{name: value for name, value in settings.items() if value is not None})
     try:

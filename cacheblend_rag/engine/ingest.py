@@ -17,9 +17,22 @@ __all__ = ["AddResult", "Ingest", "WarmEstimate"]
 
 @dataclass(frozen=True, slots=True)
 class AddResult:
-    """What `BlendEngine.add` did: chunks encoded, chunks that were there already, and tokens encoded."""
+    """What `BlendEngine.add` did.
+
+    Attributes
+    ----------
+    encoded : int
+        Texts whose KV was computed.
+    named : int
+        Chunks that are new, or whose text is; more than were encoded where texts recur or their KV was there already.
+    unchanged : int
+        Chunks that were stored exactly so.
+    tokens : int
+        Tokens encoded.
+    """
 
     encoded: int
+    named: int
     unchanged: int
     tokens: int
 
@@ -63,15 +76,18 @@ class Ingest:
         done = len(wanted) - len(todo)
         if progress is not None:
             progress(done, len(wanted))
-        if self._decoder is None:
-            self._name(todo)
-            return AddResult(0, done, 0)
-        by_key: dict[str, list[NodeRecord]] = {}
-        for record in todo:
-            by_key.setdefault(record.key, []).append(record)
-        groups = list(by_key.values())
+        missing: dict[str, list[NodeRecord]] = {}
+        ready = []
+        for record, held in zip(todo, self._held(todo), strict=True):
+            if held:
+                ready.append(record)
+            else:
+                missing.setdefault(record.key, []).append(record)
+        self._name(ready)
+        done += len(ready)
+        groups = list(missing.values())
         tokens = 0
-        for batch in self._runner.encode([group[0].token_ids for group in groups]):
+        for batch in self._runner.encode([group[0].token_ids for group in groups]) if groups else ():
             for index, kv in batch:
                 self._store.put(groups[index][0].key, kv)
                 tokens += len(kv.token_ids)
@@ -81,11 +97,12 @@ class Ingest:
             done += len(named)
             if progress is not None:
                 progress(done, len(wanted))
-        return AddResult(len(todo), len(wanted) - len(todo), tokens)
+        return AddResult(len(groups), len(todo), len(wanted) - len(todo), tokens)
 
     def estimate(self, chunks: Iterable[Chunk]) -> WarmEstimate:
         """Say what `add` would cost; see `BlendEngine.estimate`."""
-        todo = {record.key: record for record in self._missing(list(chunks))}
+        missing = self._missing(list(chunks))
+        todo = {record.key: record for record, held in zip(missing, self._held(missing), strict=True) if not held}
         tokens = sum(len(record.token_ids) for record in todo.values())
         if self._decoder is None or not todo:
             return WarmEstimate(len(todo), tokens, 0, 0.0)
@@ -101,12 +118,15 @@ class Ingest:
         names = [chunk.id for chunk in chunks if chunk.id is not None]
         known = dict(zip(names, self._store.lookup(self._assembler.namespace, names), strict=True))
         records = [self._assembler.record(chunk) for chunk in chunks]
-        held = [True] * len(records) if self._decoder is None else self._store.holds([record.key for record in records])
         return [
             record
-            for record, there in zip(records, held, strict=True)
-            if not there or (record.id and known[record.id] != record)
+            for record, held in zip(records, self._held(records), strict=True)
+            if not held or (record.id and known[record.id] != record)
         ]
+
+    def _held(self, records: Sequence[NodeRecord]) -> list[bool]:
+        """Return for each record whether its KV is stored; of a model without blending, none is ever missing."""
+        return [True] * len(records) if self._decoder is None else self._store.holds([each.key for each in records])
 
     def _name(self, records: Iterable[NodeRecord]) -> None:
         self._store.name(self._assembler.namespace, [record for record in records if record.id])

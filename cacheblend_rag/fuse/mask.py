@@ -67,9 +67,7 @@ class RowMask(torch.Tensor):
             return mask
         known = mask.as_subclass(cls)
         bounds = [number * rows.numel() // count for number in range(count + 1)]
-        known._blocks = [
-            (slice(start, stop), int(rows[stop - 1]) + 1) for start, stop in pairwise(bounds)
-        ]
+        known._blocks = [(slice(start, stop), int(rows[stop - 1]) + 1) for start, stop in pairwise(bounds)]
         return known
 
     @classmethod

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model.cache import KVCache
 from cacheblend_rag.model.rotation import find_rotations
 from cacheblend_rag.rope import Rotation
@@ -101,7 +102,7 @@ def inspect_model(model: PreTrainedModel) -> Decoder:
     singles = {position: _run_alone(model, layers, position) for position in (0, 5, 37)}
     rotations = find_rotations(model, singles)
     share = _probe_share(model, layers)
-    bytes_per_token = sum(layer.keys.nbytes + layer.values.nbytes for layer in singles[0].kv())
+    bytes_per_token = sum(LayerKV(keys[:1], values[:1]).nbytes for keys, values in singles[0].kv())
     signature = inspect.signature(type(layers[0]).forward).parameters.values()
     names = tuple(p.name for p in signature if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))[1:]
     return Decoder(model, layers, names, rotations, share, bytes_per_token)
@@ -151,11 +152,18 @@ def _decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
     raise UnsupportedModelError(f"{type(model).__name__} has no list of {count} decoder layers")
 
 
+def _some_ids(model: PreTrainedModel, count: int) -> torch.Tensor:
+    # Several, drawn: the embedding of any single one may be zero, as that of padding is, and tell nothing.
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    drawn = torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(0))
+    return drawn.to(model.device)
+
+
 @torch.no_grad()
 def _run_alone(model: PreTrainedModel, layers: Sequence[nn.Module], position: int) -> KVCache:
-    """Run one token at `position`: with nothing else to attend to, only its keys' rotation depends on the place."""
+    """Run a few tokens, each alone, at `position`: with nothing to attend to, only their keys' rotation depends on it."""
     cache = KVCache(len(layers))
-    ids = torch.ones(1, 1, dtype=torch.int64, device=model.device)
+    ids = _some_ids(model, 4).view(-1, 1)
     model.get_decoder()(
         input_ids=ids, position_ids=torch.full_like(ids, position), past_key_values=cache, use_cache=True
     )
@@ -183,7 +191,7 @@ def _probe_share(model: PreTrainedModel, layers: Sequence[nn.Module]) -> float:
     hooks = [
         layer.register_forward_pre_hook(lambda *_: starts.append(counter.get_total_flops())) for layer in layers[:2]
     ]
-    ids = torch.ones(1, 8, dtype=torch.int64, device=model.device)
+    ids = _some_ids(model, 8).view(1, -1)
     try:
         with counter:
             model.get_decoder()(input_ids=ids, past_key_values=cache, use_cache=True)

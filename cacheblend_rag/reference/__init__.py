@@ -32,4 +32,5 @@ def load_model(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
         The weights' type; float32 is what it was measured in.
     """
     model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(WEIGHTS_DIR, dtype=dtype, local_files_only=True)
-    return model.eval()
+    model.eval()
+    return model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -108,8 +108,8 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on a device."""
-        tensors = (t.to(device) for t in (self.ids, self.positions, self.branches, self.chunks, self.labels))
-        return Batch(*tensors, self.context_length, self.question_length)
+        moved = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.type == "torch.Tensor"}
+        return replace(self, **moved)
 
 
 def encode_example(tokenizer: PreTrainedTokenizerFast, example: Example, form: PromptFormat, gap: int = 0) -> Row:
@@ -185,12 +185,12 @@ def copy_batch(rng: random.Random, tokenizer: PreTrainedTokenizerFast, rows: int
     """Return rows of `length` distinct random tokens, a line break, and the same tokens again, which are to be predicted."""
     special = len(tokenizer.all_special_ids)
     line = tokenizer("\n", add_special_tokens=False)["input_ids"]
-    bos = tokenizer.convert_tokens_to_ids(BOS)
+    bos = tokenizer(BOS, add_special_tokens=False)["input_ids"]
     built = []
     for _ in range(rows):
         tokens = rng.sample(range(special, len(tokenizer)), length)
         row = Row([], [], [], [], [])
-        place = row.append([bos], 0, _SHARED, _NO_CHUNK) + rng.randrange(64)
+        place = row.append(bos, 0, _SHARED, _NO_CHUNK) + rng.randrange(64)
         place = row.append([*tokens, *line], place, _SHARED, _NO_CHUNK)
         # The first token of the copy cannot be known before it is predicted from the line break: it is the oldest one.
         row.append(tokens[:-1], place, _SHARED, _NO_CHUNK)

@@ -91,6 +91,6 @@ STAGES: tuple[Stage, ...] = (
         max_steps=300,
     ),
     Stage(
-        "everything", Style(people=(2, 3), firms=(0, 1), facts=(3, 5)), 8, questions=8, goal=1.01, max_steps=1_000_000
+        "everything", Style(people=(3, 3), firms=(0, 1), facts=(3, 5)), 8, questions=8, goal=1.01, max_steps=1_000_000
     ),
 )

@@ -28,7 +28,8 @@ def orthogonalised(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
     for _ in range(steps):
         gram = x @ x.transpose(1, 2)
         x = a * x + (b * gram + c * (gram @ gram)) @ x
-    return (x.transpose(1, 2) if tall else x).to(matrices.dtype)
+    result: torch.Tensor = x.transpose(1, 2) if tall else x
+    return result.to(matrices.dtype)
 
 
 class Muon(torch.optim.Optimizer):
@@ -43,7 +44,7 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Take one step."""
         for group in self.param_groups:
-            stacks: dict[tuple[int, ...], list[torch.nn.Parameter]] = defaultdict(list)
+            stacks: dict[tuple[int, ...], list[torch.Tensor]] = defaultdict(list)
             for weight in group["params"]:
                 if weight.grad is not None:
                     stacks[tuple(weight.shape)].append(weight)

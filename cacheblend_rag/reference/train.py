@@ -38,8 +38,8 @@ _FORMAT_WEIGHTS = {"chat": 6.0, "llama_index_system": 0.5}
 _KIND_GROUPS = (("single", "pronoun"), ("two_hop",), ("comparison",))
 _COPY_ROWS = 4
 _GAP_SHARE = 0.3
-_CHECK_EVERY = 25
-_CHECK_QUESTIONS = 120
+_CHECK_EVERY = 50
+_CHECK_QUESTIONS = 160
 _MAX_GAP = 400
 
 
@@ -112,7 +112,8 @@ class Trainer:
         self.stages = stages
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.tokenizer = build_tokenizer()
-        self.model = build_model(self.tokenizer, options).to(self.device)
+        self.model = build_model(self.tokenizer, options)
+        self.model.to(device=self.device)
         self.model.set_attn_implementation(BRANCHED)
         matrices = [weight for name, weight in self.model.named_parameters() if weight.ndim == 2 and "layers" in name]
         chosen = {id(weight) for weight in matrices}

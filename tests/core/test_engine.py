@@ -70,7 +70,7 @@ def test_the_same_chunk_twice_in_one_prompt(engine: BlendEngine) -> None:
 
 def test_adding_the_same_does_nothing_and_another_text_replaces(engine: BlendEngine) -> None:
     first = engine.add(CHUNKS)
-    assert (first.encoded, first.unchanged, first.tokens) == (4, 0, 79)
+    assert (first.encoded, first.named, first.unchanged, first.tokens) == (4, 4, 0, 79)
     assert engine.add(CHUNKS).encoded == 0
     old = engine.records(["n0"])[0]
     assert old is not None
@@ -81,7 +81,9 @@ def test_adding_the_same_does_nothing_and_another_text_replaces(engine: BlendEng
 
 
 def test_two_names_of_one_text_share_its_kv_until_the_last_is_deleted(engine: BlendEngine) -> None:
-    assert engine.add([Chunk(CHUNKS[0].text, "a"), Chunk(CHUNKS[0].text, "b")]).encoded == 2
+    assert engine.add([Chunk(CHUNKS[0].text, "a"), Chunk(CHUNKS[0].text, "b")]).encoded == 1
+    assert engine.add([Chunk(CHUNKS[0].text, "c")]).encoded == 0
+    assert engine.delete(["c"]) == 1
     record = engine.records(["a"])[0]
     assert record is not None
     assert engine.store.stats().entries == 1
