@@ -150,6 +150,10 @@ class Assembler:
         if segments and isinstance(segments[0], Chunk | ChunkRef) and self._bos and positions is None:
             segments.insert(0, ())
         records = self._records(segments)
+        # Separators recur between all chunks: each text is tokenised once.
+        texts = {
+            text: self.tokenize(text) for text in dict.fromkeys(each for each in segments if isinstance(each, str))
+        }
         ids: list[int] = []
         places: list[int] = []
         spans: list[ChunkSpan] = []
@@ -169,7 +173,7 @@ class Assembler:
                     spans.append(ChunkSpan(len(ids), len(ids) + len(part), position))
                     chunks.append(chunk)
             else:
-                part = self.tokenize(segment) if isinstance(segment, str) else self._checked(segment)
+                part = texts[segment] if isinstance(segment, str) else self._checked(segment)
                 if number == 0:
                     part = self._with_bos(part)
             ids.extend(part)

@@ -25,6 +25,7 @@ __all__ = [
 ]
 
 KINDS = ("single", "pronoun", "two_hop", "comparison")
+"""Every kind of question there is. Which of them a context asks is :attr:`Style.kinds`; comparisons only where told to."""
 _VALUE = re.compile(
     r".*\b(?:born in|lives in|works for|is a|keeps a|is based in|makes|founded by|called|is|so) (?P<value>.+?)\.?\s*",
     re.DOTALL,
@@ -127,7 +128,7 @@ def demo_documents() -> list[Document]:
 def demo_questions(count: int = 12) -> list[Question]:
     """Return questions about :func:`demo_documents`; `support` counts the chunks of all documents through."""
     rng = random.Random(f"demo-questions:{_DEMO_SEED}")
-    return _pick(rng, _questions(rng, _demo_world(), "held_out", KINDS), KINDS, count)
+    return _pick(rng, _questions(rng, _demo_world(), "held_out", EVAL_STYLE.kinds), EVAL_STYLE.kinds, count)
 
 
 def _demo_world() -> World:

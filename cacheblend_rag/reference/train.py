@@ -113,7 +113,7 @@ class Trainer:
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.tokenizer = build_tokenizer()
         self.model = build_model(self.tokenizer, options)
-        self.model.to(device=self.device)
+        torch.nn.Module.to(self.model, self.device)
         self.model.set_attn_implementation(BRANCHED)
         matrices = [weight for name, weight in self.model.named_parameters() if weight.ndim == 2 and "layers" in name]
         chosen = {id(weight) for weight in matrices}
@@ -130,8 +130,8 @@ class Trainer:
     def batches(self, step: int) -> list[Batch]:
         """Return the parts of a step's batch; they follow from seed, step, stage and copying length.
 
-        Questions of one part have about equally long answers, so that little is padding, and every part is in every step: were the
-        kinds taken in turn, the model would sway between the sentences that it was asked for last.
+        Questions of one part have about equally long answers, so that little is padding. Every part is in every step:
+        were the kinds taken in turn, the model would sway between the sentences that it was asked for last.
         """
         rng = random.Random(f"{self.options.seed}:{step}")
         stage = self.stages[self.stage]

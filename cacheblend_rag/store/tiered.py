@@ -180,9 +180,12 @@ class TieredStore:
             self._disk.remove(dropped)
 
     def _notice_deletions(self) -> None:
+        """Drop from RAM what other processes have deleted from the folder."""
+        if not self._disk:
+            return
         seen = self._deletions_seen
         now = self._index.deletions()
-        if now == seen or not self._disk:
+        if now == seen:
             return
         gone = self._index.deleted_since(seen)
         if gone is None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
 from cacheblend_rag.reference.corpus import (
-    KINDS,
+    EVAL_STYLE,
     Example,
     demo_documents,
     demo_questions,
@@ -69,21 +70,26 @@ def test_evaluation_contexts_are_long_and_hold_every_kind(held_out: list[Example
     assert sum(len(example.questions) for example in held_out) == 600
     assert all(len(example.chunks) >= 12 for example in held_out)
     kinds = [question.kind for example in held_out for question in example.questions]
-    assert set(kinds) == set(KINDS)
-    assert min(kinds.count(kind) for kind in KINDS) > 60
+    assert set(kinds) == set(EVAL_STYLE.kinds)
+    assert min(kinds.count(kind) for kind in EVAL_STYLE.kinds) > 60
 
 
 def test_support_holds_what_the_answer_needs(held_out: list[Example]) -> None:
     for example in held_out:
         for question in example.questions:
             support = [example.chunks[index] for index in question.support]
-            if question.kind == "comparison":
-                first, second = question.sentence.removesuffix(f", so {question.answer}.").split(" and ")
-                values = [value_of(clause) for clause in (first, second)]
-                assert all(any(value in chunk for chunk in support) for value in values)
-                assert question.answer == ("yes" if values[0] == values[1] else "no")
-            else:
-                assert any(question.answer in chunk for chunk in support)
+            assert any(question.answer in chunk for chunk in support)
+
+
+def test_comparisons_follow_from_two_facts() -> None:
+    examples = eval_examples(60, seed=4, style=replace(EVAL_STYLE, kinds=("comparison",)))
+    for example in examples:
+        for question in example.questions:
+            support = [example.chunks[index] for index in question.support]
+            first, second = question.sentence.removesuffix(f", so {question.answer}.").split(" and ")
+            values = [value_of(clause) for clause in (first, second)]
+            assert all(any(value in chunk for chunk in support) for value in values)
+            assert question.answer == ("yes" if values[0] == values[1] else "no")
 
 
 def test_a_pronoun_stands_where_the_fact_is(held_out: list[Example]) -> None:
@@ -125,7 +131,7 @@ def test_the_demonstration_is_large_enough() -> None:
     assert len(documents) >= 8
     assert len(chunks) >= 40
     assert len(questions) >= 10
-    assert {question.kind for question in questions} == set(KINDS)
+    assert {question.kind for question in questions} == set(EVAL_STYLE.kinds)
     assert all(document.title in document.chunks[0] for document in documents)
     assert all("\n" not in chunk for chunk in chunks)
     assert len(set(chunks)) == len(chunks)

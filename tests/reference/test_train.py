@@ -135,7 +135,7 @@ def test_the_curriculum_goes_on_when_a_goal_is_reached_or_the_steps_are_spent() 
 def test_scores_name_every_kind() -> None:
     trainer = Trainer(TINY, SHORT)
     scores = score(trainer.model, TOKENIZER, eval_examples(16), reuse=True)
-    assert set(scores) == {"all", "single", "pronoun", "two_hop", "comparison"}
+    assert set(scores) == {"all", "single", "pronoun", "two_hop"}
     assert all(0 <= value <= 1 for value in scores.values())
 
 
