@@ -56,17 +56,18 @@ def branched_attention(
     if context_length is None:
         return scaled_dot_product_attention(query, key, value, attn_mask=attention_mask).transpose(1, 2), None
     count, heads, _, size = query.shape
+    query = query * scaling
     context = [tensor[:, :, :context_length].flatten(0, 1) for tensor in (query, key, value)]
     causal = torch.ones(context_length, context_length, dtype=torch.bool, device=query.device).tril()
     # Products written out: the fused kernel's backward pass on CPUs takes several times longer at this head size.
-    scores = (context[0] @ context[1].transpose(1, 2)) * scaling
+    scores = context[0] @ context[1].transpose(1, 2)
     output = torch.softmax(scores.masked_fill(~causal, float("-inf")), -1) @ context[2]
     if attention_mask is not None:
         together = query[:, :, context_length:].flatten(0, 1)
         own = [tensor[:, :, context_length:].reshape(-1, question_length, size) for tensor in (query, key, value)]
         on_context = (together @ context[1].transpose(1, 2)).view(-1, question_length, context_length)
         on_question = own[0] @ own[1].transpose(1, 2)
-        weights = torch.softmax(torch.cat([on_context, on_question], 2) * scaling + attention_mask[:, 0], -1)
+        weights = torch.softmax(torch.cat([on_context, on_question], 2) + attention_mask[:, 0], -1)
         answers = weights[:, :, :context_length].reshape(count * heads, -1, context_length) @ context[2]
         answers = answers + (weights[:, :, context_length:] @ own[2]).view_as(answers)
         output = torch.cat([output, answers], 1)

@@ -81,14 +81,28 @@ STAGES: tuple[Stage, ...] = (
         12,
         goal=0.75,
     ),
+    # Everybody has the same few attributes here: only the subject tells values apart, so pronouns must be resolved.
+    Stage(
+        "pronouns",
+        Style(
+            people=(2, 3),
+            firms=(0, 0),
+            facts=(2, 2),
+            attributes=("born", "lives", "trade", "pet"),
+            pool=(2, 2),
+            variety=0.3,
+            pronouns=1.0,
+            fillers=0.0,
+            kinds=("single", "pronoun"),
+        ),
+        12,
+        goal=0.9,
+    ),
     Stage(
         "two_hops",
-        Style(
-            people=(2, 3), firms=(1, 1), facts=(2, 4), variety=0.5, fillers=0.1, kinds=("single", "pronoun", "two_hop")
-        ),
+        Style(people=(3, 3), firms=(0, 0), facts=(3, 3), pool=(3, 3), variety=0.5, pronouns=0.8, fillers=0.0),
         10,
-        goal=0.7,
-        max_steps=300,
+        goal=0.9,
     ),
     Stage(
         "everything", Style(people=(3, 3), firms=(0, 1), facts=(3, 5)), 8, questions=8, goal=1.01, max_steps=1_000_000

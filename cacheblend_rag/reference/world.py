@@ -88,7 +88,7 @@ class World:
         return tuple(chunk for document in self.documents for chunk in document.chunks)
 
 
-# Chance that a value which a comparison may ask for is shared with another person, so that "yes" is not rare.
+# Where comparisons are asked: chance that a value is shared with another person, so that "yes" is not rare.
 _SHARED = 0.35
 _SHAREABLE = ("born", "lives", "employer")
 # Chance that a document gets a fact that a two-hop question can start from.
@@ -110,7 +110,7 @@ def build_world(rng: random.Random, style: Style, split: Split) -> World:
         wanted = _attributes_of(rng, style, of, pool)
         chunks: list[str] = []
         for place, attribute in enumerate(wanted):
-            value = _value(rng, maker, attribute, name, people, firms, facts)
+            value = _value(rng, maker, attribute, name, people, firms, facts if "comparison" in style.kinds else [])
             named = place == 0 or rng.random() >= style.pronouns
             chunks.append(_chunk(rng, style, split, attribute, name if named else pronoun, value))
             facts.append(Fact(name, attribute, value, sum(len(d.chunks) for d in documents) + place, named))

@@ -172,9 +172,13 @@ class _Connections:
     def _connect(self, path: Path | None) -> sqlite3.Connection:
         connection = sqlite3.connect(path or ":memory:", timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
         if path is not None:
-            connection.execute("PRAGMA journal_mode=WAL")
-            # What is deleted is overwritten: token ids are text.
-            connection.execute("PRAGMA secure_delete=ON")
+            try:
+                connection.execute("PRAGMA journal_mode=WAL")
+                # What is deleted is overwritten: token ids are text.
+                connection.execute("PRAGMA secure_delete=ON")
+            except BaseException:
+                connection.close()
+                raise
         return connection
 
     def _connect_read_only(self, path: Path) -> sqlite3.Connection:
@@ -211,9 +215,10 @@ def _translated(path: Path | None) -> Iterator[None]:
         yield
     except UnicodeEncodeError as error:
         raise StoreError(f"{error.object[:80]!r} is not valid Unicode and cannot be stored as a name") from error
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:
         where = "in memory" if path is None else str(path)
-        text = str(error)
+        # SQLite quotes a damaged schema in its message, which then is no text.
+        text = "malformed schema" if isinstance(error, UnicodeDecodeError) else str(error)
         if "disk is full" in text or (path is not None and "disk I/O" in text and _is_full(path)):
             raise StoreFullError(
                 f"no room left on the disk of {where}; free some, or give the store a byte budget (disk_bytes)"

@@ -56,6 +56,7 @@ class TieredStore:
     def open(self, key: str) -> KVReader | None:
         """Return a reader of the KV under `key` and mark it as recently used, or None if it is not held."""
         valid_key(key)
+        self._check_open()
         self._notice_deletions()
         kv = self._ram.get(key)
         if kv is not None:

@@ -42,7 +42,9 @@ class Reports(BaseCallbackHandler):
 @pytest.fixture
 def store(engine: BlendEngine, embedding: Embeddings, chunks: dict[str, str]) -> Iterator[BlendVectorStore]:
     chroma = Chroma(
-        collection_name=f"test-{uuid.uuid4().hex}", embedding_function=embedding, client=chromadb.EphemeralClient()
+        collection_name=f"test-{uuid.uuid4().hex}",
+        embedding_function=embedding,
+        client=chromadb.EphemeralClient(),
     )
     store = BlendVectorStore(chroma, engine=engine)
     store.add_documents([Document(text, metadata={"name": name}) for name, text in chunks.items()])

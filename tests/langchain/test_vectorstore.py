@@ -21,7 +21,9 @@ from langchain_cacheblend import BlendVectorStore
 
 INNER: dict[str, Callable[[Embeddings], VectorStore]] = {
     "chroma": lambda embedding: Chroma(
-        collection_name=f"test-{uuid.uuid4().hex}", embedding_function=embedding, client=chromadb.EphemeralClient()
+        collection_name=f"test-{uuid.uuid4().hex}",
+        embedding_function=embedding,
+        client=chromadb.EphemeralClient(),
     ),
     "in_memory": InMemoryVectorStore,
 }

@@ -111,7 +111,7 @@ def _not_installed() -> Iterator[None]:
 
 @pytest.fixture
 def chroma() -> Iterator[ChromaVectorStore]:
-    client = chromadb.EphemeralClient(chromadb.Settings(anonymized_telemetry=False))
+    client = chromadb.EphemeralClient()
     name = f"test-{uuid.uuid4().hex}"
     yield ChromaVectorStore(chroma_collection=client.create_collection(name))
     client.delete_collection(name)
