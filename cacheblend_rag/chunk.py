@@ -118,6 +118,11 @@ class BlendPrompt:
     def __post_init__(self) -> None:
         if isinstance(self.chunks, str):
             raise ConfigError(f"chunks is the string {self.chunks[:40]!r}; give a list of ids or chunks")
+        for chunk in self.chunks:
+            if not isinstance(chunk, str | Chunk | ChunkRef):
+                raise ConfigError(
+                    f"chunks holds {chunk!r}, a {type(chunk).__name__}; give ids, Chunk or ChunkRef objects"
+                )
         if self.segments:
             if self.prefix or self.chunks or self.suffix or self.separator:
                 raise ConfigError("a prompt takes either segments, or prefix, chunks, suffix and separator, not both")

@@ -21,7 +21,7 @@ class ChunkReport:
     hit : bool
         Whether its KV was in the store when the request came.
     recomputed_tokens : int
-        How many of its tokens went through the model's layers again, on average over the layers, rounded.
+        How many of its tokens went through all of the model's later layers again.
     reason : str or None
         Why the chunk was not served from stored KV as it stands, if it was not.
     """
@@ -55,7 +55,7 @@ class BlendReport:
     recomputed_tokens : int
         Chunk tokens that went through the model's later layers again.
     recompute_ratio : float
-        The ratio that was asked for.
+        The ratio that was asked for; 1 where the whole prompt was computed.
     charged_ratio : float
         Work done on chunk tokens over (chunk tokens x layers): a whole decoder-block row counts 1, a probe its share of
         a block's arithmetic. Encoding misses is not part of it.
@@ -86,6 +86,14 @@ class BlendReport:
     fallback_reason: str | None = None
     chunks: tuple[ChunkReport, ...] = field(default=())
     output_tokens: int = 0
+
+    def __str__(self) -> str:
+        """Return the figures that people look for first, on one line."""
+        return (
+            f"first token after {1000 * self.ttft_s:.0f} ms; {self.hits} of {self.hits + self.misses} chunks hit, "
+            f"{self.recomputed_tokens} of {self.context_tokens} chunk tokens recomputed ({self.selector})"
+            + (f"; computed as a whole: {self.fallback_reason}" if self.fallback_reason else "")
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain Python objects, for logs, JSON and framework metadata.

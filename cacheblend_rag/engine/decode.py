@@ -33,6 +33,8 @@ _FOREIGN = {
     "prompt_lookup_num_tokens": "assisted decoding is not blended",
     "prefill_chunk_size": "a blended prefill is one pass",
     "custom_generate": "the engine runs transformers' own decoding",
+    "generation_config": "give its settings as keywords",
+    "max_length": "use max_new_tokens, which does not count the prompt",
 }
 
 
@@ -108,6 +110,9 @@ def decode(
             # Closed while it waited for the model: nobody needs its prefill.
             streamer.end()
             return torch.empty(0, dtype=torch.int64)
+        if streamer is not None:
+            # A second attempt, after damaged KV, hands the streamer the prompt again, which is not to be shown.
+            streamer.next_tokens_are_prompt = True
         output = model.generate(  # type: ignore[operator]  # transformers' stubs take it for a tensor
             **inputs,
             attention_mask=torch.ones_like(inputs["input_ids"]),

@@ -32,6 +32,23 @@ __all__ = ["BlendEngine"]
 
 logger = logging.getLogger(__name__)
 
+# Settings that a single call cannot change.
+_ENGINE_SETTINGS = frozenset(
+    {"encoding_prefix", "dtype", "device", "ram_bytes", "disk_bytes", "encode_batch_tokens", "self_check", "strict"}
+)
+# What says where a checkpoint is, and so is as true of its tokenizer as of its weights.
+_HUB_OPTIONS = frozenset(
+    {
+        "cache_dir",
+        "force_download",
+        "local_files_only",
+        "proxies",
+        "revision",
+        "subfolder",
+        "token",
+        "trust_remote_code",
+    }
+)
 _REFERENCE = Path(__file__).parents[1] / "reference" / "weights"
 
 
@@ -115,22 +132,36 @@ class BlendEngine:
         store : KVStore, str, Path or None
             Where KV is kept: a folder, a store of yours, or None for this process's RAM.
         **model_kwargs : Any
-            Passed to ``AutoModelForCausalLM.from_pretrained``.
+            Passed to ``AutoModelForCausalLM.from_pretrained``; what says where the model is (`revision`, `token` and so on)
+            also to the tokenizer's.
 
         Returns
         -------
         BlendEngine
             The engine.
+
+        Raises
+        ------
+        ConfigError
+            If there is no such model, or it cannot be reached.
         """
         config = BlendConfig() if config is None else config
         name = str(_REFERENCE) if model == "reference" else str(model)
         device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
         dtype = config.torch_dtype() or (torch.float32 if device == "cpu" else "auto")
         options = {"dtype": dtype} | model_kwargs
-        loaded = AutoModelForCausalLM.from_pretrained(name, **options)
+        try:
+            loaded = AutoModelForCausalLM.from_pretrained(name, **options)
+            hub_options = {option: value for option, value in model_kwargs.items() if option in _HUB_OPTIONS}
+            tokenizer = AutoTokenizer.from_pretrained(name, **hub_options)
+        except OSError as error:
+            raise ConfigError(
+                f"model {str(model)!r} cannot be loaded: {str(error).strip().splitlines()[0]} Give a Hugging Face id that can be "
+                'reached, a folder with a model and its tokenizer, or "reference"'
+            ) from error
         if "device_map" not in model_kwargs:
             loaded = loaded.to(torch.device(device))  # type: ignore[arg-type]
-        return cls(loaded, AutoTokenizer.from_pretrained(name), config=config, store=store)
+        return cls(loaded, tokenizer, config=config, store=store)
 
     def __enter__(self) -> BlendEngine:
         return self
@@ -141,7 +172,7 @@ class BlendEngine:
         self.close()
 
     def close(self) -> None:
-        """Close the store, unless it was handed in; calls under way end first."""
+        """Close the store, unless it was handed in; a computation under way ends first, calls that wait for it fail."""
         with self._runner.lock:
             if not self._closed:
                 self._closed = True
@@ -203,7 +234,7 @@ class BlendEngine:
             How many of the ids were known.
         """
         self._check_open()
-        return self.store.forget(self._assembler.namespace, list(ids))
+        return self.store.forget(self._assembler.namespace, _id_list(ids))
 
     def contains(self, id: str) -> bool:
         """Whether a chunk of this id is known; its KV may be evicted, and is then computed again when it is needed."""
@@ -218,7 +249,7 @@ class BlendEngine:
     def records(self, ids: Sequence[str]) -> list[NodeRecord | None]:
         """Return what is known of each id: its tokens and the digest of its text; None where the id is unknown."""
         self._check_open()
-        return self.store.lookup(self._assembler.namespace, ids)
+        return self.store.lookup(self._assembler.namespace, _id_list(ids))
 
     @property
     def revision(self) -> int:
@@ -342,9 +373,14 @@ class BlendEngine:
     def _begin(self, prompt: BlendPrompt, config: BlendConfig | None) -> PromptRun:
         started = time.perf_counter()
         self._check_open()
+        if not isinstance(prompt, BlendPrompt):
+            raise ConfigError(
+                f"the prompt is a {type(prompt).__name__}; give a BlendPrompt, as in BlendPrompt(text, chunks)"
+            )
         if config is None:
             config = self.config
         else:
+            self._check_call_settings(config)
             check_selector(config, num_decoder_layers(self.model))
         return PromptRun(self._assembler.assemble(prompt), config, started)
 
@@ -361,6 +397,20 @@ class BlendEngine:
             return None
         return decoder
 
+    def _check_call_settings(self, config: BlendConfig) -> None:
+        for name in sorted(_ENGINE_SETTINGS & config.model_fields_set):
+            if getattr(config, name) != getattr(self.config, name):
+                raise ConfigError(
+                    f"{name}={getattr(config, name)!r} cannot be set for one call: it was settled as "
+                    f"{getattr(self.config, name)!r} when the engine was made; make another engine for it"
+                )
+
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigError("this engine is closed; make a new one")
+
+
+def _id_list(ids: Iterable[str]) -> list[str]:
+    if isinstance(ids, str):
+        raise ConfigError(f"ids is the string {ids[:40]!r}; give a list of ids")
+    return list(ids)

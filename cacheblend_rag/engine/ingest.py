@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from cacheblend_rag.chunk import Chunk
 from cacheblend_rag.engine.prompt import Assembler
 from cacheblend_rag.engine.run import Runner
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.model import Decoder
 from cacheblend_rag.store import KVStore, NodeRecord
 
@@ -70,6 +71,10 @@ class Ingest:
 
     def add(self, chunks: Iterable[Chunk], progress: Callable[[int, int], None] | None) -> AddResult:
         """Encode and name what is not stored yet; see `BlendEngine.add`."""
+        chunks = list(chunks)
+        for chunk in chunks:
+            if not isinstance(chunk, Chunk):
+                raise ConfigError(f"{chunk!r} is a {type(chunk).__name__}; give Chunk objects, as in Chunk(text, id)")
         # Chunks without an id are all kept; of several with one id the last counts.
         wanted = list({(chunk.id if chunk.id is not None else object()): chunk for chunk in chunks}.values())
         todo = self._missing(wanted)

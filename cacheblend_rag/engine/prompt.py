@@ -31,6 +31,8 @@ class PromptChunk:
         Its tokens.
     named : bool
         Whether the id was known, for this text, when the prompt was assembled.
+    text_hash : str or None
+        Digest of the text of a chunk whose id nobody knew.
     note : str or None
         What was found out about it that its report should say.
     """
@@ -39,7 +41,13 @@ class PromptChunk:
     key: str
     token_ids: tuple[int, ...]
     named: bool = False
+    text_hash: str | None = None
     note: str | None = None
+
+    def record(self) -> NodeRecord:
+        """Return the record that names the chunk, whose id was unknown."""
+        assert self.id is not None and self.text_hash is not None
+        return NodeRecord(self.id, self.key, self.text_hash, self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +219,9 @@ class Assembler:
         if record is not None and record.text_hash == text_hash(segment.text):
             return PromptChunk(record.id, record.key, record.token_ids, named=True)
         fresh = self.record(segment)
-        note = None if record is None else "its text is not the one that was added under this id"
+        if record is None:
+            return PromptChunk(segment.id, fresh.key, fresh.token_ids, text_hash=fresh.text_hash)
+        note = "its text is not the one that was added under this id"
         return PromptChunk(segment.id, fresh.key, fresh.token_ids, note=note)
 
     def _with_bos(self, ids: tuple[int, ...]) -> tuple[int, ...]:

@@ -30,6 +30,8 @@ __all__ = ["PromptRun", "Runner"]
 
 logger = logging.getLogger(__name__)
 
+_ROOM_FOR_OUTPUT = 512
+
 
 @dataclass
 class PromptRun:
@@ -88,8 +90,9 @@ class PromptRun:
         chunks = []
         for chunk, span, hit in zip(self.prompt.chunks, layout.chunks, self.hits, strict=True):
             inside = int(((rows >= span.start) & (rows < span.stop)).sum())
+            reason = "the whole prompt was computed" if self.recomputed is None else chunk.note
             chunks.append(
-                ChunkReport(chunk.id, len(span), hit, inside, chunk.note or (None if hit else "its KV was not stored"))
+                ChunkReport(chunk.id, len(span), hit, inside, reason or (None if hit else "its KV was not stored"))
             )
         for chunk in self.prompt.computed:
             chunks.append(ChunkReport(chunk.id, len(chunk.token_ids), False, len(chunk.token_ids), chunk.note))
@@ -101,7 +104,7 @@ class PromptRun:
             prompt_tokens=len(layout),
             context_tokens=context,
             recomputed_tokens=rows.numel(),
-            recompute_ratio=self.config.recompute_ratio,
+            recompute_ratio=1.0 if self.recomputed is None else self.config.recompute_ratio,
             charged_ratio=charged if context else 0.0,
             hits=sum(self.hits),
             misses=len(self.hits) - sum(self.hits),
@@ -200,7 +203,8 @@ class Runner:
         readers = self._readers(run)
         cache = BlendCache(self._num_layers)
         first_layer = min(selection.check_layers, default=0)
-        capacity = len(layout) + headroom
+        # Buffers grow when an answer is longer; a limit that is meant as "no limit" should not take memory at once.
+        capacity = len(layout) + min(headroom, _ROOM_FOR_OUTPUT)
         run.forward_started = time.perf_counter()
         with LayerLoader(self._decoder, layout, readers, first_layer, capacity, run.config.prefetch_layers) as loader:
             steering = Steering(self._decoder, cache, layout, selection, loader)
@@ -232,8 +236,7 @@ class Runner:
             for batch in self.encode(list(missing.values())):
                 for index, kv in batch:
                     found[keys[index]] = RamReader(kv)
-                    _quietly(self._store.put, keys[index], kv)
-            self._respect_deletions([chunk for chunk in chunks if chunk.named and chunk.key in missing])
+                    self._keep([chunk for chunk in chunks if chunk.key == keys[index]], kv)
             run.encode_s += time.perf_counter() - started
         if not any(run.hits) and not self._warned_of_no_hit:
             self._warned_of_no_hit = True
@@ -245,12 +248,24 @@ class Runner:
         readers = [found[chunk.key] for chunk in chunks]
         return [reader for reader in readers if reader is not None]
 
-    def _respect_deletions(self, chunks: Sequence[PromptChunk]) -> None:
-        """Drop again what was stored for names that were deleted meanwhile, so that deleting really deletes."""
-        records = self._store.lookup(self._namespace, [chunk.id or "" for chunk in chunks])
-        for chunk, record in zip(chunks, records, strict=True):
-            if record is None:
-                _quietly(self._store.discard, chunk.key)
+    def _keep(self, chunks: Sequence[PromptChunk], kv: ChunkKV) -> None:
+        """Store the KV of a miss so that deleting the chunk deletes it: under its name, or else in RAM only.
+
+        A chunk that came with an id nobody knew is named, as if it had been added. A text without an id, or with the id of
+        another text, has no name to be deleted by.
+        """
+        key = chunks[0].key
+        new = [chunk.record() for chunk in chunks if chunk.id is not None and chunk.text_hash is not None]
+        known = [chunk.id for chunk in chunks if chunk.id is not None and chunk.named]
+        if not new and not known:
+            self._store.cache(key, kv)
+            return
+        _quietly(self._store.put, key, kv)
+        if new:
+            _quietly(self._store.name, self._namespace, new)
+        elif not any(self._store.lookup(self._namespace, known)):
+            # Deleted while it was encoded.
+            _quietly(self._store.discard, key)
 
     def _open(self, chunk: PromptChunk) -> KVReader | None:
         reader = self._store.open(chunk.key)

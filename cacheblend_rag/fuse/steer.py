@@ -119,7 +119,7 @@ class Steering:
         self._chosen = layout.candidate_rows.to(decoder.device)
         self._rows: torch.Tensor | None = None  # None: every row of the prompt is computed
         self._stored: dict[int, LayerKV] = {}
-        self._cut_arguments: dict[int, tuple[Any, Any]] = {}
+        self._cut_arguments: dict[tuple[str, int], tuple[Any, Any]] = {}
         self.charge = 0.0
 
     @property
@@ -263,17 +263,18 @@ class Steering:
                     cut[name] = value.index_select(1, keep.to(value.device))
             elif name == "attention_mask":
                 cut[name] = self._cut_once(
-                    value, partial(self._cut_mask, value, rows, arguments["hidden_states"].device)
+                    name, value, partial(self._cut_mask, value, rows, arguments["hidden_states"].device)
                 )
             else:
-                cut[name] = self._cut_once(value, partial(self._cut_value, name, value, rows))
+                cut[name] = self._cut_once(name, value, partial(self._cut_value, name, value, rows))
         return cut
 
-    def _cut_once(self, value: Any, cut: partial[Any]) -> Any:
+    def _cut_once(self, name: str, value: Any, cut: partial[Any]) -> Any:
         # The model hands the same objects to every layer; the reference kept here keeps the id from being reused.
-        if id(value) not in self._cut_arguments:
-            self._cut_arguments[id(value)] = (value, cut())
-        return self._cut_arguments[id(value)][1]
+        known = (name, id(value))
+        if known not in self._cut_arguments:
+            self._cut_arguments[known] = (value, cut())
+        return self._cut_arguments[known][1]
 
     def _cut_mask(self, mask: Any, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
         if mask is None:

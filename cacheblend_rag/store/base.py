@@ -112,6 +112,9 @@ class KVStore(Protocol):
             If the store may not be written.
         """
 
+    def cache(self, key: str, kv: ChunkKV) -> None:
+        """Keep `kv` in RAM only, until room is needed; for KV that has no name by which it could be deleted."""
+
     def holds(self, keys: Sequence[str]) -> list[bool]:
         """Return for each key whether its KV is held."""
 

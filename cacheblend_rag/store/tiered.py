@@ -88,6 +88,11 @@ class TieredStore:
                 f"a chunk of {kv.nbytes} bytes exceeds the store's budget of {self._ram.limit_bytes} bytes (ram_bytes)"
             )
 
+    def cache(self, key: str, kv: ChunkKV) -> None:
+        """Keep `kv` in RAM only, until room is needed; for KV that has no name by which it could be deleted."""
+        self._check_open()
+        self._ram.put(valid_key(key), kv)
+
     def holds(self, keys: Sequence[str]) -> list[bool]:
         """Return for each key whether its KV is held."""
         self._check_open()

@@ -315,3 +315,46 @@ def test_every_error_is_in_the_tree() -> None:
     for name in errors.__all__:
         assert issubclass(getattr(errors, name), CacheBlendError)
         assert f" {name} " in (errors.__doc__ or "") or name == "CacheBlendError"
+
+
+def test_arguments_of_another_kind(engine: BlendEngine) -> None:
+    with pytest.raises(ConfigError, match="the prompt is a str; give a BlendPrompt"):
+        engine.generate("a question")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="a int; give ids, Chunk or ChunkRef"):
+        BlendPrompt("t5", [1], "t6")  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="is a str; give Chunk objects"):
+        engine.add(["text"])  # type: ignore[list-item]
+    for call in (engine.delete, engine.records):
+        with pytest.raises(ConfigError, match="ids is the string 'good'; give a list"):
+            call("good")
+
+
+@pytest.mark.parametrize(
+    "setting", [{"encoding_prefix": "t5"}, {"dtype": "float16"}, {"ram_bytes": 1}, {"strict": True}]
+)
+def test_settings_that_one_call_cannot_change(engine: BlendEngine, setting: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(setting))}=.* cannot be set for one call"):
+        engine.prefill(BlendPrompt("t5", [GOOD], "t6"), config=BlendConfig(**setting))
+
+
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be loaded: .* or \"reference\""):
+        BlendEngine.from_pretrained(tmp_path / "nothing")
+
+
+def test_an_argument_that_is_none_is_not_taken_for_the_mask(engine: BlendEngine) -> None:
+    engine.add([GOOD, Chunk(words(20, 5), "other")])
+    prompt = BlendPrompt("t5", ["good", "other"], "t6 t7 t8")
+    wanted = engine.prefill(prompt).logits
+
+    def with_none(
+        module: object, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
+        return args, {"unused": None} | kwargs
+
+    hooks = [layer.register_forward_pre_hook(with_none, with_kwargs=True) for layer in engine.model.model.layers]
+    try:
+        assert torch.equal(engine.prefill(prompt).logits, wanted)
+    finally:
+        for hook in hooks:
+            hook.remove()

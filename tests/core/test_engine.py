@@ -345,7 +345,7 @@ def test_the_revision_tells_of_every_change_of_names(tmp_path: Path) -> None:
             change()
             seen.append(engine.revision)
         assert seen == sorted(set(seen))
-        engine.prefill(_prompt(CHUNKS))
+        engine.prefill(_prompt([Chunk(chunk.text) for chunk in CHUNKS]))
         engine.add([])
         assert engine.revision == seen[-1]
         with BlendEngine(engine.model, engine.tokenizer, store=tmp_path / "kv") as other:
@@ -360,3 +360,38 @@ def test_a_checkpoints_own_wish_for_beams_or_another_cache_is_set_aside(engine: 
     engine.model.generation_config.num_beams = 3
     engine.model.generation_config.cache_implementation = "static"
     assert engine.generate(_prompt(CHUNKS), 8, do_sample=False).token_ids == wanted
+
+
+def test_a_miss_with_an_id_is_named_and_one_without_stays_in_ram(tmp_path: Path) -> None:
+    config = BlendConfig(selector="hkvd")
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config, store=tmp_path / "kv") as engine:
+        engine.prefill(BlendPrompt("t5", [CHUNKS[0], Chunk(CHUNKS[1].text)], "t6"))
+        assert engine.ids() == ["n0"]
+        assert engine.prefill(BlendPrompt("t5", [CHUNKS[0], Chunk(CHUNKS[1].text)], "t6")).report.hits == 2
+        changed = [Chunk(words(9, seed), "n0") for seed in range(60, 64)]
+        for chunk in changed:
+            engine.prefill(BlendPrompt("t5", [chunk], "t6"))
+        assert engine.delete(["n0"]) == 1
+    with BlendEngine(engine.model, engine.tokenizer, config=config, store=tmp_path / "kv") as after:
+        assert after.store.stats().entries == 0
+        assert not list((tmp_path / "kv").rglob("*.safetensors"))
+
+
+def test_a_stream_over_damaged_kv_shows_the_answer_only(tmp_path: Path) -> None:
+    config = BlendConfig(ram_bytes=0, selector="hkvd")
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config, store=tmp_path / "kv") as engine:
+        engine.add(CHUNKS)
+        path = next((tmp_path / "kv").rglob("*.safetensors"))
+        content = bytearray(path.read_bytes())
+        content[-5] ^= 0x10
+        path.write_bytes(content)
+        stream = engine.stream(_prompt(CHUNKS), 12, do_sample=False)
+        assert "".join(stream) == stream.result().text
+
+
+def test_a_report_of_a_whole_prefill_claims_no_reuse(engine: BlendEngine) -> None:
+    engine.add(CHUNKS)
+    report = engine.prefill(_prompt(CHUNKS), config=engine.config.replace(enabled=False)).report
+    assert (report.recompute_ratio, report.charged_ratio, report.recomputed_tokens) == (1.0, 1.0, 79)
+    assert {chunk.reason for chunk in report.chunks} == {"the whole prompt was computed"}
+    assert "4 of 4 chunks hit, 79 of 79 chunk tokens recomputed (full)" in str(report)
