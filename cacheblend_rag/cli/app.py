@@ -1,4 +1,4 @@
-"""The command and its subcommands. Whatever is heavy is imported inside a subcommand, so that help comes at once."""
+"""The command and its subcommands. Each subcommand imports what it needs when it is run."""
 
 from __future__ import annotations
 

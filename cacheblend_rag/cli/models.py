@@ -47,11 +47,4 @@ def open_engine(
         raise ConfigError(f"model {model} cannot be loaded: there is no such folder")
     make_quiet()
     config = BlendConfig(**{name: value for name, value in settings.items() if value is not None})
-    try:
-        return (kind or BlendEngine).from_pretrained(model, config=config, store=store)
-    except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        # transformers answers an unknown name with a paragraph; its first sentence says it.
-        reason = " ".join(str(error).split("\n")[0].split())
-        raise ConfigError(f"model {model} cannot be loaded: {reason}") from error
+    return (kind or BlendEngine).from_pretrained(model, config=config, store=store)

@@ -69,10 +69,18 @@ def warm(
     for path in paths:
         if not path.exists():
             raise typer.BadParameter(f"there is no file or folder {path}", param_hint="PATH")
+    embedding_model = Embedding(settings.embedding)
+    if not estimate and known is None:
+        # First, so that a model which cannot be had leaves no half-made store behind.
+        embedding_model.load()
     with open_engine(settings.model, store=kv_folder(store) if exists or not estimate else None) as engine:
         passages, skipped = read_passages(paths, _token_counter(engine), settings.chunk_tokens)
         for note in skipped:
             typer.echo(note, err=True)
+        if not passages:
+            typer.echo(
+                f"no text was found in {', '.join(map(str, paths))}: .txt, .md and .rst files are read", err=True
+            )
         if engine.unsupported_reason is not None:
             typer.echo(f"no KV is computed: {engine.unsupported_reason}", err=True)
         if estimate:
@@ -80,7 +88,7 @@ def warm(
             return
         settings.save(store)
         started = time.perf_counter()
-        with Library(store, engine, Embedding(settings.embedding)) as library, _bar(len(passages)) as progress:
+        with Library(store, engine, embedding_model) as library, _bar(len(passages)) as progress:
             result = library.warm(passages, paths, budget_bytes=budget_bytes, progress=progress)
         seconds = time.perf_counter() - started
     files = len({passage.source for passage in passages})
@@ -142,7 +150,7 @@ def _estimate(
         ("tokens", cost.tokens),
         ("KV", say_bytes(cost.kv_bytes)),
         ("KV a token", None if not cost.tokens else say_bytes(cost.kv_bytes / cost.tokens)),
-        ("time", say_seconds(cost.seconds)),
+        ("time for the KV", say_seconds(cost.seconds)),
         ("KV held already", say_bytes(held_bytes)),
         ("free on disk", say_bytes(free_bytes)),
     ]

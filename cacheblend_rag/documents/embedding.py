@@ -44,6 +44,18 @@ class Embedding:
         self.name = name or _MINILM
         self._model: SentenceTransformer | None = None
 
+    def load(self) -> SentenceTransformer:
+        """Load the model if it is not loaded, and return it.
+
+        Raises
+        ------
+        ConfigError
+            If it cannot be loaded.
+        """
+        if self._model is None:
+            self._model = self._load()
+        return self._model
+
     def embed(self, texts: Sequence[str]) -> list[list[float]]:
         """Return one vector for each text.
 
@@ -54,11 +66,9 @@ class Embedding:
         """
         if not texts:
             return []
-        if self._model is None:
-            self._model = self._load()
-        vectors: list[list[float]] = self._model.encode(
-            list(texts), show_progress_bar=False, convert_to_numpy=True
-        ).tolist()
+        vectors: list[list[float]] = (
+            self.load().encode(list(texts), show_progress_bar=False, convert_to_numpy=True).tolist()
+        )
         return vectors
 
     def _load(self) -> SentenceTransformer:

@@ -154,7 +154,7 @@ class BlendEngine:
             loaded = AutoModelForCausalLM.from_pretrained(name, **options)
             hub_options = {option: value for option, value in model_kwargs.items() if option in _HUB_OPTIONS}
             tokenizer = AutoTokenizer.from_pretrained(name, **hub_options)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(
                 f"model {str(model)!r} cannot be loaded: {str(error).strip().splitlines()[0]} Give a Hugging Face id that can be "
                 'reached, a folder with a model and its tokenizer, or "reference"'

@@ -32,7 +32,7 @@ def test_the_version(run: Command) -> None:
         ("store check --store missing", "there is no store in missing"),
         ("store clear --yes --store missing", "there is no store in missing"),
         ("warm . --budget much", "'much' is no size"),
-        ("warm . --model missing/model --store new", "model missing/model cannot be loaded"),
+        ("warm . --model missing/model --store new", "model 'missing/model' cannot be loaded"),
         ("demo --model ./missing", "model ./missing cannot be loaded: there is no such folder"),
         ("bench ttft --shape round", "shape 'round' is unknown"),
         ("bench ttft --shape tiny --ratios 0,nan", "ratio nan must be a finite number"),
