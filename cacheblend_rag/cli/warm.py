@@ -13,7 +13,7 @@ import typer
 
 from cacheblend_rag.cli.models import open_engine
 from cacheblend_rag.cli.options import EmbeddingOption, JsonOption, StoreOption
-from cacheblend_rag.cli.output import console, parse_bytes, say_bytes, say_seconds, show_table, write_json
+from cacheblend_rag.cli.output import console, make_quiet, parse_bytes, say_bytes, say_seconds, show_table, write_json
 
 if TYPE_CHECKING:
     from cacheblend_rag.documents import Passage
@@ -72,6 +72,7 @@ def warm(
     embedding_model = Embedding(settings.embedding)
     if not estimate and known is None:
         # First, so that a model which cannot be had leaves no half-made store behind.
+        make_quiet()
         embedding_model.load()
     with open_engine(settings.model, store=kv_folder(store) if exists or not estimate else None) as engine:
         passages, skipped = read_passages(paths, _token_counter(engine), settings.chunk_tokens)
