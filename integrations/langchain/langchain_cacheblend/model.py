@@ -26,7 +26,6 @@ _MAX_TOKENS = "max_tokens"
 # Said by some callers about how they call, not to the model.
 _NOT_FOR_THE_MODEL = ("stream",)
 _GENERATION_OPTIONS = frozenset(GenerationConfig().to_dict()) | {
-    "generation_config",
     "logits_processor",
     "negative_prompt_ids",
     "prefix_allowed_tokens_fn",
