@@ -23,10 +23,14 @@ from cacheblend_rag.store.base import KVReader
 __all__ = ["LayerLoader"]
 
 _CLOSE_ROWS = 32
+# Below this, handing a layer from thread to thread costs more than assembling it.
+_THREAD_PAYS_BYTES = 1 << 20
 
 
 class LayerLoader:
-    """Assembles the chunks of one prompt, layer by layer, in a thread of its own; a context manager.
+    """Assembles the chunks of one prompt, layer by layer, ahead of the computation; a context manager.
+
+    Layers of some size are assembled in a thread of its own, small ones when they are asked for.
 
     Parameters
     ----------
@@ -71,18 +75,25 @@ class LayerLoader:
         self._room = threading.Semaphore(ahead + 1)
         self._closed = False
         self.wait_s = 0.0
-        self._thread = threading.Thread(target=self._work, name="cacheblend-loader", daemon=True)
+        layer_bytes = layout.context_tokens * decoder.kv_bytes_per_token // decoder.num_layers
+        self._thread = (
+            threading.Thread(target=self._work, name="cacheblend-loader", daemon=True)
+            if layer_bytes >= _THREAD_PAYS_BYTES
+            else None
+        )
 
     def __enter__(self) -> LayerLoader:
-        self._thread.start()
+        if self._thread is not None:
+            self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._closed = True
-        self._room.release()
-        self._thread.join()
+        if self._thread is not None:
+            self._closed = True
+            self._room.release()
+            self._thread.join()
 
     def synchronize(self, layer: int) -> LayerKV:
         """Wait until a layer is loaded and hand it over; each layer once, in ascending order.
@@ -103,13 +114,17 @@ class LayerLoader:
             If the stored KV of a chunk is gone or damaged.
         """
         started = time.perf_counter()
+        loaded = self.fetch_kv(layer) if self._thread is None else self._take(layer)
+        self.wait_s += time.perf_counter() - started
+        if isinstance(loaded, BaseException):
+            raise loaded
+        return loaded
+
+    def _take(self, layer: int) -> LayerKV | BaseException:
         with self._changed:
             self._changed.wait_for(lambda: layer in self._ready)
             loaded = self._ready.pop(layer)
-        self.wait_s += time.perf_counter() - started
         self._room.release()
-        if isinstance(loaded, BaseException):
-            raise loaded
         return loaded
 
     def _work(self) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cacheblend_rag.reference.attention import BRANCHED
@@ -222,6 +223,11 @@ class Trainer:
         for name, value in state["progress"].items():
             setattr(self, name, value)
 
+    def begin_from(self, weights: Path) -> None:
+        """Begin with exported weights, at the last stage; the optimizers begin anew."""
+        self.model.load_state_dict(load_file(weights / "model.safetensors", device=str(self.device)))
+        self.stage = len(self.stages) - 1
+
     def _factor(self) -> float:
         factor = min(1.0, (self.step + 1) / self.options.warmup)
         if self.options.end_step is not None:
@@ -277,7 +283,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of checkpoint and log")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out, if there is one")
+    parser.add_argument("--begin-from", type=Path, help="folder of exported weights to train further, without a checkpoint")
     parser.add_argument("--export", type=Path, help="folder that gets the weights, as the package ships them")
     parser.add_argument(
         "--export-questions", type=int, default=500, help="questions the exported scores are measured on"
@@ -290,12 +297,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=value)
     parsed = vars(parser.parse_args(arguments))
     out, resume, export_to = parsed.pop("out"), parsed.pop("resume"), parsed.pop("export")
+    weights = parsed.pop("begin_from")
     export_questions, save_every, threads = (parsed.pop(name) for name in ("export_questions", "save_every", "threads"))
     if threads is not None:
         torch.set_num_threads(threads)
     out.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(Options(**parsed))
-    if resume:
+    if weights is not None:
+        trainer.begin_from(weights)
+    if resume and (out / "checkpoint.pt").exists():
         trainer.load(out / "checkpoint.pt")
         _forget_after(out / "log.jsonl", trainer.step)
     run(trainer, out, save_every, export_to, export_questions)

@@ -278,7 +278,11 @@ def test_a_store_that_cannot_be_written_does_not_prevent_an_answer(caplog: pytes
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
-def test_damaged_kv_is_a_miss_and_is_replaced(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("thread_pays_bytes", [0, 1 << 20], ids=["ahead", "when-asked"])
+def test_damaged_kv_is_a_miss_and_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str, thread_pays_bytes: int
+) -> None:
+    monkeypatch.setattr("cacheblend_rag.loader._THREAD_PAYS_BYTES", thread_pays_bytes)
     model = tiny_model("llama")
     config = BlendConfig(ram_bytes=0, selector="hkvd")
     prompt = BlendPrompt("t5", [Chunk(words(20, 1), "a"), Chunk(words(30, 2), "b")], "t6")

@@ -14,8 +14,8 @@ from cacheblend_rag.reference.prompt import FORMATS
 from cacheblend_rag.reference.scoring import score
 from cacheblend_rag.reference.tokenizer import build_tokenizer
 
-FULL_AT_LEAST = 0.65
-REUSE_BELOW_FULL_BY = {"pronoun": 0.2, "two_hop": 0.1}
+FULL_AT_LEAST = 0.75
+REUSE_BELOW_FULL_BY = {"pronoun": 0.2, "two_hop": 0.2}
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from cacheblend_rag.reference.attention import BRANCHED
 from cacheblend_rag.reference.batch import IGNORED, Batch, collate, copy_batch, encode_example
@@ -155,3 +156,27 @@ def test_the_command_line_trains_exports_and_resumes(tmp_path: Path, capsys: pyt
     scores = json.loads((tmp_path / "weights" / "scores.json").read_text())
     assert scores["step"] == 3
     assert set(scores["full"]) >= {"all", "single"}
+
+
+def test_training_goes_on_from_exported_weights(tmp_path: Path) -> None:
+    sizes = ["--layers", "1", "--hidden", "32", "--heads", "2", "--intermediate", "32"]
+    weights = tmp_path / "weights"
+    main(
+        [
+            "--out",
+            str(tmp_path / "first"),
+            *sizes,
+            "--end-step",
+            "1",
+            "--export",
+            str(weights),
+            "--export-questions",
+            "8",
+        ]
+    )
+    # Without a step to take, what comes out is what went in; and --resume without a checkpoint is no error.
+    again = ["--out", str(tmp_path / "second"), *sizes, "--resume", "--begin-from", str(weights), "--end-step", "0"]
+    main([*again, "--export", str(tmp_path / "copy"), "--export-questions", "8"])
+    first, copy = (load_file(folder / "model.safetensors") for folder in (weights, tmp_path / "copy"))
+    assert first.keys() == copy.keys()
+    assert all(torch.equal(weight, copy[name]) for name, weight in first.items())
