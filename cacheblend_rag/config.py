@@ -33,7 +33,7 @@ class BlendConfig(BaseSettings):
         Share of the chunk tokens to recompute, 0 (plain reuse) to 1 (full prefill). CacheBlend (section 7) finds 0.15
         enough.
     selector : str
-        Which tokens to recompute: "hkvd", "random", "none", "full", or "auto", the best there is.
+        Which tokens to recompute: "hkvd", "random", "none", "full", or "auto", which is "hkvd" today.
     check_layers : tuple of int
         Layers at which hkvd compares fresh KV with stored KV, ascending. Layer 0 measures nothing, since its KV depends
         on no other token.

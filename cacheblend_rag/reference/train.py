@@ -284,7 +284,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of checkpoint and log")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out, if there is one")
-    parser.add_argument("--begin-from", type=Path, help="folder of exported weights to train further, without a checkpoint")
+    parser.add_argument(
+        "--begin-from", type=Path, help="folder of exported weights to train further, without a checkpoint"
+    )
     parser.add_argument("--export", type=Path, help="folder that gets the weights, as the package ships them")
     parser.add_argument(
         "--export-questions", type=int, default=500, help="questions the exported scores are measured on"

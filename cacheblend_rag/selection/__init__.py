@@ -52,7 +52,7 @@ for _selector in (NoneSelector, FullSelector, RandomSelector, HKVDSelector):
     register_selector(_selector)
 
 _AUTO = HKVDSelector.name
-"""What "auto" stands for: the best of the selectors by measurement."""
+"""What "auto" stands for: CacheBlend's own, until one has been found that measures better."""
 
 
 def selector_names() -> tuple[str, ...]:
