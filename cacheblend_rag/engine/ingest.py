@@ -83,7 +83,7 @@ class Ingest:
             progress(done, len(wanted))
         missing: dict[str, list[NodeRecord]] = {}
         ready = []
-        for record, held in zip(todo, self._held(todo), strict=True):
+        for record, held in todo:
             if held:
                 ready.append(record)
             else:
@@ -106,8 +106,7 @@ class Ingest:
 
     def estimate(self, chunks: Iterable[Chunk]) -> WarmEstimate:
         """Say what `add` would cost; see `BlendEngine.estimate`."""
-        missing = self._missing(list(chunks))
-        todo = {record.key: record for record, held in zip(missing, self._held(missing), strict=True) if not held}
+        todo = {record.key: record for record, held in self._missing(list(chunks)) if not held}
         tokens = sum(len(record.token_ids) for record in todo.values())
         if self._decoder is None or not todo:
             return WarmEstimate(len(todo), tokens, 0, 0.0)
@@ -118,20 +117,18 @@ class Ingest:
         seconds = (time.perf_counter() - started) / len(longest) * tokens
         return WarmEstimate(len(todo), tokens, tokens * self._decoder.kv_bytes_per_token, seconds)
 
-    def _missing(self, chunks: Sequence[Chunk]) -> list[NodeRecord]:
-        """Return the records of those chunks that are not stored exactly so."""
+    def _missing(self, chunks: Sequence[Chunk]) -> list[tuple[NodeRecord, bool]]:
+        """Return the records of those chunks that are not stored exactly so, and whether their KV is there all the same."""
         names = [chunk.id for chunk in chunks if chunk.id is not None]
         known = dict(zip(names, self._store.lookup(self._assembler.namespace, names), strict=True))
         records = [self._assembler.record(chunk) for chunk in chunks]
+        # Of a model without blending no KV is ever missing.
+        held = [True] * len(records) if self._decoder is None else self._store.holds([each.key for each in records])
         return [
-            record
-            for record, held in zip(records, self._held(records), strict=True)
-            if not held or (record.id and known[record.id] != record)
+            (record, there)
+            for record, there in zip(records, held, strict=True)
+            if not there or (record.id and known[record.id] != record)
         ]
-
-    def _held(self, records: Sequence[NodeRecord]) -> list[bool]:
-        """Return for each record whether its KV is stored; of a model without blending, none is ever missing."""
-        return [True] * len(records) if self._decoder is None else self._store.holds([each.key for each in records])
 
     def _name(self, records: Iterable[NodeRecord]) -> None:
         self._store.name(self._assembler.namespace, [record for record in records if record.id])
