@@ -7,7 +7,7 @@ from logging import getLogger
 from pathlib import Path
 
 from cacheblend_rag.errors import ChunkReadError, StoreError
-from cacheblend_rag.store.codec import ChunkFile
+from cacheblend_rag.store.chunkfile import ChunkFile
 from cacheblend_rag.store.database import Database
 from cacheblend_rag.store.disk import DiskTier
 from cacheblend_rag.store.folder import StoreFolder
@@ -140,7 +140,7 @@ def _examine(folder: StoreFolder, database: Database, report: CheckReport) -> _F
 
 def _flaw(folder: StoreFolder, key: str, entry: Entry) -> str | None:
     try:
-        file = ChunkFile(str(folder.file_path(entry.file)), key)
+        file = ChunkFile.open(folder.file_path(entry.file), key)
         if file.digest != entry.digest:
             return f"file {entry.file} is not the one that was written"
         file.verify()
@@ -197,7 +197,7 @@ def _rebuild(folder: StoreFolder) -> None:
 def _adopt(folder: StoreFolder, index: Index, path: Path) -> None:
     key = path.name.partition(".")[0]
     try:
-        file = ChunkFile(str(path), key)
+        file = ChunkFile.open(path, key)
         file.verify()
     except ChunkReadError as error:
         _log.warning("file removed: %s", error)

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from cacheblend_rag.errors import ChunkReadError, StoreError, StoreFullError
 from cacheblend_rag.kv import ChunkKV
-from cacheblend_rag.store.codec import ChunkFile, encode_chunk
+from cacheblend_rag.store.chunkfile import ChunkFile, encode_chunk
 from cacheblend_rag.store.database import Database
 from cacheblend_rag.store.folder import StoreFolder, valid_key
 from cacheblend_rag.store.index import Dropped, Entry, Index
@@ -204,7 +204,7 @@ class DiskTier:
             path = self._folder.file_path(entry.file)
         except StoreError as error:
             raise ChunkReadError(key, str(error)) from error
-        file = ChunkFile(str(path), key)
+        file = ChunkFile.open(path, key)
         if file.digest != entry.digest:
             raise ChunkReadError(key, f"file {entry.file} is not the one that was written")
         return file

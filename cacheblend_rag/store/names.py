@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from logging import getLogger
 
 from cacheblend_rag.store.base import NodeRecord
-from cacheblend_rag.store.codec import pack_tokens, unpack_tokens
+from cacheblend_rag.store.chunkfile import pack_tokens, unpack_tokens
 from cacheblend_rag.store.database import Database
 from cacheblend_rag.store.index import Dropped, counter, drop_entries
 

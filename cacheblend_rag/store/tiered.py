@@ -9,7 +9,7 @@ from typing import TypeVar
 from cacheblend_rag.errors import ChunkReadError, StoreError, StoreFullError
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.store.base import KVReader, NodeRecord, StoreStats
-from cacheblend_rag.store.codec import ChunkFile
+from cacheblend_rag.store.chunkfile import ChunkFile
 from cacheblend_rag.store.database import Database
 from cacheblend_rag.store.disk import DiskTier
 from cacheblend_rag.store.folder import valid_key

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from cacheblend_rag.errors import ChunkReadError, StoreError
 from cacheblend_rag.kv import ChunkKV, LayerKV
-from cacheblend_rag.store.codec import ChunkFile, encode_chunk
+from cacheblend_rag.store.chunkfile import ChunkFile, encode_chunk
 from tests.store.kit import key_of, make_kv, read, same
 
 KEY = key_of(1)
@@ -29,7 +29,7 @@ def write(path: Path, kv: ChunkKV) -> bytes:
 def test_round_trip(tmp_path: Path, dtype: torch.dtype) -> None:
     kv = make_kv(1, tokens=7, dtype=dtype)
     data = write(tmp_path / "f", kv)
-    file = ChunkFile(str(tmp_path / "f"), KEY)
+    file = ChunkFile.open(tmp_path / "f", KEY)
     back = read(file)
     views = [[t.view(torch.uint8) if dtype.itemsize == 1 else t for t in layer] for layer in (*kv.layers, *back.layers)]
     assert all(torch.equal(a, b) for x, y in zip(views[:3], views[3:], strict=True) for a, b in zip(x, y, strict=True))
@@ -45,7 +45,7 @@ def test_layers_in_any_order_and_of_any_layout(tmp_path: Path) -> None:
         LayerKV(torch.randn(0, 3, 4), torch.randn(1, 3, 1)),  # nothing in it
     ]
     write(tmp_path / "f", ChunkKV((5, 6, 7), 0, layers))
-    file = ChunkFile(str(tmp_path / "f"), KEY)
+    file = ChunkFile.open(tmp_path / "f", KEY)
     for index in (2, 0, 1, 0):
         assert all(torch.equal(a, b) for a, b in zip(file.layer(index), layers[index], strict=True))
 
@@ -61,7 +61,7 @@ def test_safetensors_reads_it(tmp_path: Path) -> None:
 def test_long_head(tmp_path: Path) -> None:
     kv = make_kv(1, tokens=9000, layers=1)
     write(tmp_path / "f", kv)
-    assert same(read(ChunkFile(str(tmp_path / "f"), KEY)), kv)
+    assert same(read(ChunkFile.open(tmp_path / "f", KEY)), kv)
 
 
 def test_every_damage_is_detected(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_every_damage_is_detected(tmp_path: Path) -> None:
     for wrong in damaged:
         path.write_bytes(wrong)
         with pytest.raises(ChunkReadError):
-            ChunkFile(str(path), KEY).verify()
+            ChunkFile.open(path, KEY).verify()
 
 
 def test_damage_in_one_layer_leaves_the_others_readable(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_damage_in_one_layer_leaves_the_others_readable(tmp_path: Path) -> None:
     data = bytearray(write(tmp_path / "f", kv))
     data[-1] ^= 1
     (tmp_path / "f").write_bytes(data)
-    file = ChunkFile(str(tmp_path / "f"), KEY)
+    file = ChunkFile.open(tmp_path / "f", KEY)
     assert torch.equal(file.layer(1).keys, kv.layers[1].keys)
     with pytest.raises(ChunkReadError, match="layer 2 does not match its checksum") as error:
         file.layer(2)
@@ -92,7 +92,7 @@ def test_damage_in_one_layer_leaves_the_others_readable(tmp_path: Path) -> None:
 
 def test_cut_short_while_open(tmp_path: Path) -> None:
     data = write(tmp_path / "f", make_kv(1))
-    file = ChunkFile(str(tmp_path / "f"), KEY)
+    file = ChunkFile.open(tmp_path / "f", KEY)
     with open(tmp_path / "f", "r+b") as writer:
         writer.truncate(len(data) - 10)
     with pytest.raises(ChunkReadError, match="ends after"):
@@ -102,7 +102,7 @@ def test_cut_short_while_open(tmp_path: Path) -> None:
 def test_readable_after_it_was_removed(tmp_path: Path) -> None:
     kv = make_kv(1)
     write(tmp_path / "f", kv)
-    file = ChunkFile(str(tmp_path / "f"), KEY)
+    file = ChunkFile.open(tmp_path / "f", KEY)
     (tmp_path / "f").unlink()
     assert same(read(file), kv)
 
@@ -110,7 +110,7 @@ def test_readable_after_it_was_removed(tmp_path: Path) -> None:
 def test_file_of_another_key(tmp_path: Path) -> None:
     write(tmp_path / "f", make_kv(1))
     with pytest.raises(ChunkReadError, match="belongs to key"):
-        ChunkFile(str(tmp_path / "f"), key_of(2))
+        ChunkFile.open(tmp_path / "f", key_of(2))
 
 
 def test_what_cannot_be_stored() -> None:

@@ -18,9 +18,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ import xxhash
 
 from cacheblend_rag.errors import ChunkReadError, StoreError
 from cacheblend_rag.kv import ChunkKV, LayerKV
+from cacheblend_rag.store.source import ByteSource, FileSource
 
 __all__ = ["ChunkFile", "EncodedChunk", "encode_chunk", "pack_tokens", "unpack_tokens"]
 
@@ -146,38 +146,44 @@ def encode_chunk(key: str, kv: ChunkKV) -> EncodedChunk:
 
 
 class ChunkFile:
-    """Reads one chunk's file layer by layer; it stays readable when the file is unlinked.
+    """Reads one chunk's stored bytes layer by layer.
 
     Parameters
     ----------
-    path : str
-        The file.
+    source : ByteSource
+        The bytes.
     key : str
-        The store key it must carry.
+        The store key they must carry.
 
     Raises
     ------
-    FileNotFoundError
-        If there is no such file.
     ChunkReadError
         If the head is damaged, the file is cut short, or it belongs to another key.
     """
 
-    def __init__(self, path: str, key: str) -> None:
-        self._fd = -1
+    def __init__(self, source: ByteSource, key: str) -> None:
+        self._source = source
         self.key = key
+        self._read_head()
+
+    @classmethod
+    def open(cls, path: str | Path, key: str) -> ChunkFile:
+        """Open a file on disk; it stays readable when it is unlinked.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is no such file.
+        ChunkReadError
+            If it cannot be read or is not sound.
+        """
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            self._read_head()
+            source = FileSource(str(path))
         except FileNotFoundError:
             raise
         except OSError as error:
             raise ChunkReadError(key, f"file {path}: {error.strerror}") from error
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        # An argument, because the module's names may be gone when the interpreter ends.
-        if self._fd >= 0:
-            close(self._fd)
+        return cls(source, key)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -207,15 +213,9 @@ class ChunkFile:
         nbytes = values["data_offsets"][1] - begin
         buffer = torch.empty(nbytes, dtype=torch.uint8)
         view = buffer.numpy().data
-        done = 0
-        while done < nbytes:
-            try:
-                count = os.preadv(self._fd, [view[done:]], self._body + begin + done)
-            except OSError as error:
-                raise ChunkReadError(self.key, f"layer {index}: {error.strerror}") from error
-            if count == 0:
-                raise ChunkReadError(self.key, f"layer {index} ends after {done} of {nbytes} bytes")
-            done += count
+        count = self._read(view, self._body + begin)
+        if count < nbytes:
+            raise ChunkReadError(self.key, f"layer {index} ends after {count} of {nbytes} bytes")
         if xxhash.xxh3_64_hexdigest(view) != self._checksums[index]:
             raise ChunkReadError(self.key, f"layer {index} does not match its checksum")
         return LayerKV(_cut(buffer, 0, keys), _cut(buffer, middle - begin, values))
@@ -232,8 +232,8 @@ class ChunkFile:
             self.layer(index)
 
     def _read_head(self) -> None:
-        size = os.fstat(self._fd).st_size
-        data = os.pread(self._fd, _HEAD_GUESS_BYTES, 0)
+        size = self._source.size
+        data = self._read_exactly(0, min(size, _HEAD_GUESS_BYTES))
         length = int.from_bytes(data[:8], "little")
         # The digest tells whether this length, and everything behind it, is what was written; until then it is only a guess.
         if len(data) < 8 or length > size - 8:
@@ -277,10 +277,17 @@ class ChunkFile:
         self.kv_bytes = self.file_bytes - body - int(header["header_digest"]["data_offsets"][1])
 
     def _read_exactly(self, begin: int, end: int) -> bytes:
-        data = os.pread(self._fd, end - begin, begin)
-        if len(data) != end - begin:
-            raise ChunkReadError(self.key, f"the file ends at byte {begin + len(data)} inside its header")
-        return data
+        data = bytearray(end - begin)
+        count = self._read(memoryview(data), begin)
+        if count != len(data):
+            raise ChunkReadError(self.key, f"the file ends at byte {begin + count} inside its header")
+        return bytes(data)
+
+    def _read(self, view: memoryview, offset: int) -> int:
+        try:
+            return self._source.read_into(view, offset)
+        except OSError as error:
+            raise ChunkReadError(self.key, f"its bytes cannot be read: {error.strerror or error}") from error
 
 
 def _cut(buffer: torch.Tensor, offset: int, tensor: dict[str, Any]) -> torch.Tensor:
