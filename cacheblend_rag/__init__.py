@@ -1,23 +1,11 @@
-"""Reuse the KV of retrieved chunks: precomputed once, blended at query time."""
+"""Reuse the KV of retrieved chunks: precomputed once, blended at query time.
 
-from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef
-from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine import BlendEngine, BlendStream, GenerationResult, PrefillResult
-from cacheblend_rag.errors import CacheBlendError
-from cacheblend_rag.report import BlendReport, ChunkReport
+The public names stand in ``__init__.pyi``; each is imported when it is first asked for, so that ``cacheblend-rag --help`` and the
+submodules that need no model do not wait for torch.
+"""
 
-__all__ = [
-    "BlendConfig",
-    "BlendEngine",
-    "BlendPrompt",
-    "BlendReport",
-    "BlendStream",
-    "CacheBlendError",
-    "Chunk",
-    "ChunkReport",
-    "ChunkRef",
-    "GenerationResult",
-    "PrefillResult",
-]
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 __version__ = "0.1.0"

@@ -1,0 +1,21 @@
+from .chunk import BlendPrompt, Chunk, ChunkRef
+from .config import BlendConfig
+from .engine import BlendEngine, BlendStream, GenerationResult, PrefillResult
+from .errors import CacheBlendError
+from .report import BlendReport, ChunkReport
+
+__all__ = [
+    "BlendConfig",
+    "BlendEngine",
+    "BlendPrompt",
+    "BlendReport",
+    "BlendStream",
+    "CacheBlendError",
+    "Chunk",
+    "ChunkReport",
+    "ChunkRef",
+    "GenerationResult",
+    "PrefillResult",
+]
+
+__version__: str
