@@ -1,0 +1,131 @@
+"""Random bit flips and truncations: what is damaged is a miss, never an answer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag.errors import ChunkReadError, StoreError
+from cacheblend_rag.store import KVStore, open_store
+from tests.families import tiny_model, tiny_tokenizer, words
+from tests.store.kit import files_of, key_of, make_kv, read, record, same
+
+NUMBERS = range(6)
+
+
+def damage(path: Path, chance: random.Random) -> None:
+    """Flip a bit of a file, or cut its end off."""
+    data = bytearray(path.read_bytes())
+    if chance.random() < 0.2:
+        del data[chance.randrange(len(data)) :]
+    else:
+        data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+    # In place, as a failing disk would do it: the index still names this very file.
+    path.write_bytes(data)
+
+
+def served(store: KVStore, number: int) -> bool:
+    """Read a chunk; return whether it was a hit. What is read must be right."""
+    reader = store.open(key_of(number))
+    if reader is None:
+        return False
+    try:
+        kv = read(reader)
+    except ChunkReadError as error:
+        store.discard(error.key)
+        return False
+    assert same(kv, make_kv(number))
+    return True
+
+
+@pytest.mark.parametrize(
+    "count", [600, pytest.param(9_000, marks=[pytest.mark.full, pytest.mark.timeout(1800)])], ids=["sampled", "whole"]
+)
+def test_chunk_files(tmp_path: Path, count: int) -> None:
+    chance = random.Random(count)
+    store = open_store(tmp_path, 0)
+    for number in NUMBERS:
+        store.put(key_of(number), make_kv(number))
+        store.name("ns", [record(f"n{number}", number)])
+    missed = 0
+    for _ in range(count):
+        victim = chance.choice(files_of(tmp_path))
+        damage(victim, chance)
+        for number in NUMBERS:
+            if not served(store, number):
+                assert victim.name.startswith(key_of(number))
+                missed += 1
+                store.put(key_of(number), make_kv(number))
+        assert store.lookup("ns", ["n0"]) == [record("n0", 0)]
+    # Every byte of a chunk file is under a checksum.
+    assert missed == count
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "count", [100, pytest.param(1_000, marks=[pytest.mark.full, pytest.mark.timeout(1800)])], ids=["sampled", "whole"]
+)
+def test_index(tmp_path: Path, count: int) -> None:
+    """A damaged index is refused or works; it never leads to wrong KV or to a wrong record, and nothing else is lost."""
+    chance = random.Random(count)
+    folder = tmp_path / "store"
+    store = open_store(folder, 0)
+    for number in NUMBERS:
+        store.put(key_of(number), make_kv(number))
+        store.name("ns", [record(f"n{number}", number)])
+    store.close()
+    sound = (folder / "index.sqlite").read_bytes()
+    refused = 0
+    for _ in range(count):
+        damage(folder / "index.sqlite", chance)
+        try:
+            store = open_store(folder, 0)
+            try:
+                for number in NUMBERS:
+                    served(store, number)
+                    found = store.lookup("ns", [f"n{number}"])[0]
+                    assert found is None or found == record(f"n{number}", number)
+            finally:
+                store.close()
+        except StoreError:
+            refused += 1
+        for name in ("index.sqlite-wal", "index.sqlite-shm"):
+            (folder / name).unlink(missing_ok=True)
+        (folder / "index.sqlite").write_bytes(sound)
+        store = open_store(folder, 0)
+        for number in NUMBERS:
+            if not store.holds([key_of(number)])[0] or not served(store, number):
+                store.put(key_of(number), make_kv(number))
+        store.close()
+        sound = (folder / "index.sqlite").read_bytes()
+    assert refused < count
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[BlendEngine]:
+    config = BlendConfig(recompute_ratio=0.3, ram_bytes=0)
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config, store=tmp_path / "store") as engine:
+        yield engine
+
+
+@pytest.mark.parametrize(
+    "count", [50, pytest.param(500, marks=[pytest.mark.full, pytest.mark.timeout(1800)])], ids=["sampled", "whole"]
+)
+def test_answers(tmp_path: Path, engine: BlendEngine, count: int) -> None:
+    """An answer over damaged KV equals the undisturbed one."""
+    chance = random.Random(count)
+    engine.add([Chunk(id=str(number), text=words(8 + number, number)) for number in range(4)])
+    prompt = BlendPrompt(words(3, 10), ["0", "1", "2", "3"], words(5, 11))
+    undisturbed = engine.prefill(prompt)
+    assert undisturbed.report.hits == 4
+    for _ in range(count):
+        damage(chance.choice(files_of(tmp_path / "store")), chance)
+        answer = engine.prefill(prompt)
+        # What is encoded anew stands alone in its batch, not among its neighbours of the first time.
+        torch.testing.assert_close(answer.logits, undisturbed.logits, atol=1e-4, rtol=0)
+        assert len(files_of(tmp_path / "store")) == 4
