@@ -20,12 +20,14 @@ from cacheblend_rag.engine.decode import check_options, decode
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PrefillResult
 from cacheblend_rag.engine.identity import engine_identity
 from cacheblend_rag.engine.ingest import AddResult, Ingest, WarmEstimate
+from cacheblend_rag.engine.metrics import EngineMetrics
 from cacheblend_rag.engine.prompt import Assembler
 from cacheblend_rag.engine.run import PromptRun, Runner
 from cacheblend_rag.engine.selfcheck import check_blending
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.model import Decoder, inspect_model, model_window, num_decoder_layers
+from cacheblend_rag.report import BlendReport
 from cacheblend_rag.store import KVStore, NodeRecord, open_store
 
 __all__ = ["BlendEngine"]
@@ -68,6 +70,11 @@ class BlendEngine:
     store : KVStore, str, Path or None
         Where KV is kept: a folder, a store of yours, or None for this process's RAM.
 
+    Attributes
+    ----------
+    metrics : EngineMetrics
+        What the engine has done, for Prometheus.
+
     Raises
     ------
     ConfigError
@@ -99,6 +106,7 @@ class BlendEngine:
             if store is None or isinstance(store, str | Path)
             else store
         )
+        self.metrics = EngineMetrics(self.store.stats)
         identity = engine_identity(model, tokenizer, private=self.store.is_private)
         self._assembler = Assembler(tokenizer, self.store, identity, self.config.encoding_prefix, model_window(model))
         self._runner = Runner(
@@ -303,6 +311,7 @@ class BlendEngine:
 
         logits = self._runner.run(run, 0, forward)
         report = run.report(num_decoder_layers(self.model), time.perf_counter(), 0)
+        self._observe(report)
         return PrefillResult(logits, run.prompt.layout.token_ids, report)
 
     def generate(
@@ -341,9 +350,7 @@ class BlendEngine:
         """
         check_options(max_new_tokens, generation_kwargs)
         run = self._begin(prompt, config)
-        return decode(
-            self.model, self.tokenizer, self._runner, run, max_new_tokens, generation_kwargs, threading.Event(), None
-        )
+        return self._decode(run, max_new_tokens, generation_kwargs, threading.Event(), None)
 
     def stream(
         self,
@@ -364,11 +371,29 @@ class BlendEngine:
         run = self._begin(prompt, config)
 
         def generate(streamer: Any, stop: threading.Event) -> GenerationResult:
-            return decode(
-                self.model, self.tokenizer, self._runner, run, max_new_tokens, generation_kwargs, stop, streamer
-            )
+            return self._decode(run, max_new_tokens, generation_kwargs, stop, streamer)
 
         return BlendStream(generate, self.tokenizer)
+
+    def _decode(
+        self,
+        run: PromptRun,
+        max_new_tokens: int | None,
+        generation_kwargs: dict[str, Any],
+        stop: threading.Event,
+        streamer: Any,
+    ) -> GenerationResult:
+        result = decode(
+            self.model, self.tokenizer, self._runner, run, max_new_tokens, generation_kwargs, stop, streamer
+        )
+        self._observe(result.report)
+        return result
+
+    def _observe(self, report: BlendReport) -> None:
+        self.metrics.observe(report)
+        if logger.isEnabledFor(logging.INFO):
+            # Formatters that write fields, as JSON for example, find the figures under "blend".
+            logger.info("%s", report, extra={"blend": report.to_dict()})
 
     def _begin(self, prompt: BlendPrompt, config: BlendConfig | None) -> PromptRun:
         started = time.perf_counter()

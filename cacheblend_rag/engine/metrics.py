@@ -1,0 +1,92 @@
+"""An engine's figures for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from cacheblend_rag.report import BlendReport
+from cacheblend_rag.store import StoreStats
+
+__all__ = ["EngineMetrics"]
+
+# From a tiny model on a CPU to a long prompt without any hit.
+_TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class EngineMetrics:
+    """Counts what an engine does; nothing leaves the process unless the registry is served.
+
+    Parameters
+    ----------
+    stats : callable
+        Returns the store's figures; called when the registry is read.
+
+    Attributes
+    ----------
+    registry : CollectorRegistry
+        What ``prometheus_client.start_http_server(port, registry=...)`` serves.
+    """
+
+    def __init__(self, stats: Callable[[], StoreStats]) -> None:
+        self.registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"cacheblend_{name}", text, labels, registry=self.registry)
+
+        self._prompts = counter("prompts", "Prompts answered.", "selector")
+        self._fallbacks = counter("fallbacks", "Prompts computed as a whole although blending was asked for.")
+        self._chunks = counter("chunks", "Chunks of prompts, by whether their KV was stored.", "result")
+        self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
+        self._context_tokens = counter("context_tokens", "Tokens of prompts' chunks.")
+        self._recomputed_tokens = counter("recomputed_tokens", "Chunk tokens computed again.")
+        self._output_tokens = counter("output_tokens", "Tokens generated.")
+        self._load_s = counter("load_wait_seconds", "Seconds that computation waited for stored KV.")
+        self._encode_s = counter("encode_seconds", "Seconds that prompts spent on encoding misses.")
+        self._ttft_s = Histogram(
+            "cacheblend_ttft_seconds",
+            "Seconds from the call to the first output token.",
+            buckets=_TTFT_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.registry.register(_StoreCollector(stats))
+
+    def observe(self, report: BlendReport) -> None:
+        """Count one answered prompt."""
+        self._prompts.labels(report.selector).inc()
+        if report.fallback_reason is not None:
+            self._fallbacks.inc()
+        self._chunks.labels("hit").inc(report.hits)
+        self._chunks.labels("miss").inc(report.misses)
+        self._prompt_tokens.inc(report.prompt_tokens)
+        self._context_tokens.inc(report.context_tokens)
+        self._recomputed_tokens.inc(report.recomputed_tokens)
+        self._output_tokens.inc(report.output_tokens)
+        self._load_s.inc(report.load_s)
+        self._encode_s.inc(report.encode_s)
+        self._ttft_s.observe(report.ttft_s)
+
+
+class _StoreCollector(Collector):
+    """Reads the store's figures when it is asked for them."""
+
+    def __init__(self, stats: Callable[[], StoreStats]) -> None:
+        self._stats = stats
+
+    def describe(self) -> Iterator[Metric]:
+        """Yield nothing, so that registering it does not read the store."""
+        yield from ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the figures."""
+        stats = self._stats()
+        held = GaugeMetricFamily("cacheblend_store_bytes", "Bytes of KV held.", labels=["tier"])
+        held.add_metric(["ram"], stats.ram_bytes)
+        held.add_metric(["disk"], stats.disk_bytes)
+        yield held
+        yield GaugeMetricFamily("cacheblend_store_entries", "Chunks whose KV is held.", stats.entries)
+        yield GaugeMetricFamily("cacheblend_store_names", "Named chunks.", stats.nodes)
+        yield CounterMetricFamily("cacheblend_store_evictions", "Entries dropped for room.", stats.evictions)

@@ -1,0 +1,53 @@
+"""What an engine counts and logs."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from prometheus_client import generate_latest
+
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from tests.families import tiny_model, tiny_tokenizer, words
+
+
+@pytest.fixture
+def engine() -> BlendEngine:
+    engine = BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=BlendConfig(recompute_ratio=0.25))
+    engine.add([Chunk(id="a", text=words(8, 1)), Chunk(id="b", text=words(8, 2))])
+    return engine
+
+
+PROMPT = BlendPrompt(words(3, 3), ["a", "b", Chunk(text=words(8, 4))], words(4, 5))
+
+
+def value(engine: BlendEngine, name: str, **labels: str) -> float | None:
+    return engine.metrics.registry.get_sample_value(f"cacheblend_{name}", labels)
+
+
+def test_counts(engine: BlendEngine) -> None:
+    first = engine.prefill(PROMPT).report
+    second = engine.generate(PROMPT, max_new_tokens=3).report
+    whole = engine.prefill(PROMPT, config=engine.config.replace(min_tokens=1000)).report
+    stream = engine.stream(PROMPT, max_new_tokens=2)
+    assert "".join(stream)
+    reports = [first, second, whole, stream.result().report]
+    assert value(engine, "prompts_total", selector="hkvd") == 3
+    assert value(engine, "prompts_total", selector="full") == 1
+    assert value(engine, "fallbacks_total") == 1
+    assert value(engine, "chunks_total", result="hit") == sum(report.hits for report in reports)
+    assert value(engine, "chunks_total", result="miss") == sum(report.misses for report in reports) == 1
+    assert value(engine, "recomputed_tokens_total") == sum(report.recomputed_tokens for report in reports)
+    assert value(engine, "output_tokens_total") == 5
+    assert value(engine, "ttft_seconds_count") == 4
+    assert value(engine, "store_names") == 2
+    assert value(engine, "store_bytes", tier="ram") == engine.store.stats().ram_bytes > 0
+    assert b"cacheblend_ttft_seconds_bucket" in generate_latest(engine.metrics.registry)
+
+
+def test_log_line_carries_the_figures(engine: BlendEngine, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="cacheblend_rag"):
+        report = engine.prefill(PROMPT).report
+    (record,) = (record for record in caplog.records if hasattr(record, "blend"))
+    assert record.getMessage() == str(report)
+    assert record.blend == report.to_dict()
