@@ -193,9 +193,7 @@ class FsspecTier:
         except (FileNotFoundError, NotADirectoryError):
             return {}
         names = {f"{folder}/{PurePosixPath(entry['name']).name}": entry for entry in entries}
-        return {
-            name: int(entry["size"]) for name, entry in names.items() if _FILE.fullmatch(PurePosixPath(name).name)
-        }
+        return {name: int(entry["size"]) for name, entry in names.items() if _FILE.fullmatch(PurePosixPath(name).name)}
 
     def _send(self, file: str, chunk: EncodedChunk) -> None:
         if self._is_object_store:
@@ -244,7 +242,7 @@ class FsspecTier:
     def _make_folder(self, path: str) -> None:
         if self._is_local:
             # Parent by parent, because makedirs gives its mode to the last folder only.
-            for folder in (*reversed(PurePosixPath(path).parents), path):
+            for folder in (*reversed(PurePosixPath(path).parents), PurePosixPath(path)):
                 with suppress(FileExistsError):
                     os.mkdir(folder, mode=0o700)
         else:

@@ -135,9 +135,13 @@ class Guard:
         for secret in self._secrets:
             shown = shown.replace(secret, "***")
         # A cause is printed with its own message, and with that of its own cause; it is left out where they may tell a secret.
-        causes, each = [], error.__cause__ or error.__context__
+        causes: list[str] = []
+        each = error.__cause__ or error.__context__
         while each is not None and len(causes) < 10:
             causes.append(str(each))
             each = each.__cause__ or each.__context__
         silent = any(secret in told for told in [str(error), *causes] for secret in self._secrets)
-        return f"remote tier {self.location} could not {what}: {type(error).__name__}: {shown}", None if silent else error
+        return (
+            f"remote tier {self.location} could not {what}: {type(error).__name__}: {shown}",
+            None if silent else error,
+        )

@@ -164,11 +164,11 @@ class RedisTier:
                 for key, packed in held:
                     pipeline.eval(_DROP, 1 + len(names := _parts_of(key, packed)), left[key], *names, packed)
                 results = pipeline.execute()
-                left = {
-                    key: left[key] for (key, _), result in zip(held, results, strict=True) if result == b"changed"
-                }
+                left = {key: left[key] for (key, _), result in zip(held, results, strict=True) if result == b"changed"}
             if left:
-                raise RemoteUnavailableError(f"remote tier {self.location}: a chunk is replaced as often as it is removed")
+                raise RemoteUnavailableError(
+                    f"remote tier {self.location}: a chunk is replaced as often as it is removed"
+                )
 
     def close(self) -> None:
         """Release connections; sources fail from now on."""

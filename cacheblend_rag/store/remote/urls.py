@@ -13,7 +13,15 @@ __all__ = ["open_remote", "shown_url"]
 
 # Valkey speaks the same protocol.
 _REDIS = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss"}
-_REDIS_QUERY = {"db", "client_name", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname"}
+_REDIS_QUERY = {
+    "db",
+    "client_name",
+    "ssl_ca_certs",
+    "ssl_certfile",
+    "ssl_keyfile",
+    "ssl_cert_reqs",
+    "ssl_check_hostname",
+}
 _SECRET_WORDS = ("secret", "token", "password", "credential", "key", "sas", "connection_string", "passphrase")
 
 

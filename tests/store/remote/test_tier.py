@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -132,10 +133,8 @@ def test_a_reader_never_mixes_two_versions(opener: Opener) -> None:
     file = ChunkFile(source, key_of(1))
     file.layer(0)
     put(other, 1, new)
-    try:
+    with suppress(ChunkReadError):
         assert torch.equal(file.layer(1).keys, old.layers[1].keys)
-    except ChunkReadError:
-        pass
     found = get(tier, 1)
     assert found is not None and same(found, new)
     put(tier, 1, old)
@@ -151,10 +150,10 @@ def test_a_reader_whose_chunk_is_dropped_fails_cleanly(opener: Opener) -> None:
     assert source is not None
     file = ChunkFile(source, key_of(1))
     opener().drop([key_of(1)])
-    try:
+    # A folder's file stays readable; elsewhere the layer is gone.
+    with suppress(ChunkReadError):
         assert torch.equal(file.layer(1).keys, kv.layers[1].keys)
-    except ChunkReadError as error:
-        assert not isinstance(error.__cause__, RemoteUnavailableError)
+    assert not tier.holds([key_of(1)])[0]
 
 
 def test_many_threads(opener: Opener) -> None:
