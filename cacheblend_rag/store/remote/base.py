@@ -67,8 +67,9 @@ class RemoteSettings:
 class RemoteTier(Protocol):
     """KV under content keys, held outside this machine. All methods may be called from any thread, and after a fork.
 
-    Every method raises `RemoteUnavailableError` where the remote tier is down, slow, full or closed, and StoreError for a key that is
-    none. After a failure the tier is left alone for a while, and calls fail at once.
+    Every method raises `RemoteUnavailableError` where the remote tier is down, slow, full or closed, and StoreError for a key
+    that is none. After a failure the tier is left alone for a while, and calls fail at once. What is found to be damaged is to be
+    dropped before it is put again: whether it is whole is judged by its size.
     """
 
     @property
@@ -76,7 +77,7 @@ class RemoteTier(Protocol):
         """Where it is, without credentials."""
 
     def put(self, key: str, chunk: EncodedChunk) -> None:
-        """Keep a chunk under `key`: others see all of it or nothing. If the same bytes are held whole, they are not sent again."""
+        """Keep a chunk under `key`: others see all of it or nothing. Bytes that are held whole already are not sent again."""
 
     def open(self, key: str) -> ByteSource | None:
         """Return the bytes under `key` for `ChunkFile` to read and verify, or None if they are not held.

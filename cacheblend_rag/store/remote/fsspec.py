@@ -91,7 +91,7 @@ class FsspecTier:
         self._guard = Guard(location, secret_words, settings, (Exception,), _is_refusal)
 
     def put(self, key: str, chunk: EncodedChunk) -> None:
-        """Keep a chunk under `key`: others see all of it or nothing. If the same bytes are held whole, they are not sent again."""
+        """Keep a chunk under `key`: others see all of it or nothing. Bytes that are held whole already are not sent again."""
         folder = self._folder(key)
         file = f"{folder}/{chunk.digest.hex()}.safetensors"
         with self._guard.calling("store a chunk", writing=True):

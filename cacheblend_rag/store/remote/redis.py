@@ -6,8 +6,8 @@ Under the prefix ``cacheblend-rag:`` lie, for each store key::
     kv:KEY:VERSION:NUMBER    the chunk file's bytes, cut into parts
     staged:RANDOM:NUMBER     parts on their way in; they expire if their writer dies
 
-The version is the chunk file's own digest, so that different bytes never share a name. A script on the server puts staged parts in
-their place and writes the manifest, all at once; the parts of the version before expire a little later, for those who still read.
+The version is the chunk file's own digest, so that different bytes never share a name. A script on the server puts staged
+parts in their place and writes the manifest, all at once; the parts of the version before expire a little later, for those who still read.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class RedisTier:
         self._guard = Guard(location, secret_words, settings, (redis.RedisError, OSError), _is_refusal)
 
     def put(self, key: str, chunk: EncodedChunk) -> None:
-        """Keep a chunk under `key`: others see all of it or nothing. If the same bytes are held whole, they are not sent again."""
+        """Keep a chunk under `key`: others see all of it or nothing. Bytes that are held whole already are not sent again."""
         manifest = _Manifest(chunk.digest.hex(), chunk.nbytes, self._settings.part_bytes)
         name = _manifest_name(key)
         if _count(manifest) > _MAX_PARTS:
@@ -222,7 +222,7 @@ class RedisTier:
                     self._client.unlink(*staged)
                     return
                 if result == b"lost":
-                    raise redis.OutOfMemoryError("it evicted parts while they were written")
+                    raise redis.exceptions.OutOfMemoryError("it evicted parts while they were written")
             raise redis.ResponseError("others replace the chunk all the time")
         except BaseException:
             with suppress(redis.RedisError, OSError):
@@ -266,7 +266,7 @@ def _parse(key: str, packed: bytes) -> _Manifest:
     if match:
         manifest = _Manifest(match[1].decode("ascii"), int(match[2]), int(match[3]))
         # The number of parts is bounded too: there is a name, and a question to the server, for each.
-        if 0 < manifest.nbytes <= MAX_CHUNK_BYTES and 0 < manifest.part_bytes and _count(manifest) <= _MAX_PARTS:
+        if 0 < manifest.nbytes <= MAX_CHUNK_BYTES and manifest.part_bytes > 0 and _count(manifest) <= _MAX_PARTS:
             return manifest
     raise ChunkReadError(key, "its manifest in the remote tier is damaged or of another format")
 

@@ -41,9 +41,9 @@ def open_remote(
     Parameters
     ----------
     url : str
-        ``redis://user:password@host:6379/0``, ``valkey://…``, with TLS ``rediss://…`` or ``valkeys://…`` (extra ``redis``); or the
-        folder of any fsspec filesystem (extra ``fsspec``): ``s3://bucket/prefix`` (extra ``s3``), ``file:///mnt/share/kv``,
-        ``memory://name``.
+        ``redis://user:password@host:6379/0``, ``valkey://…``, with TLS ``rediss://…`` or ``valkeys://…`` (extra ``redis``); or
+        the folder of any fsspec filesystem (extra ``fsspec``): ``s3://bucket/prefix`` (extra ``s3``),
+        ``file:///mnt/share/kv``, ``memory://name``.
     ttl_s, part_bytes, connect_timeout_s, read_timeout_s, back_off_s, max_back_off_s
         As in `RemoteSettings`.
     storage_options : mapping, optional
