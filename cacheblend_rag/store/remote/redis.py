@@ -7,7 +7,8 @@ Under the prefix ``cacheblend-rag:`` lie, for each store key::
     staged:RANDOM:NUMBER     parts on their way in; they expire if their writer dies
 
 The version is the chunk file's own digest, so that different bytes never share a name. A script on the server puts staged
-parts in their place and writes the manifest, all at once; the parts of the version before expire a little later, for those who still read.
+parts in their place and writes the manifest, all at once; the parts of the version before expire a little later, for those
+who still read.
 """
 
 from __future__ import annotations
