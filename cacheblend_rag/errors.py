@@ -13,6 +13,7 @@
         ├── StoreFormatError      the folder was written in a format that this version does not read
         ├── StoreFullError        the disk, or the store's byte budget, has no room
         ├── StoreReadOnlyError    a write to a folder that may not be written
+        ├── RemoteUnavailableError  a remote tier is down, slow or full; what it holds is a miss (also an OSError)
         └── ChunkReadError        stored KV is missing or damaged; the engine treats it as a miss
 
 Every message says what was wrong, with which value, and what to do about it.
@@ -25,6 +26,7 @@ __all__ = [
     "EmptyChunkError",
     "PromptError",
     "PromptTooLongError",
+    "RemoteUnavailableError",
     "StoreError",
     "StoreFormatError",
     "StoreFullError",
@@ -80,6 +82,14 @@ class StoreFullError(StoreError):
 
 class StoreReadOnlyError(StoreError):
     """A write to a store folder that may not be written."""
+
+
+class RemoteUnavailableError(StoreError, OSError):
+    """A remote tier cannot be reached, does not answer in time, or refuses; its chunks are misses until it is back.
+
+    It is an OSError because it is what a byte source raises when its bytes cannot be read. A `ChunkReadError` that has one as its
+    ``__cause__`` says nothing against the stored bytes.
+    """
 
 
 class ChunkReadError(StoreError):

@@ -1,0 +1,133 @@
+"""What a remote tier does, and its settings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.store.chunkfile import EncodedChunk
+from cacheblend_rag.store.source import ByteSource
+
+__all__ = ["MAX_CHUNK_BYTES", "RemoteSettings", "RemoteTier", "cut", "part_sizes"]
+
+# What is read from a shared server is not trusted before its checksums are: more than this is never allocated for it.
+MAX_CHUNK_BYTES = 2**40
+# Redis keeps at most 512 MB in one value.
+_MAX_PART_BYTES = 512 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteSettings:
+    """How a remote tier is written and waited for.
+
+    Attributes
+    ----------
+    ttl_s : float, optional
+        After how many seconds from its last `put` an entry expires; never by default. Redis and Valkey only.
+    part_bytes : int
+        Most bytes written at once, which is also what writing takes of memory: Redis keeps a chunk in values of this size, object
+        stores are sent it in parts of this size (5 MiB at least).
+    connect_timeout_s : float
+        How long to wait for a connection.
+    read_timeout_s : float
+        How long to wait for an answer.
+    back_off_s, max_back_off_s : float
+        How long a remote tier that failed is left alone: first, and at most; the wait doubles with every failure in a row. Calls
+        in that time fail at once.
+
+    Raises
+    ------
+    ConfigError
+        If a value has no meaning.
+    """
+
+    ttl_s: float | None = None
+    part_bytes: int = 16 * 1024 * 1024
+    connect_timeout_s: float = 1.0
+    read_timeout_s: float = 5.0
+    back_off_s: float = 1.0
+    max_back_off_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name.endswith("_s") and not (field.name == "ttl_s" and value is None):
+                _check_seconds(field.name, value)
+        if isinstance(self.part_bytes, bool) or not isinstance(self.part_bytes, int):
+            raise ConfigError(f"part_bytes={self.part_bytes!r} is no whole number of bytes")
+        if not 1 <= self.part_bytes <= _MAX_PART_BYTES:
+            raise ConfigError(f"part_bytes={self.part_bytes} must be from 1 to {_MAX_PART_BYTES}")
+        if self.max_back_off_s < self.back_off_s:
+            raise ConfigError(f"max_back_off_s={self.max_back_off_s} must not be below back_off_s={self.back_off_s}")
+
+
+class RemoteTier(Protocol):
+    """KV under content keys, held outside this machine. All methods may be called from any thread, and after a fork.
+
+    Every method raises `RemoteUnavailableError` where the remote tier is down, slow, full or closed, and StoreError for a key
+    that is none. After a failure the tier is left alone for a while, and calls fail at once. What is found to be damaged is to be
+    dropped before it is put again: whether it is whole is judged by its size.
+    """
+
+    @property
+    def location(self) -> str:
+        """Where it is, without credentials."""
+
+    def put(self, key: str, chunk: EncodedChunk) -> None:
+        """Keep a chunk under `key`: others see all of it or nothing. Bytes that are held whole already are not sent again."""
+
+    def open(self, key: str) -> ByteSource | None:
+        """Return the bytes under `key` for `ChunkFile` to read and verify, or None if they are not held.
+
+        Other bytes put under `key` later do not mix with those of the source: it reads the old ones, or fails.
+
+        Raises
+        ------
+        ChunkReadError
+            If it can be seen already that bytes are missing.
+        """
+
+    def holds(self, keys: Sequence[str]) -> list[bool]:
+        """Return for each key whether something is held under it; it may still turn out damaged when it is read."""
+
+    def drop(self, keys: Iterable[str]) -> None:
+        """Remove what is held under the keys, for all machines."""
+
+    def close(self) -> None:
+        """Release connections; sources fail from now on. Closing twice does nothing."""
+
+
+def part_sizes(nbytes: int, part_bytes: int) -> list[int]:
+    """Return the sizes of the parts that `nbytes` bytes are cut into: all of `part_bytes` but the last."""
+    return [min(part_bytes, nbytes - begin) for begin in range(0, nbytes, part_bytes)]
+
+
+def cut(buffers: Iterable[memoryview], part_bytes: int) -> Iterator[memoryview]:
+    """Yield the buffers' bytes in parts of `part_bytes`, the last one smaller; only what lies across buffers is copied."""
+    pending = bytearray()
+    for buffer in buffers:
+        view = buffer.cast("B")
+        begin = 0
+        while begin < view.nbytes:
+            piece = view[begin : begin + part_bytes - len(pending)]
+            begin += piece.nbytes
+            if piece.nbytes == part_bytes:
+                yield piece
+                continue
+            pending += piece
+            if len(pending) == part_bytes:
+                yield memoryview(pending)
+                pending = bytearray()
+    if pending:
+        yield memoryview(pending)
+
+
+def _check_seconds(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"{name}={value!r} is no number of seconds")
+    # A millisecond is the least that Redis counts.
+    if not math.isfinite(value) or not 0.001 <= value <= 10**10:
+        raise ConfigError(f"{name}={value!r} must be from 0.001 to 10**10 seconds")

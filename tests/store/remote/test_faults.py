@@ -1,0 +1,352 @@
+"""Remote tiers that are down, slow, full, or hold something else than what was put."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheblend_rag.errors import ChunkReadError, RemoteUnavailableError
+from cacheblend_rag.store.chunkfile import ChunkFile, encode_chunk
+from cacheblend_rag.store.remote import RemoteTier, open_remote
+from tests.store.kit import key_of, make_kv, read, same
+from tests.store.remote.conftest import RedisServer, needs_redis
+
+
+def put(tier: RemoteTier, number: int, tokens: int = 6) -> None:
+    tier.put(key_of(number), encode_chunk(key_of(number), make_kv(number, tokens=tokens)))
+
+
+def is_right(tier: RemoteTier, number: int, tokens: int = 6) -> bool | None:
+    source = tier.open(key_of(number))
+    return source and same(read(ChunkFile(source, key_of(number))), make_kv(number, tokens=tokens))
+
+
+def eventually(tier: RemoteTier, number: int) -> None:
+    """Write and read as soon as the tier is tried again."""
+    until = time.monotonic() + 60
+    while True:
+        try:
+            put(tier, number)
+            assert is_right(tier, number)
+        except RemoteUnavailableError:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        else:
+            return
+
+
+@pytest.fixture
+def client(redis_server: RedisServer) -> Iterator[Any]:
+    import redis
+
+    with redis.Redis(port=redis_server.port) as client:
+        yield client
+
+
+def test_nobody_there(tmp_path: Path) -> None:
+    needs_redis()
+    tier = open_remote(RedisServer(tmp_path).url(), back_off_s=1000, max_back_off_s=1000)
+    with pytest.raises(RemoteUnavailableError, match=r"127\.0\.0\.1.*could not look a chunk up: ConnectionError"):
+        tier.open(key_of(1))
+    for call in (
+        lambda: tier.open(key_of(1)),
+        lambda: tier.holds([key_of(1)]),
+        lambda: tier.drop([key_of(1)]),
+        lambda: put(tier, 1),
+    ):
+        with pytest.raises(RemoteUnavailableError, match="left alone for"):
+            call()
+
+
+@pytest.mark.parametrize("turns", [4, pytest.param(40, marks=pytest.mark.full)])
+def test_killed_and_restarted_under_load(redis_server: RedisServer, turns: int) -> None:
+    tier = open_remote(redis_server.url(), part_bytes=1500, back_off_s=0.01, max_back_off_s=0.05, read_timeout_s=2)
+    stop = threading.Event()
+    wrong: list[object] = []
+    counts = {"right": 0, "miss": 0, "unavailable": 0}
+    counting = threading.Lock()
+
+    def count(what: str) -> None:
+        with counting:
+            counts[what] += 1
+
+    def work(seed: int) -> None:
+        chance = random.Random(seed)
+        while not stop.is_set():
+            number = chance.randrange(4)
+            try:
+                if chance.random() < 0.4:
+                    put(tier, number, tokens=60)
+                    continue
+                answer = is_right(tier, number, tokens=60)
+                if answer is False:
+                    wrong.append(number)
+                count("miss" if answer is None else "right")
+            except ChunkReadError:
+                count("miss")
+            except RemoteUnavailableError:
+                count("unavailable")
+                time.sleep(0.001)
+            except BaseException as error:
+                wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    chance = random.Random(5)
+    for _ in range(turns):
+        # Killed at any moment of the work, and always after some of it.
+        reached = counts["right"] + 20
+        until = time.monotonic() + 60
+        while counts["right"] < reached and time.monotonic() < until:
+            time.sleep(0.002)
+        time.sleep(chance.uniform(0, 0.02))
+        redis_server.kill()
+        time.sleep(chance.uniform(0, 0.05))
+        redis_server.start()
+    reached = counts["right"] + 20
+    until = time.monotonic() + 60
+    while counts["right"] < reached and time.monotonic() < until:
+        time.sleep(0.002)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert counts["unavailable"] > 0
+    assert counts["right"] >= reached
+
+
+def test_slow(redis_server: RedisServer) -> None:
+    tier = open_remote(redis_server.url(), read_timeout_s=0.2, back_off_s=0.01, max_back_off_s=0.02)
+    put(tier, 1, tokens=1000)
+    source = tier.open(key_of(1))
+    assert source is not None
+    file = ChunkFile(source, key_of(1))
+    redis_server.signal(signal.SIGSTOP)
+    with pytest.raises(RemoteUnavailableError, match="TimeoutError"):
+        tier.holds([key_of(1)])
+    with pytest.raises(ChunkReadError) as caught:
+        file.layer(1)
+    assert isinstance(caught.value.__cause__, RemoteUnavailableError)
+    redis_server.signal(signal.SIGCONT)
+    # The answers to what was asked before must not be taken for those to later questions.
+    eventually(tier, 2)
+    assert is_right(tier, 1, tokens=1000)
+    assert same(read(file), make_kv(1, tokens=1000))
+
+
+def test_full(redis_server: RedisServer, client: Any) -> None:
+    tier = open_remote(redis_server.url(), part_bytes=2000, back_off_s=0.01, max_back_off_s=0.02)
+    put(tier, 1)
+    client.config_set("maxmemory", 1)
+    with pytest.raises(RemoteUnavailableError, match="OutOfMemoryError"):
+        put(tier, 2, tokens=100)
+    # Reads go on, and nothing of the chunk is left.
+    assert is_right(tier, 1)
+    assert tier.open(key_of(2)) is None
+    assert not client.keys("*staged*")
+    client.config_set("maxmemory", 0)
+    eventually(tier, 2)
+
+
+def test_read_only_replica(redis_server: RedisServer, client: Any) -> None:
+    tier = open_remote(redis_server.url(), back_off_s=1000, max_back_off_s=1000)
+    put(tier, 1)
+    client.config_set("replica-read-only", "yes")
+    client.replicaof("127.0.0.1", "1")
+    for _ in range(2):
+        with pytest.raises(RemoteUnavailableError, match="ReadOnlyError"):
+            put(tier, 2)
+    assert is_right(tier, 1)
+
+
+def test_wrong_password_is_not_shown(redis_server: RedisServer, client: Any) -> None:
+    client.config_set("requirepass", "right")
+    tier = open_remote(redis_server.url("someone:hunter%2F2@"))
+    with pytest.raises(RemoteUnavailableError) as caught:
+        tier.open(key_of(1))
+    assert "hunter" not in str(caught.value) and "hunter" not in tier.location
+    assert tier.location == f"redis://127.0.0.1:{redis_server.port}/0"
+    client.auth("right")
+    eventually(open_remote(redis_server.url(":right@")), 1)
+
+
+def test_a_part_that_was_evicted(redis_server: RedisServer, client: Any) -> None:
+    tier = open_remote(redis_server.url(), part_bytes=700)
+    put(tier, 1)
+    parts = sorted(client.keys("*:kv:*:*:*"))
+    source = tier.open(key_of(1))
+    assert source is not None
+    file = ChunkFile(source, key_of(1))
+    client.delete(parts[-1])
+    with pytest.raises(ChunkReadError, match="removed, replaced or have expired"):
+        file.verify()
+    with pytest.raises(ChunkReadError, match="some were removed"):
+        tier.open(key_of(1))
+    # Written again, because what is held is not whole; or dropped, parts and all.
+    put(tier, 1)
+    assert is_right(tier, 1)
+    client.delete(parts[0])
+    tier.drop([key_of(1)])
+    assert not client.keys("*")
+
+
+@pytest.mark.parametrize("where", ["manifest", "head", "layer", "shorter", "longer", "other type"])
+def test_bytes_that_are_not_what_was_put(redis_server: RedisServer, client: Any, where: str) -> None:
+    tier = open_remote(redis_server.url(), part_bytes=10**6)
+    put(tier, 1, tokens=100)
+    (part,) = client.keys("*:kv:*:*:*")
+    manifest = next(name for name in client.keys("*") if name != part)
+    size = client.strlen(part)
+    source = tier.open(key_of(1))
+    assert source is not None
+    file = ChunkFile(source, key_of(1))
+    if where == "manifest":
+        client.set(manifest, client.get(manifest).replace(b"1000000", b"9" * 9))
+    elif where == "head":
+        client.setrange(part, 100, "\xff")
+    elif where == "layer":
+        client.setrange(part, size - 2000, b"\xaa\x55\xaa")
+    elif where == "shorter":
+        client.set(part, client.get(part)[:-1])
+    elif where == "longer":
+        client.append(part, b"x")
+    else:
+        client.delete(part)
+        client.hset(part, "a", "b")
+    errors = RemoteUnavailableError if where == "other type" else ChunkReadError
+    with pytest.raises(errors):
+        is_right(tier, 1, tokens=100)
+    if where in ("layer", "shorter"):
+        with pytest.raises(ChunkReadError):
+            file.verify()
+    if where != "other type":
+        tier.drop([key_of(1)])
+        put(tier, 1, tokens=100)
+        assert is_right(tier, 1, tokens=100)
+
+
+@pytest.mark.parametrize("manifest", [b"", b"x", b"cacheblend-rag remote 1 " + b"a" * 32 + b" 999999999999999 1"])
+def test_a_manifest_that_is_none(redis_server: RedisServer, client: Any, manifest: bytes) -> None:
+    tier = open_remote(redis_server.url())
+    client.set(f"cacheblend-rag:kv:{key_of(1)}", manifest)
+    with pytest.raises(ChunkReadError, match="manifest"):
+        tier.open(key_of(1))
+    put(tier, 1)
+    assert is_right(tier, 1)
+
+
+def test_what_a_writer_that_died_has_left_expires(redis_server: RedisServer, client: Any) -> None:
+    tier = open_remote(redis_server.url(), part_bytes=700, back_off_s=0.01, max_back_off_s=0.02)
+    chunk = encode_chunk(key_of(1), make_kv(1))
+
+    class Cut(Exception):
+        pass
+
+    def killed() -> Iterator[memoryview]:
+        yield from chunk.buffers[:2]
+        # Without a connection nothing can be tidied up, as when the process is killed.
+        redis_server.signal(signal.SIGSTOP)
+        raise Cut
+
+    slow = open_remote(redis_server.url(), part_bytes=700, read_timeout_s=0.1)
+    with pytest.raises(Cut):
+        slow.put(key_of(1), type(chunk)(killed(), chunk.digest, chunk.nbytes))  # type: ignore[arg-type]
+    redis_server.signal(signal.SIGCONT)
+    assert tier.open(key_of(1)) is None
+    for name in client.keys("*"):
+        assert 0 < client.ttl(name) <= 3600
+    put(tier, 1)
+    assert is_right(tier, 1)
+
+
+def test_entries_expire(redis_server: RedisServer, client: Any) -> None:
+    tier = open_remote(redis_server.url(), part_bytes=700, ttl_s=1000)
+    put(tier, 1)
+    names = client.keys("*")
+    assert len(names) > 2
+    assert all(990 < client.ttl(name) <= 1000 for name in names)
+    for name in names:
+        client.expire(name, 10)
+    put(tier, 1)
+    assert all(990 < client.ttl(name) <= 1000 for name in names)
+    # Without an expiry of its own, another machine leaves that of the first as it is.
+    put(open_remote(redis_server.url(), part_bytes=700), 1)
+    assert all(990 < client.ttl(name) <= 1000 for name in names)
+
+
+def test_a_replaced_version_can_be_read_to_its_end(redis_server: RedisServer, client: Any) -> None:
+    tier = open_remote(redis_server.url(), part_bytes=700)
+    put(tier, 1)
+    source = tier.open(key_of(1))
+    assert source is not None
+    file = ChunkFile(source, key_of(1))
+    tier.put(key_of(1), encode_chunk(key_of(1), make_kv(2)))
+    assert same(read(file), make_kv(1))
+    kept = [name for name in client.keys("*") if client.ttl(name) < 0]
+    assert len(kept) < len(client.keys("*"))
+    tier.drop([key_of(1)])
+    assert all(client.ttl(name) > 0 for name in client.keys("*"))
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    (tmp_path / "file").write_text("not a folder")
+    tier = open_remote(f"file://{tmp_path}/file/share")
+    with pytest.raises(RemoteUnavailableError, match="could not store a chunk"):
+        put(tier, 1)
+
+
+def test_a_damaged_file(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    tier = open_remote(f"file://{tmp_path}")
+    put(tier, 1)
+    (file,) = tmp_path.rglob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ChunkReadError, match="checksum"):
+        is_right(tier, 1)
+    file.write_bytes(data[:-1])
+    with pytest.raises(ChunkReadError, match="bytes"):
+        is_right(tier, 1)
+    put(tier, 1)
+    assert is_right(tier, 1)
+
+
+def test_an_s3_endpoint_that_is_gone(s3_endpoint: str, tmp_path: Path) -> None:
+    options = {"key": "a", "secret": "sEcReT", "endpoint_url": RedisServer(tmp_path).url().replace("redis", "http")}
+    tier = open_remote("s3://bucket/gone", storage_options=options, back_off_s=1000, max_back_off_s=1000)
+    with pytest.raises(RemoteUnavailableError) as caught:
+        tier.open(key_of(1))
+    assert "sEcReT" not in str(caught.value)
+    with pytest.raises(RemoteUnavailableError, match="left alone for"):
+        put(tier, 1)
+    missing = open_remote("s3://nowhere/x", storage_options={"key": "a", "secret": "b", "endpoint_url": s3_endpoint})
+    with pytest.raises(RemoteUnavailableError):
+        put(missing, 1)
+
+
+def test_an_upload_to_s3_that_breaks_off_leaves_nothing(s3_endpoint: str) -> None:
+    options = {"key": "a", "secret": "b", "endpoint_url": s3_endpoint}
+    tier = open_remote("s3://bucket/broken", storage_options=options, part_bytes=5 * 1024 * 1024)
+    chunk = encode_chunk(key_of(1), make_kv(1, tokens=60_000))
+    assert chunk.nbytes > 12 * 1024 * 1024
+
+    def broken() -> Iterator[memoryview]:
+        yield from chunk.buffers[:-1]
+        raise OSError("the source is gone")
+
+    with pytest.raises(RemoteUnavailableError):
+        tier.put(key_of(1), type(chunk)(broken(), chunk.digest, chunk.nbytes))  # type: ignore[arg-type]
+    tier = open_remote("s3://bucket/broken", storage_options=options, part_bytes=5 * 1024 * 1024)
+    assert tier.open(key_of(1)) is None
+    tier.put(key_of(1), chunk)
+    assert is_right(tier, 1, tokens=60_000)

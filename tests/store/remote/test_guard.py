@@ -1,0 +1,77 @@
+"""The circuit breaker."""
+
+from __future__ import annotations
+
+import pytest
+
+from cacheblend_rag.errors import RemoteUnavailableError
+from cacheblend_rag.store.remote.guard import Breaker
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def is_open(breaker: Breaker) -> bool:
+    try:
+        breaker.enter()
+    except RemoteUnavailableError:
+        return True
+    return False
+
+
+def test_the_wait_doubles_up_to_its_limit() -> None:
+    clock = Clock()
+    breaker = Breaker(1.0, 5.0, clock)
+    for wait_s in (1.0, 2.0, 4.0, 5.0, 5.0):
+        breaker.failed(breaker.enter(), "it is down")
+        clock.now += wait_s - 0.25
+        with pytest.raises(RemoteUnavailableError, match=r"it is down; it is left alone for 0\.2 s more"):
+            breaker.enter()
+        clock.now += 0.25
+    breaker.succeeded(breaker.enter())
+    breaker.failed(breaker.enter(), "again")
+    clock.now += 1.0
+    assert not is_open(breaker)
+
+
+def test_calls_that_fail_together_count_once() -> None:
+    clock = Clock()
+    breaker = Breaker(1.0, 100.0, clock)
+    turns = [breaker.enter() for _ in range(10)]
+    for turn in turns:
+        breaker.failed(turn, "it is down")
+    clock.now += 1.0
+    assert not is_open(breaker)
+
+
+def test_one_call_tries_for_all() -> None:
+    clock = Clock()
+    breaker = Breaker(1.0, 100.0, clock)
+    breaker.failed(breaker.enter(), "it is down")
+    clock.now += 1.0
+    turn = breaker.enter()
+    assert is_open(breaker)
+    breaker.succeeded(turn)
+    assert not is_open(breaker)
+
+
+def test_a_trial_that_never_ends_is_replaced() -> None:
+    clock = Clock()
+    breaker = Breaker(1.0, 100.0, clock)
+    breaker.failed(breaker.enter(), "it is down")
+    clock.now += 1.0
+    lost = breaker.enter()
+    clock.now += 1.0
+    turn = breaker.enter()
+    # What the lost one says in the end is about the past.
+    breaker.succeeded(lost)
+    assert is_open(breaker)
+    breaker.failed(turn, "still down")
+    breaker.failed(lost, "long ago")
+    clock.now += 2.0
+    assert not is_open(breaker)

@@ -1,0 +1,236 @@
+"""What every remote tier does: Redis, a folder, memory, S3."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cacheblend_rag.errors import ChunkReadError, RemoteUnavailableError, StoreError
+from cacheblend_rag.kv import ChunkKV
+from cacheblend_rag.store.chunkfile import ChunkFile, EncodedChunk, encode_chunk
+from cacheblend_rag.store.remote import RemoteTier
+from cacheblend_rag.store.remote.base import cut, part_sizes
+from tests.store.kit import key_of, make_kv, read, same
+from tests.store.remote.conftest import Opener
+
+
+def put(tier: RemoteTier, number: int, kv: ChunkKV | None = None) -> EncodedChunk:
+    chunk = encode_chunk(key_of(number), kv or make_kv(number))
+    tier.put(key_of(number), chunk)
+    return chunk
+
+
+def get(tier: RemoteTier, number: int) -> ChunkKV | None:
+    source = tier.open(key_of(number))
+    return None if source is None else read(ChunkFile(source, key_of(number)))
+
+
+def test_one_machine_writes_another_reads(opener: Opener) -> None:
+    writer, reader = opener(), opener()
+    assert reader.open(key_of(1)) is None
+    assert reader.holds([]) == []
+    for number in (1, 2):
+        put(writer, number)
+        put(writer, number)
+    assert reader.holds([key_of(n) for n in (0, 1, 2, 3)]) == [False, True, True, False]
+    for number in (1, 2):
+        found = get(reader, number)
+        assert found is not None and same(found, make_kv(number))
+    reader.drop([key_of(1), key_of(3)])
+    assert writer.holds([key_of(1), key_of(2)]) == [False, True]
+    assert writer.open(key_of(1)) is None
+    writer.drop([key_of(2)])
+    writer.drop([])
+    assert reader.holds([key_of(1), key_of(2)]) == [False, False]
+
+
+def test_a_layer_is_read_alone(opener: Opener) -> None:
+    tier = opener()
+    kv = make_kv(1, tokens=1000, layers=4)
+    chunk = put(tier, 1, kv)
+    source = tier.open(key_of(1))
+    assert source is not None and source.size == chunk.nbytes
+    asked: list[int] = []
+    real = source.read_into
+
+    class Counted:
+        size = source.size
+
+        def read_into(self, view: memoryview, offset: int) -> int:
+            asked.append(len(view))
+            return real(view, offset)
+
+    file = ChunkFile(Counted(), key_of(1))
+    layer = file.layer(2)
+    assert torch.equal(layer.keys, kv.layers[2].keys) and torch.equal(layer.values, kv.layers[2].values)
+    layer_bytes = kv.layers[2].keys.nbytes + kv.layers[2].values.nbytes
+    assert asked[-1] == layer_bytes
+    assert sum(asked) < layer_bytes + 32 * 1024
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), part_bytes=st.integers(30, 3000), tokens=st.integers(1, 40))
+def test_any_range_in_any_parts(opener: Opener, data: st.DataObject, part_bytes: int, tokens: int) -> None:
+    tier = opener(part_bytes=part_bytes)
+    chunk = encode_chunk(key_of(9), make_kv(9, tokens=tokens))
+    tier.put(key_of(9), chunk)
+    whole = b"".join(chunk.buffers)
+    source = opener().open(key_of(9))
+    assert source is not None and source.size == len(whole)
+    for _ in range(5):
+        offset = data.draw(st.integers(0, len(whole) + 5))
+        view = memoryview(bytearray(data.draw(st.integers(0, len(whole)))))
+        count = source.read_into(view, offset)
+        assert bytes(view[:count]) == whole[offset : offset + len(view)]
+    tier.drop([key_of(9)])
+
+
+@given(sizes=st.lists(st.integers(0, 50), max_size=8), part_bytes=st.integers(1, 60))
+def test_parts(sizes: list[int], part_bytes: int) -> None:
+    buffers = [memoryview(os.urandom(size)) for size in sizes]
+    parts = [bytes(part) for part in cut(buffers, part_bytes)]
+    assert b"".join(parts) == b"".join(buffers)
+    assert [len(part) for part in parts] == part_sizes(sum(sizes), part_bytes)
+
+
+def test_a_part_within_one_buffer_is_not_copied() -> None:
+    buffer = bytearray(100)
+    parts = list(cut([memoryview(buffer)], 50))
+    buffer[:] = b"x" * 100
+    assert [bytes(part) for part in parts] == [b"x" * 50] * 2
+
+
+@pytest.mark.parametrize(
+    "key", ["", "../../../../etc/passwd", "ab/../../cd", "ABCDEF0123", "abcdef01\n", "*" * 8, "a" * 129, "kv:00000000"]
+)
+def test_keys_lead_nowhere_else(opener: Opener, key: str) -> None:
+    tier = opener()
+    chunk = encode_chunk(key_of(1), make_kv(1))
+    with pytest.raises(StoreError, match="no store key"):
+        tier.put(key, chunk)
+    with pytest.raises(StoreError, match="no store key"):
+        tier.open(key)
+    with pytest.raises(StoreError, match="no store key"):
+        tier.holds([key_of(1), key])
+    with pytest.raises(StoreError, match="no store key"):
+        tier.drop([key])
+
+
+def test_a_reader_never_mixes_two_versions(opener: Opener) -> None:
+    tier, other = opener(part_bytes=500), opener(part_bytes=500)
+    old, new = make_kv(1, tokens=50), make_kv(2, tokens=50)
+    put(tier, 1, old)
+    source = tier.open(key_of(1))
+    assert source is not None
+    file = ChunkFile(source, key_of(1))
+    file.layer(0)
+    put(other, 1, new)
+    with suppress(ChunkReadError):
+        assert torch.equal(file.layer(1).keys, old.layers[1].keys)
+    found = get(tier, 1)
+    assert found is not None and same(found, new)
+    put(tier, 1, old)
+    found = get(other, 1)
+    assert found is not None and same(found, old)
+
+
+def test_a_reader_whose_chunk_is_dropped_fails_cleanly(opener: Opener) -> None:
+    tier = opener()
+    kv = make_kv(1, tokens=1000)
+    put(tier, 1, kv)
+    source = tier.open(key_of(1))
+    assert source is not None
+    file = ChunkFile(source, key_of(1))
+    opener().drop([key_of(1)])
+    # A folder's file stays readable; elsewhere the layer is gone.
+    with suppress(ChunkReadError):
+        assert torch.equal(file.layer(1).keys, kv.layers[1].keys)
+    assert not tier.holds([key_of(1)])[0]
+
+
+def test_many_threads(opener: Opener) -> None:
+    tier = opener(part_bytes=700)
+    wrong: list[object] = []
+
+    def work(seed: int) -> None:
+        chance = random.Random(seed)
+        try:
+            for _ in range(25):
+                number, action = chance.randrange(3), chance.random()
+                if action < 0.4:
+                    put(tier, number)
+                elif action < 0.5:
+                    tier.drop([key_of(number)])
+                else:
+                    try:
+                        found = get(tier, number)
+                    except ChunkReadError:
+                        continue
+                    if found is not None and not same(found, make_kv(number)):
+                        wrong.append(number)
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_after_a_fork(opener: Opener) -> None:
+    tier = opener()
+    put(tier, 1)
+    stop = threading.Event()
+    busy = threading.Thread(target=lambda: [get(tier, 1) for _ in iter(stop.is_set, True)])
+    busy.start()
+    codes = []
+    for _ in range(3):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                found = get(tier, 1)
+                put(tier, 2)
+                code = 0 if found is not None and same(found, make_kv(1)) else 2
+            finally:
+                os._exit(code)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    stop.set()
+    busy.join()
+    assert codes == [0, 0, 0]
+    found = get(tier, 1)
+    assert found is not None and same(found, make_kv(1))
+
+
+def test_closed(opener: Opener) -> None:
+    tier = opener()
+    put(tier, 1, make_kv(1, tokens=1000))
+    tier.close()
+    tier.close()
+    with pytest.raises(RemoteUnavailableError, match="closed"):
+        tier.open(key_of(1))
+
+
+def test_files_are_private(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    from cacheblend_rag.store.remote import open_remote
+
+    before = os.umask(0)
+    try:
+        tier = open_remote(f"file://{tmp_path}/share")
+        put(tier, 1)
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "share").rglob("*"):
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+    assert not list((tmp_path / "share" / "tmp").iterdir())

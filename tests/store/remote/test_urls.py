@@ -1,0 +1,126 @@
+"""Addresses of remote tiers: what they mean, and what of them is never shown."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cacheblend_rag.errors import ConfigError, RemoteUnavailableError
+from cacheblend_rag.store.remote import RemoteSettings, open_remote
+from cacheblend_rag.store.remote.guard import Guard
+from cacheblend_rag.store.remote.urls import shown_url
+from tests.store.kit import key_of
+
+
+@pytest.mark.parametrize("scheme", ["redis", "rediss", "valkey", "valkeys"])
+def test_redis_and_valkey(scheme: str) -> None:
+    pytest.importorskip("redis")
+    tier = open_remote(f"{scheme}://user:pass@host:7000/3")
+    assert tier.location == f"{scheme}://host:7000/3"
+    arguments = tier._client.connection_pool.connection_kwargs  # type: ignore[attr-defined]
+    assert (arguments["host"], arguments["port"], arguments["db"]) == ("host", 7000, 3)
+    assert (arguments["username"], arguments["password"]) == ("user", "pass")
+    assert (arguments["socket_connect_timeout"], arguments["socket_timeout"]) == (1.0, 5.0)
+    tier.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("", "no URL"),
+        ("/a/folder", "no URL"),
+        ("redis:host", "no URL"),
+        ("redis://:sec/ret@host", "no URL"),
+        ("redis://:sec#ret@host", "no URL"),
+        ("redis://:secret@host:port", "no URL"),
+        ("redis://[secret@host", "no URL"),
+        ("redis://host/?secret=1", "takes no secret"),
+        ("redis://host/?decode_responses=1", "takes no decode_responses"),
+        ("gopher://user:secret@host/x", "gopher://host/x"),
+    ],
+)
+def test_what_is_no_address(url: str, message: str) -> None:
+    pytest.importorskip("redis")
+    with pytest.raises(ConfigError, match=message) as caught:
+        open_remote(url)
+    assert "sec/ret" not in str(caught.value) and ":secret" not in str(caught.value)
+    assert caught.value.__cause__ is None or "secret" not in str(caught.value.__cause__)
+
+
+words = st.text(st.characters(min_codepoint=33, max_codepoint=126, exclude_characters="/?#@:%[]"), min_size=8)
+
+
+@given(user=words, password=words)
+def test_credentials_are_never_shown(user: str, password: str) -> None:
+    shown = shown_url(f"redis://{user}:{password}@host:6379/0?password={password}")
+    assert shown == "redis://host:6379/0"
+
+
+def test_messages_show_no_secrets() -> None:
+    guard = Guard("x://host", ["s3cret", "s3cret-longer"], RemoteSettings(), (Exception,), lambda error: False)
+    failure = OSError("login with s3cret-longer failed")
+    failure.__cause__ = ValueError("token s3cret")
+    with pytest.raises(RemoteUnavailableError) as caught, guard.calling("read"):
+        raise failure
+    assert str(caught.value) == "remote tier x://host could not read: OSError: login with *** failed"
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__
+    with (
+        pytest.raises(RemoteUnavailableError, match=r"login with \*\*\* failed; it is left alone"),
+        guard.calling("read"),
+    ):
+        pass
+    plain = Guard("x://host", ["s3cret"], RemoteSettings(), (Exception,), lambda error: False)
+    with pytest.raises(RemoteUnavailableError) as caught, plain.calling("read"):
+        raise OSError("harmless")
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+@pytest.mark.parametrize(
+    ("package", "url", "extra"),
+    [("redis", "redis://host", "redis"), ("fsspec", "memory://x", "fsspec"), ("s3fs", "s3://bucket/x", "s3")],
+)
+def test_a_missing_package(monkeypatch: pytest.MonkeyPatch, package: str, url: str, extra: str) -> None:
+    for module in [name for name in sys.modules if name.split(".")[0] == package]:
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, f"cacheblend_rag.store.remote.{package}", raising=False)
+    with pytest.raises(ConfigError, match=rf"pip install 'cacheblend-rag\[{extra}\]'"):
+        open_remote(url)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"ttl_s": 0},
+        {"ttl_s": float("nan")},
+        {"ttl_s": True},
+        {"part_bytes": 0},
+        {"part_bytes": 2**40},
+        {"part_bytes": 1.5},
+        {"read_timeout_s": None},
+        {"connect_timeout_s": -1},
+        {"back_off_s": 10.0, "max_back_off_s": 5.0},
+    ],
+)
+def test_settings_without_a_meaning(setting: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(reversed(setting))):
+        open_remote("redis://host", **setting)
+
+
+def test_settings_that_do_not_fit() -> None:
+    pytest.importorskip("fsspec")
+    with pytest.raises(ConfigError, match="lifecycle"):
+        open_remote("memory://x", ttl_s=5)
+    with pytest.raises(ConfigError, match="storage_options"):
+        open_remote("redis://host", storage_options={"key": "a"})
+
+
+def test_nothing_is_connected_to_until_it_is_used() -> None:
+    pytest.importorskip("redis")
+    tier = open_remote("redis://127.0.0.1:1")
+    with pytest.raises(RemoteUnavailableError):
+        tier.holds([key_of(1)])
