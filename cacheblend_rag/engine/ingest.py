@@ -222,7 +222,7 @@ class Ingest:
                 storing = sum(len(group) for group, _ in fresh)
                 encoded += len(fresh)
                 tokens += sum(len(kv.token_ids) for _, kv in fresh)
-                # Or three batches would be in memory: one being stored, one computed, and these names' last.
+                # Once it is stored, nothing should keep a batch in memory while the next is computed.
                 del part, fresh
         writer.drain()
         if storing:
