@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -88,6 +89,8 @@ class EncodeRow:
         `tokens` over `seconds`.
     share : float
         Median over the rounds of the forward's time over this method's in the same round.
+    cpu_s : float
+        Median of the CPU time that all threads of the process took, which other processes disturb less.
     kv_bytes : int
         Bytes of KV that a run stores.
     """
@@ -100,7 +103,13 @@ class EncodeRow:
     seconds_max: float
     tokens_per_s: float
     share: float
+    cpu_s: float
     kv_bytes: int
+
+
+class _Took(NamedTuple):
+    seconds: float
+    cpu_s: float
 
 
 class EncodeBench:
@@ -167,7 +176,7 @@ class EncodeBench:
         list of EncodeRow
             The model's own forward first.
         """
-        methods: dict[str, Callable[[], float]] = {
+        methods: dict[str, Callable[[], _Took]] = {
             _FORWARD: partial(self._forward, self._batches),
             "ram": partial(self._add, self._chunks, on_disk=False),
             "disk": partial(self._add, self._chunks, on_disk=True),
@@ -175,7 +184,7 @@ class EncodeBench:
         self._forward(self._batches[:1])
         for on_disk in (False, True):
             self._add(self._chunks[: self._batches[0].shape[0]], on_disk=on_disk)
-        times: dict[str, list[float]] = {name: [] for name in methods}
+        times: dict[str, list[_Took]] = {name: [] for name in methods}
         names = list(methods)
         for number in range(self.setting.repeats):
             first = number % len(names)
@@ -186,13 +195,13 @@ class EncodeBench:
         return [self._row(name, times[name], times[_FORWARD]) for name in names]
 
     @torch.no_grad()
-    def _forward(self, batches: Sequence[torch.Tensor]) -> float:
+    def _forward(self, batches: Sequence[torch.Tensor]) -> _Took:
         with self._timed() as took:
             for ids in batches:
                 self._model(input_ids=ids, use_cache=True, logits_to_keep=1)
         return took[0]
 
-    def _add(self, chunks: Sequence[Chunk], *, on_disk: bool) -> float:
+    def _add(self, chunks: Sequence[Chunk], *, on_disk: bool) -> _Took:
         with tempfile.TemporaryDirectory(dir=self.setting.folder) as folder:
             store = Path(folder) / "kv" if on_disk else None
             with BlendEngine(self._model, self._tokenizer, config=self._config, store=store) as engine:
@@ -204,20 +213,21 @@ class EncodeBench:
         return took[0]
 
     @contextmanager
-    def _timed(self) -> Iterator[list[float]]:
-        took: list[float] = []
+    def _timed(self) -> Iterator[list[_Took]]:
+        took: list[_Took] = []
         self._synchronize()
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         yield took
         self._synchronize()
-        took.append(time.perf_counter() - started)
+        took.append(_Took(time.perf_counter() - started, time.process_time() - cpu_started))
 
     def _synchronize(self) -> None:
         if torch.device(self.setting.device).type == "cuda":
             torch.cuda.synchronize(self.setting.device)
 
-    def _row(self, method: str, times: Sequence[float], forward: Sequence[float]) -> EncodeRow:
+    def _row(self, method: str, runs: Sequence[_Took], forward: Sequence[_Took]) -> EncodeRow:
         tokens = self.setting.chunks * self.setting.chunk_tokens
+        times = [run.seconds for run in runs]
         return EncodeRow(
             method=method,
             tokens=tokens,
@@ -226,6 +236,7 @@ class EncodeBench:
             seconds_min=min(times),
             seconds_max=max(times),
             tokens_per_s=tokens / median(times),
-            share=median(own / mine for own, mine in zip(forward, times, strict=True)),
+            share=median(own.seconds / mine for own, mine in zip(forward, times, strict=True)),
+            cpu_s=median(run.cpu_s for run in runs),
             kv_bytes=0 if method == _FORWARD else self._kv_bytes,
         )

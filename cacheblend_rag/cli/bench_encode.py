@@ -62,6 +62,7 @@ def encode(
             f"{row.share:.3f}",
             say_seconds(row.seconds),
             f"{say_seconds(row.seconds_min)} to {say_seconds(row.seconds_max)}",
+            say_seconds(row.cpu_s),
             say_bytes(row.kv_bytes),
         )
         for row in rows
@@ -70,7 +71,7 @@ def encode(
         f"{shape}, {setting.dtype} on {device}: {chunks} chunks of {chunk_tokens} tokens behind a prefix of {prefix_tokens}, "
         f"in {rows[0].batches} batches, median of {repeats}"
     )
-    show_table(title, ("method", "tokens/s", "share", "time", "range", "KV"), lines)
+    show_table(title, ("method", "tokens/s", "share", "time", "range", "CPU time", "KV"), lines)
     shared = {"shape": shape, "device": device, "dtype": setting.dtype}
     write_json(
         json_file,
