@@ -37,7 +37,12 @@ class FirstUses:
         twice again.
         """
         keys = list(dict.fromkeys(keys))
-        missing = [key for key, held in zip(keys, self._store.holds(keys), strict=True) if not held]
+        # A folder's store does not count as held what it keeps in RAM alone, for texts without a name.
+        missing = [
+            key
+            for key, held in zip(keys, self._store.holds(keys), strict=True)
+            if not held and self._store.open(key) is None
+        ]
         first = set()
         with self._lock:
             for key in missing:
