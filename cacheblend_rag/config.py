@@ -60,6 +60,9 @@ class BlendConfig(BaseSettings):
         Most bytes of KV that the disk tier holds; no limit by default.
     encode_batch_tokens : int
         Most tokens encoded in one batch, padding included.
+    encode_on : {"add", "second_use"}
+        When chunks are encoded: when they are added, or when they are retrieved the second time. Chunks retrieved the first time
+        are then computed like text, and nothing of them is stored. What was retrieved once is remembered by this process only.
     prefetch_layers : int
         Layers that the loader may be ahead of the computation.
     self_check : bool
@@ -92,6 +95,7 @@ class BlendConfig(BaseSettings):
     ram_bytes: int = Field(default=4 * 1024**3, ge=0)
     disk_bytes: int | None = Field(default=None, ge=0)
     encode_batch_tokens: int = Field(default=4096, ge=1)
+    encode_on: Literal["add", "second_use"] = "add"
     prefetch_layers: int = Field(default=2, ge=1)
     self_check: bool = True
     strict: bool = False

@@ -9,7 +9,11 @@ import torch
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.model import Decoder, KVCache
 
-__all__ = ["encode_chunks", "plan_batches"]
+__all__ = ["Encoder", "plan_batches"]
+
+# Sharing the prefix saves its rows, but rows behind a cache need a mask where rows from the start are plainly causal, and the
+# prefix's KV is copied for each row: with a few tokens it is no faster. docs/encoding.md has the figures.
+_SHARED_PREFIX_TOKENS = 16
 
 
 def plan_batches(lengths: Sequence[int], prefix_len: int, batch_tokens: int) -> list[list[int]]:
@@ -40,13 +44,11 @@ def plan_batches(lengths: Sequence[int], prefix_len: int, batch_tokens: int) -> 
     return batches
 
 
-def encode_chunks(
-    decoder: Decoder, prefix_ids: Sequence[int], chunks: Sequence[Sequence[int]], batch_tokens: int
-) -> Iterator[list[tuple[int, ChunkKV]]]:
-    """Compute the KV of each chunk behind the encoding prefix.
+class Encoder:
+    """Computes the KV of each chunk behind the encoding prefix.
 
-    Encoding behind the prefix and keeping only the chunk's slice leaves one attention sink and one BOS in a prompt of
-    many chunks.
+    Encoding behind the prefix and keeping only the chunk's slice leaves one attention sink and one BOS in a prompt of many
+    chunks. A prefix that is long enough to be worth it is computed once, and its KV handed to every row of every batch.
 
     Parameters
     ----------
@@ -54,36 +56,67 @@ def encode_chunks(
         The model.
     prefix_ids : sequence of int
         The encoding prefix.
-    chunks : sequence of sequence of int
-        Token ids of each chunk, none empty.
     batch_tokens : int
-        Most tokens of a batch, padding included.
-
-    Yields
-    ------
-    list of (int, ChunkKV)
-        One batch: the index of each chunk in `chunks`, and its KV on the CPU.
+        Most tokens of a batch, prefix and padding included.
+    share_prefix : bool, optional
+        Whether the prefix is computed once rather than in every row; by default where that is faster.
     """
-    start = len(prefix_ids)
-    for batch in plan_batches([len(ids) for ids in chunks], start, batch_tokens):
-        layers = _run(decoder, [[*prefix_ids, *chunks[index]] for index in batch])
-        encoded = []
-        for row, index in enumerate(batch):
-            stop = start + len(chunks[index])
-            # A copy, so that one chunk does not keep its whole batch in memory.
-            kv = [
-                LayerKV(*(tensor[row, :, start:stop].to("cpu", copy=True).contiguous() for tensor in layer))
-                for layer in layers
-            ]
-            encoded.append((index, ChunkKV(tuple(chunks[index]), start, kv)))
-        yield encoded
+
+    def __init__(
+        self, decoder: Decoder, prefix_ids: Sequence[int], batch_tokens: int, share_prefix: bool | None = None
+    ) -> None:
+        self._decoder = decoder
+        self._prefix_ids = tuple(prefix_ids)
+        self._batch_tokens = batch_tokens
+        wanted = len(self._prefix_ids) >= _SHARED_PREFIX_TOKENS if share_prefix is None else share_prefix
+        self._shares_prefix = wanted and bool(self._prefix_ids)
+        self._prefix_kv: list[LayerKV] | None = None
+
+    def plan(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Return the batches in which chunks of these lengths are encoded, as indices into `lengths`."""
+        return plan_batches(lengths, len(self._prefix_ids), self._batch_tokens)
+
+    def encode(self, chunks: Sequence[Sequence[int]]) -> Iterator[list[tuple[int, ChunkKV]]]:
+        """Compute the KV of chunks.
+
+        Parameters
+        ----------
+        chunks : sequence of sequence of int
+            Token ids of each chunk, none empty.
+
+        Yields
+        ------
+        list of (int, ChunkKV)
+            One batch: the index of each chunk in `chunks`, and its KV on the CPU.
+        """
+        start = len(self._prefix_ids)
+        for batch in self.plan([len(ids) for ids in chunks]):
+            layers = self._run([chunks[index] for index in batch])
+            encoded = []
+            for row, index in enumerate(batch):
+                stop = start + len(chunks[index])
+                # A copy, so that one chunk does not keep its whole batch in memory.
+                kv = [LayerKV(*(_on_cpu(tensor[row, :, start:stop]) for tensor in layer)) for layer in layers]
+                encoded.append((index, ChunkKV(tuple(chunks[index]), start, kv)))
+            yield encoded
+
+    @torch.no_grad()
+    def _run(self, rows: Sequence[Sequence[int]]) -> list[LayerKV]:
+        """Return the KV of each layer, ``(batch, num_kv_heads, prefix and longest chunk, head_dim)``."""
+        width = max(map(len, rows))
+        # Padding stands behind the text, where causal attention does not see it: any id will do, without a mask.
+        padded = [[*row, *[row[-1]] * (width - len(row))] for row in rows]
+        if not self._shares_prefix:
+            return self._forward([[*self._prefix_ids, *row] for row in padded], KVCache(self._decoder.num_layers))
+        if self._prefix_kv is None:
+            self._prefix_kv = self._forward([self._prefix_ids], KVCache(self._decoder.num_layers))
+        return self._forward(padded, KVCache.behind(self._prefix_kv, len(rows), len(self._prefix_ids) + width))
+
+    def _forward(self, rows: Sequence[Sequence[int]], cache: KVCache) -> list[LayerKV]:
+        ids = torch.tensor(rows, device=self._decoder.device)
+        self._decoder.model.get_decoder()(input_ids=ids, past_key_values=cache, use_cache=True)
+        return cache.kv()
 
 
-@torch.no_grad()
-def _run(decoder: Decoder, rows: Sequence[Sequence[int]]) -> list[LayerKV]:
-    width = max(map(len, rows))
-    # Padding stands behind the text, where causal attention does not see it: any id will do, without a mask.
-    ids = torch.tensor([[*row, *[row[-1]] * (width - len(row))] for row in rows], device=decoder.device)
-    cache = KVCache(decoder.num_layers)
-    decoder.model.get_decoder()(input_ids=ids, past_key_values=cache, use_cache=True)
-    return cache.kv()
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from cacheblend_rag.bench.encode import EncodeBench, EncodeRow, EncodeSetting
 from cacheblend_rag.bench.shapes import SHAPES, random_model, shape_config, word_tokenizer
 from cacheblend_rag.bench.ttft import TTFTBench, TTFTRow, TTFTSetting
 
-__all__ = ["SHAPES", "TTFTBench", "TTFTRow", "TTFTSetting", "random_model", "shape_config", "word_tokenizer"]
+__all__ = [
+    "SHAPES",
+    "EncodeBench",
+    "EncodeRow",
+    "EncodeSetting",
+    "TTFTBench",
+    "TTFTRow",
+    "TTFTSetting",
+    "random_model",
+    "shape_config",
+    "word_tokenizer",
+]

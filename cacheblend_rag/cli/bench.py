@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from cacheblend_rag.cli.bench_encode import encode
 from cacheblend_rag.cli.options import JsonOption
 from cacheblend_rag.cli.output import console, make_quiet, parse_ratios, say_seconds, show_table, write_json
 
@@ -17,9 +18,7 @@ bench_app = typer.Typer(
 )
 
 
-@bench_app.callback()
-def _bench() -> None:
-    """Keep `ttft` a subcommand though it is the only one."""
+bench_app.command()(encode)
 
 
 @bench_app.command()

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine import AddResult, BlendEngine, GenerationResult
+from cacheblend_rag.engine import BlendEngine, GenerationResult
 
 __all__ = ["DemoEngine", "Framework", "FrameworkAnswer"]
 
@@ -63,8 +63,14 @@ class DemoEngine(BlendEngine):
     unchanged = 0
     called_at = 0.0
 
-    def add(self, chunks: Iterable[Chunk], *, progress: Callable[[int, int], None] | None = None) -> AddResult:
-        """Encode chunks and count them."""
+    def add(
+        self,
+        chunks: Iterable[Chunk],
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        background: bool = False,
+    ) -> Any:
+        """Encode chunks, never in the background, and count them."""
         result = super().add(chunks, progress=progress)
         self.encoded += result.encoded
         self.unchanged += result.unchanged

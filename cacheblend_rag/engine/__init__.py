@@ -2,6 +2,7 @@
 
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PrefillResult
-from cacheblend_rag.engine.ingest import AddResult, WarmEstimate
+from cacheblend_rag.engine.ingest import WarmEstimate
+from cacheblend_rag.engine.jobs import AddJob, AddResult
 
-__all__ = ["AddResult", "BlendEngine", "BlendStream", "GenerationResult", "PrefillResult", "WarmEstimate"]
+__all__ = ["AddJob", "AddResult", "BlendEngine", "BlendStream", "GenerationResult", "PrefillResult", "WarmEstimate"]

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -19,11 +19,13 @@ from cacheblend_rag.controller import check_selector
 from cacheblend_rag.engine.decode import check_options, decode
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PrefillResult
 from cacheblend_rag.engine.identity import engine_identity
-from cacheblend_rag.engine.ingest import AddResult, Ingest, WarmEstimate
+from cacheblend_rag.engine.ingest import Ingest, WarmEstimate
+from cacheblend_rag.engine.jobs import AddJob, AddResult
 from cacheblend_rag.engine.metrics import EngineMetrics
 from cacheblend_rag.engine.prompt import Assembler
 from cacheblend_rag.engine.run import PromptRun, Runner
 from cacheblend_rag.engine.selfcheck import check_blending
+from cacheblend_rag.engine.uses import FirstUses
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.model import Decoder, inspect_model, model_window, num_decoder_layers
@@ -36,7 +38,17 @@ logger = logging.getLogger(__name__)
 
 # Settings that a single call cannot change.
 _ENGINE_SETTINGS = frozenset(
-    {"encoding_prefix", "dtype", "device", "ram_bytes", "disk_bytes", "encode_batch_tokens", "self_check", "strict"}
+    {
+        "encoding_prefix",
+        "dtype",
+        "device",
+        "ram_bytes",
+        "disk_bytes",
+        "encode_batch_tokens",
+        "encode_on",
+        "self_check",
+        "strict",
+    }
 )
 # What says where a checkpoint is, and so is as true of its tokenizer as of its weights.
 _HUB_OPTIONS = frozenset(
@@ -108,7 +120,15 @@ class BlendEngine:
         )
         self.metrics = EngineMetrics(self.store.stats)
         identity = engine_identity(model, tokenizer, private=self.store.is_private)
-        self._assembler = Assembler(tokenizer, self.store, identity, self.config.encoding_prefix, model_window(model))
+        defers = self.config.encode_on == "second_use"
+        self._assembler = Assembler(
+            tokenizer,
+            self.store,
+            identity,
+            self.config.encoding_prefix,
+            model_window(model),
+            FirstUses(self.store) if defers and self.decoder is not None else None,
+        )
         self._runner = Runner(
             model,
             self.decoder,
@@ -118,7 +138,7 @@ class BlendEngine:
             self._assembler.prefix_ids,
             self.config,
         )
-        self._ingest = Ingest(self._assembler, self._runner, self.store, self.decoder)
+        self._ingest = Ingest(self._assembler, self._runner, self.store, self.decoder, names_only=defers)
 
     @classmethod
     def from_pretrained(
@@ -177,33 +197,75 @@ class BlendEngine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(wait=error is None)
 
-    def close(self) -> None:
-        """Close the store, unless it was handed in; a computation under way ends first, calls that wait for it fail."""
+    def close(self, *, wait: bool = True) -> None:
+        """Close the store, unless it was handed in; a computation under way ends first, calls that wait for it fail.
+
+        Nothing that `add` returned for is lost either way: a chunk that is not encoded yet keeps its name, and is a miss. What
+        fails in the background meanwhile is logged; call `flush` first to have it raised.
+
+        Parameters
+        ----------
+        wait : bool
+            Whether chunks that were added in the background are encoded first, as at the end of a ``with`` block; a block that
+            ends by an error does not wait.
+        """
+        self._ingest.close(wait)
         with self._runner.lock:
             if not self._closed:
                 self._closed = True
                 if self._owns_store:
                     self.store.close()
 
-    def add(self, chunks: Iterable[Chunk], *, progress: Callable[[int, int], None] | None = None) -> AddResult:
+    @overload
+    def add(
+        self,
+        chunks: Iterable[Chunk],
+        *,
+        progress: Callable[[int, int], None] | None = ...,
+        background: Literal[False] = ...,
+    ) -> AddResult: ...
+
+    @overload
+    def add(
+        self, chunks: Iterable[Chunk], *, progress: Callable[[int, int], None] | None = ..., background: Literal[True]
+    ) -> AddJob: ...
+
+    @overload
+    def add(
+        self, chunks: Iterable[Chunk], *, progress: Callable[[int, int], None] | None = ..., background: bool
+    ) -> AddResult | AddJob: ...
+
+    def add(
+        self,
+        chunks: Iterable[Chunk],
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        background: bool = False,
+    ) -> AddResult | AddJob:
         """Encode chunks and store their KV.
 
         The same id with the same text does nothing; with another text it replaces the chunk. All chunks are checked
-        before the first is encoded, and every finished batch is kept even if the process dies in the next one.
+        before the first is encoded, and every stored batch is kept even if the process dies in the next one.
+
+        In the background, the chunks are checked and named before this returns, and then encoded one call's after the other's, a
+        batch whenever no prompt waits for the model. Until a chunk's turn comes it is a miss; if it is deleted or replaced
+        before, it is not encoded. With ``encode_on="second_use"`` chunks are only named.
 
         Parameters
         ----------
         chunks : iterable of Chunk
             The chunks; of several with one id the last counts.
         progress : callable, optional
-            Called with the number of finished chunks and of all, after each batch.
+            Called with the number of finished chunks and of all, after each batch; by the background thread if `background`.
+        background : bool
+            Whether to return before the chunks are encoded.
 
         Returns
         -------
-        AddResult
-            What was done.
+        AddResult or AddJob
+            What was done; in the background, a job that will say.
 
         Raises
         ------
@@ -212,13 +274,29 @@ class BlendEngine:
         PromptTooLongError
             If a chunk does not fit the model's window.
         StoreError
-            If the KV cannot be stored; what was stored until then stays.
+            If the KV cannot be stored; what was stored until then stays. Of chunks added in the background, the job's `result`
+            raises it, and `flush`.
         """
         self._check_open()
+        if background:
+            return self._ingest.add_later(chunks, progress)
         return self._ingest.add(chunks, progress)
+
+    def flush(self) -> None:
+        """Wait until what was added in the background before this call is stored.
+
+        Raises
+        ------
+        CacheBlendError
+            The first error in the background since the last flush.
+        """
+        self._check_open()
+        self._ingest.flush()
 
     def estimate(self, chunks: Iterable[Chunk]) -> WarmEstimate:
         """Say what `add` would cost, encoding the longest new chunk once to take the time and storing nothing.
+
+        With ``encode_on="second_use"`` that is nothing.
 
         Parameters
         ----------
@@ -407,7 +485,7 @@ class BlendEngine:
         else:
             self._check_call_settings(config)
             check_selector(config, num_decoder_layers(self.model))
-        return PromptRun(self._assembler.assemble(prompt), config, started)
+        return PromptRun(self._assembler.assemble(prompt, retrieving=config.enabled), config, started)
 
     def _inspect(self) -> Decoder | None:
         try:

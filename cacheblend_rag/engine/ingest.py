@@ -4,38 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 from cacheblend_rag.chunk import Chunk
+from cacheblend_rag.engine.jobs import AddJob, AddResult, Jobs
 from cacheblend_rag.engine.prompt import Assembler
 from cacheblend_rag.engine.run import Runner
+from cacheblend_rag.engine.writer import BatchWriter
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.model import Decoder
 from cacheblend_rag.store import KVStore, NodeRecord
 
-__all__ = ["AddResult", "Ingest", "WarmEstimate"]
+__all__ = ["Ingest", "WarmEstimate"]
 
-
-@dataclass(frozen=True, slots=True)
-class AddResult:
-    """What `BlendEngine.add` did.
-
-    Attributes
-    ----------
-    encoded : int
-        Texts whose KV was computed.
-    named : int
-        Chunks that are new, or whose text is; more than were encoded where texts recur or their KV was there already.
-    unchanged : int
-        Chunks that were stored exactly so.
-    tokens : int
-        Tokens encoded.
-    """
-
-    encoded: int
-    named: int
-    unchanged: int
-    tokens: int
+Group = list[NodeRecord]
+"""Records of one text, which share a key; never empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +31,24 @@ class WarmEstimate:
     tokens: int
     kv_bytes: int
     seconds: float
+
+
+@dataclass(slots=True)
+class _Todo:
+    """Chunks to add: how many, which records are not stored exactly so, and those of them whose KV is missing, by text."""
+
+    total: int
+    records: list[NodeRecord] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+
+    @property
+    def unchanged(self) -> int:
+        return self.total - len(self.records)
+
+    @property
+    def finished(self) -> int:
+        """Chunks for which nothing is encoded."""
+        return self.total - sum(map(len, self.groups))
 
 
 class Ingest:
@@ -61,74 +64,203 @@ class Ingest:
         Where it is kept.
     decoder : Decoder or None
         The model, or None if it cannot be blended: chunks are then known by their tokens, and have no KV.
+    names_only : bool
+        Whether chunks are only named, and encoded when they are retrieved.
     """
 
-    def __init__(self, assembler: Assembler, runner: Runner, store: KVStore, decoder: Decoder | None) -> None:
+    def __init__(
+        self, assembler: Assembler, runner: Runner, store: KVStore, decoder: Decoder | None, names_only: bool
+    ) -> None:
         self._assembler = assembler
         self._runner = runner
         self._store = store
         self._decoder = decoder
+        self._names_only = names_only
+        self._jobs = Jobs()
 
     def add(self, chunks: Iterable[Chunk], progress: Callable[[int, int], None] | None) -> AddResult:
         """Encode and name what is not stored yet; see `BlendEngine.add`."""
-        chunks = list(chunks)
-        for chunk in chunks:
-            if not isinstance(chunk, Chunk):
-                raise ConfigError(f"{chunk!r} is a {type(chunk).__name__}; give Chunk objects, as in Chunk(text, id)")
-        # Chunks without an id are all kept; of several with one id the last counts.
-        wanted = list({(chunk.id if chunk.id is not None else object()): chunk for chunk in chunks}.values())
-        todo = self._missing(wanted)
-        done = len(wanted) - len(todo)
-        if progress is not None:
-            progress(done, len(wanted))
-        missing: dict[str, list[NodeRecord]] = {}
-        ready = []
-        for record, held in todo:
-            if held:
-                ready.append(record)
-            else:
-                missing.setdefault(record.key, []).append(record)
-        self._name(ready)
-        done += len(ready)
-        groups = list(missing.values())
-        tokens = 0
-        for batch in self._runner.encode([group[0].token_ids for group in groups]) if groups else ():
-            for index, kv in batch:
-                self._store.put(groups[index][0].key, kv)
-                tokens += len(kv.token_ids)
-            named = [record for index, _ in batch for record in groups[index]]
-            # Named only now: a process that dies before leaves KV without a name, which the next run finds.
-            self._name(named)
-            done += len(named)
+        todo = self._todo(chunks)
+        finished = todo.unchanged
+
+        def advance(count: int) -> None:
+            nonlocal finished
+            finished += count
             if progress is not None:
-                progress(done, len(wanted))
-        return AddResult(len(groups), len(todo), len(wanted) - len(todo), tokens)
+                progress(finished, todo.total)
+
+        advance(0)
+        missing = {record.key for group in todo.groups for record in group}
+        ready = [record for record in todo.records if record.key not in missing]
+        self._name(ready)
+        finished += len(ready)
+        with BatchWriter() as writer:
+            encoded, tokens = self._encode(todo.groups, writer, self._store_and_name, advance)
+        return AddResult(encoded, len(todo.records), todo.unchanged, tokens)
+
+    def add_later(self, chunks: Iterable[Chunk], progress: Callable[[int, int], None] | None) -> AddJob:
+        """Name what is not stored yet, and have it encoded in the background; see `BlendEngine.add`.
+
+        The names come first: a chunk that is retrieved meanwhile is a miss, and one that is deleted or replaced meanwhile is seen
+        to be no longer wanted, whatever process did it.
+        """
+        todo = self._todo(chunks)
+        self._name(todo.records)
+        job = AddJob(todo.finished, todo.total)
+
+        def work(job: AddJob, writer: BatchWriter, given_up: Callable[[], bool]) -> AddResult:
+            def advance(count: int) -> None:
+                job.advance(count)
+                if progress is not None:
+                    progress(*job.progress)
+
+            advance(0)
+            encoded, tokens = self._encode(
+                todo.groups, writer, self._store_if_wanted, advance, still=self._wanted, given_up=given_up
+            )
+            return AddResult(encoded, len(todo.records), todo.unchanged, tokens)
+
+        self._jobs.submit(job, work)
+        return job
+
+    def flush(self) -> None:
+        """Wait for what was added in the background; see `BlendEngine.flush`."""
+        self._jobs.flush()
+
+    def close(self, wait: bool) -> None:
+        """Wait for what was added in the background, or give it up."""
+        self._jobs.close(wait)
 
     def estimate(self, chunks: Iterable[Chunk]) -> WarmEstimate:
         """Say what `add` would cost; see `BlendEngine.estimate`."""
-        todo = {record.key: record for record, held in self._missing(list(chunks)) if not held}
-        tokens = sum(len(record.token_ids) for record in todo.values())
+        todo = [group[0].token_ids for group in self._todo(chunks).groups]
+        tokens = sum(map(len, todo))
         if self._decoder is None or not todo:
             return WarmEstimate(len(todo), tokens, 0, 0.0)
-        longest = max((record.token_ids for record in todo.values()), key=len)
+        longest = max(todo, key=len)
         started = time.perf_counter()
         for _ in self._runner.encode([longest]):
             pass
         seconds = (time.perf_counter() - started) / len(longest) * tokens
         return WarmEstimate(len(todo), tokens, tokens * self._decoder.kv_bytes_per_token, seconds)
 
-    def _missing(self, chunks: Sequence[Chunk]) -> list[tuple[NodeRecord, bool]]:
-        """Return the records of those chunks that are not stored exactly so, and whether their KV is there all the same."""
-        names = [chunk.id for chunk in chunks if chunk.id is not None]
+    def _todo(self, chunks: Iterable[Chunk]) -> _Todo:
+        """Tokenise chunks and find out which are not stored exactly so, and whose KV is there all the same."""
+        chunks = list(chunks)
+        for chunk in chunks:
+            if not isinstance(chunk, Chunk):
+                raise ConfigError(f"{chunk!r} is a {type(chunk).__name__}; give Chunk objects, as in Chunk(text, id)")
+        # Chunks without an id are all kept; of several with one id the last counts.
+        wanted = list({(chunk.id if chunk.id is not None else object()): chunk for chunk in chunks}.values())
+        names = [chunk.id for chunk in wanted if chunk.id is not None]
         known = dict(zip(names, self._store.lookup(self._assembler.namespace, names), strict=True))
-        records = [self._assembler.record(chunk) for chunk in chunks]
-        # Of a model without blending no KV is ever missing.
-        held = [True] * len(records) if self._decoder is None else self._store.holds([each.key for each in records])
-        return [
-            (record, there)
-            for record, there in zip(records, held, strict=True)
-            if not there or (record.id and known[record.id] != record)
-        ]
+        records = [self._assembler.record(chunk) for chunk in wanted]
+        # Of a model without blending no KV is ever missing, nor where it is not computed before it is needed.
+        held = (
+            [True] * len(records)
+            if self._decoder is None or self._names_only
+            else self._store.holds([record.key for record in records])
+        )
+        todo = _Todo(len(wanted))
+        groups: dict[str, Group] = {}
+        for record, there in zip(records, held, strict=True):
+            if not there:
+                groups.setdefault(record.key, []).append(record)
+            if not there or (record.id and known[record.id] != record):
+                todo.records.append(record)
+        todo.groups = list(groups.values())
+        return todo
+
+    def _encode(
+        self,
+        groups: Sequence[Group],
+        writer: BatchWriter,
+        keep: Callable[[Sequence[tuple[Group, ChunkKV]]], None],
+        advance: Callable[[int], None],
+        still: Callable[[Sequence[Group]], list[Group]] | None = None,
+        given_up: Callable[[], bool] | None = None,
+    ) -> tuple[int, int]:
+        """Encode texts batch by batch, while the writer stores the batch before.
+
+        Parameters
+        ----------
+        groups : sequence of Group
+            The texts.
+        writer : BatchWriter
+            Runs `keep`; nothing is left in it on return.
+        keep : callable
+            Stores a batch.
+        advance : callable
+            Called with the number of chunks that are finished since the last call.
+        still : callable, optional
+            Returns those texts of a batch that are still to be encoded.
+        given_up : callable, optional
+            Asked before each batch whether to stop.
+
+        Returns
+        -------
+        encoded, tokens : int
+            How many texts were encoded, and their tokens.
+        """
+        encoded = tokens = storing = 0
+        for batch in self._runner.plan([len(group[0].token_ids) for group in groups]) if groups else ():
+            if given_up is not None and given_up():
+                break
+            chosen = planned = [groups[index] for index in batch]
+            if still is not None:
+                chosen = still(planned)
+            skipped = sum(map(len, planned)) - sum(map(len, chosen))
+            if skipped:
+                advance(skipped)
+            # Planned again, texts of one batch are one batch still.
+            for part in self._runner.encode([group[0].token_ids for group in chosen], patient=still is not None):
+                writer.drain()
+                if storing:
+                    advance(storing)
+                fresh = [(chosen[index], kv) for index, kv in part]
+                writer.submit(partial(keep, fresh))
+                storing = sum(len(group) for group, _ in fresh)
+                encoded += len(fresh)
+                tokens += sum(len(kv.token_ids) for _, kv in fresh)
+                # Once it is stored, nothing should keep a batch in memory while the next is computed.
+                del part, fresh
+        writer.drain()
+        if storing:
+            advance(storing)
+        return encoded, tokens
+
+    def _store_and_name(self, batch: Sequence[tuple[Group, ChunkKV]]) -> None:
+        for group, kv in batch:
+            self._store.put(group[0].key, kv)
+        # Named only now: a process that dies before leaves KV without a name, which the next run finds.
+        self._name(record for group, _ in batch for record in group)
+        # Until it had its own name, KV could lose the last of its others.
+        held = self._store.holds([group[0].key for group, _ in batch])
+        for (group, kv), there in zip(batch, held, strict=True):
+            if not there and any(record.id for record in group):
+                self._store.put(group[0].key, kv)
+
+    def _store_if_wanted(self, batch: Sequence[tuple[Group, ChunkKV]]) -> None:
+        for group, kv in batch:
+            self._store.put(group[0].key, kv)
+        groups = [group for group, _ in batch]
+        named = self._named(groups)
+        gone = [group[0].key for group, still in zip(groups, named, strict=True) if not still]
+        if gone:
+            # Deleted or replaced while it was encoded.
+            self._store.release(gone)
+
+    def _wanted(self, groups: Sequence[Group]) -> list[Group]:
+        """Return the texts that were neither deleted nor replaced since they were added, nor encoded for a prompt."""
+        held = self._store.holds([group[0].key for group in groups])
+        named = self._named(groups)
+        return [group for group, there, still in zip(groups, held, named, strict=True) if still and not there]
+
+    def _named(self, groups: Sequence[Group]) -> list[bool]:
+        """Return of each text whether one of its records stands, or has no id by which it could have been deleted."""
+        names = [record.id for group in groups for record in group if record.id]
+        known = dict(zip(names, self._store.lookup(self._assembler.namespace, names), strict=True))
+        return [any(not record.id or known[record.id] == record for record in group) for group in groups]
 
     def _name(self, records: Iterable[NodeRecord]) -> None:
         self._store.name(self._assembler.namespace, [record for record in records if record.id])

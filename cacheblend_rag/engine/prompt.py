@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef, text_hash
+from cacheblend_rag.engine.uses import FirstUses
 from cacheblend_rag.errors import ConfigError, EmptyChunkError, PromptError, PromptTooLongError, UnknownChunkError
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.store import KVStore, NodeRecord
@@ -35,6 +36,8 @@ class PromptChunk:
         Digest of the text of a chunk whose id nobody knew.
     note : str or None
         What was found out about it that its report should say.
+    deferred : bool
+        Whether it is computed like text because it is retrieved for the first time.
     """
 
     id: str | None
@@ -43,6 +46,7 @@ class PromptChunk:
     named: bool = False
     text_hash: str | None = None
     note: str | None = None
+    deferred: bool = False
 
     def record(self) -> NodeRecord:
         """Return the record that names the chunk, whose id was unknown."""
@@ -87,6 +91,8 @@ class Assembler:
         What chunks are encoded behind; by default the BOS, if there is one.
     window : int or None
         Most tokens that the model takes.
+    first_uses : FirstUses, optional
+        Tells which chunks are retrieved for the first time, and computed like text; by default none is.
     """
 
     def __init__(
@@ -96,10 +102,12 @@ class Assembler:
         identity: str,
         encoding_prefix: str | Sequence[int] | None,
         window: int | None,
+        first_uses: FirstUses | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self._store = store
         self._window = window
+        self._first_uses = first_uses
         bos = getattr(tokenizer, "bos_token_id", None)
         self._bos: tuple[int, ...] = () if bos is None else (bos,)
         if encoding_prefix is None:
@@ -141,8 +149,15 @@ class Assembler:
             )
         return NodeRecord(chunk.id or "", self.key(ids), text_hash(chunk.text), ids)
 
-    def assemble(self, prompt: BlendPrompt) -> AssembledPrompt:
+    def assemble(self, prompt: BlendPrompt, *, retrieving: bool = False) -> AssembledPrompt:
         """Look up and tokenise a whole prompt.
+
+        Parameters
+        ----------
+        prompt : BlendPrompt
+            The prompt.
+        retrieving : bool
+            Whether its chunks count as retrieved.
 
         Raises
         ------
@@ -158,6 +173,9 @@ class Assembler:
         if segments and isinstance(segments[0], Chunk | ChunkRef) and self._bos and positions is None:
             segments.insert(0, ())
         records = self._records(segments)
+        # The last segment is computed in any case.
+        served = [record.key for record in records[:-1] if record is not None] if retrieving else []
+        first = self._first_uses.note(served) if self._first_uses is not None and served else set()
         # Separators recur between all chunks: each text is tokenised once.
         texts = {
             text: self.tokenize(text) for text in dict.fromkeys(each for each in segments if isinstance(each, str))
@@ -177,6 +195,9 @@ class Assembler:
                     # The last token's logits are what the prompt is for, so its row is computed.
                     note = "the prompt ends with it, so it is computed like text"
                     computed.append(PromptChunk(chunk.id, chunk.key, part, note=note))
+                elif chunk.key in first:
+                    note = "it is retrieved for the first time, so it is computed like text"
+                    computed.append(PromptChunk(chunk.id, chunk.key, part, note=note, deferred=True))
                 else:
                     spans.append(ChunkSpan(len(ids), len(ids) + len(part), position))
                     chunks.append(chunk)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,8 +14,9 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.controller import Plan, make_plan
-from cacheblend_rag.encode import encode_chunks
+from cacheblend_rag.encode import Encoder
 from cacheblend_rag.engine.prompt import AssembledPrompt, PromptChunk
+from cacheblend_rag.engine.turn import Turn
 from cacheblend_rag.errors import ChunkReadError, StoreError
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.kv import ChunkKV
@@ -88,6 +88,10 @@ class PromptRun:
         rows = layout.context_rows if self.recomputed is None else self.recomputed
         charged = 1.0 if self.recomputed is None else self.charge / max(context * num_layers, 1)
         chunks = []
+        deferred = sum(chunk.deferred for chunk in self.prompt.computed)
+        fallback = self.plan.fallback_reason
+        if deferred and not self.prompt.chunks and fallback:
+            fallback = "all of its chunks are retrieved for the first time"
         for chunk, span, hit in zip(self.prompt.chunks, layout.chunks, self.hits, strict=True):
             inside = int(((rows >= span.start) & (rows < span.stop)).sum())
             reason = "the whole prompt was computed" if self.recomputed is None else chunk.note
@@ -107,9 +111,9 @@ class PromptRun:
             recompute_ratio=1.0 if self.recomputed is None else self.config.recompute_ratio,
             charged_ratio=charged if context else 0.0,
             hits=sum(self.hits),
-            misses=len(self.hits) - sum(self.hits),
+            misses=len(self.hits) - sum(self.hits) + deferred,
             selector=self.plan.selector,
-            fallback_reason=self.plan.fallback_reason,
+            fallback_reason=fallback,
             chunks=tuple(chunks),
             output_tokens=output_tokens,
         )
@@ -151,11 +155,11 @@ class Runner:
         self._unsupported = unsupported
         self._store = store
         self._namespace = namespace
-        self._prefix_ids = tuple(prefix_ids)
+        self._encoder = None if decoder is None else Encoder(decoder, prefix_ids, config.encode_batch_tokens)
         self._config = config
         self._num_layers = num_decoder_layers(model)
         self._warned_of_no_hit = False
-        self.lock = threading.RLock()
+        self.lock = Turn()
 
     def run(
         self, run: PromptRun, headroom: int, forward: Callable[[BlendCache, dict[str, torch.Tensor]], torch.Tensor]
@@ -212,12 +216,27 @@ class Runner:
                 yield cache
         run.wait_s, run.charge, run.recomputed = loader.wait_s, steering.charge, steering.recomputed_rows.cpu()
 
-    def encode(self, token_ids: Sequence[Sequence[int]]) -> Iterator[list[tuple[int, ChunkKV]]]:
-        """Compute the KV of chunks, giving way to prompts between batches; yields as `encode_chunks` does."""
-        assert self._decoder is not None
-        batches = encode_chunks(self._decoder, self._prefix_ids, token_ids, self._config.encode_batch_tokens)
+    def plan(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Return the batches in which chunks of these lengths are encoded; see `Encoder.plan`."""
+        assert self._encoder is not None
+        return self._encoder.plan(lengths)
+
+    def encode(
+        self, token_ids: Sequence[Sequence[int]], *, patient: bool = False
+    ) -> Iterator[list[tuple[int, ChunkKV]]]:
+        """Compute the KV of chunks, giving way to prompts between batches; yields as `Encoder.encode` does.
+
+        Parameters
+        ----------
+        token_ids : sequence of sequence of int
+            Token ids of each chunk.
+        patient : bool
+            Whether all prompts that wait go first, rather than those that came first.
+        """
+        assert self._encoder is not None
+        batches = self._encoder.encode(token_ids)
         while True:
-            with self.lock:
+            with self.lock.after_others() if patient else self.lock:
                 batch = next(batches, None)
             if batch is None:
                 return
@@ -264,8 +283,8 @@ class Runner:
         if new:
             _quietly(self._store.name, self._namespace, new)
         elif not any(self._store.lookup(self._namespace, known)):
-            # Deleted while it was encoded.
-            _quietly(self._store.discard, key)
+            # Deleted while it was encoded; another name may have the same text.
+            _quietly(self._store.release, [key])
 
     def _open(self, chunk: PromptChunk) -> KVReader | None:
         reader = self._store.open(chunk.key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -67,6 +68,30 @@ class KVCache(Cache):
     def __init__(self, num_layers: int) -> None:
         self.kv_layers = [KVCacheLayer() for _ in range(num_layers)]
         super().__init__(layers=[*self.kv_layers])
+
+    @classmethod
+    def behind(cls, prefix: Sequence[LayerKV], batch: int, length: int) -> KVCache:
+        """Return a cache of `batch` rows that all begin with the same tokens.
+
+        Parameters
+        ----------
+        prefix : sequence of LayerKV
+            Those tokens' KV, ``(1, num_kv_heads, prefix_len, head_dim)`` for each layer.
+        batch : int
+            Rows.
+        length : int
+            Tokens for which there is room in each row, the prefix included.
+        """
+        cache = cls(len(prefix))
+        for layer, kept in zip(cache.kv_layers, prefix, strict=True):
+            buffers = []
+            for tensor in kept:
+                _, heads, count, width = tensor.shape
+                buffer = tensor.new_empty(batch, heads, length, width)
+                buffer[:, :, :count] = tensor
+                buffers.append(buffer)
+            layer.hold(LayerKV(*buffers), kept.keys.shape[2])
+        return cache
 
     def kv(self) -> list[LayerKV]:
         """Return the KV of every layer, ``(batch, num_kv_heads, seq_len, head_dim)`` each; all must hold some."""

@@ -124,6 +124,9 @@ class KVStore(Protocol):
         Where the store may not be written, this object does not open it again.
         """
 
+    def release(self, keys: Sequence[str]) -> None:
+        """Drop the KV under those of the keys that no name maps to."""
+
     def name(self, namespace: str, records: Iterable[NodeRecord]) -> None:
         """Record names, replacing earlier records of the same ids; KV that loses its last name is dropped."""
 

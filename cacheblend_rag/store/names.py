@@ -82,6 +82,11 @@ class Names:
             )
             return len(keys), _drop_nameless(connection, keys, writer)
 
+    def release(self, keys: Sequence[str], writer: str) -> Dropped:
+        """Drop the entries under those of the keys that no name maps to."""
+        with self._database.write() as connection:
+            return _drop_nameless(connection, keys, writer)
+
     def damaged(self) -> list[tuple[str, str]]:
         """Return the namespace and id of each name whose record does not match its checksum."""
         query = "SELECT namespace, id, key, text_hash, token_ids, checksum FROM nodes"

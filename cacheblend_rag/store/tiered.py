@@ -105,6 +105,10 @@ class TieredStore:
             self._disk.discard(key)
         self._ram.drop([key])
 
+    def release(self, keys: Sequence[str]) -> None:
+        """Drop the KV under those of the keys that no name maps to."""
+        self._drop(self._deleting(lambda: self._names.release(keys, self._writer())))
+
     def name(self, namespace: str, records: Iterable[NodeRecord]) -> None:
         """Record names, replacing earlier records of the same ids; KV that loses its last name is dropped."""
         records = list(records)

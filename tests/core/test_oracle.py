@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef
-from cacheblend_rag.encode import encode_chunks
+from cacheblend_rag.encode import Encoder
 from cacheblend_rag.engine.selfcheck import TrueKV
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.kv import LayerKV
@@ -64,7 +64,7 @@ def test_any_selection_over_true_kv_gives_the_models_own_logits(model: PreTraine
 def test_a_moved_chunk_is_the_chunk_encoded_there(model: PreTrainedModel) -> None:
     decoder = inspect_model(model)
     prefix, chunk = _ids(2)[:3], _ids(3)[:20]
-    [[(_, encoded)]] = encode_chunks(decoder, prefix, [chunk], 4096)
+    [[(_, encoded)]] = Encoder(decoder, prefix, 4096).encode([chunk])
     for distance in (0, 1, 30, 200):
         there = own_kv(model, [*prefix, *chunk], first_position=distance)
         for rotation, stored, (keys, values) in zip(decoder.rotations, encoded.layers, there, strict=True):

@@ -191,3 +191,20 @@ def test_index_keeps_exactly_the_live_documents(store: BlendVectorStore, chunks:
     assert run(texts) == set(texts)
     assert run([*texts[1:], "A new text in its place."]) == {*texts[1:], "A new text in its place."}
     assert run([]) == set()
+
+
+def test_texts_added_in_the_background_are_encoded_by_the_flush(
+    embedding: Embeddings, engine: BlendEngine, chunks: dict[str, str]
+) -> None:
+    inner = InMemoryVectorStore(embedding)
+    store = BlendVectorStore.from_texts(
+        list(chunks.values()), ids=list(chunks), inner=inner, engine=engine, background=True
+    )
+    first, second, *rest = chunks
+    store.delete([first])
+    store.add_texts(["another text"], ids=[second])
+    store.flush()
+    assert agree(store, {second: "another text"} | {id: chunks[id] for id in rest})
+    records = [record for record in engine.records(engine.ids()) if record is not None]
+    assert all(engine.store.holds([record.key for record in records]))
+    assert engine.store.stats().entries == len({record.key for record in records})

@@ -340,3 +340,31 @@ def test_what_a_store_cannot_do_is_its_own_error(
         store.delete_nodes(filters=MetadataFilters(filters=[MetadataFilter(key="side", value=1)]))
     assert "cannot say which nodes" in caplog.text
     assert len(known(engine)) == 5
+
+
+def test_nodes_added_in_the_background_are_encoded_by_the_flush(
+    inner: BasePydanticVectorStore, engine: BlendEngine, embedding: WordEmbedding
+) -> None:
+    store = BlendVectorStore(inner, engine=engine, background=True, show_progress=True)
+    assert store.add(some_nodes(embedding)) == ["n0", "n1", "n2", "n3", "n4"]
+    assert set(engine.ids()) == {"n0", "n1", "n2", "n3", "n4"}
+    store.delete("d1")
+    store.flush()
+    assert held(store) == known(engine) == {"n0", "n2", "n4"}
+    assert engine.store.stats().entries == 3
+
+
+def test_nodes_that_the_inner_store_refuses_are_not_encoded_in_the_background(
+    chroma: ChromaVectorStore, engine: BlendEngine, embedding: WordEmbedding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = BlendVectorStore(chroma, engine=engine, background=True)
+
+    def refuse(*args: Any, **kwargs: Any) -> list[str]:
+        raise OSError("no room")
+
+    monkeypatch.setattr(ChromaVectorStore, "add", refuse)
+    with pytest.raises(OSError, match="no room"):
+        store.add(some_nodes(embedding))
+    store.flush()
+    assert engine.ids() == []
+    assert engine.store.stats().entries == 0

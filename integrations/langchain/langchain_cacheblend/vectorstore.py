@@ -33,11 +33,14 @@ class BlendVectorStore(SearchesInner):
         Your store: Chroma, FAISS, what you like.
     engine : BlendEngine
         The engine of the model that will read the documents, as in ``llm.engine``.
+    background : bool
+        Whether adding returns before the texts are encoded, which goes on behind the caller's back; `flush` waits for it.
     """
 
-    def __init__(self, inner: VectorStore, *, engine: BlendEngine) -> None:
+    def __init__(self, inner: VectorStore, *, engine: BlendEngine, background: bool = False) -> None:
         super().__init__(inner)
         self.engine = engine
+        self.background = background
 
     # Adding
 
@@ -112,6 +115,7 @@ class BlendVectorStore(SearchesInner):
         ids: list[str] | None = None,
         inner: VectorStore | None = None,
         engine: BlendEngine | None = None,
+        background: bool = False,
         **kwargs: Any,
     ) -> BlendVectorStore:
         """Wrap `inner` and add texts to it; `from_documents` does the same with documents.
@@ -130,6 +134,8 @@ class BlendVectorStore(SearchesInner):
             The store to wrap.
         engine : BlendEngine
             The engine.
+        background : bool
+            Whether adding returns before the texts are encoded.
         **kwargs : Any
             Passed to the inner store's ``add_texts``.
         """
@@ -137,9 +143,19 @@ class BlendVectorStore(SearchesInner):
             raise ConfigError("give inner=, the vector store to wrap, and engine=, the engine that encodes its texts")
         if embedding is not None and inner.embeddings is not None and embedding is not inner.embeddings:
             raise ConfigError("embedding is not the one that the inner store embeds with; leave it out")
-        store = cls(inner, engine=engine)
+        store = cls(inner, engine=engine, background=background)
         store.add_texts(texts, metadatas, ids=ids, **kwargs)
         return store
+
+    def flush(self) -> None:
+        """Wait until the texts that were added in the background are encoded.
+
+        Raises
+        ------
+        StoreError
+            If the KV of some of them could not be stored; it is computed at query time.
+        """
+        self.engine.flush()
 
     # Deleting
 
@@ -197,7 +213,7 @@ class BlendVectorStore(SearchesInner):
         if blank:
             self.engine.delete(blank)
         try:
-            self.engine.add(chunks)
+            self.engine.add(chunks, background=self.background)
         except CacheBlendError:
             # Rather no chunk under an id than the text that the inner store has just replaced.
             records = self.engine.records([chunk.id for chunk in chunks if chunk.id])

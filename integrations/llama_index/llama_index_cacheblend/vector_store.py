@@ -43,6 +43,9 @@ class BlendVectorStore(BasePydanticVectorStore):
         Where their KV is computed and kept, `BlendLLM.engine` for example.
     show_progress : bool
         Whether a bar shows the encoding.
+    background : bool
+        Whether nodes are added before they are encoded, which goes on behind the caller's back and without a bar; `flush`
+        waits for it.
 
     Raises
     ------
@@ -55,9 +58,17 @@ class BlendVectorStore(BasePydanticVectorStore):
     _inner: BasePydanticVectorStore = PrivateAttr()
     _engine: BlendEngine = PrivateAttr()
     _show_progress: bool = PrivateAttr()
+    _background: bool = PrivateAttr()
     _inventory: Inventory = PrivateAttr()
 
-    def __init__(self, inner: BasePydanticVectorStore, *, engine: BlendEngine, show_progress: bool = False) -> None:
+    def __init__(
+        self,
+        inner: BasePydanticVectorStore,
+        *,
+        engine: BlendEngine,
+        show_progress: bool = False,
+        background: bool = False,
+    ) -> None:
         if not isinstance(inner, BasePydanticVectorStore):
             raise ConfigError(
                 f"inner is a {type(inner).__name__}; give a LlamaIndex vector store, as ChromaVectorStore(chroma_collection=...)"
@@ -66,6 +77,7 @@ class BlendVectorStore(BasePydanticVectorStore):
         self._inner = inner
         self._engine = engine
         self._show_progress = show_progress
+        self._background = background
         self._inventory = Inventory(inner)
 
     @classmethod
@@ -220,13 +232,27 @@ class BlendVectorStore(BasePydanticVectorStore):
         """Persist the inner store; the engine's store is durable by itself if it is a folder."""
         self._inner.persist(persist_path, fs)
 
+    def flush(self) -> None:
+        """Wait until the nodes that were added in the background are encoded.
+
+        Raises
+        ------
+        StoreError
+            If the KV of some of them could not be stored; it is computed at query time.
+        """
+        self._engine.flush()
+
     def _encode(self, nodes: Sequence[BaseNode]) -> None:
         chunks = node_chunks(nodes)
         # An update may have left a node without text.
         self._engine.delete({node.node_id for node in nodes} - {chunk.id for chunk in chunks})
-        with tqdm(total=len(chunks), desc="Encoding chunks", unit="chunk", disable=not self._show_progress) as bar:
+        hidden = self._background or not self._show_progress
+        with tqdm(total=len(chunks), desc="Encoding chunks", unit="chunk", disable=hidden) as bar:
             try:
-                self._engine.add(chunks, progress=lambda done, _: bar.update(done - bar.n))
+                if self._background:
+                    self._engine.add(chunks, background=True)
+                else:
+                    self._engine.add(chunks, progress=lambda done, _: bar.update(done - bar.n))
             except StoreError as error:
                 logger.warning(
                     "KV of some of %d nodes was not stored and is computed at query time: %s", len(nodes), error

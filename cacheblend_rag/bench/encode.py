@@ -1,0 +1,242 @@
+"""Tokens per second of adding chunks, against the model's own batched forward, in alternation."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from cacheblend_rag.bench.shapes import random_model, shape_config, word_tokenizer
+from cacheblend_rag.chunk import Chunk
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.encode import plan_batches
+from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.errors import ConfigError
+
+__all__ = ["EncodeBench", "EncodeRow", "EncodeSetting"]
+
+_FORWARD = "forward"
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeSetting:
+    """What is measured.
+
+    Attributes
+    ----------
+    shape : str
+        The model's shape (`cacheblend_rag.bench.SHAPES`).
+    chunks, chunk_tokens : int
+        So many chunks of so many tokens.
+    prefix_tokens : int
+        Tokens of the encoding prefix; 1 is a BOS alone.
+    batch_tokens : int
+        Most tokens of a batch.
+    repeats : int
+        Measured rounds; each runs every method once.
+    device : str
+        Where the model runs.
+    dtype : str
+        The dtype of its weights.
+    seed : int
+        Seed of weights and tokens.
+    folder : str, optional
+        Where a folder for the disk rows is made, and removed again; by default where temporary files go.
+    """
+
+    shape: str
+    chunks: int = 64
+    chunk_tokens: int = 512
+    prefix_tokens: int = 1
+    batch_tokens: int = 4096
+    repeats: int = 3
+    device: str = "cpu"
+    dtype: str = "float32"
+    seed: int = 0
+    folder: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("chunks", "chunk_tokens", "prefix_tokens", "batch_tokens", "repeats"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeRow:
+    """One method's figures.
+
+    Attributes
+    ----------
+    method : str
+        "forward": the model's own forward with its own cache over the same ids in the same batches, prefix in every row. "ram"
+        and "disk": `BlendEngine.add` into RAM, and into a folder, where on return all is synced.
+    tokens : int
+        Chunk tokens of a run; prefix and padding do not count.
+    batches : int
+        Batches of a run.
+    seconds, seconds_min, seconds_max : float
+        Median and extremes over the rounds.
+    tokens_per_s : float
+        `tokens` over `seconds`.
+    share : float
+        Median over the rounds of the forward's time over this method's in the same round.
+    cpu_s : float
+        Median of the CPU time that all threads of the process took, which other processes disturb less.
+    kv_bytes : int
+        Bytes of KV that a run stores.
+    """
+
+    method: str
+    tokens: int
+    batches: int
+    seconds: float
+    seconds_min: float
+    seconds_max: float
+    tokens_per_s: float
+    share: float
+    cpu_s: float
+    kv_bytes: int
+
+
+class _Took(NamedTuple):
+    seconds: float
+    cpu_s: float
+
+
+class EncodeBench:
+    """A model of random weights and chunks of random tokens.
+
+    Parameters
+    ----------
+    setting : EncodeSetting
+        What is measured.
+
+    Raises
+    ------
+    ConfigError
+        If the shape is unknown.
+    """
+
+    def __init__(self, setting: EncodeSetting) -> None:
+        self.setting = setting
+        shape = shape_config(setting.shape)
+        vocabulary = int(shape.get_text_config().vocab_size)
+        generator = torch.Generator().manual_seed(setting.seed)
+
+        def draw(count: int) -> list[int]:
+            return torch.randint(1, vocabulary, (count,), generator=generator).tolist()
+
+        # Every setting that the environment could change the measurement by.
+        self._config = BlendConfig(
+            dtype=setting.dtype,
+            device=setting.device,
+            ram_bytes=2**63 - 1,
+            disk_bytes=None,
+            encode_batch_tokens=setting.batch_tokens,
+            encode_on="add",
+            encoding_prefix=tuple(draw(setting.prefix_tokens)),
+            self_check=False,
+            strict=True,
+        )
+        dtype = self._config.torch_dtype()
+        assert dtype is not None
+        self._model: PreTrainedModel = random_model(shape, device=setting.device, dtype=dtype, seed=setting.seed)
+        self._tokenizer: PreTrainedTokenizerFast = word_tokenizer(vocabulary)
+        ids = [draw(setting.chunk_tokens) for _ in range(setting.chunks)]
+        self._chunks = [
+            Chunk(" ".join(f"t{token}" for token in row), f"chunk {number}") for number, row in enumerate(ids)
+        ]
+        prefix = self._config.encoding_prefix
+        plan = plan_batches([len(row) for row in ids], setting.prefix_tokens, setting.batch_tokens)
+        self._batches = [
+            torch.tensor([[*prefix, *ids[index]] for index in batch], device=setting.device)  # type: ignore[misc]
+            for batch in plan
+        ]
+        self._kv_bytes = 0
+
+    def measure(self, progress: Callable[[int, int], None] | None = None) -> list[EncodeRow]:
+        """Run every method once unmeasured on one batch, then `repeats` rounds, each beginning with another method.
+
+        Parameters
+        ----------
+        progress : callable, optional
+            Called with the number of finished runs and of all.
+
+        Returns
+        -------
+        list of EncodeRow
+            The model's own forward first.
+        """
+        methods: dict[str, Callable[[], _Took]] = {
+            _FORWARD: partial(self._forward, self._batches),
+            "ram": partial(self._add, self._chunks, on_disk=False),
+            "disk": partial(self._add, self._chunks, on_disk=True),
+        }
+        self._forward(self._batches[:1])
+        for on_disk in (False, True):
+            self._add(self._chunks[: self._batches[0].shape[0]], on_disk=on_disk)
+        times: dict[str, list[_Took]] = {name: [] for name in methods}
+        names = list(methods)
+        for number in range(self.setting.repeats):
+            first = number % len(names)
+            for name in [*names[first:], *names[:first]]:
+                times[name].append(methods[name]())
+                if progress is not None:
+                    progress(sum(map(len, times.values())), self.setting.repeats * len(names))
+        return [self._row(name, times[name], times[_FORWARD]) for name in names]
+
+    @torch.no_grad()
+    def _forward(self, batches: Sequence[torch.Tensor]) -> _Took:
+        with self._timed() as took:
+            for ids in batches:
+                self._model(input_ids=ids, use_cache=True, logits_to_keep=1)
+        return took[0]
+
+    def _add(self, chunks: Sequence[Chunk], *, on_disk: bool) -> _Took:
+        with tempfile.TemporaryDirectory(dir=self.setting.folder) as folder:
+            store = Path(folder) / "kv" if on_disk else None
+            with BlendEngine(self._model, self._tokenizer, config=self._config, store=store) as engine:
+                with self._timed() as took:
+                    result = engine.add(chunks)
+                assert result.encoded == len(chunks)
+                stats = engine.store.stats()
+                self._kv_bytes = stats.ram_bytes
+        return took[0]
+
+    @contextmanager
+    def _timed(self) -> Iterator[list[_Took]]:
+        took: list[_Took] = []
+        self._synchronize()
+        started, cpu_started = time.perf_counter(), time.process_time()
+        yield took
+        self._synchronize()
+        took.append(_Took(time.perf_counter() - started, time.process_time() - cpu_started))
+
+    def _synchronize(self) -> None:
+        if torch.device(self.setting.device).type == "cuda":
+            torch.cuda.synchronize(self.setting.device)
+
+    def _row(self, method: str, runs: Sequence[_Took], forward: Sequence[_Took]) -> EncodeRow:
+        tokens = self.setting.chunks * self.setting.chunk_tokens
+        times = [run.seconds for run in runs]
+        return EncodeRow(
+            method=method,
+            tokens=tokens,
+            batches=len(self._batches),
+            seconds=median(times),
+            seconds_min=min(times),
+            seconds_max=max(times),
+            tokens_per_s=tokens / median(times),
+            share=median(own.seconds / mine for own, mine in zip(forward, times, strict=True)),
+            cpu_s=median(run.cpu_s for run in runs),
+            kv_bytes=0 if method == _FORWARD else self._kv_bytes,
+        )

@@ -1,0 +1,62 @@
+"""Whose turn it is on the model."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+__all__ = ["Turn"]
+
+
+class Turn:
+    """A lock on the model that threads get in the order in which they came; a thread that has it may take it again.
+
+    A loop that encodes batch after batch would take an ordinary lock again before any prompt that waits for it woke up.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._owner: int | None = None
+        self._depth = 0
+        self._line: deque[object] = deque()
+
+    def __enter__(self) -> None:
+        with self._changed:
+            if self._owner != threading.get_ident():
+                place = object()
+                self._line.append(place)
+                try:
+                    self._changed.wait_for(lambda: self._owner is None and self._line[0] is place)
+                    self._owner = threading.get_ident()
+                finally:
+                    self._line.remove(place)
+                    self._changed.notify_all()
+            self._depth += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave()
+
+    @contextmanager
+    def after_others(self) -> Iterator[None]:
+        """Take the model when nobody else waits for it."""
+        with self._changed:
+            if self._owner != threading.get_ident():
+                self._changed.wait_for(lambda: self._owner is None and not self._line)
+                self._owner = threading.get_ident()
+            self._depth += 1
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        with self._changed:
+            self._depth -= 1
+            if not self._depth:
+                self._owner = None
+                self._changed.notify_all()

@@ -1,0 +1,80 @@
+"""Encoding: a prefix computed once gives the KV of a prefix in every row, and batches waste little."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cacheblend_rag import BlendConfig, BlendEngine, Chunk
+from cacheblend_rag.encode import Encoder, plan_batches
+from cacheblend_rag.model import KVCache, inspect_model
+from tests.families import CASES, tiny_model, tiny_tokenizer, words
+
+# Longer and shorter than the sliding windows, so that some rows see the prefix and some no longer do.
+LENGTHS = (40, 3, 17, 1, 40, 25)
+
+
+def some_ids(count: int, seed: int) -> list[int]:
+    return torch.randint(3, 97, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize(("family", "attention"), CASES)
+@torch.no_grad()
+def test_a_shared_prefix_gives_each_chunk_the_kv_it_has_behind_its_own(family: str, attention: str) -> None:
+    decoder = inspect_model(tiny_model(family, attention))
+    chunks = [some_ids(length, seed) for seed, length in enumerate(LENGTHS)]
+    for prefix in (some_ids(1, 50), some_ids(20, 51)):
+        wanted = []
+        for chunk in chunks:
+            cache = KVCache(decoder.num_layers)
+            ids = torch.tensor([[*prefix, *chunk]])
+            decoder.model.get_decoder()(input_ids=ids, past_key_values=cache, use_cache=True)
+            wanted.append(cache.kv())
+        for share in (False, True):
+            encoder = Encoder(decoder, prefix, 128, share_prefix=share)
+            batches = list(encoder.encode(chunks))
+            assert len(batches) > 1
+            encoded = dict(pair for batch in batches for pair in batch)
+            assert sorted(encoded) == list(range(len(chunks)))
+            for index, kv in encoded.items():
+                assert kv.token_ids == tuple(chunks[index])
+                assert kv.start == len(prefix)
+                for layer, own in zip(kv.layers, wanted[index], strict=True):
+                    for stored, there in zip(layer, own, strict=True):
+                        assert stored.is_contiguous()
+                        assert stored.untyped_storage().nbytes() == stored.nbytes
+                        assert (stored - there[0, :, len(prefix) :]).abs().max() < 1e-5 * max(1, there.abs().max())
+
+
+def test_a_long_prefix_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    prefix = some_ids(24, 1)
+    engine = BlendEngine(model, tiny_tokenizer(), config=BlendConfig(encoding_prefix=tuple(prefix), strict=True))
+    rows = []
+    handle = model.get_decoder().register_forward_pre_hook(
+        lambda _, args, kwargs: rows.append(kwargs["input_ids"].tolist()), with_kwargs=True
+    )
+    with handle:
+        for seed in range(3):
+            engine.add([Chunk(words(10, seed), f"n{seed}")])
+    assert rows[0] == [prefix]
+    assert [len(row) for [row] in rows[1:]] == [10, 10, 10]
+
+
+def test_no_prefix_can_be_shared() -> None:
+    decoder = inspect_model(tiny_model("llama"))
+    [[(_, kv)]] = Encoder(decoder, (), 64, share_prefix=True).encode([some_ids(5, 1)])
+    assert kv.start == 0
+
+
+@given(st.lists(st.integers(1, 60), max_size=40), st.integers(0, 30), st.integers(1, 200))
+def test_every_chunk_is_in_one_batch_that_fits(lengths: list[int], prefix_len: int, batch_tokens: int) -> None:
+    batches = plan_batches(lengths, prefix_len, batch_tokens)
+    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
+    for batch in batches:
+        width = prefix_len + max(lengths[index] for index in batch)
+        assert len(batch) == 1 or len(batch) * width <= batch_tokens
+        # A batch that is planned again, as it is once some of it is no longer wanted, stays in one piece.
+        assert len(plan_batches([lengths[index] for index in batch], prefix_len, batch_tokens)) == 1

@@ -1,0 +1,405 @@
+"""Adding in the background and on second use: nothing is lost, nothing deleted comes back, prompts go first."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag.engine import AddJob
+from cacheblend_rag.engine.turn import Turn
+from cacheblend_rag.engine.writer import BatchWriter
+from cacheblend_rag.errors import ConfigError, EmptyChunkError, StoreFullError
+from cacheblend_rag.kv import ChunkKV
+from tests.families import tiny_model, tiny_tokenizer, words
+
+MODEL = tiny_model("llama")
+CHUNKS = [Chunk(words(12 + seed, seed), f"n{seed}") for seed in range(6)]
+
+
+def make(store: Path | None = None, **changes: object) -> BlendEngine:
+    # One chunk a batch, so that there is much to come in between.
+    config = BlendConfig(**({"strict": True, "self_check": False, "encode_batch_tokens": 1} | changes))  # type: ignore[arg-type]
+    return BlendEngine(MODEL, tiny_tokenizer(), config=config, store=store)
+
+
+@pytest.fixture
+def engine() -> Iterator[BlendEngine]:
+    with make() as engine:
+        yield engine
+
+
+def held(engine: BlendEngine) -> dict[str, bool]:
+    records = engine.records(engine.ids())
+    return {record.id: engine.store.holds([record.key])[0] for record in records if record is not None}
+
+
+def test_a_job_tells_how_far_it_is_and_what_it_did(engine: BlendEngine) -> None:
+    engine.add(CHUNKS[:1])
+    seen: list[tuple[int, int]] = []
+    with engine._runner.lock:
+        job = engine.add(CHUNKS, background=True, progress=lambda done, total: seen.append((done, total)))
+        assert isinstance(job, AddJob)
+        assert (job.done(), job.progress) == (False, (1, 6))
+        with pytest.raises(TimeoutError, match="1 of 6"):
+            job.result(0.01)
+        # Known at once, before there is any KV.
+        assert held(engine) == {f"n{n}": n == 0 for n in range(6)}
+    result = job.result()
+    assert (result.encoded, result.named, result.unchanged) == (5, 5, 1)
+    assert (job.done(), job.progress) == (True, (6, 6))
+    assert seen == [(done, 6) for done in range(1, 7)]
+    assert all(held(engine).values())
+    engine.flush()
+
+
+def test_what_was_encoded_in_the_background_is_what_add_encodes() -> None:
+    with make() as one, make() as other:
+        one.add(CHUNKS)
+        other.add(CHUNKS, background=True)
+        other.flush()
+        for id in one.ids():
+            mine, its = (
+                engine.store.open(record.key)
+                for engine in (one, other)
+                for record in engine.records([id])
+                if record is not None
+            )
+            assert mine is not None
+            assert its is not None
+            for layer in range(mine.num_layers):
+                for a, b in zip(mine.layer(layer), its.layer(layer), strict=True):
+                    assert torch.equal(a, b)
+
+
+def test_bad_chunks_are_refused_at_once_and_none_is_named(engine: BlendEngine) -> None:
+    with pytest.raises(EmptyChunkError):
+        engine.add([*CHUNKS, Chunk(" ", "blank")], background=True)
+    assert engine.ids() == []
+    engine.flush()
+
+
+def test_a_prompt_goes_before_what_waits_to_be_encoded(engine: BlendEngine) -> None:
+    encode = engine._runner._encoder.encode  # type: ignore[union-attr]
+    started, go_on, order = threading.Event(), threading.Event(), []
+
+    def slow(chunks: object) -> object:
+        started.set()
+        go_on.wait(30)
+        order.append("batch")
+        return encode(chunks)  # type: ignore[arg-type]
+
+    answer = threading.Thread(target=lambda: (engine.prefill(BlendPrompt("t5", [], "t6 t7")), order.append("prompt")))
+    engine._runner._encoder.encode = slow  # type: ignore[method-assign, union-attr, assignment]
+    with engine._runner.lock:
+        engine.add(CHUNKS, background=True)
+        answer.start()
+        while not engine._runner.lock._line:
+            pass
+    assert started.wait(30)
+    go_on.set()
+    answer.join()
+    engine.flush()
+    assert order.index("prompt") <= 1
+    assert order.count("batch") == 6
+
+
+def test_a_chunk_that_is_asked_for_before_its_turn_is_a_miss_and_is_encoded_once(engine: BlendEngine) -> None:
+    with engine._runner.lock:
+        job = engine.add(CHUNKS, background=True)
+        assert engine.prefill(BlendPrompt("t5", ["n0"], "t6")).report.misses == 1
+    assert job.result().encoded == 5
+    assert engine.prefill(BlendPrompt("t5", ["n0"], "t6")).report.hits == 1
+
+
+def test_of_two_adds_of_one_id_the_last_counts(engine: BlendEngine) -> None:
+    with engine._runner.lock:
+        old = engine.add(CHUNKS[:2], background=True)
+        new = engine.add([Chunk(words(9, 70), "n0")], background=True)
+        before = threading.Thread(target=engine.add, args=([Chunk(words(7, 71), "n1")],))
+        before.start()
+    assert old.result().encoded <= 1
+    assert new.result().encoded == 1
+    before.join()
+    texts = {record.id: len(record.token_ids) for record in engine.records(["n0", "n1"]) if record is not None}
+    assert texts == {"n0": 9, "n1": 7}
+    assert all(held(engine).values())
+    assert engine.store.stats().entries == 2
+
+
+def test_a_chunk_deleted_while_it_is_stored_is_not_kept(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    put = engine.store.put
+
+    def delete_then_put(key: str, kv: ChunkKV) -> None:
+        engine.delete(["n1"])
+        put(key, kv)
+
+    monkeypatch.setattr(engine.store, "put", delete_then_put)
+    engine.add([CHUNKS[1], Chunk(CHUNKS[2].text)], background=True).result()
+    # What has no name cannot have been deleted.
+    assert engine.store.stats().entries == 1
+    assert engine.ids() == []
+
+
+def test_a_text_that_has_another_name_outlives_its_deleted_one(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = engine.store.put
+
+    def share_then_put(key: str, kv: ChunkKV) -> None:
+        monkeypatch.setattr(engine.store, "put", put)
+        engine.add([Chunk(CHUNKS[0].text, "twin")])
+        engine.delete(["n0"])
+        put(key, kv)
+
+    monkeypatch.setattr(engine.store, "put", share_then_put)
+    engine.add(CHUNKS[:1], background=True).result()
+    assert held(engine) == {"twin": True}
+
+
+def test_kv_that_loses_a_name_before_it_has_its_own_is_stored_again(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = engine.store.name
+
+    def release_then_name(namespace: str, records: list[object]) -> None:
+        engine.store.release([record.key for record in records])  # type: ignore[attr-defined]
+        name(namespace, records)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine.store, "name", release_then_name)
+    engine.add(CHUNKS)
+    assert all(held(engine).values())
+
+
+Step = tuple[str, int, int]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["later", "now", "delete", "ask", "flush"]), st.integers(0, 2), st.integers(0, 2)),
+        max_size=12,
+    )
+)
+def test_after_any_interleaving_the_store_holds_what_a_dictionary_would(steps: list[Step]) -> None:
+    texts = [words(5 + n, 80 + n) for n in range(3)]
+    wanted: dict[str, str] = {}
+    with make() as engine:
+        for action, number, text in steps:
+            id = f"n{number}"
+            if action == "delete":
+                engine.delete([id])
+                wanted.pop(id, None)
+            elif action == "flush":
+                engine.flush()
+            elif action == "ask":
+                if id in wanted:
+                    engine.prefill(BlendPrompt("t5", [id], "t6"))
+            else:
+                engine.add([Chunk(texts[text], id)], background=action == "later")
+                wanted[id] = texts[text]
+        engine.flush()
+        assert held(engine) == dict.fromkeys(wanted, True)
+        keys = {record.id: record.key for record in engine.records(list(wanted)) if record is not None}
+        assert keys == {id: engine._assembler.key(engine._assembler.tokenize(text)) for id, text in wanted.items()}
+        assert engine.store.stats().entries == len(set(wanted.values()))
+
+
+def test_errors_come_out_of_the_job_and_of_one_flush(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    put = engine.store.put
+    failing = engine._assembler.record(CHUNKS[2]).key
+
+    def fail(key: str, kv: ChunkKV) -> None:
+        if key == failing:
+            raise StoreFullError("no room")
+        put(key, kv)
+
+    monkeypatch.setattr(engine.store, "put", fail)
+    job = engine.add(CHUNKS[:4], background=True)
+    after = engine.add(CHUNKS[4:], background=True)
+    with pytest.raises(StoreFullError, match="no room"):
+        engine.flush()
+    with pytest.raises(StoreFullError, match="no room"):
+        job.result()
+    assert after.result().encoded == 2
+    engine.flush()
+    # Longest first: the one batch before the error was stored.
+    assert held(engine) == {"n0": False, "n1": False, "n2": False, "n3": True, "n4": True, "n5": True}
+    with pytest.raises(StoreFullError, match="no room"):
+        engine.add(CHUNKS[:4])
+    monkeypatch.setattr(engine.store, "put", put)
+    engine.add(CHUNKS)
+    assert all(held(engine).values())
+
+
+def test_closing_waits_for_what_was_added(tmp_path: Path) -> None:
+    with make(tmp_path / "kv") as engine:
+        engine.add(CHUNKS, background=True)
+    with make(tmp_path / "kv") as again:
+        assert held(again) == {f"n{n}": True for n in range(6)}
+    with pytest.raises(ConfigError, match="closed"):
+        engine.add(CHUNKS, background=True)
+    with pytest.raises(ConfigError, match="closed"):
+        engine.flush()
+
+
+def test_a_block_that_ends_by_an_error_does_not_wait(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    jobs: list[AddJob] = []
+
+    def fail_inside() -> None:
+        with make(tmp_path / "kv") as engine:
+            encode, waiting = engine._runner.encode, threading.Event()
+
+            def once(*args: object, **kwargs: object) -> object:
+                waiting.set()
+                while not engine._ingest._jobs._giving_up:
+                    pass
+                return encode(*args, **kwargs)  # type: ignore[arg-type]
+
+            engine._runner.encode = once  # type: ignore[method-assign, assignment]
+            jobs.append(engine.add(CHUNKS, background=True))
+            assert waiting.wait(30)
+            raise KeyError("out")
+
+    with caplog.at_level(logging.WARNING, logger="cacheblend_rag"), pytest.raises(KeyError):
+        fail_inside()
+    [job] = jobs
+    with pytest.raises(ConfigError, match="1 of 6 chunks were encoded"):
+        job.result()
+    assert any("1 of 6" in record.message for record in caplog.records)
+    # Nothing is lost: the names are there, and what has no KV is a miss.
+    with make(tmp_path / "kv") as again:
+        assert sum(held(again).values()) == 1
+        assert again.prefill(BlendPrompt("t5", [f"n{n}" for n in range(6)], "t6")).report.misses == 5
+        assert all(held(again).values())
+
+
+def test_a_process_that_ends_without_closing_has_encoded_everything(tmp_path: Path) -> None:
+    script = (
+        "from pathlib import Path\n"
+        "from tests.core.test_ingest import CHUNKS, make\n"
+        f"make(Path({str(tmp_path / 'kv')!r})).add(CHUNKS, background=True)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
+    with make(tmp_path / "kv") as engine:
+        assert held(engine) == {f"n{n}": True for n in range(6)}
+
+
+def test_no_thread_is_left_behind(engine: BlendEngine) -> None:
+    def ours() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("cacheblend-")]
+
+    engine.add(CHUNKS)
+    engine.add([Chunk(words(9, 70), "m")], background=True)
+    engine.close()
+    gc.collect()
+    assert ours() == []
+
+
+def test_on_second_use_a_chunk_is_encoded_when_it_is_retrieved_again(tmp_path: Path) -> None:
+    prompt = BlendPrompt("t5", ["n0", "n1"], "t6 t7")
+    with make(tmp_path / "kv", encode_on="second_use", selector="hkvd") as engine:
+        assert engine.estimate(CHUNKS).tokens == 0
+        result = engine.add(CHUNKS)
+        assert (result.encoded, result.named, result.tokens) == (0, 6, 0)
+        assert engine.add(CHUNKS).unchanged == 6
+        assert all(engine.contains(f"n{n}") for n in range(6))
+        assert not any(held(engine).values())
+        whole = engine.prefill(prompt, config=engine.config.replace(enabled=False))
+        engine.prompt_ids(prompt)
+
+        first = engine.prefill(prompt)
+        assert torch.allclose(first.logits, whole.logits, atol=1e-4)
+        assert (first.report.hits, first.report.misses, first.report.encode_s) == (0, 2, 0.0)
+        assert first.report.fallback_reason == "all of its chunks are retrieved for the first time"
+        assert [chunk.reason for chunk in first.report.chunks] == [
+            "it is retrieved for the first time, so it is computed like text"
+        ] * 2
+        assert not any(held(engine).values())
+
+        mixed = engine.prefill(BlendPrompt("t5", ["n2", "n0"], "t6 t7"))
+        assert {chunk.id: (chunk.hit, chunk.recomputed_tokens) for chunk in mixed.report.chunks}["n2"] == (False, 14)
+        assert (mixed.report.hits, mixed.report.misses, mixed.report.context_tokens) == (0, 2, 12)
+        assert held(engine) == {f"n{n}": n == 0 for n in range(6)}
+
+        assert engine.prefill(BlendPrompt("t5", ["n0"], "t6")).report.hits == 1
+        engine.delete(["n0"])
+        assert not engine.contains("n0")
+        assert engine.store.stats().entries == 0
+        assert engine.add(CHUNKS[3:], background=True).result().unchanged == 3
+
+
+def test_on_second_use_texts_without_an_id_stay_in_ram(tmp_path: Path) -> None:
+    with make(tmp_path / "kv", encode_on="second_use") as engine:
+        prompt = BlendPrompt("t5", [Chunk(CHUNKS[0].text)], "t6")
+        reports = [engine.prefill(prompt).report for _ in range(3)]
+        assert [(report.hits, report.misses) for report in reports] == [(0, 1), (0, 1), (1, 0)]
+        assert engine.store.stats().disk_bytes == 0
+
+
+def test_when_chunks_are_encoded_is_settled_with_the_engine(engine: BlendEngine) -> None:
+    with pytest.raises(ConfigError, match="encode_on"):
+        engine.prefill(BlendPrompt("t5", [], "t6"), config=engine.config.replace(encode_on="second_use"))
+
+
+def test_turns_are_taken_in_the_order_of_coming() -> None:
+    turn, order = Turn(), []
+
+    def take(number: int) -> None:
+        with turn, turn:
+            order.append(number)
+
+    def take_after_others() -> None:
+        with turn.after_others(), turn:
+            order.append(-1)
+
+    with turn:
+        threads = [threading.Thread(target=take_after_others)]
+        threads[0].start()
+        for number in range(5):
+            threads.append(threading.Thread(target=take, args=(number,)))
+            threads[-1].start()
+            while len(turn._line) <= number:
+                pass
+    for thread in threads:
+        thread.join()
+    assert order == [0, 1, 2, 3, 4, -1]
+
+
+def _write(*outcomes: str, then: Exception | None = None) -> list[str]:
+    """Have a writer run tasks that fail with these messages, or do nothing for an empty one; return which ones ran."""
+    ran: list[str] = []
+
+    def task(message: str) -> None:
+        ran.append(message)
+        if message:
+            raise StoreFullError(message)
+
+    with BatchWriter() as writer:
+        for message in outcomes:
+            writer.submit(partial(task, message))
+        if then is not None:
+            raise then
+    return ran
+
+
+def test_a_writer_forgets_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    assert _write("", "", "") == ["", "", ""]
+    assert _write() == []
+    for outcomes in (("", "first", ""), ("last",), ("", "last")):
+        with pytest.raises(StoreFullError, match=r"first|last"):
+            _write(*outcomes)
+    with caplog.at_level(logging.WARNING, logger="cacheblend_rag"), pytest.raises(KeyError):
+        _write("late", then=KeyError())
+    assert any("late" in record.message for record in caplog.records)
