@@ -34,7 +34,18 @@ logger = logging.getLogger(__name__)
 
 # Settings that a single call cannot change.
 _ENGINE_SETTINGS = frozenset(
-    {"encoding_prefix", "dtype", "device", "ram_bytes", "disk_bytes", "encode_batch_tokens", "self_check", "strict"}
+    {
+        "encoding_prefix",
+        "dtype",
+        "device",
+        "ram_bytes",
+        "disk_bytes",
+        "ram_codec",
+        "disk_codec",
+        "encode_batch_tokens",
+        "self_check",
+        "strict",
+    }
 )
 # What says where a checkpoint is, and so is as true of its tokenizer as of its weights.
 _HUB_OPTIONS = frozenset(
@@ -95,7 +106,13 @@ class BlendEngine:
         self.decoder = self._inspect()
         self._owns_store = store is None or isinstance(store, str | Path)
         self.store: KVStore = (
-            open_store(store, ram_bytes=self.config.ram_bytes, disk_bytes=self.config.disk_bytes)
+            open_store(
+                store,
+                ram_bytes=self.config.ram_bytes,
+                disk_bytes=self.config.disk_bytes,
+                ram_codec=self.config.ram_codec,
+                disk_codec=self.config.disk_codec,
+            )
             if store is None or isinstance(store, str | Path)
             else store
         )
