@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 import torch
 
@@ -69,9 +68,9 @@ class CodecRow:
     max_error : float
         Greatest error over the root mean square of the KV.
     pack_bytes_per_s, unpack_bytes_per_s : float
-        Median speeds, in bytes of unpacked KV.
+        Speeds in the fastest round, in bytes of unpacked KV; what else runs on the machine only ever slows it.
     copy_bytes_per_s : float
-        Median speed of copying that KV in memory, in the same rounds.
+        Speed of copying that KV in memory in the fastest of the same rounds.
     """
 
     codec: str
@@ -126,7 +125,7 @@ def measure_codecs(setting: CodecSetting, progress: Callable[[int, int], None] |
             progress(number, setting.repeats)
 
     def speed(what: str) -> float:
-        return kv.nbytes / median(times[what])
+        return kv.nbytes / min(times[what])
 
     float16_bytes = sum(tensor.numel() for layer in kv.layers for tensor in layer) * torch.float16.itemsize
     rows = []

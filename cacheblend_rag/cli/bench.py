@@ -94,7 +94,7 @@ def codecs(
     ] = "qwen2-0.5b",
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the chunk.")] = 512,
     dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "float32",
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds; each runs every codec once. The median counts.")] = 9,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds; each runs every codec once. The fastest counts.")] = 9,
     seed: Annotated[int, typer.Option(help="Seed of the KV.")] = 0,
     json_file: JsonOption = None,
 ) -> None:
@@ -120,7 +120,7 @@ def codecs(
         for row in rows
     ]
     title = (
-        f"{shape}, a chunk of {chunk_tokens} tokens in {dtype}, median of {repeats}; "
+        f"{shape}, a chunk of {chunk_tokens} tokens in {dtype}, fastest of {repeats} rounds; "
         f"copying runs at {say_bytes(rows[0].copy_bytes_per_s)}/s"
     )
     columns = ("codec", "file", "of float16", "rms error", "max error", "pack", "unpack")
