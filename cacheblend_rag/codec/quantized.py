@@ -114,12 +114,15 @@ class QuantizedCodec:
         size = -(-length // groups)
         numbers = _unpack_codes(codes, self.bits, form.shape)
         least, step = grid.float().unsqueeze(axis + 2)
-        full = length // size
-        head = torch.unflatten(numbers.narrow(axis, 0, full * size), axis, (full, size))
-        head.mul_(step.narrow(axis, 0, full)).add_(least.narrow(axis, 0, full))
-        if full < groups:
-            tail = numbers.narrow(axis, full * size, length - full * size).unsqueeze(axis)
-            tail.mul_(step.narrow(axis, full, 1)).add_(least.narrow(axis, full, 1))
+        before, after = form.shape[:axis], form.shape[axis + 1 :]
+        full, rest = divmod(length, size)
+        if rest == 0:
+            numbers.view(*before, groups, size, *after).mul_(step).add_(least)
+        else:
+            # The last group is shorter than the others.
+            for first, count, width in ((0, full, size), (full, 1, rest)):
+                piece = numbers.narrow(axis, first * size, count * width).view(*before, count, width, *after)
+                piece.mul_(step.narrow(axis, first, count)).add_(least.narrow(axis, first, count))
         return numbers.to(form.dtype)
 
 
