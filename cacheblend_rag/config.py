@@ -58,6 +58,10 @@ class BlendConfig(BaseSettings):
         Most bytes of KV that the RAM tier holds.
     disk_bytes : int, optional
         Most bytes of KV that the disk tier holds; no limit by default.
+    ram_codec : str
+        How KV is kept in RAM: "native" (in the model's dtype), "float32", "float16", "bfloat16", "int8", "int4" or "int2".
+    disk_codec : str
+        How KV is written to disk. KV that is stored already is served whatever its codec.
     encode_batch_tokens : int
         Most tokens encoded in one batch, padding included.
     encode_on : {"add", "second_use"}
@@ -94,6 +98,8 @@ class BlendConfig(BaseSettings):
     device: str | None = None
     ram_bytes: int = Field(default=4 * 1024**3, ge=0)
     disk_bytes: int | None = Field(default=None, ge=0)
+    ram_codec: str = "native"
+    disk_codec: str = "native"
     encode_batch_tokens: int = Field(default=4096, ge=1)
     encode_on: Literal["add", "second_use"] = "add"
     prefetch_layers: int = Field(default=2, ge=1)

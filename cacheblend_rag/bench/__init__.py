@@ -1,19 +1,23 @@
-"""Speed, measured on random weights at the shapes of real models."""
+"""Speed, measured on random weights and KV at the shapes of real models."""
 
 from __future__ import annotations
 
+from cacheblend_rag.bench.codecs import CodecRow, CodecSetting, measure_codecs
 from cacheblend_rag.bench.encode import EncodeBench, EncodeRow, EncodeSetting
 from cacheblend_rag.bench.shapes import SHAPES, random_model, shape_config, word_tokenizer
 from cacheblend_rag.bench.ttft import TTFTBench, TTFTRow, TTFTSetting
 
 __all__ = [
     "SHAPES",
+    "CodecRow",
+    "CodecSetting",
     "EncodeBench",
     "EncodeRow",
     "EncodeSetting",
     "TTFTBench",
     "TTFTRow",
     "TTFTSetting",
+    "measure_codecs",
     "random_model",
     "shape_config",
     "word_tokenizer",

@@ -31,6 +31,12 @@ def reference(
         str,
         typer.Option(help="Selectors, comma-separated; each stands beside random at equal ratio and at equal charge."),
     ] = "hkvd",
+    codecs: Annotated[
+        str,
+        typer.Option(
+            help="How stored KV is packed, comma-separated; each other than native adds a row for each selector and ratio."
+        ),
+    ] = "native",
     seed: Annotated[int, typer.Option(help="The questions follow from it.")] = 7,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes; by default one a core, or one with a GPU.")
@@ -51,6 +57,7 @@ def reference(
         seed=seed,
         ratios=parse_ratios(ratios),
         selectors=tuple(name.strip() for name in selectors.split(",")),
+        codecs=tuple(name.strip() for name in codecs.split(",")),
     )
     started = time.perf_counter()
     screen = console(stderr=True)
@@ -75,13 +82,14 @@ def reference(
         (
             method,
             None if chosen[0].recompute_ratio is None else f"{chosen[0].recompute_ratio:.3f}",
+            chosen[0].codec,
             f"{chosen[0].charged_ratio:.3f}",
             f"{chosen[0].same_as_full:.3f}",
             say_seconds(chosen[0].ttft_s),
         )
         for method, chosen in by_method.items()
     ]
-    show_table("all questions", ("method", "ratio", "charged", "same as full", "first token"), lines)
+    show_table("all questions", ("method", "ratio", "codec", "charged", "same as full", "first token"), lines)
     typer.echo(f"{questions} questions in {say_seconds(seconds)}")
     write_json(
         json_file,

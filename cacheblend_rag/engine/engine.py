@@ -44,6 +44,8 @@ _ENGINE_SETTINGS = frozenset(
         "device",
         "ram_bytes",
         "disk_bytes",
+        "ram_codec",
+        "disk_codec",
         "encode_batch_tokens",
         "encode_on",
         "self_check",
@@ -114,7 +116,13 @@ class BlendEngine:
         self.decoder = self._inspect()
         self._owns_store = store is None or isinstance(store, str | Path)
         self.store: KVStore = (
-            open_store(store, ram_bytes=self.config.ram_bytes, disk_bytes=self.config.disk_bytes)
+            open_store(
+                store,
+                ram_bytes=self.config.ram_bytes,
+                disk_bytes=self.config.disk_bytes,
+                ram_codec=self.config.ram_codec,
+                disk_codec=self.config.disk_codec,
+            )
             if store is None or isinstance(store, str | Path)
             else store
         )

@@ -35,6 +35,9 @@ class EvalSetting:
         Recompute ratios.
     selectors : tuple of str
         Selectors evaluated at each ratio, each beside random at the same ratio and at the same charge.
+    codecs : tuple of str
+        Codecs of the stored KV (`cacheblend_rag.codec.codec_names`). The engine's own holds for every method; each other one
+        adds a row for each selector and ratio.
     format : str
         How prompts are written (`cacheblend_rag.reference.prompt.FORMATS`).
     max_new_tokens : int
@@ -46,6 +49,7 @@ class EvalSetting:
     seed: int = 7
     ratios: tuple[float, ...] = (0.15, 0.3)
     selectors: tuple[str, ...] = ("hkvd",)
+    codecs: tuple[str, ...] = ("native",)
     format: str = DEFAULT_FORMAT
     max_new_tokens: int = 64
 
@@ -66,13 +70,16 @@ class EvalRow:
     kind : str
         The kind.
     method : str
-        "full" and "reuse", or selector and ratio; ``random = hkvd 0.15`` is random at the charge of hkvd at 0.15.
+        "full" and "reuse", or selector and ratio, and codec where it is not the engine's; ``random = hkvd 0.15`` is random at
+        the charge of hkvd at 0.15.
     selector : str or None
         The selector.
     recompute_ratio : float or None
         The ratio asked for; where it follows from a charge, its mean.
     equal_to : str or None
         The method whose charge this one was given, question by question.
+    codec : str or None
+        How the stored KV was packed; None where none was used.
     charged_ratio : float
         Mean work on chunk tokens over (chunk tokens x layers).
     questions : int
@@ -90,6 +97,7 @@ class EvalRow:
     selector: str | None
     recompute_ratio: float | None
     equal_to: str | None
+    codec: str | None
     charged_ratio: float
     questions: int
     exact_match: float
@@ -104,6 +112,7 @@ class _Method:
     selector: str | None
     ratio: float | None
     equal_to: str | None = None
+    codec: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +122,7 @@ class Answer:
     method: str
     kind: str
     recompute_ratio: float | None
+    codec: str | None
     charged_ratio: float
     exact_match: bool
     f1: float
@@ -135,7 +145,14 @@ class ReferenceEval:
         self._engine = engine
         self._setting = setting
         self._form = FORMATS[setting.format]
-        self._methods = list(_methods(setting))
+        own = engine.config.ram_codec
+        # A key names KV whatever its codec, so each codec has a store, and an engine, of its own on the same model.
+        self._engines = {own: engine}
+        for codec in dict.fromkeys(setting.codecs):
+            if codec != own:
+                config = engine.config.replace(ram_codec=codec, self_check=False)
+                self._engines[codec] = BlendEngine(engine.model, engine.tokenizer, config=config)
+        self._methods = [method for method in _methods(setting) if method.codec != own]
         # Unknown selectors and ratios without meaning are found before the first question.
         self._configs = {method: self._config(method, method.ratio) for method in self._methods}
 
@@ -143,11 +160,19 @@ class ReferenceEval:
         """Ask all questions of one context by every method."""
         chunks = [Chunk(text, f"chunk {number}") for number, text in enumerate(example.chunks)]
         ids = [str(chunk.id) for chunk in chunks]
-        self._engine.add(chunks)
         try:
+            for engine in self._engines.values():
+                engine.add(chunks)
             return [answer for question in example.questions for answer in self._ask(ids, question)]
         finally:
-            self._engine.delete(ids)
+            for engine in self._engines.values():
+                engine.delete(ids)
+
+    def close(self) -> None:
+        """Close the engines that were made for codecs; the one that was given stays open."""
+        for engine in self._engines.values():
+            if engine is not self._engine:
+                engine.close()
 
     def _ask(self, ids: list[str], question: Question) -> Iterator[Answer]:
         prompt = BlendPrompt(self._form.prefix(), ids, self._form.suffix(question.text), self._form.separator)
@@ -159,7 +184,7 @@ class ReferenceEval:
                 ratio = min(1.0, results[method.equal_to].report.charged_ratio)
                 config = self._config(method, ratio)
             # Greedy, so that an answer depends on the method alone.
-            result = self._engine.generate(
+            result = self._engine_of(method).generate(
                 prompt, max_new_tokens=self._setting.max_new_tokens, config=config, do_sample=False
             )
             results[method.name] = result
@@ -167,13 +192,18 @@ class ReferenceEval:
             same = result.text == results["full"].text
             exact, overlap = exact_match(value, question.answer), f1_score(value, question.answer)
             charged = result.report.charged_ratio
-            yield Answer(method.name, question.kind, ratio, charged, exact, overlap, same, result.report.ttft_s)
+            codec = None if method.selector is None else self._engine_of(method).config.ram_codec
+            yield Answer(method.name, question.kind, ratio, codec, charged, exact, overlap, same, result.report.ttft_s)
 
     def _config(self, method: _Method, ratio: float | None) -> BlendConfig:
+        settings = self._engine_of(method).config
         if method.selector is None:
-            return self._engine.config.replace(enabled=False)
+            return settings.replace(enabled=False)
         blending = {"enabled": True, "min_tokens": 0, "selector": method.selector, "recompute_ratio": ratio or 0.0}
-        return self._engine.config.replace(**blending)
+        return settings.replace(**blending)
+
+    def _engine_of(self, method: _Method) -> BlendEngine:
+        return self._engine if method.codec is None else self._engines[method.codec]
 
 
 def examples_of(setting: EvalSetting) -> list[Example]:
@@ -203,6 +233,8 @@ def _methods(setting: EvalSetting) -> Iterator[_Method]:
             name = f"{selector} {ratio:g}"
             yield _Method(name, selector, ratio)
             yield _Method(f"{_RANDOM} = {name}", _RANDOM, None, equal_to=name)
+            for codec in dict.fromkeys(setting.codecs):
+                yield _Method(f"{name}, {codec}", selector, ratio, codec=codec)
 
 
 def _row(kind: str, method: _Method, answers: Sequence[Answer]) -> EvalRow:
@@ -213,6 +245,7 @@ def _row(kind: str, method: _Method, answers: Sequence[Answer]) -> EvalRow:
         selector=method.selector,
         recompute_ratio=fmean(ratios) if ratios else None,
         equal_to=method.equal_to,
+        codec=answers[0].codec,
         charged_ratio=fmean(answer.charged_ratio for answer in answers),
         questions=len(answers),
         exact_match=fmean(answer.exact_match for answer in answers),

@@ -60,11 +60,15 @@ def evaluate(
     answers: list[Answer] = []
     done = 0
     if workers == 1:
-        for example in examples:
-            answers += run.ask(example)
-            done += len(example.questions)
-            report(done, setting.num_questions)
+        try:
+            for example in examples:
+                answers += run.ask(example)
+                done += len(example.questions)
+                report(done, setting.num_questions)
+        finally:
+            run.close()
         return tabulate(setting, answers)
+    run.close()
     # Spawned, because a process that has used torch's threads cannot be forked safely.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, _start, (model, engine.config, setting)) as pool:

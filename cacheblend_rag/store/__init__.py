@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from cacheblend_rag.codec import make_codec
 from cacheblend_rag.store.base import KVReader, KVStore, NodeRecord, StoreStats
 from cacheblend_rag.store.check import CheckReport, check_store
 from cacheblend_rag.store.disk import DiskTier
@@ -13,7 +14,14 @@ from cacheblend_rag.store.tiered import TieredStore
 __all__ = ["CheckReport", "KVReader", "KVStore", "NodeRecord", "StoreStats", "check_store", "open_store"]
 
 
-def open_store(location: str | Path | None, ram_bytes: int, disk_bytes: int | None = None) -> KVStore:
+def open_store(
+    location: str | Path | None,
+    ram_bytes: int,
+    disk_bytes: int | None = None,
+    *,
+    ram_codec: str = "native",
+    disk_codec: str = "native",
+) -> KVStore:
     """Open a chunk KV store, making it if there is none.
 
     Parameters
@@ -25,6 +33,9 @@ def open_store(location: str | Path | None, ram_bytes: int, disk_bytes: int | No
         Most bytes of KV in RAM; with a folder, RAM holds copies of what was used last.
     disk_bytes : int, optional
         Most bytes of KV on disk; no limit by default.
+    ram_codec, disk_codec : str
+        How KV is packed when it comes into RAM, and when it goes down to disk (`cacheblend_rag.codec.codec_names`). What is
+        held already is read whatever its codec.
 
     Returns
     -------
@@ -33,6 +44,8 @@ def open_store(location: str | Path | None, ram_bytes: int, disk_bytes: int | No
 
     Raises
     ------
+    ConfigError
+        If a codec is unknown.
     StoreFormatError
         If the folder was written in a format that this version does not read. Nothing is changed in it.
     StoreReadOnlyError
@@ -40,6 +53,7 @@ def open_store(location: str | Path | None, ram_bytes: int, disk_bytes: int | No
     StoreError
         If `location` is something else than a store or an empty folder.
     """
+    ram, disk = RamTier(ram_bytes, make_codec(ram_codec)), make_codec(disk_codec)
     if location is None:
-        return TieredStore(RamTier(ram_bytes))
-    return TieredStore(RamTier(ram_bytes), DiskTier(Path(location).expanduser(), disk_bytes))
+        return TieredStore(ram)
+    return TieredStore(ram, DiskTier(Path(location).expanduser(), disk_bytes, disk))

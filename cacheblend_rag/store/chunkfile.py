@@ -4,10 +4,15 @@ Layout, in file order::
 
     8 bytes           length of the header
     header            JSON: the tensors' types, shapes and places, and ``__metadata__`` with the format, the store key,
-                      the start position and one checksum (xxh3, 64 bits) a layer
+                      the start position, one checksum (xxh3, 64 bits) a layer, and how each layer is unpacked
     token_ids         int32
     header_digest     16 bytes, blake2b of everything before it
     layer.0.keys, layer.0.values, layer.1.keys, ...
+
+A layer's tensors are the parts that its codec makes of it (`cacheblend_rag.codec`): ``keys`` and ``values`` where it stays
+in floating point, ``keys.grid``, ``values.grid``, ``keys.codes`` and ``values.codes`` where it is quantised. Metadata ``forms``
+lists what layers are unpacked to, each as [codec, keys, values] with types and shapes; ``layers`` says which of them each
+layer has. Files of format 1 have neither, and no codec; they are read as well.
 
 Any safetensors reader can open it. The digest covers the checksums and the checksums cover the layers, so that reading the
 head and one layer is enough to know that this layer is right.
@@ -26,16 +31,18 @@ import numpy as np
 import torch
 import xxhash
 
+from cacheblend_rag.codec import PackedKV, PackedLayer, TensorForm, codec_names, make_codec, pack_kv, unpack_layer
 from cacheblend_rag.errors import ChunkReadError, StoreError
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.store.source import ByteSource, FileSource
 
 __all__ = ["ChunkFile", "EncodedChunk", "encode_chunk", "pack_tokens", "unpack_tokens"]
 
-_FORMAT = "cacheblend-rag chunk kv 1"
+_FORMAT = "cacheblend-rag chunk kv 2"
+_FORMAT_WITHOUT_CODECS = "cacheblend-rag chunk kv 1"
 _DIGEST_BYTES = 16
-# One read fetches the whole head of a chunk of about a thousand tokens in fifty layers; longer heads take a second one.
-_HEAD_GUESS_BYTES = 16 * 1024
+# One read fetches the whole head of a quantised chunk of about a thousand tokens in fifty layers; longer heads take a second.
+_HEAD_GUESS_BYTES = 32 * 1024
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -87,15 +94,15 @@ def unpack_tokens(data: bytes) -> tuple[int, ...]:
     return tuple(np.frombuffer(data, dtype="<i4").tolist())
 
 
-def encode_chunk(key: str, kv: ChunkKV) -> EncodedChunk:
+def encode_chunk(key: str, kv: ChunkKV | PackedKV) -> EncodedChunk:
     """Lay out the file of one chunk.
 
     Parameters
     ----------
     key : str
         The store key, kept in the file so that a misplaced file is not mistaken for another chunk's.
-    kv : ChunkKV
-        The KV, on the CPU.
+    kv : ChunkKV or PackedKV
+        The KV, on the CPU; as it is, or packed by any codec.
 
     Returns
     -------
@@ -108,6 +115,7 @@ def encode_chunk(key: str, kv: ChunkKV) -> EncodedChunk:
         If a tensor is of a type that the format does not know.
     """
     tokens = pack_tokens(kv.token_ids)
+    packed = pack_kv(kv, make_codec("native")) if isinstance(kv, ChunkKV) else kv
     tensors: dict[str, Any] = {}
     place = 0
 
@@ -120,13 +128,16 @@ def encode_chunk(key: str, kv: ChunkKV) -> EncodedChunk:
     describe("header_digest", "U8", [_DIGEST_BYTES], _DIGEST_BYTES)
     payload: list[memoryview] = []
     checksums: list[str] = []
-    for number, layer in enumerate(kv.layers):
+    forms: dict[str, int] = {}
+    form_of_layer: list[str] = []
+    for number, layer in enumerate(packed.layers):
+        form = json.dumps(
+            [layer.codec, _describe(number, "keys", layer.key_form), _describe(number, "values", layer.value_form)],
+            separators=(",", ":"),
+        )
+        form_of_layer.append(str(forms.setdefault(form, len(forms))))
         checksum = xxhash.xxh3_64()
-        for part, tensor in (("keys", layer.keys), ("values", layer.values)):
-            if tensor.dtype not in _DTYPE_NAMES:
-                raise StoreError(
-                    f"layer {number} has {part} of {tensor.dtype}; the store keeps {', '.join(map(str, _DTYPE_NAMES))}"
-                )
+        for part, tensor in layer.parts.items():
             view = _bytes_of(tensor)
             checksum.update(view)
             describe(f"layer.{number}.{part}", _DTYPE_NAMES[tensor.dtype], list(tensor.shape), view.nbytes)
@@ -137,6 +148,8 @@ def encode_chunk(key: str, kv: ChunkKV) -> EncodedChunk:
         "key": key,
         "start": str(kv.start),
         "checksums": ",".join(checksums),
+        "forms": f"[{','.join(forms)}]",
+        "layers": ",".join(form_of_layer),
     }
     header = json.dumps(tensors, separators=(",", ":")).encode("ascii")
     header += b" " * (-len(header) % 8)
@@ -154,6 +167,15 @@ class ChunkFile:
         The bytes.
     key : str
         The store key they must carry.
+
+    Attributes
+    ----------
+    key : str
+        The store key.
+    digest : bytes
+        The header digest, which tells this file from any other.
+    file_bytes, packed_bytes, kv_bytes : int
+        Size of the file, of its layers as they are stored, and of the KV that they are unpacked to.
 
     Raises
     ------
@@ -186,6 +208,11 @@ class ChunkFile:
         return cls(source, key)
 
     @property
+    def codecs(self) -> tuple[str, ...]:
+        """The codec of each layer."""
+        return tuple(layer.codec for layer in self._layers)
+
+    @property
     def token_ids(self) -> tuple[int, ...]:
         """The tokens that the KV was computed from."""
         return self._token_ids
@@ -201,16 +228,25 @@ class ChunkFile:
         return len(self._checksums)
 
     def layer(self, index: int) -> LayerKV:
-        """Read one layer in one piece and verify it.
+        """Read one layer in one piece, verify it and unpack it.
 
         Raises
         ------
         ChunkReadError
             If the bytes are gone, or do not match their checksum.
         """
-        keys, values = self._tensors[f"layer.{index}.keys"], self._tensors[f"layer.{index}.values"]
-        begin, middle = keys["data_offsets"]
-        nbytes = values["data_offsets"][1] - begin
+        return unpack_layer(self.packed_layer(index))
+
+    def packed_layer(self, index: int) -> PackedLayer:
+        """Read one layer in one piece and verify it; its parts stay packed.
+
+        Raises
+        ------
+        ChunkReadError
+            If the bytes are gone, or do not match their checksum.
+        """
+        layer = self._layers[index]
+        begin, nbytes = layer.begin, layer.nbytes
         buffer = torch.empty(nbytes, dtype=torch.uint8)
         view = buffer.numpy().data
         count = self._read(view, self._body + begin)
@@ -218,7 +254,10 @@ class ChunkFile:
             raise ChunkReadError(self.key, f"layer {index} ends after {count} of {nbytes} bytes")
         if xxhash.xxh3_64_hexdigest(view) != self._checksums[index]:
             raise ChunkReadError(self.key, f"layer {index} does not match its checksum")
-        return LayerKV(_cut(buffer, 0, keys), _cut(buffer, middle - begin, values))
+        parts = {
+            name: _cut(buffer, tensor["data_offsets"][0] - begin, tensor) for name, tensor in layer.tensors.items()
+        }
+        return PackedLayer(layer.codec, layer.key_form, layer.value_form, parts)
 
     def verify(self) -> None:
         """Read every layer.
@@ -229,7 +268,7 @@ class ChunkFile:
             If one of them is damaged.
         """
         for index in range(self.num_layers):
-            self.layer(index)
+            self.packed_layer(index)
 
     def _read_head(self) -> None:
         size = self._source.size
@@ -262,19 +301,24 @@ class ChunkFile:
     def _parse(self, header: dict[str, Any], body: int) -> None:
         # The digest matched: from here on the header is what some version of this library wrote.
         metadata = header["__metadata__"]
-        if metadata["format"] != _FORMAT:
+        if metadata["format"] not in (_FORMAT, _FORMAT_WITHOUT_CODECS):
             raise ChunkReadError(
-                self.key, f"it is in the format {metadata['format']!r}, this version reads {_FORMAT!r}"
+                self.key, f"it is in the format {metadata['format']!r}, this version reads up to {_FORMAT!r}"
             )
         if metadata["key"] != self.key:
             raise ChunkReadError(self.key, f"the file belongs to key {metadata['key'][:12]}…")
         self._start = int(metadata["start"])
         self._checksums = metadata["checksums"].split(",") if metadata["checksums"] else []
-        self._tensors = header
         self._body = body
-        last = f"layer.{len(self._checksums) - 1}.values" if self._checksums else "header_digest"
-        self.file_bytes = body + int(header[last]["data_offsets"][1])
-        self.kv_bytes = self.file_bytes - body - int(header["header_digest"]["data_offsets"][1])
+        self._layers = _layers(header, len(self._checksums), metadata)
+        unknown = {layer.codec for layer in self._layers} - set(codec_names())
+        if unknown:
+            raise ChunkReadError(
+                self.key, f"it is packed by the codec {min(unknown)!r}; this version knows {', '.join(codec_names())}"
+            )
+        self.packed_bytes = sum(layer.nbytes for layer in self._layers)
+        self.kv_bytes = sum(layer.key_form.nbytes + layer.value_form.nbytes for layer in self._layers)
+        self.file_bytes = body + int(header["header_digest"]["data_offsets"][1]) + self.packed_bytes
 
     def _read_exactly(self, begin: int, end: int) -> bytes:
         data = bytearray(end - begin)
@@ -290,11 +334,54 @@ class ChunkFile:
             raise ChunkReadError(self.key, f"its bytes cannot be read: {error.strerror or error}") from error
 
 
+@dataclass(frozen=True, slots=True)
+class _StoredLayer:
+    """Where one layer's parts lie, and what they are unpacked to."""
+
+    codec: str
+    key_form: TensorForm
+    value_form: TensorForm
+    tensors: dict[str, dict[str, Any]]
+
+    @property
+    def begin(self) -> int:
+        return min(int(tensor["data_offsets"][0]) for tensor in self.tensors.values())
+
+    @property
+    def nbytes(self) -> int:
+        return max(int(tensor["data_offsets"][1]) for tensor in self.tensors.values()) - self.begin
+
+
+def _layers(header: dict[str, Any], count: int, metadata: dict[str, str]) -> list[_StoredLayer]:
+    tensors: list[dict[str, dict[str, Any]]] = [{} for _ in range(count)]
+    for name, tensor in header.items():
+        if name.startswith("layer."):
+            _, number, part = name.split(".", 2)
+            tensors[int(number)][part] = tensor
+    if metadata["format"] == _FORMAT_WITHOUT_CODECS:
+        return [_StoredLayer("native", _form(each["keys"]), _form(each["values"]), each) for each in tensors]
+    forms = [(codec, _form(keys), _form(values)) for codec, keys, values in json.loads(metadata["forms"])]
+    chosen = [forms[int(number)] for number in metadata["layers"].split(",")] if metadata["layers"] else []
+    return [_StoredLayer(*form, each) for form, each in zip(chosen, tensors, strict=True)]
+
+
+def _describe(number: int, what: str, form: TensorForm) -> dict[str, Any]:
+    if form.dtype not in _DTYPE_NAMES:
+        raise StoreError(
+            f"layer {number} has {what} of {form.dtype}; the store keeps {', '.join(map(str, _DTYPE_NAMES))}"
+        )
+    return {"dtype": _DTYPE_NAMES[form.dtype], "shape": form.shape}
+
+
+def _form(described: dict[str, Any]) -> TensorForm:
+    return TensorForm(tuple(described["shape"]), _DTYPES[described["dtype"]])
+
+
 def _cut(buffer: torch.Tensor, offset: int, tensor: dict[str, Any]) -> torch.Tensor:
     dtype, shape = _DTYPES[tensor["dtype"]], tensor["shape"]
     piece = buffer[offset : offset + math.prod(shape) * dtype.itemsize]
     if offset % dtype.itemsize:
-        # Only where keys and values differ in type: a view must begin at a multiple of its item size.
+        # Where parts differ in type: a view must begin at a multiple of its item size.
         piece = piece.clone()
     return piece.view(dtype).view(shape)
 

@@ -9,6 +9,7 @@ from logging import getLogger
 from pathlib import Path
 from typing import TypeVar
 
+from cacheblend_rag.codec import Codec, PackedKV, make_codec, pack_kv
 from cacheblend_rag.errors import ChunkReadError, StoreError, StoreFullError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store.chunkfile import ChunkFile, encode_chunk
@@ -41,9 +42,12 @@ class DiskTier:
         The folder.
     limit_bytes : int, optional
         Most bytes of files.
+    codec : Codec, optional
+        How KV is written; by default as it is. Files are read whatever their codec.
     """
 
-    def __init__(self, path: Path, limit_bytes: int | None) -> None:
+    def __init__(self, path: Path, limit_bytes: int | None, codec: Codec | None = None) -> None:
+        self.codec = make_codec("native") if codec is None else codec
         self._folder = StoreFolder(path)
         self._limit_bytes = limit_bytes
         self._lock = ForkSafeLock()
@@ -94,7 +98,7 @@ class DiskTier:
                 return file
         return None
 
-    def put(self, key: str, kv: ChunkKV) -> list[str]:
+    def put(self, key: str, kv: ChunkKV | PackedKV) -> list[str]:
         """Write `kv` under `key`, unless it is held and its head is sound; return the keys dropped for room.
 
         Raises
@@ -113,7 +117,7 @@ class DiskTier:
             if self.index.has_file(held.file, key):
                 # Otherwise another process or thread has just dropped it.
                 _log.warning("stored KV %s… is damaged and replaced: %s", key[:12], flaw)
-        encoded = encode_chunk(key, kv)
+        encoded = encode_chunk(key, pack_kv(kv, self.codec))
         if self._limit_bytes is not None and encoded.nbytes > self._limit_bytes:
             raise StoreFullError(
                 f"a chunk of {encoded.nbytes} bytes exceeds the store's budget of {self._limit_bytes} bytes (disk_bytes)"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable
+from dataclasses import replace
 
-import torch
-
+from cacheblend_rag.codec import Codec, PackedKV, PackedLayer, make_codec, pack_kv, repack_layer, unpack_layer
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.store.locks import ForkSafeLock
 
@@ -18,12 +18,12 @@ class RamReader:
 
     Parameters
     ----------
-    kv : ChunkKV
-        The KV.
+    kv : PackedKV or ChunkKV
+        The KV, packed or as it is.
     """
 
-    def __init__(self, kv: ChunkKV) -> None:
-        self._kv = kv
+    def __init__(self, kv: PackedKV | ChunkKV) -> None:
+        self._kv = kv if isinstance(kv, PackedKV) else pack_kv(kv, make_codec("native"))
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -41,8 +41,8 @@ class RamReader:
         return len(self._kv.layers)
 
     def layer(self, index: int) -> LayerKV:
-        """Return one layer; the caller must not write to it."""
-        return self._kv.layers[index]
+        """Return one layer, unpacked; the caller must not write to it."""
+        return unpack_layer(self._kv.layers[index])
 
 
 class RamTier:
@@ -51,20 +51,23 @@ class RamTier:
     Parameters
     ----------
     limit_bytes : int
-        Most bytes of KV held, reservations included. An entry that is bigger than this is not kept.
+        Most bytes of KV held, as it is packed, reservations included. An entry that is bigger than this is not kept.
+    codec : Codec, optional
+        How KV is kept; by default as it is.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, codec: Codec | None = None) -> None:
         self.limit_bytes = limit_bytes
+        self.codec = make_codec("native") if codec is None else codec
         self._lock = ForkSafeLock()
-        self._entries: OrderedDict[str, ChunkKV] = OrderedDict()
+        self._entries: OrderedDict[str, PackedKV] = OrderedDict()
         self._used_bytes = 0
         self._reserved_bytes = 0
         # Reservations come back here, without the lock, since they may come back from a finalizer.
         self._returned: deque[int] = deque()
         self._evictions = 0
 
-    def get(self, key: str) -> ChunkKV | None:
+    def get(self, key: str) -> PackedKV | None:
         """Return the KV under `key` and mark it as recently used, or None."""
         with self._lock:
             kv = self._entries.get(key)
@@ -72,9 +75,13 @@ class RamTier:
                 self._entries.move_to_end(key)
             return kv
 
-    def put(self, key: str, kv: ChunkKV) -> bool:
-        """Keep `kv`, dropping the least recently used for room; return whether it was kept."""
-        kv = _owned(kv)
+    def pack(self, kv: ChunkKV | PackedKV) -> PackedKV:
+        """Return `kv` as this tier keeps it."""
+        return pack_kv(kv, self.codec)
+
+    def put(self, key: str, kv: ChunkKV | PackedKV) -> bool:
+        """Keep `kv`, packed, dropping the least recently used for room; return whether it was kept."""
+        kv = _owned(self.pack(kv))
         with self._lock:
             self._drop(key)
             if kv.nbytes > self.limit_bytes or not self._make_room(kv.nbytes):
@@ -82,6 +89,10 @@ class RamTier:
             self._entries[key] = kv
             self._used_bytes += kv.nbytes
             return True
+
+    def repack(self, layer: PackedLayer) -> PackedLayer:
+        """Return one layer as this tier keeps it."""
+        return repack_layer(layer, self.codec)
 
     def reserve(self, nbytes: int) -> bool:
         """Set room aside for an entry that is still being read; return whether there is any."""
@@ -148,14 +159,17 @@ class RamTier:
             self._used_bytes -= kv.nbytes
 
 
-def _owned(kv: ChunkKV) -> ChunkKV:
+def _owned(kv: PackedKV) -> PackedKV:
     """Copy the tensors that are views into something larger, which would stay in memory uncounted."""
 
-    def compact(tensor: torch.Tensor, room: int) -> torch.Tensor:
-        return tensor.clone() if tensor.untyped_storage().nbytes() > room else tensor
+    def compact(layer: PackedLayer) -> PackedLayer:
+        # All parts of a layer may share one storage, as they do when read from a file.
+        room = layer.nbytes
+        if all(part.untyped_storage().nbytes() <= room for part in layer.parts.values()):
+            return layer
+        parts = {
+            name: part.clone() if part.untyped_storage().nbytes() > room else part for name, part in layer.parts.items()
+        }
+        return replace(layer, parts=parts)
 
-    # Both tensors of a layer may share one storage, as they do when read from a file.
-    layers = tuple(
-        LayerKV(compact(layer.keys, layer.nbytes), compact(layer.values, layer.nbytes)) for layer in kv.layers
-    )
-    return ChunkKV(kv.token_ids, kv.start, layers)
+    return PackedKV(kv.token_ids, kv.start, tuple(map(compact, kv.layers)))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from logging import getLogger
 from typing import TypeVar
 
+from cacheblend_rag.codec import PackedKV, PackedLayer, unpack_layer
 from cacheblend_rag.errors import ChunkReadError, StoreError, StoreFullError
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.store.base import KVReader, NodeRecord, StoreStats
@@ -64,8 +65,11 @@ class TieredStore:
                 self._disk.touch(key)
             return RamReader(kv)
         file = self._disk.open(key) if self._disk else None
-        if file is not None and self._ram.reserve(file.kv_bytes):
-            return _PromotingReader(file, self._ram, self._keep)
+        if file is not None:
+            # Packing never makes KV larger, unpacking may.
+            nbytes = file.kv_bytes if self._ram.codec.name == "native" else file.packed_bytes
+            if self._ram.reserve(nbytes):
+                return _PromotingReader(file, self._ram, nbytes, self._keep)
         return file
 
     def put(self, key: str, kv: ChunkKV) -> None:
@@ -81,11 +85,14 @@ class TieredStore:
         valid_key(key)
         self._check_open()
         if self._disk:
-            self._ram.drop(self._disk.put(key, kv))
-            self._keep(key, kv)
+            # Packed once where both tiers use one codec.
+            packed = self._ram.pack(kv) if self._ram.codec == self._disk.codec else kv
+            self._ram.drop(self._disk.put(key, packed))
+            self._keep(key, packed)
         elif not self._ram.put(key, kv):
+            nbytes = self._ram.pack(kv).nbytes
             raise StoreFullError(
-                f"a chunk of {kv.nbytes} bytes exceeds the store's budget of {self._ram.limit_bytes} bytes (ram_bytes)"
+                f"a chunk of {nbytes} bytes exceeds the store's budget of {self._ram.limit_bytes} bytes (ram_bytes)"
             )
 
     def cache(self, key: str, kv: ChunkKV) -> None:
@@ -164,7 +171,7 @@ class TieredStore:
         else:
             self._database.close()
 
-    def _keep(self, key: str, kv: ChunkKV) -> None:
+    def _keep(self, key: str, kv: ChunkKV | PackedKV) -> None:
         self._ram.put(key, kv)
         try:
             held = self.holds([key])[0]
@@ -208,12 +215,14 @@ class TieredStore:
 class _PromotingReader:
     """Reads a file layer by layer, and hands its KV to RAM when the last one was read."""
 
-    def __init__(self, file: ChunkFile, ram: RamTier, keep: Callable[[str, ChunkKV], None]) -> None:
+    def __init__(
+        self, file: ChunkFile, ram: RamTier, reserved_bytes: int, keep: Callable[[str, PackedKV], None]
+    ) -> None:
         self._file = file
         self._ram = ram
         self._keep = keep
-        self._layers: dict[int, LayerKV] = {}
-        self._reserved_bytes = file.kv_bytes
+        self._layers: dict[int, PackedLayer] = {}
+        self._reserved_bytes = reserved_bytes
 
     def __del__(self) -> None:
         self._ram.give_back(self._reserved_bytes)
@@ -243,12 +252,12 @@ class _PromotingReader:
         """
         layer = self._layers.get(index)
         if layer is None:
-            layer = self._file.layer(index)
-            if self._reserved_bytes:
-                self._layers[index] = layer
-                if index == self.num_layers - 1 or len(self._layers) == self.num_layers:
-                    self._complete()
-        return layer
+            if not self._reserved_bytes:
+                return self._file.layer(index)
+            layer = self._layers[index] = self._ram.repack(self._file.packed_layer(index))
+            if index == self.num_layers - 1 or len(self._layers) == self.num_layers:
+                self._complete()
+        return unpack_layer(layer)
 
     def _complete(self) -> None:
         """Give the layers to RAM, with the few that nobody asked for because their KV is computed in full."""
@@ -259,10 +268,10 @@ class _PromotingReader:
         if len(missing) * 2 > self.num_layers:
             return
         try:
-            layers.update((number, self._file.layer(number)) for number in missing)
+            layers.update((number, self._file.packed_layer(number)) for number in missing)
         except ChunkReadError as error:
             _log.warning("%s", error)
             return
         self._keep(
-            self._file.key, ChunkKV(self.token_ids, self.start, tuple(layers[n] for n in range(self.num_layers)))
+            self._file.key, PackedKV(self.token_ids, self.start, tuple(layers[n] for n in range(self.num_layers)))
         )

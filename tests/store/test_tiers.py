@@ -166,7 +166,7 @@ def test_ram_does_not_keep_larger_tensors_alive() -> None:
     assert ram.put("k", ChunkKV((1,) * 6, 0, [LayerKV(batch[3], batch[4])]))
     kept = ram.get("k")
     assert kept is not None
-    assert kept.layers[0].keys.untyped_storage().nbytes() == batch[3].nbytes
+    assert kept.layers[0].parts["keys"].untyped_storage().nbytes() == batch[3].nbytes
 
 
 def test_damaged_head_is_a_miss_and_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

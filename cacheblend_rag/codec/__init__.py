@@ -1,0 +1,18 @@
+"""How KV is represented in fewer bytes: as is, in narrower floats, or quantised."""
+
+from __future__ import annotations
+
+from cacheblend_rag.codec.base import Codec, PackedKV, PackedLayer, TensorForm
+from cacheblend_rag.codec.registry import codec_names, make_codec, pack_kv, repack_layer, unpack_layer
+
+__all__ = [
+    "Codec",
+    "PackedKV",
+    "PackedLayer",
+    "TensorForm",
+    "codec_names",
+    "make_codec",
+    "pack_kv",
+    "repack_layer",
+    "unpack_layer",
+]

@@ -1,0 +1,165 @@
+"""KV in 8, 4 or 2 bits a number, on a grid for each small group of numbers.
+
+The layout is KIVI's (Liu et al., arXiv 2402.02750): the keys of a few channels are large in every token, so keys share a grid
+along a channel; values have no such channels, and at few bits they share a grid within a token.
+
+KIVI keeps the most recent tokens in full precision, because in a growing cache a group along a channel fills only token by
+token, and because generated text leans on what was said last. Neither holds for a stored chunk: it is whole when it is
+packed, and the last tokens of a prompt, its question and its answer are never read from the store. So nothing is kept back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from cacheblend_rag.codec.base import PackedLayer, TensorForm
+from cacheblend_rag.codec.plain import form_of, keep_native
+from cacheblend_rag.kv import LayerKV
+
+__all__ = ["QuantizedCodec"]
+
+Axis = Literal["channel", "token"]
+
+_QUANTIZABLE = {torch.float32, torch.float16, torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedCodec:
+    """Asymmetric quantisation in groups.
+
+    The numbers of a group lie between its least and its greatest, and each is stored as the number of the nearest of 2**bits
+    evenly spaced points between them. A group is stored as those numbers and its grid: the least (rounded down) and the step
+    (rounded up), both float16. A number is off by half a step at most, besides rounding to the dtype that is
+    unpacked to. The step is the group's range, and float16's spacing at its least, over 2**bits - 1.
+
+    Tensors are cut into groups of equal length, the last one shorter where that does not come out even. A layer is kept native
+    where a tensor is empty, is not float32, float16 or bfloat16, or holds a number that is not finite or beyond float16.
+
+    Attributes
+    ----------
+    name : str
+        The codec's name.
+    bits : {2, 4, 8}
+        Bits a number, grid aside.
+    group_size : int
+        Most numbers that share a grid; a grid takes 32 bits.
+    values_along : {"channel", "token"}
+        Whether values are grouped along a channel, as keys are, or within a token.
+    """
+
+    name: str
+    bits: Literal[2, 4, 8]
+    group_size: int
+    values_along: Axis
+
+    def pack(self, layer: LayerKV) -> PackedLayer:
+        """Quantise one layer."""
+        keys = self._quantize(layer.keys, "channel")
+        values = self._quantize(layer.values, self.values_along)
+        if keys is None or values is None:
+            return keep_native(layer)
+        # Grids first: codes may end at an odd byte.
+        parts = {"keys.grid": keys[0], "values.grid": values[0], "keys.codes": keys[1], "values.codes": values[1]}
+        return PackedLayer(self.name, form_of(layer.keys), form_of(layer.values), parts)
+
+    def unpack(self, packed: PackedLayer) -> LayerKV:
+        """Compute one layer from its numbers and grids."""
+        parts = packed.parts
+        return LayerKV(
+            self._dequantize(parts["keys.grid"], parts["keys.codes"], packed.key_form, "channel"),
+            self._dequantize(parts["values.grid"], parts["values.codes"], packed.value_form, self.values_along),
+        )
+
+    def _quantize(self, tensor: torch.Tensor, along: Axis) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return grid and codes, or None if there are none.
+
+        The grid is ``(2, num_kv_heads, groups, head_dim)`` along channels and ``(2, num_kv_heads, seq_len, groups)`` within
+        tokens, least and step; the codes are flat.
+        """
+        if tensor.dim() != 3 or tensor.numel() == 0 or tensor.dtype not in _QUANTIZABLE:
+            return None
+        axis = _axis(along)
+        length = tensor.shape[axis]
+        groups = -(-length // self.group_size)
+        size = -(-length // groups)
+        numbers = tensor.float()
+        if groups * size > length:
+            # The last number once more widens no range.
+            last = numbers.narrow(axis, length - 1, 1)
+            shape = list(tensor.shape)
+            shape[axis] = groups * size - length
+            numbers = torch.cat([numbers, last.expand(shape)], dim=axis)
+        numbers = torch.unflatten(numbers, axis, (groups, size))
+        levels = (1 << self.bits) - 1
+        least = numbers.amin(axis + 1)
+        if not bool(least.half().isfinite().all()):
+            return None
+        least = -_half_up(-least)
+        step = _half_up((numbers.amax(axis + 1) - least.float()) / levels)
+        greatest = least.float() + levels * step.float()
+        # Where the greatest number is close to the end of its dtype, the grid may reach past it.
+        if not bool((greatest <= torch.finfo(tensor.dtype).max).all()):
+            return None
+        width = torch.where(step == 0, 1, step.float())
+        codes = (numbers - least.float().unsqueeze(axis + 1)).div_(width.unsqueeze(axis + 1)).round_().clamp_(0, levels)
+        codes = codes.to(torch.uint8).flatten(axis, axis + 1).narrow(axis, 0, length)
+        return torch.stack([least, step]), _pack_codes(codes, self.bits)
+
+    def _dequantize(self, grid: torch.Tensor, codes: torch.Tensor, form: TensorForm, along: Axis) -> torch.Tensor:
+        axis = _axis(along)
+        length, groups = form.shape[axis], grid.shape[axis + 1]
+        size = -(-length // groups)
+        numbers = _unpack_codes(codes, self.bits, form.shape)
+        least, step = grid.float().unsqueeze(axis + 2)
+        before, after = form.shape[:axis], form.shape[axis + 1 :]
+        full, rest = divmod(length, size)
+        if rest == 0:
+            numbers.view(*before, groups, size, *after).mul_(step).add_(least)
+        else:
+            # The last group is shorter than the others.
+            for first, count, width in ((0, full, size), (full, 1, rest)):
+                piece = numbers.narrow(axis, first * size, count * width).view(*before, count, width, *after)
+                piece.mul_(step.narrow(axis, first, count)).add_(least.narrow(axis, first, count))
+        return numbers.to(form.dtype)
+
+
+def _axis(along: Axis) -> int:
+    """Return the axis of ``(num_kv_heads, seq_len, head_dim)`` along which groups lie."""
+    return 1 if along == "channel" else 2
+
+
+def _half_up(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the least float16 that is no less than each number."""
+    half = numbers.half()
+    return torch.where(half.float() < numbers, half.nextafter(half.new_tensor(float("inf"))), half)
+
+
+def _pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Put numbers of few bits into bytes: the first part of the tensor in the lowest bits, and so on.
+
+    So that packing and unpacking run over whole stretches of memory.
+    """
+    lanes = 8 // bits
+    flat = codes.flatten()
+    each = -(-flat.numel() // lanes)
+    padded = torch.cat([flat, flat.new_zeros(each * lanes - flat.numel())]).view(lanes, each)
+    packed = padded[0].clone()
+    for lane in range(1, lanes):
+        packed |= padded[lane] << (bits * lane)
+    return packed
+
+
+def _unpack_codes(packed: torch.Tensor, bits: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return what `_pack_codes` packed, as float32."""
+    lanes = 8 // bits
+    each = packed.numel()
+    numbers = torch.empty(lanes * each, dtype=torch.float32, device=packed.device)
+    mask = (1 << bits) - 1
+    for lane in range(lanes):
+        shifted = packed if lane == 0 else packed >> (bits * lane)
+        # The highest lane has nothing above it.
+        numbers[lane * each : (lane + 1) * each] = shifted if lane == lanes - 1 else shifted & mask
+    return numbers[: torch.Size(shape).numel()].view(shape)

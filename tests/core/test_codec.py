@@ -1,0 +1,288 @@
+"""Packed KV against an element-by-element reference, the stated errors and the stated sizes."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cacheblend_rag.codec import PackedLayer, codec_names, make_codec, pack_kv, repack_layer, unpack_layer
+from cacheblend_rag.codec.quantized import QuantizedCodec
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.kv import ChunkKV, LayerKV
+
+QUANTIZED = ("int8", "int4", "int2")
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+# A group of few numbers, so that small tensors have whole groups and rests.
+SMALL = [
+    QuantizedCodec("int8", bits=8, group_size=5, values_along="channel"),
+    QuantizedCodec("int4", bits=4, group_size=4, values_along="token"),
+    QuantizedCodec("int2", bits=2, group_size=3, values_along="token"),
+]
+
+
+def layer_of(
+    shape: tuple[int, int, int] = (2, 40, 20), dtype: torch.dtype = torch.float32, scale: float = 1.0, seed: int = 0
+) -> LayerKV:
+    random_numbers = torch.Generator().manual_seed(seed)
+    keys, values = (torch.randn(*shape, generator=random_numbers) * scale for _ in range(2))
+    return LayerKV(keys.to(dtype), values.to(dtype))
+
+
+def equal(a: LayerKV, b: LayerKV) -> bool:
+    return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def groups_of(length: int, most: int) -> list[range]:
+    """The groups that a stretch of numbers is cut into: as few as `most` allows, of equal length but for the last."""
+    count = math.ceil(length / most)
+    size = math.ceil(length / count)
+    return [range(begin, min(begin + size, length)) for begin in range(0, length, size)]
+
+
+def half_up(number: float) -> np.float16:
+    half = np.float16(number)
+    return np.nextafter(half, np.float16(np.inf)) if float(half) < number else half
+
+
+def naive(tensor: torch.Tensor, bits: int, group_size: int, axis: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a tensor is unpacked to, and the step of each of its numbers; one group after the other."""
+    levels = 2**bits - 1
+    numbers = np.moveaxis(tensor.float().numpy(), axis, -1)
+    unpacked, steps = np.empty_like(numbers), np.empty_like(numbers)
+    for place in np.ndindex(numbers.shape[:-1]):
+        row = numbers[place]
+        for group in groups_of(len(row), group_size):
+            least = -half_up(-float(row[group].min()))
+            step = half_up(float((row[group].max() - np.float32(least)) / np.float32(levels)))
+            for number in group:
+                code = np.rint((row[number] - np.float32(least)) / np.float32(step)) if step else np.float32(0)
+                code = min(max(code, np.float32(0)), np.float32(levels))
+                unpacked[place][number] = code * np.float32(step) + np.float32(least)
+                steps[place][number] = step
+    back = [torch.from_numpy(np.ascontiguousarray(np.moveaxis(each, -1, axis))) for each in (unpacked, steps)]
+    return back[0].to(tensor.dtype), back[1]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("codec", SMALL, ids=lambda codec: codec.name)
+@pytest.mark.parametrize("shape", [(2, 12, 12), (1, 7, 5), (3, 1, 1), (1, 13, 2), (2, 3, 20), (1, 31, 33)])
+def test_it_is_what_the_naive_reference_gives(
+    codec: QuantizedCodec, shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    layer = layer_of(shape, dtype)
+    packed = codec.pack(layer)
+    assert packed.codec == codec.name
+    unpacked = codec.unpack(packed)
+    axes = (1, 1 if codec.values_along == "channel" else 2)
+    for tensor, back, axis in zip(layer, unpacked, axes, strict=True):
+        wanted, steps = naive(tensor, codec.bits, codec.group_size, axis)
+        assert back.dtype == dtype and back.shape == tensor.shape and back.is_contiguous()
+        # Bit for bit: the same operations in the same precision.
+        assert torch.equal(back, wanted)
+        rounding = tensor.float().abs() * torch.finfo(dtype).eps
+        assert bool(((back.float() - tensor.float()).abs() <= steps / 2 + rounding).all())
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> LayerKV:
+    shape = tuple(draw(st.integers(1, most)) for most in (3, 70, 40))
+    numbers = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    dtype = draw(st.sampled_from(FLOATS))
+    pair = []
+    for _ in range(2):
+        tensor = torch.randn(*shape, generator=numbers) * 10.0 ** draw(st.integers(-9, 9))
+        tensor += draw(st.sampled_from([0.0, 0.0, 1.0, -300.25, 65_000.0, -1e9, 1e30]))
+        special = draw(
+            st.sampled_from([None, None, None, 0.0, 65_504.0, -65_504.0, 65_519.0, 1e38, math.inf, math.nan])
+        )
+        if special is not None:
+            tensor[tuple(draw(st.integers(0, n - 1)) for n in shape)] = special
+        if draw(st.booleans()):
+            tensor[:, :, 0] = tensor[0, 0, 0].item()
+        pair.append(tensor.to(dtype))
+    return LayerKV(*pair)
+
+
+@settings(max_examples=300, deadline=None)
+@given(layer=tensors(), name=st.sampled_from(codec_names()))
+def test_any_numbers_come_back_within_the_bound_or_untouched(layer: LayerKV, name: str) -> None:
+    codec = make_codec(name)
+    packed = codec.pack(layer)
+    back = unpack_layer(packed)
+    assert packed.codec in (name, "native")
+    for tensor, unpacked in zip(layer, back, strict=True):
+        assert (unpacked.dtype, unpacked.shape) == (tensor.dtype, tensor.shape)
+    if packed.codec == "native":
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(layer, back, strict=True))
+        return
+    # What is packed is finite, before and after.
+    for tensor in (*layer, *back, *(part for part in packed.parts.values() if part.is_floating_point())):
+        assert bool(tensor.isfinite().all())
+    assert packed.nbytes == sum(part.nbytes for part in packed.parts.values())
+    for (tensor, unpacked), part in zip(zip(layer, back, strict=True), ("keys", "values"), strict=True):
+        error = (tensor.double() - unpacked.double()).abs()
+        magnitude = tensor.double().abs() + error
+        if isinstance(codec, QuantizedCodec):
+            step = stretched(packed, part, codec)
+            allowed = step / 2 + magnitude * 2 * torch.finfo(tensor.dtype).eps
+        else:
+            narrow = packed.parts[part].dtype
+            allowed = magnitude * torch.finfo(narrow).eps / 2 + torch.finfo(narrow).smallest_normal
+        assert bool((error <= allowed).all())
+
+
+def stretched(packed: PackedLayer, part: str, codec: QuantizedCodec) -> torch.Tensor:
+    """The stored step of each number."""
+    steps = packed.parts[f"{part}.grid"][1].double()
+    axis = 1 if part == "keys" or codec.values_along == "channel" else 2
+    length = packed.key_form.shape[axis]
+    sizes = torch.tensor([len(group) for group in groups_of(length, codec.group_size)])
+    return steps.repeat_interleave(sizes, dim=axis)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_the_step_follows_from_the_range(name: str) -> None:
+    codec = make_codec(name)
+    assert isinstance(codec, QuantizedCodec)
+    layer = layer_of((2, 512, 64))
+    layer.keys[:, :, 3] += 300  # such channels are why keys are quantised along them
+    packed = codec.pack(layer)
+    levels = 2**codec.bits - 1
+    for part, tensor in (("keys", layer.keys), ("values", layer.values)):
+        grid = packed.parts[f"{part}.grid"].float()
+        axis = 1 if part == "keys" or codec.values_along == "channel" else 2
+        groups = tensor.unflatten(axis, (grid.shape[axis + 1], -1))
+        least, most = groups.amin(axis + 1), groups.amax(axis + 1)
+        spacing = least.abs() * torch.finfo(torch.float16).eps
+        assert bool((grid[0] <= least).all() and (grid[0] >= least - spacing).all())
+        assert bool((grid[1] * levels >= most - grid[0]).all())
+        assert bool((grid[1] <= (most - least + spacing) / levels * (1 + 2**-10)).all())
+    back = codec.unpack(packed)
+    others = [channel for channel in range(64) if channel != 3]
+    assert (back.keys - layer.keys)[:, :, others].abs().max() < 8 / levels / 2
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("constant", [0.0, 1.0, -3.7, 1e-7, 40_000.3])
+def test_constants(name: str, constant: float) -> None:
+    layer = LayerKV(torch.full((2, 40, 20), constant), torch.full((2, 40, 20), constant))
+    packed = make_codec(name).pack(layer)
+    assert packed.codec == name
+    for tensor in unpack_layer(packed):
+        # What is left of a constant that float16 does not have: half of the least step there is, or float32's rounding.
+        assert torch.allclose(tensor, torch.tensor(constant), rtol=1e-6, atol=2**-25)
+
+
+@pytest.mark.parametrize("name", [name for name in codec_names() if name != "native"])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        LayerKV(torch.tensor([[[1.0, math.nan]]]), torch.ones(1, 1, 2)),
+        LayerKV(torch.ones(1, 1, 2), torch.tensor([[[-math.inf, 1.0]]])),
+        LayerKV(torch.full((1, 1, 2), 3.4e38), torch.tensor([[[-3.4e38, 3.4e38]]])),
+        LayerKV(torch.ones(1, 3, 4, dtype=torch.int8), torch.ones(1, 3, 4, dtype=torch.int8)),
+        LayerKV(torch.ones(1, 3, 4), torch.ones(1, 3, 4).to(torch.float8_e4m3fn)),
+    ],
+    ids=["nan", "inf", "huge", "integers", "float8"],
+)
+def test_what_has_no_packed_form_is_kept_native(name: str, layer: LayerKV) -> None:
+    if name == "bfloat16" and layer.keys.max() > 1e38:
+        # It rounds upwards to infinity only beyond its own greatest number.
+        layer = LayerKV(torch.full((1, 1, 2), torch.finfo(torch.float32).max), layer.values)
+    packed = make_codec(name).pack(layer)
+    assert packed.codec == "native"
+    back = unpack_layer(packed)
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(layer, back, strict=True))
+
+
+@pytest.mark.parametrize("name", codec_names())
+def test_tensors_without_numbers(name: str) -> None:
+    layer = LayerKV(torch.ones(0, 3, 4), torch.ones(1, 3, 0))
+    assert equal(unpack_layer(make_codec(name).pack(layer)), layer)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_float16_never_overflows(name: str) -> None:
+    # The grid's last point may lie beyond what float16 holds.
+    layer = LayerKV(*(torch.tensor([[[-65_504.0], [65_504.0], [12.0]]], dtype=torch.float16) for _ in range(2)))
+    assert all(bool(tensor.isfinite().all()) for tensor in unpack_layer(make_codec(name).pack(layer)))
+
+
+@pytest.mark.parametrize("name", codec_names())
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64], ids=str)
+def test_what_comes_back_has_the_dtype_that_went_in(name: str, dtype: torch.dtype) -> None:
+    layer = layer_of(dtype=dtype)
+    back = unpack_layer(make_codec(name).pack(layer))
+    assert (back.keys.dtype, back.values.dtype) == (dtype, dtype)
+
+
+def test_casts_only_ever_narrow() -> None:
+    for name, dtype in (("float32", torch.float32), ("float16", torch.bfloat16), ("bfloat16", torch.float16)):
+        assert make_codec(name).pack(layer_of(dtype=dtype)).codec == "native"
+    packed = make_codec("float16").pack(layer_of())
+    assert (packed.codec, packed.nbytes) == ("float16", layer_of().nbytes // 2)
+
+
+@pytest.mark.parametrize("shape", [(2, 512, 64), (8, 512, 128), (4, 512, 32), (4, 500, 20), (1, 4096, 80)])
+@pytest.mark.parametrize(("name", "most"), [("int8", 0.55), ("int4", 0.32), ("int2", 0.20)])
+def test_share_of_the_bytes_of_float16(shape: tuple[int, int, int], name: str, most: float) -> None:
+    if shape[2] == 20:
+        # 20 channels share one grid where 32 could.
+        most += 0.02
+    layer = layer_of(shape, torch.float16)
+    assert make_codec(name).pack(layer).nbytes <= most * layer.nbytes
+
+
+def test_fewer_bits_mean_more_error() -> None:
+    layer = layer_of((2, 300, 64))
+    errors = [
+        float((unpack_layer(make_codec(name).pack(layer)).keys - layer.keys).norm()) for name in ("float16", *QUANTIZED)
+    ]
+    assert all(a < b for a, b in pairwise(errors))
+
+
+@pytest.mark.parametrize("name", codec_names())
+def test_packing_again_changes_nothing(name: str) -> None:
+    codec = make_codec(name)
+    packed = codec.pack(layer_of((2, 70, 33)))
+    assert repack_layer(packed, codec) is packed
+
+
+def test_packing_by_another_codec() -> None:
+    packed = {name: make_codec(name).pack(layer_of((2, 70, 32))) for name in codec_names()}
+    # What is narrower stays: the wider codec would only add its own error.
+    assert repack_layer(packed["int4"], make_codec("int8")) is packed["int4"]
+    assert repack_layer(packed["int2"], make_codec("float16")) is packed["int2"]
+    assert repack_layer(packed["int8"], make_codec("int4")).codec == "int4"
+    unpacked = repack_layer(packed["int4"], make_codec("native"))
+    assert unpacked.codec == "native"
+    assert equal(unpack_layer(unpacked), unpack_layer(packed["int4"]))
+
+
+def test_a_whole_chunk() -> None:
+    good, bad = layer_of(), LayerKV(torch.full((2, 40, 20), math.nan), torch.ones(2, 40, 20))
+    kv = ChunkKV(tuple(range(40)), 3, [good, bad])
+    packed = pack_kv(kv, make_codec("int4"))
+    assert (packed.token_ids, packed.start) == (kv.token_ids, 3)
+    assert [layer.codec for layer in packed.layers] == ["int4", "native"]
+    assert packed.nbytes == packed.layers[0].nbytes + bad.nbytes
+    assert pack_kv(packed, make_codec("int2")).layers[0].codec == "int2"
+
+
+def test_tensors_that_are_views() -> None:
+    whole = torch.randn(40, 2, 21)
+    layer = LayerKV(whole.transpose(0, 1)[:, :, 1:], whole.transpose(0, 1)[:, :, :-1])
+    plain = LayerKV(layer.keys.contiguous(), layer.values.contiguous())
+    for name in codec_names():
+        assert equal(unpack_layer(make_codec(name).pack(layer)), unpack_layer(make_codec(name).pack(plain)))
+
+
+def test_an_unknown_codec() -> None:
+    with pytest.raises(ConfigError, match=r"codec 'int3' is unknown; choose one of native, float32, .*int2"):
+        make_codec("int3")

@@ -1,0 +1,70 @@
+"""The engine over packed KV: every codec answers, and the settings are the engine's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag.codec import codec_names
+from cacheblend_rag.errors import ConfigError
+from tests.families import tiny_model, tiny_tokenizer, words
+
+CHUNKS = [Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate((40, 33, 20, 17))]
+PROMPT = BlendPrompt(words(4, 50), CHUNKS, words(6, 51))
+
+
+def engine_with(store: Path | None = None, **settings: object) -> BlendEngine:
+    config = BlendConfig(strict=True, selector="hkvd", recompute_ratio=0.15, **settings)
+    return BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config, store=store)
+
+
+def test_logits_move_no_more_than_the_bits_allow(tmp_path: Path) -> None:
+    logits = {}
+    for codec in codec_names():
+        with engine_with(tmp_path / codec, ram_codec=codec, disk_codec=codec) as engine:
+            engine.add(CHUNKS)
+            result = engine.prefill(PROMPT)
+            assert result.report.hits == 4
+            logits[codec] = result.logits
+        with engine_with(tmp_path / codec, ram_bytes=0) as engine:
+            # From disk, under settings that name another codec: the same KV.
+            result = engine.prefill(PROMPT)
+            assert result.report.hits == 4
+            assert torch.equal(result.logits, logits[codec])
+    scale = logits["native"].norm()
+    errors = {codec: float((logits[codec] - logits["native"]).norm() / scale) for codec in codec_names()}
+    assert errors["float32"] == 0
+    assert 0 < errors["float16"] < 2e-3
+    assert errors["float16"] < errors["int8"] < 0.05
+    assert errors["int8"] < errors["int4"] < errors["int2"] < 1
+
+
+def test_a_prompt_of_chunks_that_were_packed_by_different_codecs(tmp_path: Path) -> None:
+    for number, codec in enumerate(("native", "float16", "int8", "int4")):
+        with engine_with(tmp_path, disk_codec=codec) as engine:
+            engine.add(CHUNKS[number : number + 1])
+    with engine_with(tmp_path, ram_codec="int8", disk_codec="int2") as engine:
+        for _ in range(2):
+            result = engine.prefill(PROMPT)
+            assert (result.report.hits, result.report.misses) == (4, 0)
+            assert bool(result.logits.isfinite().all())
+        assert engine.add(CHUNKS).encoded == 0
+
+
+def test_the_whole_prompt_recomputed_is_exact_whatever_the_codec() -> None:
+    with engine_with(ram_codec="int2") as engine:
+        engine.add(CHUNKS)
+        full = engine.prefill(PROMPT, config=engine.config.replace(enabled=False)).logits
+        whole = engine.prefill(PROMPT, config=engine.config.replace(recompute_ratio=1.0)).logits
+        assert (whole - full).abs().max() < 1e-4
+
+
+def test_codecs_are_settings_of_the_engine() -> None:
+    with engine_with(ram_codec="int8") as engine:
+        with pytest.raises(ConfigError, match="ram_codec='int4' cannot be set for one call"):
+            engine.prefill(PROMPT, config=engine.config.replace(ram_codec="int4"))
+    with pytest.raises(ConfigError, match="codec 'gzip' is unknown"):
+        engine_with(disk_codec="gzip")
