@@ -62,6 +62,11 @@ class BlendConfig(BaseSettings):
         Most tokens encoded in one batch, padding included.
     prefetch_layers : int
         Layers that the loader may be ahead of the computation.
+    load_threads : int
+        Threads that read, check and decode stored KV beside the computation.
+    pipeline : bool
+        False loads every layer only when it is asked for, in the thread of the computation, one read after the other;
+        for comparison.
     self_check : bool
         Whether a new engine verifies blending on its model with random tokens, which takes a few small forward passes.
     strict : bool
@@ -93,6 +98,8 @@ class BlendConfig(BaseSettings):
     disk_bytes: int | None = Field(default=None, ge=0)
     encode_batch_tokens: int = Field(default=4096, ge=1)
     prefetch_layers: int = Field(default=2, ge=1)
+    load_threads: int = Field(default=2, ge=1)
+    pipeline: bool = True
     self_check: bool = True
     strict: bool = False
     seed: int = 0

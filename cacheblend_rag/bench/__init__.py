@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from cacheblend_rag.bench.load import LoadBench, LoadRow, LoadSetting
 from cacheblend_rag.bench.shapes import SHAPES, random_model, shape_config, word_tokenizer
 from cacheblend_rag.bench.ttft import TTFTBench, TTFTRow, TTFTSetting
 
-__all__ = ["SHAPES", "TTFTBench", "TTFTRow", "TTFTSetting", "random_model", "shape_config", "word_tokenizer"]
+__all__ = [
+    "SHAPES",
+    "LoadBench",
+    "LoadRow",
+    "LoadSetting",
+    "TTFTBench",
+    "TTFTRow",
+    "TTFTSetting",
+    "random_model",
+    "shape_config",
+    "word_tokenizer",
+]

@@ -22,6 +22,8 @@ class RamReader:
         The KV.
     """
 
+    tier = "ram"
+
     def __init__(self, kv: ChunkKV) -> None:
         self._kv = kv
 

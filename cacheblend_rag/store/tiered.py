@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from logging import getLogger
 from typing import TypeVar
@@ -208,11 +209,19 @@ class _PromotingReader:
         self._file = file
         self._ram = ram
         self._keep = keep
+        self._lock = threading.Lock()
         self._layers: dict[int, LayerKV] = {}
+        self._reading = 0
+        self._ends = False
         self._reserved_bytes = file.kv_bytes
 
     def __del__(self) -> None:
         self._ram.give_back(self._reserved_bytes)
+
+    @property
+    def tier(self) -> str:
+        """Where the bytes are read from."""
+        return self._file.tier
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -237,20 +246,32 @@ class _PromotingReader:
         ChunkReadError
             If the bytes are gone, or do not match their checksum.
         """
-        layer = self._layers.get(index)
-        if layer is None:
+        with self._lock:
+            layer = self._layers.get(index)
+            if layer is not None:
+                return layer
+            self._reading += 1
+        try:
             layer = self._file.layer(index)
-            if self._reserved_bytes:
-                self._layers[index] = layer
-                if index == self.num_layers - 1 or len(self._layers) == self.num_layers:
-                    self._complete()
+        finally:
+            with self._lock:
+                self._reading -= 1
+        with self._lock:
+            if not self._reserved_bytes:
+                return layer
+            self._layers[index] = layer
+            # The last layer may be read before others are that another thread has begun.
+            self._ends = self._ends or index == self.num_layers - 1 or len(self._layers) == self.num_layers
+            if not self._ends or self._reading:
+                return layer
+            layers, self._layers = self._layers, {}
+            reserved, self._reserved_bytes = self._reserved_bytes, 0
+        self._ram.give_back(reserved)
+        self._complete(layers)
         return layer
 
-    def _complete(self) -> None:
+    def _complete(self, layers: dict[int, LayerKV]) -> None:
         """Give the layers to RAM, with the few that nobody asked for because their KV is computed in full."""
-        reserved, self._reserved_bytes = self._reserved_bytes, 0
-        self._ram.give_back(reserved)
-        layers, self._layers = self._layers, {}
         missing = [number for number in range(self.num_layers) if number not in layers]
         if len(missing) * 2 > self.num_layers:
             return
