@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -63,7 +64,8 @@ class BlendConfig(BaseSettings):
     prefetch_layers : int
         Layers that the loader may be ahead of the computation.
     load_threads : int
-        Threads that read, check and decode stored KV beside the computation.
+        Threads that read, check and decode stored KV beside the computation; by default one for every two cores, at
+        most 4.
     pipeline : bool
         False loads every layer only when it is asked for, in the thread of the computation, one read after the other;
         for comparison.
@@ -98,7 +100,7 @@ class BlendConfig(BaseSettings):
     disk_bytes: int | None = Field(default=None, ge=0)
     encode_batch_tokens: int = Field(default=4096, ge=1)
     prefetch_layers: int = Field(default=2, ge=1)
-    load_threads: int = Field(default=2, ge=1)
+    load_threads: int = Field(default_factory=lambda: max(1, min(4, _cores() // 2)), ge=1)
     pipeline: bool = True
     self_check: bool = True
     strict: bool = False
@@ -189,6 +191,11 @@ class BlendConfig(BaseSettings):
     def torch_dtype(self) -> torch.dtype | None:
         """Return `dtype` as torch names it, or None."""
         return None if self.dtype is None else _DTYPES[self.dtype]
+
+
+def _cores() -> int:
+    """Return how many cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _explain(error: ValidationError) -> str:
