@@ -70,7 +70,7 @@ class LayerLoader:
         assert len(readers) == len(layout.chunks) and capacity >= len(layout)
         if layout.context_tokens * decoder.kv_bytes_per_token < _THREAD_PAYS_BYTES * decoder.num_layers:
             threads = 0
-        self._assembly = Assembly(decoder, layout, readers, capacity, max(2 * threads, 1) if threads > 1 else 1)
+        self._assembly = Assembly(decoder, layout, readers, capacity, max(2 * threads, 1))
         self._ahead = ahead if threads else 0
         self._changed = threading.Condition()
         # All of these are guarded by `_changed`.
