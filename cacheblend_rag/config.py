@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -69,6 +70,12 @@ class BlendConfig(BaseSettings):
         are then computed like text, and nothing of them is stored. What was retrieved once is remembered by this process only.
     prefetch_layers : int
         Layers that the loader may be ahead of the computation.
+    load_threads : int
+        Threads that read, check and decode stored KV beside the computation; by default one for every two cores, at
+        most 4.
+    pipeline : bool
+        False loads every layer only when it is asked for, in the thread of the computation, one read after the other;
+        for comparison.
     self_check : bool
         Whether a new engine verifies blending on its model with random tokens, which takes a few small forward passes.
     strict : bool
@@ -103,6 +110,8 @@ class BlendConfig(BaseSettings):
     encode_batch_tokens: int = Field(default=4096, ge=1)
     encode_on: Literal["add", "second_use"] = "add"
     prefetch_layers: int = Field(default=2, ge=1)
+    load_threads: int = Field(default_factory=lambda: max(1, min(4, _cores() // 2)), ge=1)
+    pipeline: bool = True
     self_check: bool = True
     strict: bool = False
     seed: int = 0
@@ -192,6 +201,11 @@ class BlendConfig(BaseSettings):
     def torch_dtype(self) -> torch.dtype | None:
         """Return `dtype` as torch names it, or None."""
         return None if self.dtype is None else _DTYPES[self.dtype]
+
+
+def _cores() -> int:
+    """Return how many cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _explain(error: ValidationError) -> str:

@@ -24,6 +24,8 @@ class ChunkReport:
         How many of its tokens went through all of the model's later layers again.
     reason : str or None
         Why the chunk was not served from stored KV as it stands, if it was not.
+    tier : str or None
+        Where its stored KV was read from, "ram" or "disk" for example; None if it was not.
     """
 
     id: str | None
@@ -31,6 +33,7 @@ class ChunkReport:
     hit: bool
     recomputed_tokens: int = 0
     reason: str | None = None
+    tier: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,8 @@ class BlendReport:
         Seconds from the call to the first output id (or, for `BlendEngine.prefill`, to its logits), lookup, hash check,
         loading, shifting and selection included.
     load_s : float
-        Seconds the computation waited for stored KV.
+        Seconds in which nothing was computed because stored KV was not there yet: opening it, and waiting for layers. What
+        was loaded while another layer was computed is not part of it. On a CUDA device it is the device that waits.
     encode_s : float
         Seconds spent on encoding misses.
     recompute_s : float
@@ -69,6 +73,8 @@ class BlendReport:
         One for each chunk, in prompt order.
     output_tokens : int
         Tokens generated so far.
+    load_bytes : int
+        Bytes of stored KV that were loaded, as the model takes them. Layers that are computed in full are not loaded.
     """
 
     ttft_s: float
@@ -86,6 +92,7 @@ class BlendReport:
     fallback_reason: str | None = None
     chunks: tuple[ChunkReport, ...] = field(default=())
     output_tokens: int = 0
+    load_bytes: int = 0
 
     def __str__(self) -> str:
         """Return the figures that people look for first, on one line."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cacheblend_rag.bench.codecs import CodecRow, CodecSetting, measure_codecs
 from cacheblend_rag.bench.encode import EncodeBench, EncodeRow, EncodeSetting
+from cacheblend_rag.bench.load import LoadBench, LoadRow, LoadSetting
 from cacheblend_rag.bench.shapes import SHAPES, random_model, shape_config, word_tokenizer
 from cacheblend_rag.bench.ttft import TTFTBench, TTFTRow, TTFTSetting
 
@@ -14,6 +15,9 @@ __all__ = [
     "EncodeBench",
     "EncodeRow",
     "EncodeSetting",
+    "LoadBench",
+    "LoadRow",
+    "LoadSetting",
     "TTFTBench",
     "TTFTRow",
     "TTFTSetting",

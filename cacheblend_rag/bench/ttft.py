@@ -7,11 +7,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
+from types import TracebackType
 
 import torch
 from transformers import DynamicCache
 
+from cacheblend_rag.bench.coldfiles import cached_share, drop_cached, stored_files
 from cacheblend_rag.bench.shapes import random_model, shape_config, word_tokenizer
 from cacheblend_rag.chunk import BlendPrompt, Chunk
 from cacheblend_rag.config import BlendConfig
@@ -23,6 +27,8 @@ __all__ = ["TTFTBench", "TTFTRow", "TTFTSetting"]
 
 _FULL = "full"
 _PREFIX_CACHE = "prefix_cache"
+_NO_PIPELINE = "-no-pipeline"
+_TIERS = ("ram", "disk", f"ram{_NO_PIPELINE}", f"disk{_NO_PIPELINE}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,10 @@ class TTFTSetting:
         Recompute ratios; 0 is plain reuse.
     selectors : tuple of str
         Selectors measured at each ratio above 0.
+    tiers : tuple of str
+        Where stored KV is read from: "ram", "disk" (with nothing in the page cache), and either with "-no-pipeline" behind it.
+    folder : Path or None
+        Where the disk tier's files are for the time of the measurement; the system's folder for temporary files by default.
     repeats : int
         Measured rounds; each runs every method once.
     device : str
@@ -55,6 +65,8 @@ class TTFTSetting:
     question_tokens: int = 32
     ratios: tuple[float, ...] = (0.0, 0.05, 0.15, 0.3)
     selectors: tuple[str, ...] = ("hkvd",)
+    tiers: tuple[str, ...] = ("ram",)
+    folder: Path | None = None
     repeats: int = 5
     device: str = "cpu"
     dtype: str = "float32"
@@ -64,6 +76,9 @@ class TTFTSetting:
         for name in ("chunks", "chunk_tokens", "question_tokens", "repeats"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        for tier in self.tiers or ("",):
+            if tier not in _TIERS:
+                raise ConfigError(f"tier {tier!r} is not measured; choose among {', '.join(_TIERS)}")
         try:
             known = torch.empty(0, device=self.device).device.type in ("cpu", "cuda")
         except (RuntimeError, AssertionError) as error:
@@ -94,8 +109,17 @@ class TTFTRow:
         Full prefill's `ttft_s` over this one.
     limit : float
         What `speedup` would be if time were proportional to the rows computed in all layers and all else were free.
+    tier : str or None
+        Where stored KV was read from.
+    pipeline : bool or None
+        Whether it was read ahead of the computation.
+    over_ram : float or None
+        `ttft_s` over that of the same method from RAM, with the pipeline on, in the same round; the median of the rounds. None
+        where that was not measured.
     load_s, recompute_s : float or None
         Medians of the time spent waiting for stored KV, and in the blended forward pass.
+    load_bytes : int or None
+        Bytes of KV that were loaded.
     """
 
     method: str
@@ -107,8 +131,12 @@ class TTFTRow:
     ttft_max_s: float
     speedup: float
     limit: float
+    tier: str | None
+    pipeline: bool | None
+    over_ram: float | None
     load_s: float | None
     recompute_s: float | None
+    load_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +145,18 @@ class _Method:
     selector: str | None
     ratio: float | None
     run: Callable[[], BlendReport | None]
+    tier: str | None = None
+    pipeline: bool | None = None
+
+    @property
+    def from_ram(self) -> tuple[str, str | None, float | None, str, bool]:
+        """What it is compared with."""
+        return self.name, self.selector, self.ratio, "ram", True
 
 
 class TTFTBench:
-    """A model of random weights with its chunks' KV in RAM, and everything that is measured on it.
+    """A model of random weights with its chunks' KV stored, and everything that is measured on it; a context manager that
+    removes the files of the disk tier.
 
     Parameters
     ----------
@@ -150,7 +186,19 @@ class TTFTBench:
         assert dtype is not None
         model = random_model(shape, device=setting.device, dtype=dtype, seed=setting.seed)
         vocabulary = int(shape.get_text_config().vocab_size)
-        self.engine = BlendEngine(model, word_tokenizer(vocabulary), config=config)
+        tokenizer = word_tokenizer(vocabulary)
+        self._temporary: TemporaryDirectory[str] | None = None
+        location: Path | None = None
+        if any(tier.startswith("disk") for tier in setting.tiers):
+            self._temporary = TemporaryDirectory(
+                prefix="cacheblend-bench-", dir=setting.folder, ignore_cleanup_errors=True
+            )
+            location = Path(self._temporary.name) / "kv"
+        self.engine = BlendEngine(model, tokenizer, config=config, store=location)
+        # The same files, of which nothing is ever kept in RAM.
+        self._disk_engine = (
+            BlendEngine(model, tokenizer, config=config.replace(ram_bytes=0), store=location) if location else None
+        )
         generator = torch.Generator().manual_seed(setting.seed)
 
         def words(count: int) -> str:
@@ -161,11 +209,30 @@ class TTFTBench:
         chunks = [Chunk(words(setting.chunk_tokens), f"chunk {number}") for number in range(setting.chunks)]
         self.prompt = BlendPrompt(chunks=[str(chunk.id) for chunk in chunks], suffix=words(setting.question_tokens))
         self.engine.add(chunks)
+        self._files = stored_files(location) if location else []
         self.token_ids = self.engine.prompt_ids(self.prompt)
         self._ids = torch.tensor([self.token_ids], device=setting.device)
         # The BOS and the first chunk.
         self._cached_tokens = 1 + setting.chunk_tokens
         self._cached = self._cache_of(self._ids[:, : self._cached_tokens])
+
+    def __enter__(self) -> TTFTBench:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.engine.close()
+        if self._disk_engine is not None:
+            self._disk_engine.close()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    @property
+    def cached_share(self) -> float | None:
+        """Which share of the disk tier's files is in memory once they were dropped; None without such files."""
+        drop_cached(self._files)
+        return cached_share(self._files)
 
     @property
     def context_tokens(self) -> int:
@@ -202,17 +269,24 @@ class TTFTBench:
                 if progress is not None:
                     progress(done, total)
         full = median(times[methods[0]])
-        return [self._row(method, times[method], reports[method], full) for method in methods]
+        from_ram = {(m.name, m.selector, m.ratio, m.tier, m.pipeline): times[m] for m in methods}
+        return [
+            self._row(method, times[method], reports[method], full, from_ram.get(method.from_ram)) for method in methods
+        ]
 
     def _methods(self) -> list[_Method]:
         methods = [_Method(_FULL, None, None, self._full), _Method(_PREFIX_CACHE, None, None, self._prefix_cache)]
         for ratio in dict.fromkeys(self.setting.ratios):
             for selector in dict.fromkeys(self.setting.selectors) if ratio else ("none",):
-                config = self.engine.config.replace(selector=selector, recompute_ratio=ratio)
-                methods.append(_Method("blend" if ratio else "reuse", selector, ratio, partial(self._blend, config)))
+                for label in dict.fromkeys(self.setting.tiers):
+                    tier, pipeline = label.removesuffix(_NO_PIPELINE), not label.endswith(_NO_PIPELINE)
+                    run = partial(self._blend, tier, selector, ratio, pipeline)
+                    methods.append(_Method("blend" if ratio else "reuse", selector, ratio, run, tier, pipeline))
         return methods
 
     def _timed(self, method: _Method) -> tuple[float, BlendReport | None]:
+        if method.tier == "disk":
+            drop_cached(self._files)
         self._synchronize()
         started = time.perf_counter()
         report = method.run()
@@ -231,8 +305,11 @@ class TTFTBench:
         logits = self.engine.model(input_ids=rest, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         int(logits[0, -1].argmax())
 
-    def _blend(self, config: BlendConfig) -> BlendReport:
-        result = self.engine.prefill(self.prompt, config=config)
+    def _blend(self, tier: str, selector: str, ratio: float, pipeline: bool) -> BlendReport:
+        engine = self._disk_engine if tier == "disk" else self.engine
+        assert engine is not None
+        config = engine.config.replace(selector=selector, recompute_ratio=ratio, pipeline=pipeline)
+        result = engine.prefill(self.prompt, config=config)
         int(result.logits.argmax())
         return result.report
 
@@ -246,7 +323,14 @@ class TTFTBench:
         if torch.device(self.setting.device).type == "cuda":
             torch.cuda.synchronize(self.setting.device)
 
-    def _row(self, method: _Method, times: Sequence[float], reports: Sequence[BlendReport], full_s: float) -> TTFTRow:
+    def _row(
+        self,
+        method: _Method,
+        times: Sequence[float],
+        reports: Sequence[BlendReport],
+        full_s: float,
+        ram_times: Sequence[float] | None,
+    ) -> TTFTRow:
         if reports:
             charged = median(report.charged_ratio for report in reports)
         else:
@@ -263,6 +347,10 @@ class TTFTBench:
             ttft_max_s=max(times),
             speedup=full_s / median(times),
             limit=len(self.token_ids) / computed,
+            tier=method.tier,
+            pipeline=method.pipeline,
+            over_ram=None if not ram_times else median(own / ram for own, ram in zip(times, ram_times, strict=True)),
             load_s=median(report.load_s for report in reports) if reports else None,
             recompute_s=median(report.recompute_s for report in reports) if reports else None,
+            load_bytes=round(median(report.load_bytes for report in reports)) if reports else None,
         )

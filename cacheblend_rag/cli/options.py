@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["EmbeddingOption", "JsonOption", "ModelOption", "StoreOption"]
+__all__ = ["EmbeddingOption", "FolderOption", "JsonOption", "ModelOption", "StoreOption"]
 
 
 def _writable(path: Path | None) -> Path | None:
@@ -49,5 +49,15 @@ EmbeddingOption = Annotated[
         "--embedding",
         metavar="NAME",
         help="A sentence-transformers model, id or folder; by default all-MiniLM-L6-v2.",
+    ),
+]
+FolderOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--folder",
+        metavar="DIR",
+        exists=True,
+        file_okay=False,
+        help="Where the measured files are written for the time of the measurement; by default with other temporary files.",
     ),
 ]

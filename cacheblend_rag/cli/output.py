@@ -24,7 +24,9 @@ __all__ = [
     "make_quiet",
     "parse_bytes",
     "parse_ratios",
+    "plain_values",
     "say_bytes",
+    "say_cached",
     "say_seconds",
     "show_table",
     "write_json",
@@ -185,3 +187,17 @@ def _processor() -> str:
         return platform.processor()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
+
+
+def plain_values(setting: dict[str, Any]) -> dict[str, Any]:
+    """Return a setting's values as JSON has them."""
+    return {name: str(value) if isinstance(value, Path) else value for name, value in setting.items()}
+
+
+def say_cached(share: float | None) -> None:
+    """Warn if part of the files stayed in the page cache when it was emptied."""
+    if share:
+        console().print(
+            f"{share:.0%} of the files stayed in the page cache when it was emptied: these are not times of the disk",
+            style="yellow",
+        )

@@ -49,8 +49,12 @@ class PromptRun:
         How it is prefilled, once that is decided.
     hits : list of bool
         For each chunk, whether its KV was stored when the call came.
-    encode_s, wait_s : float
-        Seconds spent on encoding misses, and on waiting for stored KV.
+    tiers : list of (str or None)
+        For each chunk, where its stored KV is read from; None for a miss.
+    encode_s, open_s, wait_s : float
+        Seconds spent on encoding misses, on opening stored KV, and, in the forward, on waiting for it.
+    load_bytes : int
+        Bytes of KV that were loaded.
     forward_started : float
         When the forward began.
     charge : float
@@ -64,8 +68,11 @@ class PromptRun:
     started: float
     plan: Plan | None = None
     hits: list[bool] = field(default_factory=list)
+    tiers: list[str | None] = field(default_factory=list)
     encode_s: float = 0.0
+    open_s: float = 0.0
     wait_s: float = 0.0
+    load_bytes: int = 0
     forward_started: float = 0.0
     charge: float = 0.0
     recomputed: torch.Tensor | None = None
@@ -92,17 +99,20 @@ class PromptRun:
         fallback = self.plan.fallback_reason
         if deferred and not self.prompt.chunks and fallback:
             fallback = "all of its chunks are retrieved for the first time"
-        for chunk, span, hit in zip(self.prompt.chunks, layout.chunks, self.hits, strict=True):
+        tiers = self.tiers or [None] * len(self.hits)
+        for chunk, span, hit, tier in zip(self.prompt.chunks, layout.chunks, self.hits, tiers, strict=True):
             inside = int(((rows >= span.start) & (rows < span.stop)).sum())
             reason = "the whole prompt was computed" if self.recomputed is None else chunk.note
             chunks.append(
-                ChunkReport(chunk.id, len(span), hit, inside, reason or (None if hit else "its KV was not stored"))
+                ChunkReport(
+                    chunk.id, len(span), hit, inside, reason or (None if hit else "its KV was not stored"), tier
+                )
             )
         for chunk in self.prompt.computed:
             chunks.append(ChunkReport(chunk.id, len(chunk.token_ids), False, len(chunk.token_ids), chunk.note))
         return BlendReport(
             ttft_s=first_output - self.started,
-            load_s=self.wait_s,
+            load_s=self.open_s + self.wait_s,
             encode_s=self.encode_s,
             recompute_s=first_output - self.forward_started - self.wait_s,
             prompt_tokens=len(layout),
@@ -116,6 +126,7 @@ class PromptRun:
             fallback_reason=fallback,
             chunks=tuple(chunks),
             output_tokens=output_tokens,
+            load_bytes=self.load_bytes,
         )
 
 
@@ -210,11 +221,15 @@ class Runner:
         # Buffers grow when an answer is longer; a limit that is meant as "no limit" should not take memory at once.
         capacity = len(layout) + min(headroom, _ROOM_FOR_OUTPUT)
         run.forward_started = time.perf_counter()
-        with LayerLoader(self._decoder, layout, readers, first_layer, capacity, run.config.prefetch_layers) as loader:
+        threads = run.config.load_threads if run.config.pipeline else 0
+        with LayerLoader(
+            self._decoder, layout, readers, first_layer, capacity, run.config.prefetch_layers, threads
+        ) as loader:
             steering = Steering(self._decoder, cache, layout, selection, loader)
             with steering():
                 yield cache
-        run.wait_s, run.charge, run.recomputed = loader.wait_s, steering.charge, steering.recomputed_rows.cpu()
+        run.wait_s, run.load_bytes = loader.wait_s, loader.load_bytes
+        run.charge, run.recomputed = steering.charge, steering.recomputed_rows.cpu()
 
     def plan(self, lengths: Sequence[int]) -> list[list[int]]:
         """Return the batches in which chunks of these lengths are encoded; see `Encoder.plan`."""
@@ -245,9 +260,13 @@ class Runner:
     def _readers(self, run: PromptRun) -> list[KVReader]:
         """Open the stored KV of every chunk, encoding in one go those that have none."""
         chunks = run.prompt.chunks
+        opening = time.perf_counter()
         found = {chunk.key: self._open(chunk) for chunk in chunks}
+        run.open_s += time.perf_counter() - opening
         # After damaged KV the prompt is run again; what was a hit when the call came stays one in the report.
         run.hits = run.hits or [found[chunk.key] is not None for chunk in chunks]
+        opened = [found[chunk.key] for chunk in chunks]
+        run.tiers = [None if reader is None else reader.tier for reader in opened]
         missing = {chunk.key: chunk.token_ids for chunk in chunks if found[chunk.key] is None}
         if missing:
             started = time.perf_counter()

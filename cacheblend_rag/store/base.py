@@ -12,7 +12,11 @@ __all__ = ["KVReader", "KVStore", "NodeRecord", "StoreStats"]
 
 
 class KVReader(Protocol):
-    """Reads the stored KV of one chunk, layer by layer, from one thread at a time."""
+    """Reads the stored KV of one chunk, layer by layer, from any number of threads at once."""
+
+    @property
+    def tier(self) -> str:
+        """Where the bytes are: "ram", "disk", or what a remote tier calls itself."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -183,6 +183,8 @@ class ChunkFile:
         If the head is damaged, the file is cut short, or it belongs to another key.
     """
 
+    tier = "disk"
+
     def __init__(self, source: ByteSource, key: str) -> None:
         self._source = source
         self.key = key

@@ -22,6 +22,8 @@ class RamReader:
         The KV, packed or as it is.
     """
 
+    tier = "ram"
+
     def __init__(self, kv: PackedKV | ChunkKV) -> None:
         self._kv = kv if isinstance(kv, PackedKV) else pack_kv(kv, make_codec("native"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from logging import getLogger
 from typing import TypeVar
@@ -221,11 +222,19 @@ class _PromotingReader:
         self._file = file
         self._ram = ram
         self._keep = keep
+        self._lock = threading.Lock()
         self._layers: dict[int, PackedLayer] = {}
+        self._reading = 0
+        self._ends = False
         self._reserved_bytes = reserved_bytes
 
     def __del__(self) -> None:
         self._ram.give_back(self._reserved_bytes)
+
+    @property
+    def tier(self) -> str:
+        """Where the bytes are read from."""
+        return self._file.tier
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -250,20 +259,37 @@ class _PromotingReader:
         ChunkReadError
             If the bytes are gone, or do not match their checksum.
         """
-        layer = self._layers.get(index)
-        if layer is None:
-            if not self._reserved_bytes:
-                return self._file.layer(index)
-            layer = self._layers[index] = self._ram.repack(self._file.packed_layer(index))
-            if index == self.num_layers - 1 or len(self._layers) == self.num_layers:
-                self._complete()
+        with self._lock:
+            held = self._layers.get(index)
+            if held is None:
+                self._reading += 1
+        if held is not None:
+            return unpack_layer(held)
+        try:
+            packed = self._file.packed_layer(index)
+            layer = self._ram.repack(packed) if self._reserved_bytes else packed
+        finally:
+            with self._lock:
+                self._reading -= 1
+        self._hold(index, layer)
         return unpack_layer(layer)
 
-    def _complete(self) -> None:
-        """Give the layers to RAM, with the few that nobody asked for because their KV is computed in full."""
-        reserved, self._reserved_bytes = self._reserved_bytes, 0
+    def _hold(self, index: int, layer: PackedLayer) -> None:
+        with self._lock:
+            if not self._reserved_bytes:
+                return
+            self._layers[index] = layer
+            # The last layer may be read before others are that another thread has begun.
+            self._ends = self._ends or index == self.num_layers - 1 or len(self._layers) == self.num_layers
+            if not self._ends or self._reading:
+                return
+            layers, self._layers = self._layers, {}
+            reserved, self._reserved_bytes = self._reserved_bytes, 0
         self._ram.give_back(reserved)
-        layers, self._layers = self._layers, {}
+        self._complete(layers)
+
+    def _complete(self, layers: dict[int, PackedLayer]) -> None:
+        """Give the layers to RAM, with the few that nobody asked for because their KV is computed in full."""
         missing = [number for number in range(self.num_layers) if number not in layers]
         if len(missing) * 2 > self.num_layers:
             return

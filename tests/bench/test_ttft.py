@@ -83,8 +83,55 @@ def test_the_command_writes_its_rows(tmp_path: Path) -> None:
         ("blend", "hkvd"),
         ("blend", "random"),
     ]
-    needed = {"method", "selector", "recompute_ratio", "charged_ratio", "ttft_s", "speedup"}
+    needed = {
+        "method",
+        "selector",
+        "recompute_ratio",
+        "charged_ratio",
+        "ttft_s",
+        "speedup",
+        "tier",
+        "pipeline",
+        "load_s",
+    }
     assert all(needed <= row.keys() == whole["rows"][0].keys() for row in whole["rows"])
+
+
+def test_tiers_are_measured_side_by_side(tmp_path: Path) -> None:
+    tiers = ("ram", "disk", "disk-no-pipeline")
+    setting = TTFTSetting("tiny", 3, 20, 5, ratios=(0.15,), tiers=tiers, folder=tmp_path, repeats=2)
+    with TTFTBench(setting) as bench:
+        rows = bench.measure()
+        share = bench.cached_share
+    assert share is None or 0 <= share <= 1
+    assert [(row.method, row.tier, row.pipeline) for row in rows] == [
+        ("full", None, None),
+        ("prefix_cache", None, None),
+        ("blend", "ram", True),
+        ("blend", "disk", True),
+        ("blend", "disk", False),
+    ]
+    for row in rows[:2]:
+        assert (row.over_ram, row.load_s, row.load_bytes) == (None, None, None)
+    assert rows[2].over_ram == 1
+    # Three of the four layers of 60 tokens in float32: the first is computed in full.
+    assert {row.load_bytes for row in rows[2:]} == {3 * 60 * 2 * 32 * 4}
+    for row in rows[2:]:
+        assert row.over_ram is not None and row.load_s is not None and 0 < row.load_s < row.ttft_s
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_from_a_tier_reads_that_tier(tmp_path: Path) -> None:
+    setting = TTFTSetting("tiny", 3, 20, 5, ratios=(0.15,), tiers=("ram", "disk"), folder=tmp_path, repeats=1)
+    with TTFTBench(setting) as bench:
+        for tier in ("ram", "disk", "ram", "disk"):
+            report = bench._blend(tier, "hkvd", 0.15, True)
+            assert {chunk.tier for chunk in report.chunks} == {tier}
+
+
+def test_a_tier_that_is_not_measured_is_refused() -> None:
+    with pytest.raises(ConfigError, match="tier 'tape' is not measured; choose among ram, disk"):
+        TTFTSetting("tiny", tiers=("ram", "tape"))
 
 
 @pytest.mark.parametrize("name", SHAPES)

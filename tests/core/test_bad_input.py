@@ -131,6 +131,7 @@ def test_ratios_that_mean_nothing(ratio: float) -> None:
         ({"check_layers": (1, 2), "ratio_schedule": (0.5, 1.0)}, "never rise"),
         ({"gradual_start": 0.5}, "greater than or equal to 1"),
         ({"prefetch_layers": 0}, "greater than or equal to 1"),
+        ({"load_threads": 0}, "greater than or equal to 1"),
     ],
 )
 def test_settings_that_mean_nothing(settings: dict[str, object], message: str) -> None:
@@ -282,7 +283,7 @@ def test_a_store_that_cannot_be_written_does_not_prevent_an_answer(caplog: pytes
 def test_damaged_kv_is_a_miss_and_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str, thread_pays_bytes: int
 ) -> None:
-    monkeypatch.setattr("cacheblend_rag.loader._THREAD_PAYS_BYTES", thread_pays_bytes)
+    monkeypatch.setattr("cacheblend_rag.loader.layers._THREAD_PAYS_BYTES", thread_pays_bytes)
     model = tiny_model("llama")
     config = BlendConfig(ram_bytes=0, selector="hkvd")
     prompt = BlendPrompt("t5", [Chunk(words(20, 1), "a"), Chunk(words(30, 2), "b")], "t6")

@@ -395,20 +395,3 @@ def test_a_report_of_a_whole_prefill_claims_no_reuse(engine: BlendEngine) -> Non
     assert (report.recompute_ratio, report.charged_ratio, report.recomputed_tokens) == (1.0, 1.0, 79)
     assert {chunk.reason for chunk in report.chunks} == {"the whole prompt was computed"}
     assert "4 of 4 chunks hit, 79 of 79 chunk tokens recomputed (full)" in str(report)
-
-
-@pytest.mark.parametrize("selector", ["none", "hkvd"])
-@pytest.mark.parametrize("ahead", [1, 3])
-def test_layers_assembled_ahead_are_those_assembled_when_asked_for(
-    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, selector: str, ahead: int
-) -> None:
-    engine.add(CHUNKS)
-    config = engine.config.replace(selector=selector, prefetch_layers=ahead)
-    wanted = engine.prefill(_prompt(CHUNKS), config=config).logits
-    monkeypatch.setattr("cacheblend_rag.loader._THREAD_PAYS_BYTES", 0)
-    started: list[threading.Thread] = []
-    start = threading.Thread.start
-    monkeypatch.setattr(threading.Thread, "start", lambda thread: (started.append(thread), start(thread))[1])
-    assert torch.equal(engine.prefill(_prompt(CHUNKS), config=config).logits, wanted)
-    assert [thread.name for thread in started] == ["cacheblend-loader"]
-    assert not started[0].is_alive()

@@ -1,0 +1,88 @@
+"""``cacheblend-rag bench load``: how fast stored KV is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from cacheblend_rag.cli.options import FolderOption, JsonOption
+from cacheblend_rag.cli.output import (
+    console,
+    make_quiet,
+    plain_values,
+    say_bytes,
+    say_cached,
+    say_seconds,
+    show_table,
+    write_json,
+)
+from cacheblend_rag.errors import ConfigError
+
+__all__ = ["load"]
+
+
+def load(
+    shape: Annotated[str, typer.Option(help="The shape whose KV is loaded, as for ttft.")] = "qwen2-0.5b",
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks.")] = 6,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each chunk.")] = 512,
+    threads: Annotated[
+        str, typer.Option(help="Numbers of loader threads, comma-separated; 0 is the pipeline switched off.")
+    ] = "0,1,2,4",
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds; each runs every method once. The median counts.")] = 5,
+    dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "float32",
+    folder: FolderOption = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Measure how fast the loader reads, checks and assembles stored KV, beside plain reads of the same files, in alternation.
+
+    The page cache is emptied of the files before each run.
+    """
+    from cacheblend_rag.bench import LoadBench, LoadSetting
+
+    make_quiet()
+    setting = LoadSetting(
+        shape=shape,
+        chunks=chunks,
+        chunk_tokens=chunk_tokens,
+        threads=_parse_threads(threads),
+        repeats=repeats,
+        dtype=dtype,
+        folder=folder,
+    )
+    screen = console(stderr=True)
+    with screen.status("making the files") as status, LoadBench(setting) as bench:
+        rows = bench.measure(lambda done, total: status.update(f"measuring, {done} of {total}"))
+    lines = [
+        (
+            row.method,
+            row.threads,
+            say_seconds(row.seconds),
+            f"{say_seconds(row.seconds_min)} to {say_seconds(row.seconds_max)}",
+            f"{say_bytes(row.bytes_per_s)}/s",
+            f"{row.of_plain_reads:.2f}x",
+        )
+        for row in rows
+    ]
+    title = (
+        f"{shape}, {dtype}: {chunks} files of {chunk_tokens} tokens, {say_bytes(bench.file_bytes)} in all, "
+        f"median of {repeats}"
+    )
+    show_table(title, ("method", "threads", "time", "range", "throughput", "of plain reads"), lines)
+    say_cached(bench.cached_share_after_drop)
+    facts = plain_values(asdict(setting)) | {
+        "file_bytes": bench.file_bytes,
+        "cached_share_after_drop": bench.cached_share_after_drop,
+    }
+    shared = {"shape": shape, "dtype": dtype, "file_bytes": bench.file_bytes}
+    write_json(
+        json_file, "bench load", [asdict(row) | shared for row in rows], model=f"random weights, {shape}", setting=facts
+    )
+
+
+def _parse_threads(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise ConfigError(f"{text!r} is no list of whole numbers; write numbers of threads like 0,1,2,4")
+    return tuple(int(part) for part in parts)

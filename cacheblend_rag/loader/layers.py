@@ -1,0 +1,221 @@
+"""Handing stored KV to the computation layer by layer, loaded by threads that stay a few layers ahead.
+
+While layer i is computed, threads read layer i + 1 of every chunk, check and decode it, move its keys to their position in
+the prompt and put the whole into one buffer (CacheBlend, section 5).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+import torch
+
+from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.layout import PromptLayout
+from cacheblend_rag.loader.assembly import Assembly
+from cacheblend_rag.loader.device import Stall, Upload
+from cacheblend_rag.model import Decoder
+from cacheblend_rag.store.base import KVReader
+
+__all__ = ["LayerLoader"]
+
+# Below this, handing a layer from thread to thread costs more than assembling it.
+_THREAD_PAYS_BYTES = 1 << 20
+
+
+class LayerLoader:
+    """Assembles the chunks of one prompt, layer by layer, ahead of the computation; a context manager.
+
+    The work is cut into pieces, some chunks of one layer each, in ascending order of layers. Each thread takes the next
+    piece that is within the window; whoever waits for a layer takes pieces of it as well. Without threads that is all.
+
+    Parameters
+    ----------
+    decoder : Decoder
+        The model.
+    layout : PromptLayout
+        The prompt.
+    readers : sequence of KVReader
+        One for each chunk of the layout.
+    first_layer : int
+        The first layer that will be asked for; the ones before are computed in full and need no stored KV.
+    capacity : int
+        Rows of the buffers, at least the length of the prompt; what is more is room for generated tokens.
+    ahead : int
+        How many layers may be loaded before they are asked for.
+    threads : int
+        How many threads load; 0 loads every layer when it is asked for, one read after the other. Small layers are
+        loaded so in any case.
+
+    Attributes
+    ----------
+    load_bytes : int
+        Bytes of KV loaded so far, as the model takes it.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        layout: PromptLayout,
+        readers: Sequence[KVReader],
+        first_layer: int,
+        capacity: int,
+        ahead: int,
+        threads: int,
+    ) -> None:
+        assert len(readers) == len(layout.chunks) and capacity >= len(layout)
+        if layout.context_tokens * decoder.kv_bytes_per_token < _THREAD_PAYS_BYTES * decoder.num_layers:
+            threads = 0
+        self._assembly = Assembly(decoder, layout, readers, capacity, max(2 * threads, 1))
+        self._ahead = ahead if threads else 0
+        self._changed = threading.Condition()
+        # All of these are guarded by `_changed`.
+        self._next = (first_layer, 0)
+        self._wanted = first_layer - 1
+        self._end = decoder.num_layers
+        self._unfinished: dict[int, int] = {}
+        self._ready: dict[int, LayerKV | Upload] = {}
+        self._error: BaseException | None = None
+        self._closed = False
+        self.load_bytes = 0
+        self._host_wait_s = 0.0
+        self._stalls: list[Stall] = []
+        self._threads = [
+            threading.Thread(target=self._work, name=f"cacheblend-loader-{number}", daemon=True)
+            for number in range(threads)
+        ]
+
+    def __enter__(self) -> LayerLoader:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+        self._ready.clear()
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds in which nothing was computed because a layer was not there yet, on the device that computes it."""
+        return self._host_wait_s + sum(stall.seconds() for stall in self._stalls)
+
+    def synchronize(self, layer: int) -> LayerKV:
+        """Wait until a layer is loaded and hand it over; each layer once, in ascending order.
+
+        Parameters
+        ----------
+        layer : int
+            The layer, from `first_layer` on.
+
+        Returns
+        -------
+        LayerKV
+            ``(1, num_kv_heads, capacity, head_dim)``; rows of chunk tokens are filled, all others are undefined.
+
+        Raises
+        ------
+        ChunkReadError
+            If the stored KV of a chunk is gone or damaged.
+        """
+        device = self._assembly.device(layer)
+        started = time.perf_counter()
+        stall = Stall(device) if device.type == "cuda" else None
+        loaded = self._take(layer)
+        result = loaded.receive() if isinstance(loaded, Upload) else loaded
+        if stall is None:
+            self._host_wait_s += time.perf_counter() - started
+        else:
+            stall.end()
+            self._stalls.append(stall)
+        return result
+
+    def _take(self, layer: int) -> LayerKV | Upload:
+        with self._changed:
+            self._wanted = layer
+            self._changed.notify_all()
+        while True:
+            with self._changed:
+                # Nobody is idle while a layer is waited for: this thread loads what no other has begun.
+                while layer not in self._ready and self._error is None and self._next[0] > layer:
+                    self._changed.wait()
+                if layer in self._ready:
+                    return self._ready.pop(layer)
+                if self._error is not None:
+                    raise self._error
+                task = self._begin()
+            self.fetch_kv(*task)
+
+    def _work(self) -> None:
+        _compute_alone()
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._may_go_on)
+                if self._closed or self._error is not None or self._next[0] >= self._end:
+                    return
+                task = self._begin()
+            self.fetch_kv(*task)
+
+    def _may_go_on(self) -> bool:
+        layer, _ = self._next
+        return self._closed or self._error is not None or layer >= self._end or layer <= self._wanted + self._ahead
+
+    def _begin(self) -> tuple[int, int]:
+        layer, piece = self._next
+        count = len(self._assembly.pieces)
+        self._unfinished.setdefault(layer, count)
+        self._next = (layer, piece + 1) if piece + 1 < count else (layer + 1, 0)
+        return layer, piece
+
+    def fetch_kv(self, layer: int, piece: int) -> None:
+        """Load one layer of some chunks (CacheBlend, section 6); what goes wrong is raised where the layer is waited for.
+
+        Parameters
+        ----------
+        layer : int
+            The layer.
+        piece : int
+            Which of the pieces that the prompt's chunks are cut into.
+        """
+        try:
+            loaded_bytes = self._assembly.fill(layer, self._assembly.pieces[piece])
+            with self._changed:
+                self.load_bytes += loaded_bytes
+                self._unfinished[layer] -= 1
+                if self._unfinished[layer]:
+                    return
+                del self._unfinished[layer]
+            finished = self._assembly.finish(layer)
+        except BaseException as error:
+            with self._changed:
+                self._error = self._error or error
+                self._changed.notify_all()
+        else:
+            with self._changed:
+                self._ready[layer] = finished
+                self._changed.notify_all()
+
+
+def _compute_alone() -> None:
+    """Keep the tensor operations of this thread in this thread.
+
+    Each thread that calls OpenMP gets helpers of its own, which would take the cores that the computation runs on. What
+    `torch.set_num_threads` sets holds for all threads that start later; OpenMP's own setting is the calling thread's.
+    """
+    # A thread's number is settled at its first use; what was set before would be overwritten.
+    torch.get_num_threads()
+    try:
+        ctypes.CDLL(None).omp_set_num_threads(1)
+    except (AttributeError, OSError):
+        # Another threading library: the loader works, with more threads than it needs.
+        return
