@@ -20,11 +20,11 @@ from cacheblend_rag.model import Decoder
 from cacheblend_rag.rope import Rotation, RotationTable, shift_keys
 from cacheblend_rag.store.base import KVReader
 
-__all__ = ["LayerLoader"]
+__all__ = ["THREAD_PAYS_BYTES", "LayerLoader"]
 
 _CLOSE_ROWS = 32
-# Below this, handing a layer from thread to thread costs more than assembling it.
-_THREAD_PAYS_BYTES = 1 << 20
+THREAD_PAYS_BYTES = 1 << 20
+"""Layers smaller than this are assembled when they are asked for: handing them from thread to thread costs more."""
 
 
 class LayerLoader:
@@ -78,7 +78,7 @@ class LayerLoader:
         layer_bytes = layout.context_tokens * decoder.kv_bytes_per_token // decoder.num_layers
         self._thread = (
             threading.Thread(target=self._work, name="cacheblend-loader", daemon=True)
-            if layer_bytes >= _THREAD_PAYS_BYTES
+            if layer_bytes >= THREAD_PAYS_BYTES
             else None
         )
 

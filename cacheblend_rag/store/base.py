@@ -12,7 +12,11 @@ __all__ = ["KVReader", "KVStore", "NodeRecord", "StoreStats"]
 
 
 class KVReader(Protocol):
-    """Reads the stored KV of one chunk, layer by layer, from one thread at a time."""
+    """Reads the stored KV of one chunk, layer by layer, from one thread at a time.
+
+    A reader may also say `tier` (str), where it reads from, `codec` (str), how the tensors are compressed there, and
+    `kv_bytes` (int), their stored bytes: the controller predicts from them how long loading takes.
+    """
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -163,6 +163,7 @@ class ChunkFile:
 
     def __init__(self, source: ByteSource, key: str) -> None:
         self._source = source
+        self.tier = str(getattr(source, "tier", "disk"))
         self.key = key
         self._read_head()
 

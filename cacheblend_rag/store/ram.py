@@ -22,8 +22,15 @@ class RamReader:
         The KV.
     """
 
+    tier = "ram"
+
     def __init__(self, kv: ChunkKV) -> None:
         self._kv = kv
+
+    @property
+    def kv_bytes(self) -> int:
+        """Size of all layers."""
+        return self._kv.nbytes
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from logging import getLogger
+from pathlib import Path
 from typing import TypeVar
 
 from cacheblend_rag.errors import ChunkReadError, StoreError, StoreFullError
@@ -15,6 +17,7 @@ from cacheblend_rag.store.disk import DiskTier
 from cacheblend_rag.store.folder import valid_key
 from cacheblend_rag.store.index import Dropped, Index
 from cacheblend_rag.store.names import Names
+from cacheblend_rag.store.probe import TierProbe, disk_probe, ram_probe
 from cacheblend_rag.store.ram import RamReader, RamTier
 
 __all__ = ["TieredStore"]
@@ -52,6 +55,17 @@ class TieredStore:
     def is_private(self) -> bool:
         """Whether the store's contents end with this process and are reachable through this object alone."""
         return self._disk is None
+
+    @property
+    def path(self) -> Path | None:
+        """The folder, if there is one and it may be written."""
+        return self._disk.folder.path if self._disk and not self._disk.read_only else None
+
+    def probes(self) -> list[TierProbe]:
+        """Return what puts chunks into each tier only to measure how fast they are read."""
+        if self._disk is None or self._disk.read_only:
+            return [ram_probe]
+        return [ram_probe, partial(disk_probe, self._disk.folder)]
 
     def open(self, key: str) -> KVReader | None:
         """Return a reader of the KV under `key` and mark it as recently used, or None if it is not held."""
@@ -210,6 +224,8 @@ class _PromotingReader:
         self._keep = keep
         self._layers: dict[int, LayerKV] = {}
         self._reserved_bytes = file.kv_bytes
+        self.tier, self.kv_bytes = file.tier, file.kv_bytes
+        self.codec = str(getattr(file, "codec", "none"))
 
     def __del__(self) -> None:
         self._ram.give_back(self._reserved_bytes)
