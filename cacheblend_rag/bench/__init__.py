@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+from cacheblend_rag.bench.auto import AutoBench, AutoRow, AutoRun, AutoSetting
 from cacheblend_rag.bench.shapes import SHAPES, random_model, shape_config, word_tokenizer
 from cacheblend_rag.bench.ttft import TTFTBench, TTFTRow, TTFTSetting
 
-__all__ = ["SHAPES", "TTFTBench", "TTFTRow", "TTFTSetting", "random_model", "shape_config", "word_tokenizer"]
+__all__ = [
+    "SHAPES",
+    "AutoBench",
+    "AutoRow",
+    "AutoRun",
+    "AutoSetting",
+    "TTFTBench",
+    "TTFTRow",
+    "TTFTSetting",
+    "random_model",
+    "shape_config",
+    "word_tokenizer",
+]

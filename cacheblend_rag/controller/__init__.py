@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cacheblend_rag.controller.control import Controller, ProbedStore, stored_kv
+from cacheblend_rag.controller.control import Controller, ProbedStore, prompt_work, stored_kv
 from cacheblend_rag.controller.measure import Measurement
 from cacheblend_rag.controller.plan import Plan, check_selector, make_plan, whole_plan
 from cacheblend_rag.controller.policy import (
@@ -15,6 +15,8 @@ from cacheblend_rag.controller.policy import (
     choose,
     full_s,
     largest_hidden_ratio,
+    layer_compute_s,
+    layer_load_s,
     pipeline_s,
 )
 from cacheblend_rag.controller.profile import LoadCost, Profile, load_profile, profile_identity, save_profile
@@ -36,10 +38,13 @@ __all__ = [
     "choose",
     "full_s",
     "largest_hidden_ratio",
+    "layer_compute_s",
+    "layer_load_s",
     "load_profile",
     "make_plan",
     "pipeline_s",
     "profile_identity",
+    "prompt_work",
     "save_profile",
     "stored_kv",
     "whole_plan",

@@ -21,7 +21,7 @@ from cacheblend_rag.selection import SelectionTask
 from cacheblend_rag.store.base import KVReader
 from cacheblend_rag.store.probe import TierProbe, ram_probe
 
-__all__ = ["Controller", "ProbedStore", "stored_kv"]
+__all__ = ["Controller", "ProbedStore", "prompt_work", "stored_kv"]
 
 _log = logging.getLogger(__name__)
 
@@ -126,20 +126,7 @@ class Controller:
                     "loading from tier %r in codec %r was never measured and is taken to be free; run `cacheblend-rag profile`",
                     *place,
                 )
-        return choose(profile, self._work(config, layout, stored), config.quality_ratio)
-
-    def _work(self, config: BlendConfig, layout: PromptLayout, stored: tuple[StoredKV, ...]) -> Work:
-        num_layers, context = self._decoder.num_layers, layout.context_tokens
-        selection = check_selector(config, num_layers).begin(SelectionTask(layout, num_layers, 0))
-        return Work(
-            prompt_tokens=len(layout),
-            context_tokens=context,
-            candidate_tokens=layout.candidate_rows.numel(),
-            first_layer=min(selection.check_layers, default=0),
-            ahead=config.prefetch_layers,
-            threaded=context * self._decoder.kv_bytes_per_token // num_layers >= THREAD_PAYS_BYTES,
-            stored=stored,
-        )
+        return choose(profile, prompt_work(self._decoder, config, layout, stored), config.quality_ratio)
 
     def _paths(self) -> list[Path]:
         """Return where the profile may be, the best place first."""
@@ -165,6 +152,33 @@ class Controller:
                 _log.warning("the profile cannot be kept in %s: %s", path, error.strerror or error)
             else:
                 return
+
+
+def prompt_work(decoder: Decoder, config: BlendConfig, layout: PromptLayout, stored: tuple[StoredKV, ...]) -> Work:
+    """Return what there is to do for a prompt.
+
+    Parameters
+    ----------
+    decoder : Decoder
+        The model.
+    config : BlendConfig
+        The settings in force: selector, check layers, `prefetch_layers`.
+    layout : PromptLayout
+        The prompt.
+    stored : tuple of StoredKV
+        Where its chunks' KV is.
+    """
+    num_layers, context = decoder.num_layers, layout.context_tokens
+    selection = check_selector(config, num_layers).begin(SelectionTask(layout, num_layers, 0))
+    return Work(
+        prompt_tokens=len(layout),
+        context_tokens=context,
+        candidate_tokens=layout.candidate_rows.numel(),
+        first_layer=min(selection.check_layers, default=0),
+        ahead=config.prefetch_layers,
+        threaded=context * decoder.kv_bytes_per_token // num_layers >= THREAD_PAYS_BYTES,
+        stored=stored,
+    )
 
 
 def stored_kv(readers: Sequence[KVReader]) -> tuple[StoredKV, ...]:

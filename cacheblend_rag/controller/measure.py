@@ -43,6 +43,7 @@ _LENGTHS = (16, 64, 128, 256, 512, 1024, 2048, 4096)
 _QUESTION_TOKENS = 15
 _RATIOS = (0.1, 0.5)
 _MOST_RUNS = 5
+_SHORT_RUN_S = 0.02
 # Shares of the time limit, each spent before the next begins.
 _PREFILL_UNTIL, _COMPUTE_UNTIL = 0.3, 0.65
 _MOST_LOADED_BYTES = 48 * 1024**2
@@ -187,7 +188,8 @@ class Measurement:
         # Blending computes few rows: it can be measured at twice the length.
         longest = min(2 * max(full), window)
         shortest = 2 * (_QUESTION_TOKENS + 1)
-        chosen = sorted({length for length in (*full, longest) if length >= shortest} or {longest})[-3:]
+        usable = sorted({length for length in (*full, longest) if length >= shortest} or {longest})
+        chosen = sorted({usable[0], usable[len(usable) // 2], usable[-1]})
         layouts = {length: self._layout([max(length - 1 - _QUESTION_TOKENS, 1)]) for length in chosen}
         sources = {length: _Scratch(sample, self._decoder, len(layout)) for length, layout in layouts.items()}
 
@@ -199,7 +201,7 @@ class Measurement:
         places = [(length, ratio) for length in chosen for ratio in _RATIOS]
         run_blend(places[0])
         blend = {place: [run_blend(place)] for place in places}
-        times: dict[object, list[float]] = {**full, **blend}
+        times: dict[object, list[float]] = dict((*full.items(), *blend.items()))
         self._repeat(
             times,
             lambda place: run_blend(place) if isinstance(place, tuple) else run_full(place),  # type: ignore[arg-type]
@@ -342,12 +344,14 @@ class Measurement:
         self, times: dict[_Place, list[float]], run: Callable[[_Place], float], until: float, most: int = _MOST_RUNS
     ) -> None:
         """Run every place again, round after round, while another round fits into the time."""
-        while len(next(iter(times.values()))) < most:
-            expected = sum(min(runs) for runs in times.values())
+        for _ in range(most - 1):
+            expected = sum(max(min(runs), _SHORT_RUN_S) for runs in times.values())
             if self._spent() + expected > until:
                 return
             for place, runs in times.items():
-                runs.append(run(place))
+                # Short runs are disturbed the most, and cost the least to repeat.
+                for _ in range(max(min(int(_SHORT_RUN_S / min(runs)), _MOST_RUNS), 1)):
+                    runs.append(run(place))
 
 
 def _stored_bytes(reader: KVReader, kv: ChunkKV) -> int:

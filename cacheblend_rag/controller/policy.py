@@ -24,6 +24,8 @@ __all__ = [
     "choose",
     "full_s",
     "largest_hidden_ratio",
+    "layer_compute_s",
+    "layer_load_s",
     "pipeline_s",
 ]
 
@@ -151,21 +153,37 @@ def blend_s(profile: Profile, work: Work, ratio: float) -> float:
     ratio : float
         The recompute ratio.
     """
-    computes = _compute_layers(profile, work, ratio)
-    fixed, loads, overlap = profile.blend.fixed_s, [0.0] * (len(computes) - work.first_layer), 0.0
+    behind = profile.num_layers - work.first_layer
+    computes = [profile.layer_s(work.prompt_tokens)] * work.first_layer + [
+        layer_compute_s(profile, work, ratio)
+    ] * behind
+    load_s, overlap = layer_load_s(profile, work)
+    serial = profile.blend.fixed_s + sum(computes) + behind * load_s
+    if not load_s or not work.threaded:
+        return serial
+    # Loading takes cores and memory bandwidth from computing; what share of it truly runs beside was measured.
+    ideal = profile.blend.fixed_s + pipeline_s(computes, [load_s] * behind, work.first_layer, work.ahead)
+    return serial - overlap * (serial - ideal)
+
+
+def layer_compute_s(profile: Profile, work: Work, ratio: float) -> float:
+    """Return the predicted seconds of recomputing one layer behind the selection: T_recompute in CacheBlend (section 5)."""
+    return profile.blend.layer_s(work.computed_rows(ratio), work.prompt_tokens)
+
+
+def layer_load_s(profile: Profile, work: Work) -> tuple[float, float]:
+    """Return the predicted seconds of loading one layer, T_load in CacheBlend (section 5), and how well that overlaps.
+
+    Tiers load one after another; one that the profile does not know loads for nothing.
+    """
+    seconds = overlap = 0.0
     for part in work.stored:
         cost = profile.load_cost(part.tier, part.codec)
-        if cost is None:
-            continue
-        layer_s = cost.layer_s(part.chunks, part.kv_bytes / profile.num_layers)
-        loads = [load + layer_s for load in loads]
-        overlap += layer_s * cost.overlap
-    serial = sum(computes) + sum(loads)
-    if not loads or not loads[0] or not work.threaded:
-        return fixed + serial
-    # Loading takes cores and memory bandwidth from computing; what share of it truly runs beside was measured.
-    hidden = serial - pipeline_s(computes, loads, work.first_layer, work.ahead)
-    return fixed + serial - overlap / loads[0] * hidden
+        if cost is not None:
+            layer_s = cost.layer_s(part.chunks, part.kv_bytes / profile.num_layers)
+            seconds += layer_s
+            overlap += layer_s * cost.overlap
+    return seconds, overlap / seconds if seconds else 1.0
 
 
 def pipeline_s(computes: Sequence[float], loads: Sequence[float], first_layer: int, ahead: int) -> float:
@@ -294,13 +312,6 @@ def cheapest_tier(profile: Profile, work: Work, ratio: float, prices: Mapping[st
         (offer for offer in offers if offer[0] <= fastest * (1 + SLACK)), key=lambda offer: (offer[1], offer[0])
     )
     return TierChoice(cost.tier, cost.codec, seconds, fastest, price)
-
-
-def _compute_layers(profile: Profile, work: Work, ratio: float) -> list[float]:
-    """Return the seconds of computing each layer; what is not a layer's own is in `BlendCost.fixed_s`."""
-    behind = profile.num_layers - work.first_layer
-    selected = profile.blend.layer_s(work.computed_rows(ratio), work.prompt_tokens)
-    return [profile.layer_s(work.prompt_tokens)] * work.first_layer + [selected] * behind
 
 
 def _milliseconds(seconds: float) -> str:
