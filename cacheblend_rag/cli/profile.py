@@ -76,7 +76,11 @@ def profile(
         }
     rows = _rows(found, works, quality)
     _show(found, rows, chunk_tokens)
-    typical = {f"{tier} {codec}": work for (tier, codec, chunks), work in works.items() if chunks == 6}
+    typical = {
+        tier if codec == "none" else f"{tier}, {codec}": work
+        for (tier, codec, chunks), work in works.items()
+        if chunks == 6
+    }
     if priced:
         choice = cheapest_tier(found, next(iter(typical.values())), quality, priced)
         rows.append({"kind": "cheapest", **asdict(choice)})

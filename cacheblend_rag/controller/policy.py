@@ -226,12 +226,12 @@ def largest_hidden_ratio(profile: Profile, work: Work, quality_ratio: float) -> 
     Returns
     -------
     float
-        From `quality_ratio` to 1, a hundredth or the floor itself: the largest at which the predicted prefill takes at most
-        `SLACK` longer than at the floor.
+        A hundredth under 1, or the floor itself: the largest at which the predicted prefill takes at most `SLACK` longer than
+        at the floor.
     """
     allowed = blend_s(profile, work, quality_ratio) * (1 + SLACK)
     # Time never falls with the ratio, so the last step that is allowed can be searched for by halving.
-    low, high = int(quality_ratio * _RATIO_STEPS), _RATIO_STEPS
+    low, high = int(quality_ratio * _RATIO_STEPS), _RATIO_STEPS - 1
     while low < high:
         middle = (low + high + 1) // 2
         if blend_s(profile, work, middle / _RATIO_STEPS) <= allowed:
