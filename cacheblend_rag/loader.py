@@ -20,11 +20,16 @@ from cacheblend_rag.model import Decoder
 from cacheblend_rag.rope import Rotation, RotationTable, shift_keys
 from cacheblend_rag.store.base import KVReader
 
-__all__ = ["THREAD_PAYS_BYTES", "LayerLoader"]
+__all__ = ["LayerLoader", "loads_ahead"]
 
 _CLOSE_ROWS = 32
-THREAD_PAYS_BYTES = 1 << 20
-"""Layers smaller than this are assembled when they are asked for: handing them from thread to thread costs more."""
+# Below this, handing a layer from thread to thread costs more than assembling it.
+_THREAD_PAYS_BYTES = 1 << 20
+
+
+def loads_ahead(layer_bytes: int) -> bool:
+    """Return whether layers of so many bytes are loaded while others are computed, and not when they are asked for."""
+    return layer_bytes >= _THREAD_PAYS_BYTES
 
 
 class LayerLoader:
@@ -78,7 +83,7 @@ class LayerLoader:
         layer_bytes = layout.context_tokens * decoder.kv_bytes_per_token // decoder.num_layers
         self._thread = (
             threading.Thread(target=self._work, name="cacheblend-loader", daemon=True)
-            if layer_bytes >= THREAD_PAYS_BYTES
+            if loads_ahead(layer_bytes)
             else None
         )
 

@@ -15,7 +15,7 @@ from cacheblend_rag.controller.plan import check_selector
 from cacheblend_rag.controller.policy import Choice, StoredKV, Work, choose
 from cacheblend_rag.controller.profile import Profile, load_profile, profile_identity, save_profile
 from cacheblend_rag.layout import PromptLayout
-from cacheblend_rag.loader import THREAD_PAYS_BYTES
+from cacheblend_rag.loader import loads_ahead
 from cacheblend_rag.model import Decoder
 from cacheblend_rag.selection import SelectionTask
 from cacheblend_rag.store.base import KVReader
@@ -176,7 +176,7 @@ def prompt_work(decoder: Decoder, config: BlendConfig, layout: PromptLayout, sto
         candidate_tokens=layout.candidate_rows.numel(),
         first_layer=min(selection.check_layers, default=0),
         ahead=config.prefetch_layers,
-        threaded=context * decoder.kv_bytes_per_token // num_layers >= THREAD_PAYS_BYTES,
+        threaded=loads_ahead(context * decoder.kv_bytes_per_token // num_layers),
         stored=stored,
     )
 

@@ -405,7 +405,7 @@ def test_layers_assembled_ahead_are_those_assembled_when_asked_for(
     engine.add(CHUNKS)
     config = engine.config.replace(selector=selector, prefetch_layers=ahead)
     wanted = engine.prefill(_prompt(CHUNKS), config=config).logits
-    monkeypatch.setattr("cacheblend_rag.loader.THREAD_PAYS_BYTES", 0)
+    monkeypatch.setattr("cacheblend_rag.loader._THREAD_PAYS_BYTES", 0)
     started: list[threading.Thread] = []
     start = threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", lambda thread: (started.append(thread), start(thread))[1])
