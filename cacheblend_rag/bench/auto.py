@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import torch
 
 from cacheblend_rag.bench.shapes import random_model, shape_config, word_tokenizer
@@ -81,7 +82,7 @@ class AutoSetting:
 
 @dataclass(frozen=True, slots=True)
 class AutoRun:
-    """One setting's median in one cell of the grid; ratio 1 is full prefill, and `method` is "full", "blend" or "auto"."""
+    """One setting's medians in one cell of the grid; ratio 1 is full prefill, `method` is "full", "blend" or "auto"."""
 
     tier: str
     chunks: int
@@ -110,6 +111,9 @@ class AutoRow:
         What "auto" chose in the last round.
     regret : float
         How much longer "auto" took than the best, as a share of it; negative where it was faster.
+    choice_regret : float
+        How much longer what "auto" chose took when it was asked for as a fixed setting, between two fixed ratios in proportion:
+        0 if it chose the best one. The difference to `regret` is the price of choosing, and the noise of the machine.
     """
 
     tier: str
@@ -120,6 +124,7 @@ class AutoRow:
     auto_ttft_s: float
     auto_choice: str
     regret: float
+    choice_regret: float
 
 
 class AutoBench:
@@ -225,24 +230,46 @@ class AutoBench:
                 if number:
                     times[method].append(report)
         engine.delete([str(chunk.id) for chunk in added])
-        ttft = {method: median(report.ttft_s for report in reports) for method, reports in times.items()}
-        auto = times["auto", 0.0][-1]
+        here = []
         for (name, ratio), reports in times.items():
-            shown = auto.recompute_ratio if name == "auto" else ratio
+            ttft_s = median(report.ttft_s for report in reports)
             load_s = median(report.load_s for report in reports)
-            self.runs.append(AutoRun(tier, chunks, tokens, name, shown, ttft[name, ratio], load_s))
-        fixed = {method: seconds for method, seconds in ttft.items() if method[0] != "auto"}
-        best = min(fixed, key=fixed.__getitem__)
-        auto_s = ttft["auto", 0.0]
-        choice = "full" if auto.fallback_reason else f"blend {auto.recompute_ratio:g}"
-        best_method = "full" if best[0] == "full" else f"blend {best[1]:g}"
-        return AutoRow(tier, chunks, tokens, best_method, fixed[best], auto_s, choice, auto_s / fixed[best] - 1)
+            shown = reports[-1].recompute_ratio if name == "auto" else ratio
+            here.append(AutoRun(tier, chunks, tokens, name, shown, ttft_s, load_s))
+        self.runs += here
+        *fixed, auto = here
+        best = min(fixed, key=lambda run: run.ttft_s)
+        return AutoRow(
+            tier=tier,
+            chunks=chunks,
+            chunk_tokens=tokens,
+            best_method=_called(best),
+            best_ttft_s=best.ttft_s,
+            auto_ttft_s=auto.ttft_s,
+            auto_choice=_called(auto),
+            regret=auto.ttft_s / best.ttft_s - 1,
+            choice_regret=_fixed_s(fixed, auto.recompute_ratio) / best.ttft_s - 1,
+        )
 
     def _run(self, engine: BlendEngine, prompt: BlendPrompt, config: BlendConfig) -> BlendReport:
         if torch.device(self.setting.device).type == "cuda":
             torch.cuda.synchronize(self.setting.device)
         # The logits are on the CPU when it returns, so that its time includes the device's work.
         return engine.prefill(prompt, config=config).report
+
+
+def _fixed_s(fixed: Sequence[AutoRun], ratio: float) -> float:
+    """Return the seconds measured of a ratio, between two that were measured in proportion; 1 is full prefill alone."""
+    if ratio == 1:
+        return next(run.ttft_s for run in fixed if run.method == "full")
+    blends = sorted((run.recompute_ratio, run.ttft_s) for run in fixed if run.method == "blend")
+    if not blends:
+        return min(run.ttft_s for run in fixed)
+    return float(np.interp(ratio, [each for each, _ in blends], [seconds for _, seconds in blends]))
+
+
+def _called(run: AutoRun) -> str:
+    return "full" if run.recompute_ratio == 1 else f"blend {run.recompute_ratio:g}"
 
 
 def _rate(tier: str) -> float | None:

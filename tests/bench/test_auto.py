@@ -44,6 +44,8 @@ def test_every_cell_of_the_grid_is_measured() -> None:
     ]
     for row in rows:
         assert row.regret == pytest.approx(row.auto_ttft_s / row.best_ttft_s - 1)
+        assert row.choice_regret >= 0
+        assert row.choice_regret == 0 or row.auto_choice != row.best_method
         # No setting under the quality floor is compared, and auto chooses none.
         assert row.best_method in ("full", "blend 0.15", "blend 0.5")
         assert row.auto_choice == "full" or float(row.auto_choice.removeprefix("blend ")) >= 0.15
