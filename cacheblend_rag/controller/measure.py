@@ -188,7 +188,8 @@ class Measurement:
         # Blending computes few rows: it can be measured at twice the length.
         longest = min(2 * max(full), window)
         shortest = 2 * (_QUESTION_TOKENS + 1)
-        usable = sorted({length for length in (*full, longest) if length >= shortest} or {longest})
+        # The shortest prompt tells what blending costs however little there is to compute, which decides whether it pays.
+        usable = sorted({length for length in (shortest, *full, longest) if shortest <= length <= window} or {longest})
         chosen = sorted({usable[0], usable[len(usable) // 2], usable[-1]})
         layouts = {length: self._layout([max(length - 1 - _QUESTION_TOKENS, 1)]) for length in chosen}
         sources = {length: _Scratch(sample, self._decoder, len(layout)) for length, layout in layouts.items()}
