@@ -130,8 +130,8 @@ def auto(
 ) -> None:
     """Compare recompute_ratio="auto" with full prefill and fixed ratios, over tiers and prompts, in alternation.
 
-    "regret" is how much longer auto took than the best setting whose ratio is not under the quality floor, "of the choice" how much
-    longer what it chose took when asked for as a fixed setting: 0 where it chose the best one.
+    "regret" is how much longer auto took than the best setting whose ratio is not under the quality floor; "of the choice" is how
+    much longer what it chose took when asked for as a fixed setting: 0 where it chose the best one.
     """
     from cacheblend_rag.bench import AutoBench, AutoSetting
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 import torch
 
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.controller.plan import check_selector
 from cacheblend_rag.controller.policy import StoredKV, Work, blend_s
 from cacheblend_rag.controller.profile import (
     BlendCost,
@@ -24,23 +23,19 @@ from cacheblend_rag.controller.profile import (
     fit_costs,
     profile_identity,
 )
-from cacheblend_rag.encode import encode_chunks
+from cacheblend_rag.controller.runs import QUESTION_TOKENS, ScratchKV, TimedRuns
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.fuse import BlendCache, LayerSource, Steering
-from cacheblend_rag.kv import ChunkKV, LayerKV
-from cacheblend_rag.layout import ChunkSpan, PromptLayout
-from cacheblend_rag.loader import LayerLoader
+from cacheblend_rag.kv import ChunkKV
+from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import Decoder
-from cacheblend_rag.selection import Selection, SelectionTask
 from cacheblend_rag.store.base import KVReader
-from cacheblend_rag.store.probe import OpenProbe, TierProbe
+from cacheblend_rag.store.probe import TierProbe
 
 __all__ = ["Measurement", "reader_codec", "reader_tier"]
 
 _log = logging.getLogger(__name__)
 
 _LENGTHS = (16, 64, 128, 256, 512, 1024, 2048, 4096)
-_QUESTION_TOKENS = 15
 _RATIOS = (0.1, 0.5)
 _MOST_RUNS = 5
 _SHORT_RUN_S = 0.02
@@ -59,33 +54,6 @@ def reader_tier(reader: KVReader) -> str:
 def reader_codec(reader: KVReader) -> str:
     """Return how the tensors that a reader reads are compressed; "none" where it does not say."""
     return str(getattr(reader, "codec", "none"))
-
-
-class _Scratch:
-    """A layer source whose layers are there at once, all of them in the same memory: what is in them takes no part in the
-    time.
-    """
-
-    def __init__(self, sample: Sequence[LayerKV], decoder: Decoder, rows: int) -> None:
-        self._buffers: dict[tuple[torch.Size, torch.device], LayerKV] = {}
-        self._layers = []
-        for layer, kv in enumerate(sample):
-            device = next(decoder.layers[layer].parameters()).device
-            known = (kv.keys.shape, device)
-            if known not in self._buffers:
-                self._buffers[known] = LayerKV(*(t.new_zeros((1, t.shape[0], rows, t.shape[2])).to(device) for t in kv))
-            self._layers.append(self._buffers[known])
-
-    def synchronize(self, layer: int) -> LayerKV:
-        return self._layers[layer]
-
-
-@dataclass(frozen=True)
-class _Loading:
-    """Chunks in a tier, and a prompt that is made of them."""
-
-    layout: PromptLayout
-    chunks: tuple[ChunkKV, ...]
 
 
 class Measurement:
@@ -111,11 +79,8 @@ class Measurement:
         self._config = config
         self._budget_s = budget_s
         self._say = progress or (lambda _: None)
-        self._selector = check_selector(config, decoder.num_layers)
-        vocabulary = decoder.model.config.get_text_config(decoder=True).vocab_size
-        generator = torch.Generator().manual_seed(0)
-        self._ids = torch.randint(vocabulary, (_LENGTHS[-1],), generator=generator).tolist()
         self._started = time.perf_counter()
+        self._runs = TimedRuns(decoder, config, _LENGTHS[-1])
 
     @torch.no_grad()
     def profile(self, probes: Sequence[TierProbe]) -> Profile:
@@ -131,11 +96,10 @@ class Measurement:
         Profile
             What was found.
         """
-        [(_, sample)] = next(encode_chunks(self._decoder, self._ids[:1], [self._ids[1:9]], 64))
-        prefill_points, blend_points = self._compute_points(sample.layers)
-        selection = self._begin(self._layout([32]), 0.5)
+        prefill_points, blend_points = self._compute_points()
+        layers = self._runs.selection(self._runs.layout([1]), 0.0).check_layers
         unfitted = Profile(
-            identity=profile_identity(self._decoder, self._selector.name, selection.check_layers),
+            identity=profile_identity(self._decoder, self._runs.selector.name, layers),
             num_layers=self._decoder.num_layers,
             prefill=_fit_prefill(prefill_points),
             blend=BlendCost(0.0, 0.0, 0.0, 0.0),
@@ -144,20 +108,15 @@ class Measurement:
             loads=(),
             measured_s=0.0,
         )
-        first_layer = min(selection.check_layers, default=0)
-        profile = replace(unfitted, blend=_fit_blend(blend_points, unfitted, first_layer))
-        return self.loads(profile, probes, sample)
+        profile = replace(unfitted, blend=_fit_blend(blend_points, unfitted, self._runs.first_layer()))
+        return self._loads(profile, probes)
 
-    @torch.no_grad()
-    def loads(self, profile: Profile, probes: Sequence[TierProbe], sample: ChunkKV | None = None) -> Profile:
-        """Add the tiers of `probes` to a profile, replacing what it knows of them."""
-        if sample is None:
-            [(_, sample)] = next(encode_chunks(self._decoder, self._ids[:1], [self._ids[1:9]], 64))
+    def _loads(self, profile: Profile, probes: Sequence[TierProbe]) -> Profile:
         for number, probe in enumerate(probes):
             spent = time.perf_counter() - self._started
             until = spent + max(self._budget_s - spent, 0.0) / (len(probes) - number)
             try:
-                cost = self._load_cost(profile, probe, sample, until)
+                cost = self._load_cost(profile, probe, until)
             except (StoreError, OSError) as error:
                 _log.warning("a tier is not measured, it cannot be used now: %s", error)
                 continue
@@ -165,38 +124,38 @@ class Measurement:
             profile = replace(profile, loads=(*others, cost))
         return replace(profile, measured_s=time.perf_counter() - self._started)
 
-    def _compute_points(self, sample: Sequence[LayerKV]) -> tuple[tuple[PrefillPoint, ...], tuple[BlendPoint, ...]]:
+    def _compute_points(self) -> tuple[tuple[PrefillPoint, ...], tuple[BlendPoint, ...]]:
         """Measure full and blended prefill, in alternation: what slows the machine for a while then slows both."""
+        runs = self._runs
         window = self._decoder.window or _LENGTHS[-1]
         lengths = [length for length in _LENGTHS if length <= window]
         if len(lengths) < 2:
             lengths = sorted({max(window // 4, 1), window})
         full: dict[int, list[float]] = {}
 
-        def run_full(length: int) -> float:
-            return self._timed(lambda: self._full(length))
-
         self._say("full prefill")
-        run_full(lengths[0])
+        runs.full(lengths[0])
         for length in lengths:
             if len(full) >= 2:
                 known = max(full)
                 if self._spent() + 1.2 * length / known * full[known][0] > self._budget_s * _PREFILL_UNTIL:
                     break
-            full[length] = [run_full(length)]
+            full[length] = [runs.full(length)]
 
         # Blending computes few rows: it can be measured at twice the length.
         longest = min(2 * max(full), window)
-        shortest = 2 * (_QUESTION_TOKENS + 1)
+        shortest = 2 * (QUESTION_TOKENS + 1)
         # The shortest prompt tells what blending costs however little there is to compute, which decides whether it pays.
         usable = sorted({length for length in (shortest, *full, longest) if shortest <= length <= window} or {longest})
         chosen = sorted({usable[0], usable[len(usable) // 2], usable[-1]})
-        layouts = {length: self._layout([max(length - 1 - _QUESTION_TOKENS, 1)]) for length in chosen}
-        sources = {length: _Scratch(sample, self._decoder, len(layout)) for length, layout in layouts.items()}
+        layouts = {length: runs.layout([max(length - 1 - QUESTION_TOKENS, 1)]) for length in chosen}
+        sources = {
+            length: ScratchKV(runs.sample.layers, self._decoder, len(layout)) for length, layout in layouts.items()
+        }
 
         def run_blend(place: tuple[int, float]) -> float:
             length, ratio = place
-            return self._timed(lambda: self._blend(layouts[length], ratio, sources[length]))
+            return runs.blend(layouts[length], ratio, sources[length])
 
         self._say("blended prefill")
         places = [(length, ratio) for length in chosen for ratio in _RATIOS]
@@ -205,22 +164,22 @@ class Measurement:
         times: dict[object, list[float]] = dict((*full.items(), *blend.items()))
         self._repeat(
             times,
-            lambda place: run_blend(place) if isinstance(place, tuple) else run_full(place),  # type: ignore[arg-type]
+            lambda place: run_blend(place) if isinstance(place, tuple) else runs.full(place),  # type: ignore[arg-type]
             self._budget_s * _COMPUTE_UNTIL,
         )
         points = []
-        for (length, ratio), runs in blend.items():
+        for (length, ratio), seconds in blend.items():
             layout = layouts[length]
             rows = len(layout) - layout.context_tokens + round(ratio * layout.context_tokens)
-            points.append(BlendPoint(rows, len(layout), min(runs)))
-        return tuple(PrefillPoint(length, min(runs)) for length, runs in full.items()), tuple(points)
+            points.append(BlendPoint(rows, len(layout), min(seconds)))
+        return tuple(PrefillPoint(length, min(seconds)) for length, seconds in full.items()), tuple(points)
 
-    def _load_cost(self, profile: Profile, probe: TierProbe, sample: ChunkKV, until: float) -> LoadCost:
+    def _load_cost(self, profile: Profile, probe: TierProbe, until: float) -> LoadCost:
         per_token = self._decoder.kv_bytes_per_token
         window = self._decoder.window or _LENGTHS[-1]
-        most = min(_MOST_LOADED_BYTES // per_token, window - 1 - _QUESTION_TOKENS, 2048)
+        most = min(_MOST_LOADED_BYTES // per_token, window - 1 - QUESTION_TOKENS, 2048)
         loadings = [
-            self._loading(sample, chunks, max(min(tokens, most // chunks), 1))
+            self._runs.loading(chunks, max(min(tokens, most // chunks), 1))
             for chunks, tokens in ((1, 64), (8, 32), (2, 1024))
         ]
         reads, sizes, seconds = [], [], []
@@ -232,9 +191,9 @@ class Measurement:
                 self._say(f"loading from {tier}")
                 sizes.append(sum(_stored_bytes(reader, kv) for reader, kv in zip(readers, loading.chunks, strict=True)))
                 reads.append(len(readers) * self._decoder.num_layers)
-                self._load(layout, readers)
+                self._runs.load(layout, readers)
                 share = self._spent() + max(until - self._spent(), 0.0) / (2 * (len(loadings) - number))
-                seconds.append(self._least(partial(self._load_cold, layout, open_readers), share))
+                seconds.append(self._least(self._runs.load, layout, open_readers, share))
                 if number < len(loadings) - 1:
                     continue
                 per_read, per_byte = fit_costs(
@@ -243,16 +202,17 @@ class Measurement:
                     seconds,
                 )
                 cost = LoadCost(tier, codec, per_read, per_byte, 1.0, sizes[-1] / layout.context_tokens)
-                piped = self._least(partial(self._blend_cold, layout, open_readers), until, most=3)
+                piped = self._least(
+                    partial(self._runs.loaded_blend, ratio=_RATIOS[0]), layout, open_readers, until, most=3
+                )
         return replace(cost, overlap=self._overlap(profile, cost, layout, piped))
 
     def _overlap(self, profile: Profile, cost: LoadCost, layout: PromptLayout, piped_s: float) -> float:
         """Return which share of what could hide behind computing did, in a blended prefill that took `piped_s`."""
         known = replace(profile, loads=(cost,))
-        first_layer = min(self._begin(layout, _RATIOS[0]).check_layers, default=0)
         context = layout.context_tokens
         stored = (StoredKV(cost.tier, cost.codec, len(layout.chunks), round(cost.bytes_per_token * context)),)
-        work = Work(len(layout), context, context, first_layer, self._config.prefetch_layers, True, stored)
+        work = Work(len(layout), context, context, self._runs.first_layer(), self._config.prefetch_layers, True, stored)
         ideal = blend_s(known, work, _RATIOS[0])
         serial = blend_s(known, replace(work, threaded=False), _RATIOS[0])
         if serial - ideal < 0.02 * serial:
@@ -260,85 +220,20 @@ class Measurement:
             return 1.0
         return min(max((serial - piped_s) / (serial - ideal), 0.0), 1.0)
 
-    def _loading(self, sample: ChunkKV, chunks: int, tokens: int) -> _Loading:
-        parts = []
-        for number in range(chunks):
-            ids = self._ids[1 + number * tokens : 1 + (number + 1) * tokens]
-            repeats = -(-len(ids) // len(sample.token_ids))
-            layers = [
-                LayerKV(*(t.repeat(1, repeats, 1)[:, : len(ids)].contiguous() for t in kv)) for kv in sample.layers
-            ]
-            parts.append(ChunkKV(tuple(ids), sample.start, layers))
-        return _Loading(self._layout([len(part.token_ids) for part in parts]), tuple(parts))
-
-    def _layout(self, chunks: Sequence[int]) -> PromptLayout:
-        spans, place = [], 1
-        for tokens in chunks:
-            spans.append(ChunkSpan(place, place + tokens, place))
-            place += tokens
-        length = place + _QUESTION_TOKENS
-        ids = (self._ids * (length // len(self._ids) + 1))[:length]
-        return PromptLayout(tuple(ids), tuple(range(length)), tuple(spans))
-
-    def _begin(self, layout: PromptLayout, ratio: float) -> Selection:
-        budget = round(ratio * layout.context_tokens)
-        return self._selector.begin(SelectionTask(layout, self._decoder.num_layers, budget))
-
-    def _full(self, tokens: int) -> None:
-        self._forward(BlendCache(self._decoder.num_layers), self._ids[:tokens])
-
-    def _blend(self, layout: PromptLayout, ratio: float, source: LayerSource) -> None:
-        cache = BlendCache(self._decoder.num_layers)
-        steering = Steering(self._decoder, cache, layout, self._begin(layout, ratio), source)
-        with steering():
-            self._forward(cache, layout.token_ids)
-
-    def _blend_cold(self, layout: PromptLayout, open_readers: OpenProbe) -> float:
-        readers = open_readers()
-        first_layer = min(self._begin(layout, _RATIOS[0]).check_layers, default=0)
-
-        def run() -> None:
-            with self._loader(layout, readers, first_layer) as loader:
-                self._blend(layout, _RATIOS[0], loader)
-
-        return self._timed(run)
-
-    def _load_cold(self, layout: PromptLayout, open_readers: OpenProbe) -> float:
-        return self._load(layout, open_readers())
-
-    def _load(self, layout: PromptLayout, readers: Sequence[KVReader]) -> float:
-        def run() -> None:
-            with self._loader(layout, readers, 0) as loader:
-                for layer in range(self._decoder.num_layers):
-                    loader.synchronize(layer)
-
-        return self._timed(run)
-
-    def _loader(self, layout: PromptLayout, readers: Sequence[KVReader], first_layer: int) -> LayerLoader:
-        return LayerLoader(self._decoder, layout, readers, first_layer, len(layout), self._config.prefetch_layers)
-
-    def _forward(self, cache: BlendCache, ids: Sequence[int]) -> None:
-        rows = torch.tensor([ids], device=self._decoder.device)
-        self._decoder.model(input_ids=rows, past_key_values=cache, use_cache=True, logits_to_keep=1)
-
-    def _timed(self, run: Callable[[], None]) -> float:
-        self._synchronize()
-        started = time.perf_counter()
-        run()
-        self._synchronize()
-        return time.perf_counter() - started
-
-    def _synchronize(self) -> None:
-        if self._decoder.device.type == "cuda":
-            torch.cuda.synchronize(self._decoder.device)
-
     def _spent(self) -> float:
         return time.perf_counter() - self._started
 
-    def _least(self, run: Callable[[], float], until: float, most: int = _MOST_RUNS) -> float:
-        """Return the least disturbed of a run and its repetitions, as many as fit into the time."""
-        times = {None: [run()]}
-        self._repeat(times, lambda _: run(), until, most)
+    def _least(
+        self,
+        run: Callable[[PromptLayout, Sequence[KVReader]], float],
+        layout: PromptLayout,
+        open_readers: OpenProbe,
+        until: float,
+        most: int = _MOST_RUNS,
+    ) -> float:
+        """Return the least disturbed of a run over new readers and its repetitions, as many as fit into the time."""
+        times = {None: [run(layout, open_readers())]}
+        self._repeat(times, lambda _: run(layout, open_readers()), until, most)
         return min(times[None])
 
     def _repeat(
