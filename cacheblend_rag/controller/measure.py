@@ -29,13 +29,13 @@ from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import Decoder
 from cacheblend_rag.store.base import KVReader
-from cacheblend_rag.store.probe import TierProbe
+from cacheblend_rag.store.probe import OpenProbe, TierProbe
 
 __all__ = ["Measurement", "reader_codec", "reader_tier"]
 
 _log = logging.getLogger(__name__)
 
-_LENGTHS = (16, 64, 128, 256, 512, 1024, 2048, 4096)
+_LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _RATIOS = (0.1, 0.5)
 _MOST_RUNS = 5
 _SHORT_RUN_S = 0.02
@@ -113,16 +113,15 @@ class Measurement:
 
     def _loads(self, profile: Profile, probes: Sequence[TierProbe]) -> Profile:
         for number, probe in enumerate(probes):
-            spent = time.perf_counter() - self._started
+            spent = self._spent()
             until = spent + max(self._budget_s - spent, 0.0) / (len(probes) - number)
             try:
                 cost = self._load_cost(profile, probe, until)
             except (StoreError, OSError) as error:
                 _log.warning("a tier is not measured, it cannot be used now: %s", error)
                 continue
-            others = [each for each in profile.loads if (each.tier, each.codec) != (cost.tier, cost.codec)]
-            profile = replace(profile, loads=(*others, cost))
-        return replace(profile, measured_s=time.perf_counter() - self._started)
+            profile = replace(profile, loads=(*profile.loads, cost))
+        return replace(profile, measured_s=self._spent())
 
     def _compute_points(self) -> tuple[tuple[PrefillPoint, ...], tuple[BlendPoint, ...]]:
         """Measure full and blended prefill, in alternation: what slows the machine for a while then slows both."""
@@ -178,6 +177,9 @@ class Measurement:
         per_token = self._decoder.kv_bytes_per_token
         window = self._decoder.window or _LENGTHS[-1]
         most = min(_MOST_LOADED_BYTES // per_token, window - 1 - QUESTION_TOKENS, 2048)
+        # The longest is also blended, which a slow model should not have to spend all its time on.
+        while most > 64 and blend_s(profile, self._work(most, ()), _RATIOS[0]) > (until - self._spent()) / 4:
+            most //= 2
         loadings = [
             self._runs.loading(chunks, max(min(tokens, most // chunks), 1))
             for chunks, tokens in ((1, 64), (8, 32), (2, 1024))
@@ -209,16 +211,20 @@ class Measurement:
 
     def _overlap(self, profile: Profile, cost: LoadCost, layout: PromptLayout, piped_s: float) -> float:
         """Return which share of what could hide behind computing did, in a blended prefill that took `piped_s`."""
-        known = replace(profile, loads=(cost,))
-        context = layout.context_tokens
-        stored = (StoredKV(cost.tier, cost.codec, len(layout.chunks), round(cost.bytes_per_token * context)),)
-        work = Work(len(layout), context, context, self._runs.first_layer(), self._config.prefetch_layers, True, stored)
+        known, context = replace(profile, loads=(cost,)), layout.context_tokens
+        stored = StoredKV(cost.tier, cost.codec, len(layout.chunks), round(cost.bytes_per_token * context))
+        work = self._work(context, (stored,))
         ideal = blend_s(known, work, _RATIOS[0])
         serial = blend_s(known, replace(work, threaded=False), _RATIOS[0])
         if serial - ideal < 0.02 * serial:
             # Nothing worth hiding at this size; where it is, a loader in its own thread hides most of it.
             return 1.0
         return min(max((serial - piped_s) / (serial - ideal), 0.0), 1.0)
+
+    def _work(self, context: int, stored: tuple[StoredKV, ...]) -> Work:
+        """Return a prompt of so many chunk tokens, as `TimedRuns.layout` makes it."""
+        tokens, ahead = context + 1 + QUESTION_TOKENS, self._config.prefetch_layers
+        return Work(tokens, context, context, self._runs.first_layer(), ahead, True, stored)
 
     def _spent(self) -> float:
         return time.perf_counter() - self._started
