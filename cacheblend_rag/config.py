@@ -30,9 +30,12 @@ class BlendConfig(BaseSettings):
     ----------
     enabled : bool
         False prefills every prompt as a whole.
-    recompute_ratio : float
+    recompute_ratio : float or "auto"
         Share of the chunk tokens to recompute, 0 (plain reuse) to 1 (full prefill). CacheBlend (section 7) finds 0.15
-        enough.
+        enough. "auto" lets the controller choose for each prompt, from what it measured of this machine: the largest ratio
+        that adds no delay, never under `quality_ratio`, or full prefill where that is no slower.
+    quality_ratio : float
+        The smallest ratio that "auto" chooses, r* in CacheBlend (section 5).
     selector : str
         Which tokens to recompute: "hkvd", "random", "none", "full", or "auto", which is "hkvd" today.
     check_layers : tuple of int
@@ -76,6 +79,12 @@ class BlendConfig(BaseSettings):
     pipeline : bool
         False loads every layer only when it is asked for, in the thread of the computation, one read after the other;
         for comparison.
+    profile_path : Path, optional
+        The file in which "auto" keeps what it measured; by default one in the folder of the store, or in the user's cache
+        directory where there is none.
+    profile_budget_s : float
+        About how long "auto" may measure when it is first used and finds no such file; 0 never measures, and takes
+        `quality_ratio` throughout.
     self_check : bool
         Whether a new engine verifies blending on its model with random tokens, which takes a few small forward passes.
     strict : bool
@@ -93,7 +102,8 @@ class BlendConfig(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="CACHEBLEND_", extra="forbid", frozen=True)
 
     enabled: bool = True
-    recompute_ratio: float = 0.15
+    recompute_ratio: float | Literal["auto"] = 0.15
+    quality_ratio: float = 0.15
     selector: str = "auto"
     check_layers: tuple[int, ...] = (1,)
     deviation: Literal["value", "key", "both"] = "value"
@@ -112,6 +122,8 @@ class BlendConfig(BaseSettings):
     prefetch_layers: int = Field(default=2, ge=1)
     load_threads: int = Field(default_factory=lambda: max(1, min(4, _cores() // 2)), ge=1)
     pipeline: bool = True
+    profile_path: Path | None = None
+    profile_budget_s: float = Field(default=5.0, ge=0, allow_inf_nan=False)
     self_check: bool = True
     strict: bool = False
     seed: int = 0
@@ -122,7 +134,19 @@ class BlendConfig(BaseSettings):
         except ValidationError as error:
             raise ConfigError(_explain(error)) from error
 
-    @field_validator("recompute_ratio")
+    @field_validator("recompute_ratio", mode="before")
+    @classmethod
+    def _ratio_or_auto(cls, ratio: Any) -> Any:
+        # Read here, since a union would report each of its members for one mistake.
+        if ratio == "auto":
+            return ratio
+        try:
+            number = float(ratio)
+        except (TypeError, ValueError):
+            raise ValueError('must be a number from 0 (plain reuse) to 1 (full prefill), or "auto"') from None
+        return cls._ratio_in_range(number)
+
+    @field_validator("quality_ratio")
     @classmethod
     def _ratio_in_range(cls, ratio: float) -> float:
         if not math.isfinite(ratio) or not 0 <= ratio <= 1:

@@ -59,7 +59,7 @@ class BlendReport:
     recomputed_tokens : int
         Chunk tokens that went through the model's later layers again.
     recompute_ratio : float
-        The ratio that was asked for; 1 where the whole prompt was computed.
+        The ratio that was asked for, or that "auto" chose; 1 where the whole prompt was computed.
     charged_ratio : float
         Work done on chunk tokens over (chunk tokens x layers): a whole decoder-block row counts 1, a probe its share of
         a block's arithmetic. Encoding misses is not part of it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cacheblend_rag.bench.auto import AutoBench, AutoRow, AutoRun, AutoSetting
 from cacheblend_rag.bench.codecs import CodecRow, CodecSetting, measure_codecs
 from cacheblend_rag.bench.encode import EncodeBench, EncodeRow, EncodeSetting
 from cacheblend_rag.bench.load import LoadBench, LoadRow, LoadSetting
@@ -10,6 +11,10 @@ from cacheblend_rag.bench.ttft import TTFTBench, TTFTRow, TTFTSetting
 
 __all__ = [
     "SHAPES",
+    "AutoBench",
+    "AutoRow",
+    "AutoRun",
+    "AutoSetting",
     "CodecRow",
     "CodecSetting",
     "EncodeBench",

@@ -12,6 +12,7 @@ from cacheblend_rag.cli.ask import ask
 from cacheblend_rag.cli.bench import bench_app
 from cacheblend_rag.cli.demo import demo
 from cacheblend_rag.cli.evaluate import eval_app
+from cacheblend_rag.cli.profile import auto, profile
 from cacheblend_rag.cli.store import store_app
 from cacheblend_rag.cli.warm import warm
 from cacheblend_rag.errors import CacheBlendError
@@ -60,6 +61,8 @@ def _root(
 app.command()(demo)
 app.command()(warm)
 app.command()(ask)
+app.command()(profile)
+bench_app.command()(auto)
 app.add_typer(store_app, name="store")
 app.add_typer(bench_app, name="bench")
 app.add_typer(eval_app, name="eval")

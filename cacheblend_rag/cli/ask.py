@@ -33,7 +33,9 @@ def ask(
         ),
     ] = None,
     top_k: Annotated[int, typer.Option(min=1, help="How many passages to answer from.")] = 6,
-    ratio: Annotated[float | None, typer.Option(help="Share of the passages' tokens to recompute, 0 to 1.")] = None,
+    ratio: Annotated[
+        str | None, typer.Option(help='Share of the passages\' tokens to recompute, 0 to 1, or "auto".')
+    ] = None,
     selector: Annotated[
         str | None, typer.Option(help="Which tokens to recompute: auto, hkvd, random, none, full.")
     ] = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cacheblend_rag.codec.base import Codec, PackedKV, PackedLayer, TensorForm
+from cacheblend_rag.codec.base import Codec, PackedKV, PackedLayer, TensorForm, main_codec
 from cacheblend_rag.codec.registry import codec_names, make_codec, pack_kv, repack_layer, unpack_layer
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "PackedLayer",
     "TensorForm",
     "codec_names",
+    "main_codec",
     "make_codec",
     "pack_kv",
     "repack_layer",

@@ -10,7 +10,7 @@ import torch
 
 from cacheblend_rag.kv import LayerKV
 
-__all__ = ["Codec", "PackedKV", "PackedLayer", "TensorForm"]
+__all__ = ["Codec", "PackedKV", "PackedLayer", "TensorForm", "main_codec"]
 
 
 class TensorForm(NamedTuple):
@@ -72,6 +72,16 @@ class PackedKV:
     def nbytes(self) -> int:
         """Size of all layers in bytes."""
         return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def codec(self) -> str:
+        """The codec of its layers, of most of them if not all are alike."""
+        return main_codec([layer.codec for layer in self.layers])
+
+
+def main_codec(codecs: Sequence[str]) -> str:
+    """Return which codec most layers have; "native" where there are none."""
+    return max(sorted(set(codecs)), key=codecs.count, default="native")
 
 
 class Codec(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.controller import check_selector
+from cacheblend_rag.controller import Profile, check_selector
 from cacheblend_rag.engine.decode import check_options, decode
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PrefillResult
 from cacheblend_rag.engine.identity import engine_identity
@@ -48,6 +49,8 @@ _ENGINE_SETTINGS = frozenset(
         "disk_codec",
         "encode_batch_tokens",
         "encode_on",
+        "profile_path",
+        "profile_budget_s",
         "self_check",
         "strict",
     }
@@ -361,6 +364,41 @@ class BlendEngine:
         """Most tokens that the model can read and write, or None if its configuration does not say."""
         return model_window(self.model)
 
+    def profile(self, *, budget_s: float | None = None, progress: Callable[[str], None] | None = None) -> Profile:
+        """Measure how fast this model computes and loads here, and keep it for ``recompute_ratio="auto"``.
+
+        Random tokens are prefilled and blended, and random KV is put into each tier of the store and read. Prompts wait
+        meanwhile.
+
+        Parameters
+        ----------
+        budget_s : float, optional
+            About how many seconds it may take; ``config.profile_budget_s`` by default. More gives longer prompts and more
+            repetitions.
+        progress : callable, optional
+            Called with what is measured now.
+
+        Returns
+        -------
+        Profile
+            What was measured; it is used from now on, and kept on disk.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If the model cannot be blended.
+        ConfigError
+            If `budget_s` is not above 0.
+        """
+        self._check_open()
+        if self.unsupported_reason is not None:
+            raise UnsupportedModelError(f"{self.unsupported_reason}; there is nothing to profile")
+        budget = self.config.profile_budget_s if budget_s is None else budget_s
+        if not 0 < budget < math.inf:
+            raise ConfigError(f"a time limit of {budget} s leaves nothing to measure; give some seconds, 5 for example")
+        with self._runner.lock:
+            return self._runner.controller().measure(budget, progress)
+
     def prompt_ids(self, prompt: BlendPrompt) -> tuple[int, ...]:
         """Return the token ids that the model is given for `prompt`."""
         self._check_open()
@@ -374,7 +412,7 @@ class BlendEngine:
         prompt : BlendPrompt
             The prompt.
         config : BlendConfig, optional
-            Blending settings for this call (`enabled`, `recompute_ratio`, `selector` and what belongs to it,
+            Blending settings for this call (`enabled`, `recompute_ratio`, `quality_ratio`, `selector` and what belongs to it,
             `min_tokens`).
 
         Returns

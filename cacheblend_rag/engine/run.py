@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.controller import Plan, make_plan
+from cacheblend_rag.controller import Controller, Plan, make_plan, whole_plan
 from cacheblend_rag.encode import Encoder
 from cacheblend_rag.engine.prompt import AssembledPrompt, PromptChunk
 from cacheblend_rag.engine.turn import Turn
@@ -118,7 +118,7 @@ class PromptRun:
             prompt_tokens=len(layout),
             context_tokens=context,
             recomputed_tokens=rows.numel(),
-            recompute_ratio=1.0 if self.recomputed is None else self.config.recompute_ratio,
+            recompute_ratio=1.0 if self.recomputed is None else self.plan.ratio,
             charged_ratio=charged if context else 0.0,
             hits=sum(self.hits),
             misses=len(self.hits) - sum(self.hits) + deferred,
@@ -170,6 +170,7 @@ class Runner:
         self._config = config
         self._num_layers = num_decoder_layers(model)
         self._warned_of_no_hit = False
+        self._controller: Controller | None = None
         self.lock = Turn()
 
     def run(
@@ -197,25 +198,60 @@ class Runner:
             inputs["position_ids"] = torch.tensor([layout.positions], device=self._model.device)
         with self.lock, torch.no_grad():
             while True:
-                run.plan = make_plan(run.config, layout, self._num_layers, self._unsupported)
-                if run.plan.selection is None:
-                    run.hits = self._store.holds([chunk.key for chunk in run.prompt.chunks])
+                readers = self._prepare(run)
+                if readers is None:
                     run.forward_started = time.perf_counter()
                     return forward(BlendCache(self._num_layers), inputs)
                 try:
-                    with self._steered(run, headroom) as cache:
+                    with self._steered(run, readers, headroom) as cache:
                         return forward(cache, inputs)
                 except ChunkReadError as error:
                     # Damaged KV is a miss: it is dropped, and the next round encodes the chunk anew.
                     logger.warning("%s", error)
                     _quietly(self._store.discard, error.key)
 
+    def controller(self) -> Controller:
+        """Return the controller that chooses ratios, for a model that can be blended; call it under `lock`."""
+        assert self._decoder is not None
+        if self._controller is None:
+            self._controller = Controller(self._decoder, self._config, self._store)
+        return self._controller
+
+    def _prepare(self, run: PromptRun) -> list[KVReader] | None:
+        """Decide how a prompt is prefilled; return readers of its chunks' KV, or None where it is computed as a whole."""
+        layout, config = run.prompt.layout, run.config
+        keys = [chunk.key for chunk in run.prompt.chunks]
+        run.plan = whole_plan(config, layout, self._unsupported)
+        if run.plan is not None:
+            run.hits = self._store.holds(keys)
+            return None
+        ratio = config.recompute_ratio
+        if ratio == "auto":
+            # If not even free loading makes blending pay, nothing need be opened.
+            choice = self.controller().choose(config, layout, None)
+            if choice.fallback_reason is None:
+                found = self._open_all(run)
+                readers = [found[key] for key in keys]
+                choice = self.controller().choose(config, layout, [each for each in readers if each is not None])
+            else:
+                run.hits = self._store.holds(keys)
+            if choice.fallback_reason is not None:
+                run.plan = Plan(None, "full", fallback_reason=choice.fallback_reason)
+                return None
+            ratio = choice.ratio
+        else:
+            found = {}
+        run.plan = make_plan(config, layout, self._num_layers, ratio)
+        if run.plan.selection is None:
+            run.hits = self._store.holds(keys)
+            return None
+        return self._readers(run, found or self._open_all(run))
+
     @contextmanager
-    def _steered(self, run: PromptRun, headroom: int) -> Iterator[BlendCache]:
+    def _steered(self, run: PromptRun, readers: Sequence[KVReader], headroom: int) -> Iterator[BlendCache]:
         assert self._decoder is not None and run.plan is not None and run.plan.selection is not None
         layout = run.prompt.layout
         selection = run.plan.selection
-        readers = self._readers(run)
         cache = BlendCache(self._num_layers)
         first_layer = min(selection.check_layers, default=0)
         # Buffers grow when an answer is longer; a limit that is meant as "no limit" should not take memory at once.
@@ -257,8 +293,8 @@ class Runner:
                 return
             yield batch
 
-    def _readers(self, run: PromptRun) -> list[KVReader]:
-        """Open the stored KV of every chunk, encoding in one go those that have none."""
+    def _open_all(self, run: PromptRun) -> dict[str, KVReader | None]:
+        """Open the stored KV of every chunk, by its key; None where there is none."""
         chunks = run.prompt.chunks
         opening = time.perf_counter()
         found = {chunk.key: self._open(chunk) for chunk in chunks}
@@ -267,6 +303,11 @@ class Runner:
         run.hits = run.hits or [found[chunk.key] is not None for chunk in chunks]
         opened = [found[chunk.key] for chunk in chunks]
         run.tiers = [None if reader is None else reader.tier for reader in opened]
+        return found
+
+    def _readers(self, run: PromptRun, found: dict[str, KVReader | None]) -> list[KVReader]:
+        """Return a reader for every chunk, encoding in one go those that have no stored KV."""
+        chunks = run.prompt.chunks
         missing = {chunk.key: chunk.token_ids for chunk in chunks if found[chunk.key] is None}
         if missing:
             started = time.perf_counter()

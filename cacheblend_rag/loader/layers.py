@@ -21,10 +21,15 @@ from cacheblend_rag.loader.device import Stall, Upload
 from cacheblend_rag.model import Decoder
 from cacheblend_rag.store.base import KVReader
 
-__all__ = ["LayerLoader"]
+__all__ = ["LayerLoader", "loads_ahead"]
 
 # Below this, handing a layer from thread to thread costs more than assembling it.
 _THREAD_PAYS_BYTES = 1 << 20
+
+
+def loads_ahead(layer_bytes: int) -> bool:
+    """Return whether layers of so many bytes are loaded by threads at all."""
+    return layer_bytes >= _THREAD_PAYS_BYTES
 
 
 class LayerLoader:
@@ -68,7 +73,7 @@ class LayerLoader:
         threads: int,
     ) -> None:
         assert len(readers) == len(layout.chunks) and capacity >= len(layout)
-        if layout.context_tokens * decoder.kv_bytes_per_token < _THREAD_PAYS_BYTES * decoder.num_layers:
+        if not loads_ahead(layout.context_tokens * decoder.kv_bytes_per_token // decoder.num_layers):
             threads = 0
         self._assembly = Assembly(decoder, layout, readers, capacity, max(2 * threads, 1))
         self._ahead = ahead if threads else 0

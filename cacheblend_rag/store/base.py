@@ -19,6 +19,14 @@ class KVReader(Protocol):
         """Where the bytes are: "ram", "disk", or what a remote tier calls itself."""
 
     @property
+    def codec(self) -> str:
+        """How its layers are packed there, most of them if not all alike."""
+
+    @property
+    def packed_bytes(self) -> int:
+        """Size of all layers as they are packed there."""
+
+    @property
     def token_ids(self) -> tuple[int, ...]:
         """The tokens that the KV was computed from."""
 

@@ -31,7 +31,16 @@ import numpy as np
 import torch
 import xxhash
 
-from cacheblend_rag.codec import PackedKV, PackedLayer, TensorForm, codec_names, make_codec, pack_kv, unpack_layer
+from cacheblend_rag.codec import (
+    PackedKV,
+    PackedLayer,
+    TensorForm,
+    codec_names,
+    main_codec,
+    make_codec,
+    pack_kv,
+    unpack_layer,
+)
 from cacheblend_rag.errors import ChunkReadError, StoreError
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.store.source import ByteSource, FileSource
@@ -172,6 +181,8 @@ class ChunkFile:
     ----------
     key : str
         The store key.
+    tier : str
+        Where the bytes are.
     digest : bytes
         The header digest, which tells this file from any other.
     file_bytes, packed_bytes, kv_bytes : int
@@ -183,10 +194,9 @@ class ChunkFile:
         If the head is damaged, the file is cut short, or it belongs to another key.
     """
 
-    tier = "disk"
-
     def __init__(self, source: ByteSource, key: str) -> None:
         self._source = source
+        self.tier = source.tier
         self.key = key
         self._read_head()
 
@@ -208,6 +218,11 @@ class ChunkFile:
         except OSError as error:
             raise ChunkReadError(key, f"file {path}: {error.strerror}") from error
         return cls(source, key)
+
+    @property
+    def codec(self) -> str:
+        """How its layers are packed, most of them if not all alike."""
+        return main_codec(self.codecs)
 
     @property
     def codecs(self) -> tuple[str, ...]:

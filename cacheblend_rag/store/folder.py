@@ -7,6 +7,7 @@
     index.sqlite      what the files hold, and the names (and its -wal and -shm)
     kv/ab/…           one file a chunk, in a folder named by the first two digits of its key
     tmp/              files not yet complete, and one lock file for each living writer
+    profiles/         how fast models are on this machine and this disk (`cacheblend_rag.controller`)
     reserve           room on the disk, given up so that things can be deleted when it is full
 """
 

@@ -28,6 +28,16 @@ class RamReader:
         self._kv = kv if isinstance(kv, PackedKV) else pack_kv(kv, make_codec("native"))
 
     @property
+    def codec(self) -> str:
+        """How its layers are packed, most of them if not all alike."""
+        return self._kv.codec
+
+    @property
+    def packed_bytes(self) -> int:
+        """Size of all layers as they are packed."""
+        return self._kv.nbytes
+
+    @property
     def token_ids(self) -> tuple[int, ...]:
         """The tokens that the KV was computed from."""
         return self._kv.token_ids

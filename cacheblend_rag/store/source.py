@@ -13,6 +13,10 @@ class ByteSource(Protocol):
     """The bytes of one stored chunk; they may be read from any thread, and never change."""
 
     @property
+    def tier(self) -> str:
+        """Where they are: "disk", or the scheme of a remote tier's URL."""
+
+    @property
     def size(self) -> int:
         """How many bytes there are."""
 
@@ -39,6 +43,8 @@ class FileSource:
     OSError
         If it cannot be opened.
     """
+
+    tier = "disk"
 
     def __init__(self, path: str) -> None:
         self._fd = -1

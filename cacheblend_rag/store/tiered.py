@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from logging import getLogger
+from pathlib import Path
 from typing import TypeVar
 
 from cacheblend_rag.codec import PackedKV, PackedLayer, unpack_layer
@@ -17,6 +19,7 @@ from cacheblend_rag.store.disk import DiskTier
 from cacheblend_rag.store.folder import valid_key
 from cacheblend_rag.store.index import Dropped, Index
 from cacheblend_rag.store.names import Names
+from cacheblend_rag.store.probe import TierProbe, disk_probe, ram_probe
 from cacheblend_rag.store.ram import RamReader, RamTier
 
 __all__ = ["TieredStore"]
@@ -54,6 +57,17 @@ class TieredStore:
     def is_private(self) -> bool:
         """Whether the store's contents end with this process and are reachable through this object alone."""
         return self._disk is None
+
+    @property
+    def path(self) -> Path | None:
+        """The folder, if there is one and it may be written."""
+        return self._disk.folder.path if self._disk and not self._disk.read_only else None
+
+    def probes(self) -> list[TierProbe]:
+        """Return what puts chunks into each tier only to measure how fast they are read."""
+        if self._disk is None or self._disk.read_only:
+            return [partial(ram_probe, self._ram.codec)]
+        return [partial(ram_probe, self._ram.codec), partial(disk_probe, self._disk.folder, self._disk.codec)]
 
     def open(self, key: str) -> KVReader | None:
         """Return a reader of the KV under `key` and mark it as recently used, or None if it is not held."""
@@ -235,6 +249,16 @@ class _PromotingReader:
     def tier(self) -> str:
         """Where the bytes are read from."""
         return self._file.tier
+
+    @property
+    def codec(self) -> str:
+        """How its layers are packed there, most of them if not all alike."""
+        return self._file.codec
+
+    @property
+    def packed_bytes(self) -> int:
+        """Size of all layers as they are packed there."""
+        return self._file.packed_bytes
 
     @property
     def token_ids(self) -> tuple[int, ...]:

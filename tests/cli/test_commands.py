@@ -12,7 +12,20 @@ from .conftest import Command
 
 @pytest.mark.parametrize(
     "command",
-    ["", "demo", "warm", "ask", "store", "store stats", "store check", "store clear", "bench ttft", "eval reference"],
+    [
+        "",
+        "demo",
+        "warm",
+        "ask",
+        "store",
+        "store stats",
+        "store check",
+        "store clear",
+        "bench ttft",
+        "bench auto",
+        "profile",
+        "eval reference",
+    ],
 )
 def test_every_command_explains_itself(run: Command, command: str) -> None:
     assert "Usage:" in run(*command.split(), "--help").output

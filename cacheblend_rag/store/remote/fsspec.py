@@ -280,6 +280,8 @@ class _FileRange:
         self._tier = tier
         self._file = file
         self.size = size
+        # Named by its URL's scheme, so that local and remote filesystems are not taken to be equally fast.
+        self.tier = tier.location.partition(":")[0]
 
     def read_into(self, view: memoryview, offset: int) -> int:
         """Fill `view` with the bytes from `offset` on; return how many there were, fewer only where the bytes end."""

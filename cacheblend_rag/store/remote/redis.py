@@ -234,6 +234,8 @@ class RedisTier:
 class _RedisSource:
     """The bytes of one chunk in Redis."""
 
+    tier = "redis"
+
     def __init__(self, tier: RedisTier, parts: list[str], manifest: _Manifest, head: bytes) -> None:
         self._tier = tier
         self._parts = parts

@@ -1,0 +1,121 @@
+"""A slower device, emulated: stored KV that arrives at a given rate.
+
+Reading sleeps until the bytes could have come from such a device, then hands over what lies in RAM; what the device itself
+would take from the machine (interrupts, a driver's copies) is not emulated.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from cacheblend_rag.codec import make_codec
+from cacheblend_rag.kv import ChunkKV, LayerKV
+from cacheblend_rag.store import KVReader, KVStore
+from cacheblend_rag.store.probe import TierProbe, ram_probe
+
+__all__ = ["SlowReader", "SlowStore"]
+
+
+class _Line:
+    """The one way from the device, shared by all its readers: bytes queue for it."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def carry(self, nbytes: int) -> None:
+        """Wait until `nbytes` have come."""
+        with self._lock:
+            arrives = max(self._free_at, time.perf_counter()) + nbytes / self._bytes_per_s
+            self._free_at = arrives
+        time.sleep(max(arrives - time.perf_counter(), 0.0))
+
+
+class SlowReader:
+    """Reads another reader's KV no faster than the device.
+
+    Parameters
+    ----------
+    reader : KVReader
+        What is read.
+    tier : str
+        The name of the device.
+    line : _Line
+        The way from it.
+    """
+
+    def __init__(self, reader: KVReader, tier: str, line: _Line) -> None:
+        self._reader = reader
+        self._line = line
+        self.tier = tier
+        self.codec = reader.codec
+        self.packed_bytes = reader.packed_bytes
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens that the KV was computed from."""
+        return self._reader.token_ids
+
+    @property
+    def start(self) -> int:
+        """The position that the keys of its first token are rotated to."""
+        return self._reader.start
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers there are."""
+        return self._reader.num_layers
+
+    def layer(self, index: int) -> LayerKV:
+        """Return one layer, when it has come."""
+        self._line.carry(self.packed_bytes // self.num_layers)
+        return self._reader.layer(index)
+
+
+class SlowStore:
+    """A `KVStore` whose KV comes from an emulated device.
+
+    Parameters
+    ----------
+    store : KVStore
+        Where the KV really is, a store in RAM for example.
+    tier : str
+        The name of the device.
+    bytes_per_s : float
+        How fast it is.
+    """
+
+    def __init__(self, store: KVStore, tier: str, bytes_per_s: float) -> None:
+        self._store = store
+        self._tier = tier
+        self._line = _Line(bytes_per_s)
+
+    @property
+    def path(self) -> Path | None:
+        """None: what is emulated is measured anew each time."""
+        return None
+
+    def probes(self) -> list[TierProbe]:
+        """Return the device, to be measured."""
+
+        @contextmanager
+        def probe(chunks: Sequence[ChunkKV]) -> Iterator[Callable[[], list[KVReader]]]:
+            with ram_probe(make_codec("native"), chunks) as open_readers:
+                yield lambda: [SlowReader(reader, self._tier, self._line) for reader in open_readers()]
+
+        return [probe]
+
+    def open(self, key: str) -> KVReader | None:
+        """Return a reader of the KV under `key`, as slow as the device, or None."""
+        reader = self._store.open(key)
+        return None if reader is None else SlowReader(reader, self._tier, self._line)
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything but reading is the store's own."""
+        return getattr(self._store, name)

@@ -1,0 +1,315 @@
+"""``cacheblend-rag profile``: how fast a model is here, and what "auto" makes of it; ``bench auto``: whether it is right."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cacheblend_rag.cli.models import open_engine
+from cacheblend_rag.cli.options import JsonOption, ModelOption
+from cacheblend_rag.cli.output import (
+    console,
+    make_quiet,
+    parse_ratios,
+    say_bytes,
+    say_seconds,
+    show_table,
+    write_json,
+)
+from cacheblend_rag.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cacheblend_rag.bench import AutoRun
+    from cacheblend_rag.controller import Profile, Work
+    from cacheblend_rag.engine import BlendEngine
+
+__all__ = ["auto", "profile"]
+
+_CHUNKS = (1, 2, 6, 12)
+_QUESTION_TOKENS = 32
+
+
+def profile(
+    model: ModelOption = "reference",
+    store: Annotated[
+        Path | None,
+        typer.Option("--store", metavar="DIR", help="A store; its disk is measured, and the profile kept there."),
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="About how long measuring may take.")] = 30.0,
+    chunk_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of a chunk in the prompts that are predicted.")
+    ] = 256,
+    prices: Annotated[
+        str | None,
+        typer.Option(help="Prices a GB and month, as in ram=3,disk=0.1: name the cheapest tier that adds no delay."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="DIR", file_okay=False, help="Draw CacheBlend's figures into DIR.")
+    ] = None,
+    runs: Annotated[
+        Path | None,
+        typer.Option(
+            "--runs", metavar="FILE", exists=True, dir_okay=False, help="What `bench auto --json` wrote, for --plot."
+        ),
+    ] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Measure how fast a model computes and loads here; recompute_ratio="auto" chooses by it from then on."""
+    from cacheblend_rag.controller import cheapest_tier
+
+    priced = _parse_prices(prices)
+    measured_runs = _read_runs(runs)
+    if measured_runs and plot is None:
+        raise typer.BadParameter("only --plot makes use of it", param_hint="--runs")
+    with open_engine(model, store=_kv_folder(store), recompute_ratio="auto") as engine:
+        with console(stderr=True).status("measuring") as status:
+            found = engine.profile(budget_s=seconds, progress=lambda what: status.update(f"measuring: {what}"))
+        quality = engine.config.quality_ratio
+        works = {
+            (cost.tier, cost.codec, chunks): _work(engine, found, cost.tier, cost.codec, chunks, chunk_tokens)
+            for cost in found.loads
+            for chunks in _CHUNKS
+        }
+    rows = _rows(found, works, quality)
+    _show(found, rows, chunk_tokens)
+    typical = {
+        tier if codec == "native" else f"{tier}, {codec}": work
+        for (tier, codec, chunks), work in works.items()
+        if chunks == 6
+    }
+    if priced:
+        choice = cheapest_tier(found, next(iter(typical.values())), quality, priced)
+        rows.append({"kind": "cheapest", **asdict(choice)})
+        typer.echo(
+            f"cheapest without delay for 6 chunks: {choice.tier}, codec {choice.codec} ({choice.price:.3g} a month, "
+            f"{say_seconds(choice.blend_s)} against {say_seconds(choice.fastest_s)} from the fastest)"
+        )
+    if plot is not None:
+        from cacheblend_rag.bench.plots import plot_profile, plot_runs
+
+        files, lacks = [plot_profile(found, typical, quality, plot)], list[str]()
+        if measured_runs:
+            more, lacks = plot_runs(measured_runs, plot)
+            files += more
+        else:
+            lacks = ["figures 15a, 15b and 17: runs; give what `bench auto --json` wrote as --runs"]
+        for file in files:
+            typer.echo(f"drawn: {file}")
+        for lack in lacks:
+            typer.echo(f"not drawn, it lacks {lack.partition(': ')[2]}: {lack.partition(': ')[0]}")
+    write_json(json_file, "profile", rows, model=model, profile=asdict(found))
+
+
+def auto(
+    shape: Annotated[
+        str, typer.Option(help="tiny, smollm2-360m, qwen2-0.5b, llama-3.2-1b, qwen2.5-7b or llama-3.1-8b.")
+    ] = "qwen2-0.5b",
+    tiers: Annotated[
+        str, typer.Option(help="ram, disk, or a rate such as 200MB/s for an emulated device; comma-separated.")
+    ] = "ram,disk,200MB/s",
+    prompts: Annotated[
+        str, typer.Option(help="Prompts as chunks x tokens, comma-separated.")
+    ] = "1x32,2x128,6x256,6x512",
+    question_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the question.")] = 32,
+    ratios: Annotated[str, typer.Option(help="Fixed ratios to compare with, comma-separated.")] = "0.15,0.3,0.5,0.8",
+    quality_ratio: Annotated[float, typer.Option(help="The quality floor: no smaller ratio is compared.")] = 0.15,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds; each runs every setting once. The median counts.")] = 3,
+    profile_seconds: Annotated[
+        float, typer.Option(min=0.1, help="About how long each tier's profile may take.")
+    ] = 20.0,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, float16 or bfloat16; by default float32 on the CPU, else bfloat16.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of weights and tokens.")] = 0,
+    json_file: JsonOption = None,
+) -> None:
+    """Compare recompute_ratio="auto" with full prefill and fixed ratios, over tiers and prompts, in alternation.
+
+    "regret" is how much longer auto took than the best setting whose ratio is not under the quality floor; "of the choice" is how
+    much longer what it chose took when asked for as a fixed setting: 0 where it chose the best one.
+    """
+    from cacheblend_rag.bench import AutoBench, AutoSetting
+
+    make_quiet()
+    setting = AutoSetting(
+        shape=shape,
+        tiers=tuple(name.strip() for name in tiers.split(",")),
+        prompts=_parse_prompts(prompts),
+        question_tokens=question_tokens,
+        ratios=parse_ratios(ratios),
+        quality_ratio=quality_ratio,
+        repeats=repeats,
+        profile_s=profile_seconds,
+        device=device,
+        dtype=dtype or ("float32" if device == "cpu" else "bfloat16"),
+        seed=seed,
+    )
+    with console(stderr=True).status("making the model") as status:
+        bench = AutoBench(setting)
+        rows = bench.measure(lambda what: status.update(f"measuring {what}"))
+    lines = [
+        (
+            row.tier,
+            row.best_method,
+            row.auto_choice,
+            row.chunks,
+            row.chunk_tokens,
+            say_seconds(row.best_ttft_s),
+            say_seconds(row.auto_ttft_s),
+            f"{row.regret:+.1%}",
+            f"{row.choice_regret:+.1%}",
+        )
+        for row in rows
+    ]
+    title = f"{shape}, {setting.dtype} on {device}: auto against the best measured setting, median of {repeats}"
+    columns = ("tier", "best", "auto", "chunks", "tokens each", "best first token", "auto's", "regret", "of the choice")
+    show_table(title, columns, lines, text_columns=3)
+    write_json(
+        json_file,
+        "bench auto",
+        [asdict(row) for row in rows],
+        model=f"random weights, {shape}",
+        setting=asdict(setting),
+        runs=[asdict(run) for run in bench.runs],
+        profiles={tier: asdict(measured) for tier, measured in bench.profiles.items()},
+    )
+
+
+def _kv_folder(store: Path | None) -> Path | None:
+    from cacheblend_rag.documents import kv_folder
+
+    if store is None:
+        return None
+    return kv_folder(store) if (kv_folder(store) / "store.json").is_file() else store
+
+
+def _work(engine: BlendEngine, found: Profile, tier: str, codec: str, chunks: int, tokens: int) -> Work:
+    """Return a prompt of so many chunks behind one token, with a question, its KV in one tier."""
+    from cacheblend_rag.controller import StoredKV, prompt_work
+    from cacheblend_rag.layout import ChunkSpan, PromptLayout
+
+    assert engine.decoder is not None
+    cost = found.load_cost(tier, codec)
+    assert cost is not None
+    spans = tuple(
+        ChunkSpan(1 + number * tokens, 1 + (number + 1) * tokens, 1 + number * tokens) for number in range(chunks)
+    )
+    length = 1 + chunks * tokens + _QUESTION_TOKENS
+    layout = PromptLayout((0,) * length, tuple(range(length)), spans)
+    stored = StoredKV(tier, codec, chunks, round(cost.bytes_per_token * chunks * tokens))
+    return prompt_work(engine.decoder, engine.config, layout, (stored,))
+
+
+def _rows(found: Profile, works: dict[tuple[str, str, int], Work], quality: float) -> list[dict[str, Any]]:
+    from cacheblend_rag.controller import choose
+
+    rows: list[dict[str, Any]] = []
+    for full in found.prefill_points:
+        fitted = found.prefill.seconds(full.tokens)
+        rows.append({"kind": "prefill", "tokens": full.tokens, "seconds": full.seconds, "fitted_s": fitted})
+    for blend in found.blend_points:
+        rows.append({"kind": "blend", "tokens": blend.tokens, "rows": blend.rows, "seconds": blend.seconds})
+    for cost in found.loads:
+        speed = 1 / cost.per_byte_s if cost.per_byte_s else None
+        rows.append({"kind": "load", **asdict(cost), "bytes_per_s": speed})
+    for (tier, codec, chunks), work in works.items():
+        choice = choose(found, work, quality)
+        rows.append(
+            {
+                "kind": "choice",
+                "tier": tier,
+                "codec": codec,
+                "chunks": chunks,
+                "tokens": work.context_tokens,
+                "recompute_ratio": choice.ratio,
+                "blend_s": choice.blend_s,
+                "full_s": choice.full_s,
+                "fallback_reason": choice.fallback_reason,
+            }
+        )
+    return rows
+
+
+def _show(found: Profile, rows: list[dict[str, Any]], chunk_tokens: int) -> None:
+    facts = (
+        ", ".join(f"{found.identity[name]}" for name in ("dtype", "device")) + f", {found.identity['threads']} threads"
+    )
+    lines: list[tuple[Any, ...]] = [
+        (row["kind"], row["tokens"], row.get("rows"), say_seconds(row["seconds"]))
+        for row in rows
+        if row["kind"] in ("prefill", "blend")
+    ]
+    show_table(
+        f"computing ({facts}; measured in {say_seconds(found.measured_s)})",
+        ("", "tokens", "rows computed", "time"),
+        lines,
+    )
+    lines = [
+        (
+            row["tier"],
+            row["codec"],
+            None if row["bytes_per_s"] is None else f"{say_bytes(row['bytes_per_s'])}/s",
+            f"{row['per_read_s'] * 1e6:.3g} µs",
+            f"{row['overlap']:.0%}",
+        )
+        for row in rows
+        if row["kind"] == "load"
+    ]
+    loading = ("tier", "codec", "throughput", "a chunk and layer", "hides behind computing")
+    show_table("loading, putting layers together included", loading, lines, text_columns=2)
+    lines = [
+        (
+            row["tier"],
+            row["codec"],
+            "full prefill" if row["fallback_reason"] else f"{row['recompute_ratio']:.2f}",
+            row["chunks"],
+            say_seconds(row["blend_s"]),
+            say_seconds(row["full_s"]),
+        )
+        for row in rows
+        if row["kind"] == "choice"
+    ]
+    choosing = ("tier", "codec", "auto chooses", "chunks", "blended", "full prefill")
+    show_table(f"predicted for chunks of {chunk_tokens} tokens", choosing, lines, text_columns=3)
+
+
+def _parse_prices(text: str | None) -> dict[str, float]:
+    prices = {}
+    for part in text.split(",") if text else ():
+        tier, equals, price = part.partition("=")
+        try:
+            prices[tier.strip()] = float(price)
+        except ValueError:
+            equals = ""
+        if not equals or not tier.strip():
+            raise ConfigError(f"{part.strip()!r} in --prices is no price; write for example ram=3,disk=0.1")
+    return prices
+
+
+def _parse_prompts(text: str) -> tuple[tuple[int, int], ...]:
+    prompts = []
+    for part in text.split(","):
+        chunks, _, tokens = part.partition("x")
+        try:
+            prompts.append((int(chunks), int(tokens)))
+        except ValueError:
+            raise ConfigError(f"{part.strip()!r} is no prompt; write chunks x tokens, as in 1x32,6x512") from None
+    return tuple(prompts)
+
+
+def _read_runs(path: Path | None) -> list[AutoRun]:
+    from cacheblend_rag.bench import AutoRun
+
+    if path is None:
+        return []
+    try:
+        return [AutoRun(**run) for run in json.loads(path.read_text(encoding="utf-8"))["runs"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} holds no runs ({error}); give what `cacheblend-rag bench auto --json` wrote"
+        ) from error

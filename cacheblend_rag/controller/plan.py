@@ -1,0 +1,111 @@
+"""Deciding whether and how a prompt is blended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.layout import PromptLayout
+from cacheblend_rag.selection import Selection, SelectionTask, Selector, make_selector
+
+__all__ = ["Plan", "check_selector", "make_plan", "whole_plan"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one prompt is prefilled.
+
+    Attributes
+    ----------
+    selection : Selection or None
+        Chooses the rows to recompute; None means that the whole prompt is computed.
+    selector : str
+        Name of the selector; "full" without a selection.
+    ratio : float
+        Share of the chunk tokens to recompute; 1 without a selection.
+    fallback_reason : str or None
+        Why the whole prompt is computed although blending was asked for.
+    """
+
+    selection: Selection | None
+    selector: str
+    ratio: float = 1.0
+    fallback_reason: str | None = None
+
+
+def check_selector(config: BlendConfig, num_layers: int) -> Selector:
+    """Return the selector that the settings name, if it can work on a model of `num_layers` layers.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such selector, or it cannot.
+    """
+    selector = make_selector(config)
+    selector.validate(num_layers)
+    return selector
+
+
+def whole_plan(config: BlendConfig, layout: PromptLayout, unsupported: str | None) -> Plan | None:
+    """Return the plan of a prompt that is computed as a whole whatever the ratio, or None.
+
+    Parameters
+    ----------
+    config : BlendConfig
+        The settings in force for this prompt.
+    layout : PromptLayout
+        The prompt.
+    unsupported : str or None
+        Why the model cannot be blended, if it cannot.
+
+    Raises
+    ------
+    ConfigError
+        If the selector is unknown.
+    """
+    if not config.enabled:
+        return Plan(None, "full")
+    if unsupported is not None:
+        return Plan(None, "full", fallback_reason=unsupported)
+    if not layout.chunks:
+        return Plan(None, "full", fallback_reason="the prompt has no chunks")
+    if layout.context_tokens < config.min_tokens:
+        return Plan(
+            None,
+            "full",
+            fallback_reason=f"the chunks have {layout.context_tokens} tokens, fewer than min_tokens={config.min_tokens}",
+        )
+    if make_selector(config).name == "full":
+        return Plan(None, "full")
+    return None
+
+
+def make_plan(config: BlendConfig, layout: PromptLayout, num_layers: int, ratio: float) -> Plan:
+    """Lay out how a prompt is blended at a ratio, after `whole_plan` had nothing against it.
+
+    Parameters
+    ----------
+    config : BlendConfig
+        The settings in force for this prompt.
+    layout : PromptLayout
+        The prompt.
+    num_layers : int
+        Decoder layers of the model.
+    ratio : float
+        Share of the chunk tokens to recompute, from 0 to 1.
+
+    Returns
+    -------
+    Plan
+        What to do.
+
+    Raises
+    ------
+    ConfigError
+        If the selector is unknown or cannot work on this model.
+    """
+    selector = check_selector(config, num_layers)
+    if ratio == 1 and selector.name != "none":
+        return Plan(None, "full")
+    budget = min(round(ratio * layout.context_tokens), layout.candidate_rows.numel())
+    return Plan(selector.begin(SelectionTask(layout, num_layers, budget)), selector.name, ratio)

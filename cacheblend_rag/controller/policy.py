@@ -1,0 +1,318 @@
+"""Choosing the recompute ratio, the tier, and whether to blend at all, from a measured profile.
+
+CacheBlend (section 5) has two delay estimators: how long recomputing takes at a ratio, and how long loading takes from a
+device. Here both are fitted to measurements (`Profile`), and put together by playing the pipeline through: the loader is a
+bounded number of layers ahead, each layer waits for its KV. Everything in this file is a pure function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from cacheblend_rag.controller.profile import Profile
+from cacheblend_rag.errors import ConfigError
+
+__all__ = [
+    "SLACK",
+    "Choice",
+    "StoredKV",
+    "TierChoice",
+    "Work",
+    "blend_s",
+    "cheapest_tier",
+    "choose",
+    "full_s",
+    "largest_hidden_ratio",
+    "layer_compute_s",
+    "layer_load_s",
+    "pipeline_s",
+]
+
+SLACK = 0.02
+"""Share of TTFT by which two predictions may differ and count as equal: what is recomputed hides if it adds no more."""
+
+_RATIO_STEPS = 100
+_GIGABYTE = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class StoredKV:
+    """Chunks of one prompt that come from one tier in one codec.
+
+    Attributes
+    ----------
+    tier : str
+        Where they are.
+    codec : str
+        How their tensors are compressed.
+    chunks : int
+        How many there are.
+    kv_bytes : int
+        Their stored bytes, all layers together.
+    """
+
+    tier: str
+    codec: str
+    chunks: int
+    kv_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What there is to do for one prompt.
+
+    Attributes
+    ----------
+    prompt_tokens, context_tokens : int
+        Tokens of the whole prompt, and of its chunks.
+    candidate_tokens : int
+        Chunk tokens that may be recomputed: all but those of a chunk that is exact as stored.
+    first_layer : int
+        The first layer that needs stored KV; the ones before are computed in full.
+    ahead : int
+        How many layers the loader may be ahead of the computation.
+    threaded : bool
+        Whether layers are loaded while others are computed; False where they are too small for that to pay.
+    stored : tuple of StoredKV
+        Where the chunks' KV is; empty when loading is to cost nothing.
+    """
+
+    prompt_tokens: int
+    context_tokens: int
+    candidate_tokens: int
+    first_layer: int
+    ahead: int
+    threaded: bool
+    stored: tuple[StoredKV, ...] = ()
+
+    def computed_rows(self, ratio: float) -> int:
+        """Return how many rows each layer behind the selection computes."""
+        text = self.prompt_tokens - self.context_tokens
+        return text + min(round(ratio * self.context_tokens), self.candidate_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What the controller decided for one prompt.
+
+    Attributes
+    ----------
+    ratio : float
+        The recompute ratio; 1 when the whole prompt is to be computed.
+    blend_s, full_s : float or None
+        Predicted seconds of the prefill, blended at the ratio (or, if the whole prompt is to be computed, at the quality
+        floor) and as a whole; None without a profile.
+    fallback_reason : str or None
+        Why the whole prompt is to be computed, if it is.
+    """
+
+    ratio: float
+    blend_s: float | None = None
+    full_s: float | None = None
+    fallback_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TierChoice:
+    """The cheapest place for KV that adds no delay.
+
+    Attributes
+    ----------
+    tier, codec : str
+        The place, and how tensors are compressed there.
+    blend_s : float
+        Predicted seconds of a blended prefill from it.
+    fastest_s : float
+        Predicted seconds from the fastest place.
+    price : float
+        What keeping these chunks there costs a month, in the unit of the prices.
+    """
+
+    tier: str
+    codec: str
+    blend_s: float
+    fastest_s: float
+    price: float
+
+
+def full_s(profile: Profile, prompt_tokens: int) -> float:
+    """Return the predicted seconds of computing a whole prompt."""
+    return profile.prefill.seconds(prompt_tokens)
+
+
+def blend_s(profile: Profile, work: Work, ratio: float) -> float:
+    """Return the predicted seconds of a blended prefill.
+
+    Parameters
+    ----------
+    profile : Profile
+        What was measured.
+    work : Work
+        The prompt, and where its KV is. Tiers that the profile does not know load for nothing; `Profile.load_cost` tells.
+    ratio : float
+        The recompute ratio.
+    """
+    behind = profile.num_layers - work.first_layer
+    computes = [profile.layer_s(work.prompt_tokens)] * work.first_layer + [
+        layer_compute_s(profile, work, ratio)
+    ] * behind
+    load_s, overlap = layer_load_s(profile, work)
+    serial = profile.blend.fixed_s + sum(computes) + behind * load_s
+    if not load_s or not work.threaded:
+        return serial
+    # Loading takes cores and memory bandwidth from computing; what share of it truly runs beside was measured.
+    ideal = profile.blend.fixed_s + pipeline_s(computes, [load_s] * behind, work.first_layer, work.ahead)
+    return serial - overlap * (serial - ideal)
+
+
+def layer_compute_s(profile: Profile, work: Work, ratio: float) -> float:
+    """Return the predicted seconds of recomputing one layer behind the selection: T_recompute in CacheBlend (section 5)."""
+    return profile.blend.layer_s(work.computed_rows(ratio), work.prompt_tokens)
+
+
+def layer_load_s(profile: Profile, work: Work) -> tuple[float, float]:
+    """Return the predicted seconds of loading one layer, T_load in CacheBlend (section 5), and how well that overlaps.
+
+    Tiers load one after another; one that the profile does not know loads for nothing.
+    """
+    seconds = overlap = 0.0
+    for part in work.stored:
+        cost = profile.load_cost(part.tier, part.codec)
+        if cost is not None:
+            layer_s = cost.layer_s(part.chunks, part.kv_bytes / profile.num_layers)
+            seconds += layer_s
+            overlap += layer_s * cost.overlap
+    return seconds, overlap / seconds if seconds else 1.0
+
+
+def pipeline_s(computes: Sequence[float], loads: Sequence[float], first_layer: int, ahead: int) -> float:
+    """Return when the last layer is computed if loading and computing do not slow each other.
+
+    Parameters
+    ----------
+    computes : sequence of float
+        Seconds of computing each layer.
+    loads : sequence of float
+        Seconds of loading each layer from `first_layer` on.
+    first_layer : int
+        The first layer that is loaded.
+    ahead : int
+        How many layers the loader may be ahead; it starts on another when one is taken from it.
+    """
+    computed = sum(computes[:first_layer])
+    loaded = 0.0
+    taken: list[float] = []
+    for number, load in enumerate(loads):
+        room = taken[number - ahead - 1] if number > ahead else 0.0
+        loaded = max(loaded, room) + load
+        taken.append(max(computed, loaded))
+        computed = taken[-1] + computes[first_layer + number]
+    return computed
+
+
+def largest_hidden_ratio(profile: Profile, work: Work, quality_ratio: float) -> float:
+    """Return the largest ratio whose recompute hides behind loading (CacheBlend, section 5).
+
+    Parameters
+    ----------
+    profile : Profile
+        What was measured.
+    work : Work
+        The prompt, and where its KV is.
+    quality_ratio : float
+        The quality floor r*, below which the ratio never falls.
+
+    Returns
+    -------
+    float
+        A hundredth under 1, or the floor itself: the largest at which the predicted prefill takes at most `SLACK` longer than
+        at the floor.
+    """
+    allowed = blend_s(profile, work, quality_ratio) * (1 + SLACK)
+    # Time never falls with the ratio, so the last step that is allowed can be searched for by halving.
+    low, high = int(quality_ratio * _RATIO_STEPS), _RATIO_STEPS - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if blend_s(profile, work, middle / _RATIO_STEPS) <= allowed:
+            low = middle
+        else:
+            high = middle - 1
+    return max(low / _RATIO_STEPS, quality_ratio)
+
+
+def choose(profile: Profile, work: Work, quality_ratio: float) -> Choice:
+    """Decide how a prompt is prefilled: blended at the largest ratio that adds no delay, or as a whole.
+
+    Computing the whole prompt is the best quality there is, so it is taken wherever it is not slower than blending at the
+    quality floor.
+
+    Parameters
+    ----------
+    profile : Profile
+        What was measured.
+    work : Work
+        The prompt, and where its KV is.
+    quality_ratio : float
+        The quality floor r*.
+    """
+    whole, floor = full_s(profile, work.prompt_tokens), blend_s(profile, work, quality_ratio)
+    if quality_ratio >= 1 or whole <= floor * (1 + SLACK):
+        reason = (
+            f"full prefill of {work.prompt_tokens} tokens is predicted to be no slower than blending them "
+            f"({_milliseconds(whole)} against {_milliseconds(floor)})"
+        )
+        return Choice(1.0, floor, whole, reason)
+    ratio = largest_hidden_ratio(profile, work, quality_ratio)
+    return Choice(ratio, blend_s(profile, work, ratio), whole)
+
+
+def cheapest_tier(profile: Profile, work: Work, ratio: float, prices: Mapping[str, float]) -> TierChoice:
+    """Return where KV is kept at the lowest price without adding delay (CacheBlend, section 5).
+
+    Parameters
+    ----------
+    profile : Profile
+        What was measured.
+    work : Work
+        The prompt; where its KV is now does not matter.
+    ratio : float
+        The recompute ratio.
+    prices : mapping of str to float
+        For each tier that may be used, what a gigabyte (10^9 bytes) costs there a month.
+
+    Returns
+    -------
+    TierChoice
+        The cheapest of those from which the prefill is predicted to take at most `SLACK` longer than from the fastest one.
+
+    Raises
+    ------
+    ConfigError
+        If a price is negative, or no tier was both priced and measured.
+    """
+    for tier, price in prices.items():
+        if not price >= 0:
+            raise ConfigError(f"the price of tier {tier!r} is {price}; give what a gigabyte costs a month, 0 or more")
+    chunks = max(sum(part.chunks for part in work.stored), 1)
+    offers = []
+    for cost in profile.loads:
+        if cost.tier in prices:
+            kv_bytes = round(cost.bytes_per_token * work.context_tokens)
+            there = replace(work, stored=(StoredKV(cost.tier, cost.codec, chunks, kv_bytes),))
+            price = prices[cost.tier] * kv_bytes / _GIGABYTE
+            offers.append((blend_s(profile, there, ratio), price, cost))
+    if not offers:
+        measured = ", ".join(sorted({cost.tier for cost in profile.loads})) or "none"
+        raise ConfigError(
+            f"no tier is both priced ({', '.join(sorted(prices)) or 'none'}) and measured ({measured}); name measured ones"
+        )
+    fastest = min(seconds for seconds, _, _ in offers)
+    seconds, price, cost = min(
+        (offer for offer in offers if offer[0] <= fastest * (1 + SLACK)), key=lambda offer: (offer[1], offer[0])
+    )
+    return TierChoice(cost.tier, cost.codec, seconds, fastest, price)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms"

@@ -1,0 +1,240 @@
+"""`recompute_ratio="auto"` from end to end on a tiny model: what is predicted is what is done."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag.controller import LoadCost, Profile, profile_identity, save_profile
+from cacheblend_rag.controller.profile import BlendCost, PrefillCost
+from cacheblend_rag.errors import ConfigError, UnsupportedModelError
+from cacheblend_rag.store import KVReader
+from cacheblend_rag.store.ram import RamReader
+from tests.families import tiny_model, tiny_tokenizer, words
+
+CHUNKS = [Chunk(words(30, seed), f"n{seed}") for seed in range(6)]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def write_profile(
+    path: Path, engine: BlendEngine, *, fixed_s: float, disk_bytes_per_s: float = 1e12, row_s: float = 1e-6
+) -> None:
+    """A made-up machine, for this engine's model."""
+    assert engine.decoder is not None
+    per_token = float(engine.decoder.kv_bytes_per_token)
+    profile = Profile(
+        identity=profile_identity(engine.decoder, "hkvd", (1,)),
+        num_layers=engine.decoder.num_layers,
+        prefill=PrefillCost(0.001, 1e-3, 0.0),
+        blend=BlendCost(fixed_s, 0.0, row_s, 0.0),
+        prefill_points=(),
+        blend_points=(),
+        loads=(
+            LoadCost("ram", "native", 0.0, 1e-12, 1.0, per_token),
+            LoadCost("disk", "native", 0.0, 1 / disk_bytes_per_s, 1.0, per_token),
+        ),
+        measured_s=0.0,
+    )
+    save_profile(path, profile)
+
+
+def make_engine(path: Path, store: Path | None = None, **settings: object) -> BlendEngine:
+    config = BlendConfig(strict=True, recompute_ratio="auto", selector="hkvd", profile_path=path, **settings)
+    return BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config, store=store)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "profile.json"
+
+
+@pytest.fixture
+def engine(path: Path) -> Iterator[BlendEngine]:
+    with make_engine(path) as engine:
+        write_profile(path, engine, fixed_s=0.05)
+        engine.add(CHUNKS)
+        yield engine
+
+
+def prompt(chunks: list[Chunk]) -> BlendPrompt:
+    return BlendPrompt(words(4, 90), chunks, words(6, 91))
+
+
+def test_one_short_chunk_is_computed_as_a_whole(engine: BlendEngine) -> None:
+    result = engine.prefill(prompt(CHUNKS[:1]))
+    report = result.report
+    assert report.fallback_reason is not None
+    assert "predicted to be no slower" in report.fallback_reason
+    assert (report.recompute_ratio, report.selector, report.hits) == (1.0, "full", 1)
+    whole = engine.prefill(prompt(CHUNKS[:1]), config=engine.config.replace(enabled=False))
+    torch.testing.assert_close(result.logits, whole.logits)
+
+
+def test_a_long_prompt_is_blended_at_the_chosen_ratio(engine: BlendEngine) -> None:
+    report = engine.prefill(prompt(CHUNKS)).report
+    assert report.fallback_reason is None
+    assert 0.15 <= report.recompute_ratio < 1
+    fixed = engine.config.replace(recompute_ratio=report.recompute_ratio)
+    again = engine.prefill(prompt(CHUNKS), config=fixed)
+    assert again.report.recomputed_tokens == report.recomputed_tokens
+    torch.testing.assert_close(again.logits, engine.prefill(prompt(CHUNKS)).logits)
+
+
+def test_the_quality_floor_holds_for_one_call(engine: BlendEngine) -> None:
+    report = engine.prefill(prompt(CHUNKS), config=engine.config.replace(quality_ratio=0.4)).report
+    assert 0.4 <= report.recompute_ratio < 1
+
+
+def test_a_fixed_ratio_is_an_order(engine: BlendEngine) -> None:
+    report = engine.prefill(prompt(CHUNKS[:1]), config=engine.config.replace(recompute_ratio=0.2)).report
+    assert (report.fallback_reason, report.recompute_ratio) == (None, 0.2)
+
+
+def test_misses_are_encoded_and_blended(engine: BlendEngine) -> None:
+    engine.store.clear()
+    report = engine.prefill(prompt(CHUNKS)).report
+    assert (report.hits, report.misses, report.fallback_reason) == (0, 6, None)
+    again = engine.prefill(prompt(CHUNKS)).report
+    assert (again.hits, again.recompute_ratio) == (6, report.recompute_ratio)
+
+
+def test_generate_and_stream_choose_too(engine: BlendEngine) -> None:
+    result = engine.generate(prompt(CHUNKS), 4)
+    stream = engine.stream(prompt(CHUNKS), 4)
+    assert "".join(stream) == result.text
+    assert stream.result().report.recompute_ratio == result.report.recompute_ratio >= 0.15
+
+
+def test_a_slower_tier_gives_a_larger_ratio(path: Path, tmp_path: Path) -> None:
+    ratios = []
+    for number, rate in enumerate((1e12, 4e5)):
+        with make_engine(path, tmp_path / str(number), ram_bytes=0) as engine:
+            # Layers this small are loaded when they are asked for, and hide nothing: recompute has to be cheap beside them.
+            write_profile(path, engine, fixed_s=1e-4, disk_bytes_per_s=rate, row_s=1e-6)
+            engine.add(CHUNKS)
+            ratios.append(engine.prefill(prompt(CHUNKS)).report.recompute_ratio)
+    assert 0.15 <= ratios[0] < ratios[1]
+
+
+def test_damaged_kv_is_a_miss_under_auto(path: Path, tmp_path: Path) -> None:
+    with make_engine(path, tmp_path / "kv", ram_bytes=0) as engine:
+        write_profile(path, engine, fixed_s=0.0)
+        engine.add(CHUNKS)
+        good = engine.prefill(prompt(CHUNKS))
+        file = next((tmp_path / "kv" / "kv").rglob("*.safetensors"))
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+        again = engine.prefill(prompt(CHUNKS))
+    torch.testing.assert_close(again.logits, good.logits)
+
+
+def test_the_first_use_measures_once_and_keeps_it_beside_the_store(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = BlendConfig(strict=True, recompute_ratio="auto", profile_budget_s=0.3)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config, store=tmp_path / "kv") as engine:
+                engine.add(CHUNKS)
+                for chunks in (CHUNKS, CHUNKS[:1]):
+                    report = engine.prefill(prompt(chunks)).report
+                    assert report.recompute_ratio >= 0.15
+    assert caplog.text.count("measuring how fast") == 1
+    [file] = (tmp_path / "kv" / "profiles").iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    # What was put on disk to be measured is gone.
+    assert not list((tmp_path / "kv" / "tmp").glob("*.part"))
+
+
+def test_without_a_store_it_is_kept_in_the_users_cache(tmp_path: Path) -> None:
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=BlendConfig(strict=True)) as engine:
+        said: list[str] = []
+        profile = engine.profile(budget_s=0.3, progress=said.append)
+        assert {(cost.tier, cost.codec) for cost in profile.loads} == {("ram", "native")}
+        assert "full prefill" in said
+        assert profile.prefill_points
+        assert profile.blend_points
+    assert len(list((tmp_path / "cache" / "cacheblend-rag" / "profiles").iterdir())) == 1
+
+
+def test_every_tier_of_the_store_is_measured(tmp_path: Path) -> None:
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=BlendConfig(), store=tmp_path / "kv") as engine:
+        engine.add(CHUNKS)
+        profile = engine.profile(budget_s=0.3)
+        assert [cost.tier for cost in profile.loads] == ["ram", "disk"]
+        assert all(cost.per_byte_s + cost.per_read_s > 0 for cost in profile.loads)
+        # The store holds what it held.
+        assert engine.store.stats().entries == len(CHUNKS)
+
+
+def test_a_tier_that_was_never_measured_is_said_once(engine: BlendEngine, caplog: pytest.LogCaptureFixture) -> None:
+    class Elsewhere(RamReader):
+        tier = "attic"
+
+    opened = engine.store.open
+
+    def open_elsewhere(key: str) -> KVReader | None:
+        reader = opened(key)
+        return Elsewhere(reader._kv) if isinstance(reader, RamReader) else reader
+
+    engine.store.open = open_elsewhere  # type: ignore[method-assign]
+    for _ in range(2):
+        assert engine.prefill(prompt(CHUNKS)).report.hits == 6
+    assert caplog.text.count("loading from tier 'attic'") == 1
+
+
+def test_a_budget_of_nothing_never_measures(path: Path) -> None:
+    with make_engine(path, profile_budget_s=0.0, quality_ratio=0.3) as engine:
+        engine.add(CHUNKS)
+        assert engine.prefill(prompt(CHUNKS)).report.recompute_ratio == 0.3
+        assert not path.exists()
+        with pytest.raises(ConfigError, match="leaves nothing to measure"):
+            engine.profile()
+
+
+def test_a_damaged_profile_is_measured_again(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path.write_text("{}")
+    with make_engine(path, profile_budget_s=0.2) as engine:
+        engine.add(CHUNKS)
+        engine.prefill(prompt(CHUNKS))
+    assert "damaged or not ours" in caplog.text
+    assert len(path.read_text()) > 100
+
+
+def test_a_profile_that_cannot_be_kept_is_used_all_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with make_engine(blocked / "profile.json", profile_budget_s=0.2) as engine:
+        engine.add(CHUNKS)
+        assert engine.prefill(prompt(CHUNKS)).report.recompute_ratio >= 0.15
+    assert "cannot be kept" in caplog.text
+
+
+def test_a_model_that_cannot_be_blended_has_no_profile() -> None:
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=BlendConfig()) as engine:
+        engine.unsupported_reason = "it cannot"
+        with pytest.raises(UnsupportedModelError, match="nothing to profile"):
+            engine.profile()
+
+
+def test_auto_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHEBLEND_RECOMPUTE_RATIO", "auto")
+    assert BlendConfig().recompute_ratio == "auto"
+    monkeypatch.setenv("CACHEBLEND_RECOMPUTE_RATIO", "0.3")
+    assert BlendConfig().recompute_ratio == 0.3
+
+
+@pytest.mark.parametrize("value", ["Auto", "", None, [], float("nan"), 1.1])
+def test_a_ratio_without_meaning_is_named(value: object) -> None:
+    with pytest.raises(ConfigError, match="recompute_ratio="):
+        BlendConfig(recompute_ratio=value)
