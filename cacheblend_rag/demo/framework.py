@@ -63,9 +63,15 @@ class DemoEngine(BlendEngine):
     unchanged = 0
     called_at = 0.0
 
-    def add(self, chunks: Iterable[Chunk], *, progress: Callable[[int, int], None] | None = None) -> AddResult:
+    def add(
+        self,
+        chunks: Iterable[Chunk],
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        ttl_s: float | None = None,
+    ) -> AddResult:
         """Encode chunks and count them."""
-        result = super().add(chunks, progress=progress)
+        result = super().add(chunks, progress=progress, ttl_s=ttl_s)
         self.encoded += result.encoded
         self.unchanged += result.unchanged
         return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -34,7 +35,19 @@ logger = logging.getLogger(__name__)
 
 # Settings that a single call cannot change.
 _ENGINE_SETTINGS = frozenset(
-    {"encoding_prefix", "dtype", "device", "ram_bytes", "disk_bytes", "encode_batch_tokens", "self_check", "strict"}
+    {
+        "encoding_prefix",
+        "dtype",
+        "device",
+        "ram_bytes",
+        "disk_bytes",
+        "write_back_bytes",
+        "namespace",
+        "ttl_s",
+        "encode_batch_tokens",
+        "self_check",
+        "strict",
+    }
 )
 # What says where a checkpoint is, and so is as true of its tokenizer as of its weights.
 _HUB_OPTIONS = frozenset(
@@ -67,6 +80,8 @@ class BlendEngine:
         The settings; by default those of the environment.
     store : KVStore, str, Path or None
         Where KV is kept: a folder, a store of yours, or None for this process's RAM.
+    namespace : str, optional
+        The tenant whose KV this is; short for the setting of that name, and wins over it.
 
     Raises
     ------
@@ -85,8 +100,10 @@ class BlendEngine:
         *,
         config: BlendConfig | None = None,
         store: KVStore | str | Path | None = None,
+        namespace: str | None = None,
     ) -> None:
-        self.config = BlendConfig() if config is None else config
+        config = BlendConfig() if config is None else config
+        self.config = config if namespace is None else config.replace(namespace=namespace)
         self.model = model.eval()
         self.tokenizer = tokenizer
         self._closed = False
@@ -95,12 +112,24 @@ class BlendEngine:
         self.decoder = self._inspect()
         self._owns_store = store is None or isinstance(store, str | Path)
         self.store: KVStore = (
-            open_store(store, ram_bytes=self.config.ram_bytes, disk_bytes=self.config.disk_bytes)
+            open_store(
+                store,
+                ram_bytes=self.config.ram_bytes,
+                disk_bytes=self.config.disk_bytes,
+                write_back_bytes=self.config.write_back_bytes,
+            )
             if store is None or isinstance(store, str | Path)
             else store
         )
         identity = engine_identity(model, tokenizer, private=self.store.is_private)
-        self._assembler = Assembler(tokenizer, self.store, identity, self.config.encoding_prefix, model_window(model))
+        self._assembler = Assembler(
+            tokenizer,
+            self.store,
+            identity,
+            self.config.encoding_prefix,
+            model_window(model),
+            self.config.namespace,
+        )
         self._runner = Runner(
             model,
             self.decoder,
@@ -110,7 +139,7 @@ class BlendEngine:
             self._assembler.prefix_ids,
             self.config,
         )
-        self._ingest = Ingest(self._assembler, self._runner, self.store, self.decoder)
+        self._ingest = Ingest(self._assembler, self._runner, self.store, self.decoder, self.config)
 
     @classmethod
     def from_pretrained(
@@ -119,6 +148,7 @@ class BlendEngine:
         *,
         config: BlendConfig | None = None,
         store: KVStore | str | Path | None = None,
+        namespace: str | None = None,
         **model_kwargs: Any,
     ) -> BlendEngine:
         """Load a model and its tokenizer and make an engine of them.
@@ -131,6 +161,8 @@ class BlendEngine:
             The settings; `dtype` and `device` say how the model is loaded.
         store : KVStore, str, Path or None
             Where KV is kept: a folder, a store of yours, or None for this process's RAM.
+        namespace : str, optional
+            The tenant whose KV this is; short for the setting of that name, and wins over it.
         **model_kwargs : Any
             Passed to ``AutoModelForCausalLM.from_pretrained``; what says where the model is (`revision`, `token` and so on)
             also to the tokenizer's.
@@ -161,7 +193,7 @@ class BlendEngine:
             ) from error
         if "device_map" not in model_kwargs:
             loaded = loaded.to(torch.device(device))  # type: ignore[arg-type]
-        return cls(loaded, tokenizer, config=config, store=store)
+        return cls(loaded, tokenizer, config=config, store=store, namespace=namespace)
 
     def __enter__(self) -> BlendEngine:
         return self
@@ -172,14 +204,36 @@ class BlendEngine:
         self.close()
 
     def close(self) -> None:
-        """Close the store, unless it was handed in; a computation under way ends first, calls that wait for it fail."""
+        """Write what waits to be written and close the store, unless it was handed in.
+
+        A computation under way ends first; calls that wait for it fail.
+        """
         with self._runner.lock:
             if not self._closed:
                 self._closed = True
                 if self._owns_store:
                     self.store.close()
+                else:
+                    self.store.settle()
 
-    def add(self, chunks: Iterable[Chunk], *, progress: Callable[[int, int], None] | None = None) -> AddResult:
+    def flush(self) -> None:
+        """Wait until the KV of all misses so far is on disk.
+
+        Raises
+        ------
+        StoreError
+            If some of it could not be stored since the last call; the first error met.
+        """
+        self._check_open()
+        self.store.flush()
+
+    def add(
+        self,
+        chunks: Iterable[Chunk],
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        ttl_s: float | None = None,
+    ) -> AddResult:
         """Encode chunks and store their KV.
 
         The same id with the same text does nothing; with another text it replaces the chunk. All chunks are checked
@@ -191,6 +245,9 @@ class BlendEngine:
             The chunks; of several with one id the last counts.
         progress : callable, optional
             Called with the number of finished chunks and of all, after each batch.
+        ttl_s : float, optional
+            Seconds that their KV lives, instead of ``config.ttl_s``. Adding a chunk again makes it live that long from then on,
+            if that is longer than it would have lived.
 
         Returns
         -------
@@ -203,11 +260,17 @@ class BlendEngine:
             If a chunk's text has no tokens.
         PromptTooLongError
             If a chunk does not fit the model's window.
+        ConfigError
+            If `ttl_s` is no positive number.
         StoreError
             If the KV cannot be stored; what was stored until then stays.
         """
         self._check_open()
-        return self._ingest.add(chunks, progress)
+        if ttl_s is not None and not 0 < ttl_s < math.inf:
+            raise ConfigError(
+                f"ttl_s={ttl_s!r} must be a positive number of seconds; leave it out to keep chunks for ever"
+            )
+        return self._ingest.add(chunks, progress, ttl_s)
 
     def estimate(self, chunks: Iterable[Chunk]) -> WarmEstimate:
         """Say what `add` would cost, encoding the longest new chunk once to take the time and storing nothing.
@@ -236,6 +299,27 @@ class BlendEngine:
         self._check_open()
         return self.store.forget(self._assembler.namespace, _id_list(ids))
 
+    def pin(self, ids: Iterable[str]) -> int:
+        """Keep the KV of these chunks: it is never evicted, now or when it is computed again, and counts against the budget.
+
+        Returns
+        -------
+        int
+            How many of the ids were known.
+
+        Raises
+        ------
+        StoreFullError
+            If more would be pinned than `disk_bytes`.
+        """
+        self._check_open()
+        return self.store.pin(self._assembler.namespace, _id_list(ids))
+
+    def unpin(self, ids: Iterable[str]) -> int:
+        """Let the KV of these chunks be evicted again; return how many of the ids were known."""
+        self._check_open()
+        return self.store.unpin(self._assembler.namespace, _id_list(ids))
+
     def contains(self, id: str) -> bool:
         """Whether a chunk of this id is known; its KV may be evicted, and is then computed again when it is needed."""
         self._check_open()
@@ -259,7 +343,7 @@ class BlendEngine:
 
     @property
     def namespace(self) -> str:
-        """Digest of the model, the tokenizer and the encoding prefix: equal ones give and take the same KV."""
+        """Digest of the model, tokenizer, encoding prefix and tenant (`config.namespace`): equal ones share KV."""
         return self._assembler.namespace
 
     @property

@@ -153,6 +153,7 @@ class Runner:
         self._namespace = namespace
         self._prefix_ids = tuple(prefix_ids)
         self._config = config
+        self._tenant = config.namespace or ""
         self._num_layers = num_decoder_layers(model)
         self._warned_of_no_hit = False
         self.lock = threading.RLock()
@@ -252,20 +253,16 @@ class Runner:
         """Store the KV of a miss so that deleting the chunk deletes it: under its name, or else in RAM only.
 
         A chunk that came with an id nobody knew is named, as if it had been added. A text without an id, or with the id of
-        another text, has no name to be deleted by.
+        another text, has no name to be deleted by. It is written in the background: the answer does not wait.
         """
         key = chunks[0].key
         new = [chunk.record() for chunk in chunks if chunk.id is not None and chunk.text_hash is not None]
         known = [chunk.id for chunk in chunks if chunk.id is not None and chunk.named]
-        if not new and not known:
-            self._store.cache(key, kv)
-            return
-        _quietly(self._store.put, key, kv)
-        if new:
-            _quietly(self._store.name, self._namespace, new)
-        elif not any(self._store.lookup(self._namespace, known)):
-            # Deleted while it was encoded.
-            _quietly(self._store.discard, key)
+        owner: dict[str, Any] = {"tenant": self._tenant, "ttl_s": self._config.ttl_s}
+        if new or known:
+            _quietly(self._store.put_later, key, kv, self._namespace, new, known, **owner)
+        else:
+            self._store.cache(key, kv, **owner)
 
     def _open(self, chunk: PromptChunk) -> KVReader | None:
         reader = self._store.open(chunk.key)
@@ -278,9 +275,9 @@ class Runner:
         return reader
 
 
-def _quietly(write: Callable[..., None], *arguments: Any) -> None:
+def _quietly(write: Callable[..., object], *arguments: Any, **options: Any) -> None:
     """Write to the store on the way to an answer, which a store that cannot be written does not prevent."""
     try:
-        write(*arguments)
+        write(*arguments, **options)
     except StoreError as error:
         logger.warning("the store could not be written: %s", error)

@@ -6,14 +6,21 @@ from pathlib import Path
 
 from cacheblend_rag.store.base import KVReader, KVStore, NodeRecord, StoreStats
 from cacheblend_rag.store.check import CheckReport, check_store
+from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.disk import DiskTier
 from cacheblend_rag.store.ram import RamTier
 from cacheblend_rag.store.tiered import TieredStore
 
-__all__ = ["CheckReport", "KVReader", "KVStore", "NodeRecord", "StoreStats", "check_store", "open_store"]
+__all__ = ["CheckReport", "KVReader", "KVStore", "NodeRecord", "StoreClock", "StoreStats", "check_store", "open_store"]
 
 
-def open_store(location: str | Path | None, ram_bytes: int, disk_bytes: int | None = None) -> KVStore:
+def open_store(
+    location: str | Path | None,
+    ram_bytes: int,
+    disk_bytes: int | None = None,
+    write_back_bytes: int = 0,
+    clock: StoreClock | None = None,
+) -> KVStore:
     """Open a chunk KV store, making it if there is none.
 
     Parameters
@@ -25,6 +32,11 @@ def open_store(location: str | Path | None, ram_bytes: int, disk_bytes: int | No
         Most bytes of KV in RAM; with a folder, RAM holds copies of what was used last.
     disk_bytes : int, optional
         Most bytes of KV on disk; no limit by default.
+    write_back_bytes : int
+        Most bytes of KV of misses that may wait in RAM, beside `ram_bytes`, until they are written in the background; 0 writes
+        them at once.
+    clock : StoreClock, optional
+        What tells when KV expires.
 
     Returns
     -------
@@ -40,6 +52,7 @@ def open_store(location: str | Path | None, ram_bytes: int, disk_bytes: int | No
     StoreError
         If `location` is something else than a store or an empty folder.
     """
+    ram = RamTier(ram_bytes)
     if location is None:
-        return TieredStore(RamTier(ram_bytes))
-    return TieredStore(RamTier(ram_bytes), DiskTier(Path(location).expanduser(), disk_bytes))
+        return TieredStore(ram, clock=clock)
+    return TieredStore(ram, DiskTier(Path(location).expanduser(), disk_bytes, clock), write_back_bytes)

@@ -203,6 +203,5 @@ def _adopt(folder: StoreFolder, index: Index, path: Path) -> None:
         _log.warning("file removed: %s", error)
         folder.unlink(path.name)
         return
-    dropped = index.add(key, Entry(path.name, file.file_bytes, file.digest), None, None, folder.writers.own())
-    for name in dropped.files:
+    for name in index.add_many([(key, Entry(path.name, file.file_bytes, file.digest))]):
         folder.unlink(name)

@@ -63,6 +63,7 @@ class RamTier:
         # Reservations come back here, without the lock, since they may come back from a finalizer.
         self._returned: deque[int] = deque()
         self._evictions = 0
+        self._pinned: set[str] = set()
 
     def get(self, key: str) -> ChunkKV | None:
         """Return the KV under `key` and mark it as recently used, or None."""
@@ -101,9 +102,30 @@ class RamTier:
             for key in keys:
                 self._drop(key)
 
-    def clear(self) -> None:
-        """Forget every entry."""
+    def pin(self, keys: Iterable[str]) -> None:
+        """Never drop these for room, once they are held."""
         with self._lock:
+            self._pinned.update(keys)
+
+    def unpin(self, keys: Iterable[str]) -> None:
+        """Let these be dropped for room again."""
+        with self._lock:
+            self._pinned.difference_update(keys)
+
+    def pinned(self) -> list[str]:
+        """Return the keys that are never dropped for room."""
+        with self._lock:
+            return sorted(self._pinned)
+
+    def nbytes(self, keys: Iterable[str]) -> int:
+        """Return the bytes held under these keys."""
+        with self._lock:
+            return sum(self._entries[key].nbytes for key in keys if key in self._entries)
+
+    def clear(self) -> None:
+        """Forget every entry, and what was pinned."""
+        with self._lock:
+            self._pinned.clear()
             self._entries.clear()
             self._used_bytes = 0
 
@@ -135,10 +157,11 @@ class RamTier:
     def _make_room(self, nbytes: int) -> bool:
         while self._returned:
             self._reserved_bytes -= self._returned.popleft()
-        if self._reserved_bytes + nbytes > self.limit_bytes:
+        kept_bytes = sum(self._entries[key].nbytes for key in self._pinned if key in self._entries)
+        if kept_bytes + self._reserved_bytes + nbytes > self.limit_bytes:
             return False
         while self._used_bytes + self._reserved_bytes + nbytes > self.limit_bytes:
-            self._drop(next(iter(self._entries)))
+            self._drop(next(key for key in self._entries if key not in self._pinned))
             self._evictions += 1
         return True
 
