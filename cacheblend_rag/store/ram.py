@@ -64,25 +64,36 @@ class RamTier:
         self._returned: deque[int] = deque()
         self._evictions = 0
         self._pinned: set[str] = set()
+        self._hidden: set[str] = set()
 
     def get(self, key: str) -> ChunkKV | None:
         """Return the KV under `key` and mark it as recently used, or None."""
         with self._lock:
-            kv = self._entries.get(key)
+            kv = None if key in self._hidden else self._entries.get(key)
             if kv is not None:
                 self._entries.move_to_end(key)
             return kv
 
-    def put(self, key: str, kv: ChunkKV) -> bool:
-        """Keep `kv`, dropping the least recently used for room; return whether it was kept."""
+    def put(self, key: str, kv: ChunkKV, hidden: bool = False) -> bool:
+        """Keep `kv`, dropping the least recently used for room; return whether it was kept.
+
+        With `hidden` nobody gets it until `reveal` is called, unless it is dropped before.
+        """
         kv = _owned(kv)
         with self._lock:
             self._drop(key)
             if kv.nbytes > self.limit_bytes or not self._make_room(kv.nbytes):
                 return False
             self._entries[key] = kv
+            if hidden:
+                self._hidden.add(key)
             self._used_bytes += kv.nbytes
             return True
+
+    def reveal(self, key: str) -> None:
+        """Let others get what was put hidden."""
+        with self._lock:
+            self._hidden.discard(key)
 
     def reserve(self, nbytes: int) -> bool:
         """Set room aside for an entry that is still being read; return whether there is any."""
@@ -126,6 +137,7 @@ class RamTier:
         """Forget every entry, and what was pinned."""
         with self._lock:
             self._pinned.clear()
+            self._hidden.clear()
             self._entries.clear()
             self._used_bytes = 0
 
@@ -167,6 +179,7 @@ class RamTier:
 
     def _drop(self, key: str) -> None:
         kv = self._entries.pop(key, None)
+        self._hidden.discard(key)
         if kv is not None:
             self._used_bytes -= kv.nbytes
 

@@ -305,11 +305,13 @@ class TieredStore:
             self._ram.pin(self._names.pinned([chunk.key]))
 
     def _keep(self, key: str, kv: ChunkKV, tenant: str, expires_at: float | None) -> None:
+        """Keep a copy of what is on disk, which nobody sees before it is clear that it was not dropped there meanwhile."""
         self._note(key, tenant, expires_at)
-        self._ram.put(key, kv)
+        self._ram.put(key, kv, hidden=True)
         try:
             if self.holds([key], durable=True)[0]:
                 self._ram.pin(self._names.pinned([key]))
+                self._ram.reveal(key)
                 return
         except StoreError:
             # A reader may come to its end after the store was closed.
