@@ -7,11 +7,28 @@ from pathlib import Path
 from cacheblend_rag.store.base import KVReader, KVStore, NodeRecord, StoreStats
 from cacheblend_rag.store.check import CheckReport, check_store
 from cacheblend_rag.store.clock import StoreClock
+from cacheblend_rag.store.collect import GarbageReport, collect_garbage
 from cacheblend_rag.store.disk import DiskTier
 from cacheblend_rag.store.ram import RamTier
 from cacheblend_rag.store.tiered import TieredStore
+from cacheblend_rag.store.transfer import ExportReport, ImportReport, export_store, import_store
 
-__all__ = ["CheckReport", "KVReader", "KVStore", "NodeRecord", "StoreClock", "StoreStats", "check_store", "open_store"]
+__all__ = [
+    "CheckReport",
+    "ExportReport",
+    "GarbageReport",
+    "ImportReport",
+    "KVReader",
+    "KVStore",
+    "NodeRecord",
+    "StoreClock",
+    "StoreStats",
+    "check_store",
+    "collect_garbage",
+    "export_store",
+    "import_store",
+    "open_store",
+]
 
 
 def open_store(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from logging import getLogger
 
 from cacheblend_rag.errors import StoreError, StoreFullError
@@ -109,6 +109,24 @@ class Names:
         query = "SELECT 1 FROM nodes WHERE key = ? AND pinned"
         with self._database.read() as connection:
             return [key for key in keys if connection.execute(query, (key,)).fetchone()]
+
+    def all(self) -> Iterator[tuple[str, str, NodeRecord]]:
+        """Yield the namespace, tenant and record of every name, in the order they were first recorded; not the damaged ones."""
+        query = (
+            "SELECT seq, namespace, ifnull(tenant, ''), id, key, text_hash, token_ids, checksum FROM nodes "
+            "LEFT JOIN namespaces USING (namespace) WHERE seq > ? ORDER BY seq LIMIT 1000"
+        )
+        after = 0
+        while True:
+            with self._database.read() as connection:
+                rows = connection.execute(query, (after,)).fetchall()
+            for _, namespace, tenant, *row in rows:
+                record = _record(namespace, *row)
+                if record is not None:
+                    yield namespace, tenant, record
+            if not rows:
+                return
+            after = rows[-1][0]
 
     def damaged(self) -> list[tuple[str, str]]:
         """Return the namespace and id of each name whose record does not match its checksum."""
