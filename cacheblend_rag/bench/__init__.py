@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from cacheblend_rag.bench.index import IndexBench, IndexRow
 from cacheblend_rag.bench.shapes import SHAPES, random_model, shape_config, word_tokenizer
 from cacheblend_rag.bench.ttft import TTFTBench, TTFTRow, TTFTSetting
 
 __all__ = [
     "SHAPES",
-    "IndexBench",
-    "IndexRow",
     "TTFTBench",
     "TTFTRow",
     "TTFTSetting",

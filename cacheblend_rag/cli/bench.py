@@ -112,7 +112,7 @@ def index(
 
     Each store is measured in a process of its own, with its index in the page cache. Its chunk files are not written.
     """
-    from cacheblend_rag.bench import IndexBench
+    from cacheblend_rag.bench.index import IndexBench
 
     bench = IndexBench(parse_counts(entries), folder, lookups)
     with console(stderr=True).status("making the stores") as status:

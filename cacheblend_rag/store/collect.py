@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 from cacheblend_rag.errors import StoreError, StoreReadOnlyError
+from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.disk import DiskTier
 from cacheblend_rag.store.folder import StoreFolder
 from cacheblend_rag.store.index import Dropped, Index
@@ -43,7 +44,9 @@ class GarbageReport:
     index_bytes: int = 0
 
 
-def collect_garbage(location: str | Path, unnamed_age_s: float | None = None) -> GarbageReport:
+def collect_garbage(
+    location: str | Path, unnamed_age_s: float | None = None, clock: StoreClock | None = None
+) -> GarbageReport:
     """Remove expired KV, files that belong to nothing, and what killed processes left, and give unused room back to the disk.
 
     Other processes may go on using the store.
@@ -54,6 +57,8 @@ def collect_garbage(location: str | Path, unnamed_age_s: float | None = None) ->
         The folder.
     unnamed_age_s : float, optional
         Remove KV, too, that was added at least so long ago and that no name leads to. By default it is kept until room is needed.
+    clock : StoreClock, optional
+        What tells what has expired.
 
     Returns
     -------
@@ -75,7 +80,7 @@ def collect_garbage(location: str | Path, unnamed_age_s: float | None = None) ->
     report = GarbageReport()
     before = _index_bytes(folder)
     # Opening removes what killed processes left.
-    tier = DiskTier(folder.path, None)
+    tier = DiskTier(folder.path, None, clock)
     try:
         while count := _remove(tier, tier.index.drop_expired(tier.clock.now(), _AT_ONCE, _writer(tier)), report):
             report.expired += count

@@ -19,6 +19,8 @@ __all__ = ["Database"]
 _BUSY_S = 60.0
 # Fewer unused pages than this, of 4 KiB each, are left for what is written next.
 _TIDY_PAGES = 256
+# The inner pages of an index of a million entries; its leaves are left to the system's page cache, which all processes share.
+_READ_CACHE_BYTES = 16 * 1024**2
 
 
 class Database:
@@ -140,6 +142,7 @@ class _Connections:
             return self.writer()
         if self._reader is None:
             self._reader = self._connect_read_only(self.path) if self._read_only else self._connect(self.path)
+            self._reader.execute(f"PRAGMA cache_size = -{_READ_CACHE_BYTES // 1024}")
         return self._reader
 
     def writer(self) -> sqlite3.Connection:
