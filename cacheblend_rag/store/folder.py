@@ -104,8 +104,11 @@ class StoreFolder:
                 for name in ("kv", "tmp"):
                     (self.path / name).mkdir(mode=0o700, exist_ok=True)
                 _sync_folder(self.path)
-                # SQLite gives its -wal and -shm files the mode of the database.
-                os.close(os.open(self.index_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+                # SQLite gives its -wal and -shm files the mode of the database. One that is there must not be opened here: closing
+                # it would release the locks that this process's other connections hold on it, and whoever closed the store
+                # elsewhere would take itself for the last.
+                if not self.index_path.exists():
+                    os.close(os.open(self.index_path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
             self.keep_reserve()
             yield
         finally:
