@@ -104,7 +104,7 @@ class StoreFolder:
                 for name in ("kv", "tmp"):
                     (self.path / name).mkdir(mode=0o700, exist_ok=True)
                 _sync_folder(self.path)
-                # SQLite gives its -wal and -shm files the mode of the database. One that is there must not be opened here: closing
+                # SQLite gives its -wal and -shm files the mode of the database. One that is there must not be opened: closing
                 # it would release the locks that this process's other connections hold on it, and whoever closed the store
                 # elsewhere would take itself for the last.
                 if not self.index_path.exists():
