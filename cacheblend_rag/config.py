@@ -66,6 +66,14 @@ class BlendConfig(BaseSettings):
         How KV is kept in RAM: "native" (in the model's dtype), "float32", "float16", "bfloat16", "int8", "int4" or "int2".
     disk_codec : str
         How KV is written to disk. KV that is stored already is served whatever its codec.
+    write_back_bytes : int
+        Most bytes of KV of misses that wait in RAM, beside `ram_bytes`, to be written to disk in the background. A miss that
+        finds no room is not stored. With 0 an answer waits for its misses to be written.
+    namespace : str, optional
+        The tenant whose KV this is. Tenants of one store never see each other's KV or ids; by default it is nobody's in
+        particular.
+    ttl_s : float, optional
+        Seconds that stored KV lives; then it counts as a miss. For ever by default.
     encode_batch_tokens : int
         Most tokens encoded in one batch, padding included.
     encode_on : {"add", "second_use"}
@@ -117,6 +125,9 @@ class BlendConfig(BaseSettings):
     disk_bytes: int | None = Field(default=None, ge=0)
     ram_codec: str = "native"
     disk_codec: str = "native"
+    write_back_bytes: int = Field(default=256 * 1024**2, ge=0)
+    namespace: str | None = None
+    ttl_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     encode_batch_tokens: int = Field(default=4096, ge=1)
     encode_on: Literal["add", "second_use"] = "add"
     prefetch_layers: int = Field(default=2, ge=1)
@@ -152,6 +163,13 @@ class BlendConfig(BaseSettings):
         if not math.isfinite(ratio) or not 0 <= ratio <= 1:
             raise ValueError("must be a finite number from 0 (plain reuse) to 1 (full prefill)")
         return ratio
+
+    @field_validator("namespace")
+    @classmethod
+    def _tenant_is_a_name(cls, namespace: str | None) -> str | None:
+        if namespace is not None and (not 0 < len(namespace) <= 200 or not namespace.isprintable()):
+            raise ValueError("must be a name of 1 to 200 printable characters, or None")
+        return namespace
 
     @field_validator("check_layers")
     @classmethod

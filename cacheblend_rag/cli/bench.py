@@ -6,13 +6,16 @@ import typer
 
 from cacheblend_rag.cli.bench_codecs import codecs
 from cacheblend_rag.cli.bench_encode import encode
+from cacheblend_rag.cli.bench_index import index
 from cacheblend_rag.cli.bench_load import load
 from cacheblend_rag.cli.bench_ttft import ttft
 
 __all__ = ["bench_app"]
 
 bench_app = typer.Typer(
-    help="Measure speed on random weights at the shapes of real models.", no_args_is_help=True, rich_markup_mode=None
+    help="Measure speed: on random weights at the shapes of real models, and of the store's index.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
-for command in (ttft, load, encode, codecs):
+for command in (ttft, load, encode, codecs, index):
     bench_app.command()(command)

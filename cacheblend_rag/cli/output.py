@@ -23,6 +23,7 @@ __all__ = [
     "console",
     "make_quiet",
     "parse_bytes",
+    "parse_counts",
     "parse_ratios",
     "plain_values",
     "say_bytes",
@@ -113,6 +114,21 @@ def parse_ratios(text: str) -> tuple[float, ...]:
             raise ConfigError(f"ratio {part.strip()} must be a finite number from 0 (plain reuse) to 1 (full prefill)")
         ratios.append(ratio)
     return tuple(ratios)
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """Return whole numbers written like ``"10000,100000"``.
+
+    Raises
+    ------
+    ConfigError
+        If one is no whole number.
+    """
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        wrong = next(part.strip() for part in text.split(",") if not part.strip().isdecimal())
+        raise ConfigError(f"{wrong!r} in {text!r} is no whole number; write numbers like 10000,100000") from None
 
 
 def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, text_columns: int = 1) -> None:

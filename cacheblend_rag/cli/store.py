@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,9 @@ from cacheblend_rag.errors import ConfigError
 __all__ = ["store_app"]
 
 store_app = typer.Typer(
-    help="Look after a store: figures, a check of every byte, emptying it.", no_args_is_help=True, rich_markup_mode=None
+    help="Look after a store: figures, a check of every byte, cleaning up, export and import, emptying it.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 
@@ -30,7 +33,7 @@ def _kv(store: Path) -> Path:
 
 @store_app.command()
 def stats(store: StoreOption = Path(".cacheblend"), json_file: JsonOption = None) -> None:
-    """Show what the store holds."""
+    """Show what the store holds, and what of it is whose."""
     from cacheblend_rag.documents import LibrarySettings
     from cacheblend_rag.store import open_store
 
@@ -38,16 +41,27 @@ def stats(store: StoreOption = Path(".cacheblend"), json_file: JsonOption = None
     opened = open_store(kv, ram_bytes=0)
     try:
         figures = opened.stats()
+        shares = {tenant: opened.stats(tenant) for tenant in opened.tenants() if tenant}
     finally:
         opened.close()
     settings = LibrarySettings.load(store)
     row: dict[str, Any] = {"store": str(kv), "model": settings.model if settings else None}
     row |= {"names": figures.nodes, "entries": figures.entries, "disk_bytes": figures.disk_bytes}
+    row |= {"pinned_bytes": figures.pinned_bytes}
+    row["tenants"] = {
+        tenant: {"names": share.nodes, "entries": share.entries, "disk_bytes": share.disk_bytes}
+        for tenant, share in shares.items()
+    }
     lines = [
         ("model", row["model"]),
         ("named chunks", figures.nodes),
         ("chunks with KV", figures.entries),
         ("KV on disk", say_bytes(figures.disk_bytes)),
+        ("of it pinned", say_bytes(figures.pinned_bytes)),
+    ]
+    lines += [
+        (f"tenant {tenant}", f"{share.nodes} named, {share.entries} with KV, {say_bytes(share.disk_bytes)}")
+        for tenant, share in shares.items()
     ]
     show_table(str(kv), ("", ""), lines)
     write_json(json_file, "store stats", [row])
@@ -81,31 +95,92 @@ def check(
 
 
 @store_app.command()
+def gc(
+    store: StoreOption = Path(".cacheblend"),
+    unnamed_days: Annotated[
+        float | None,
+        typer.Option(min=0, help="Remove KV that no chunk's name leads to, if it was added at least so many days ago."),
+    ] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Remove what has expired, belongs to nothing or was left by killed processes. The store may be in use."""
+    from cacheblend_rag.store import collect_garbage
+
+    kv = _kv(store)
+    report = collect_garbage(kv, None if unnamed_days is None else unnamed_days * 86400)
+    typer.echo(
+        f"{kv}: removed {report.expired} expired chunks, {report.unnamed} without a name and {report.orphans} stray files, "
+        f"{say_bytes(report.freed_bytes)}; the index takes {say_bytes(report.index_bytes)} less"
+    )
+    write_json(json_file, "store gc", [{"store": str(kv), **asdict(report)}])
+
+
+@store_app.command("export")
+def export_(
+    file: Annotated[Path, typer.Argument(metavar="FILE", dir_okay=False, help="The file to write.")],
+    store: StoreOption = Path(".cacheblend"),
+    namespace: Annotated[str | None, typer.Option(help="Only what is this tenant's.")] = None,
+    ids: Annotated[str | None, typer.Option(help="Only the chunks of these ids, comma-separated.")] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Write the KV and names of a store to one file, from which another machine can warm its own. The store may be in use."""
+    from cacheblend_rag.store import export_store
+
+    kv = _kv(store)
+    report = export_store(kv, file, namespace, None if ids is None else [node.strip() for node in ids.split(",")])
+    typer.echo(f"{file}: {report.entries} chunks with KV and {report.names} names, {say_bytes(report.nbytes)}")
+    if report.damaged:
+        typer.echo(f"{report.damaged} damaged chunks were left out; mend the store with store check --repair", err=True)
+    write_json(json_file, "store export", [{"store": str(kv), "file": str(file), **asdict(report)}])
+
+
+@store_app.command("import")
+def import_(
+    file: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="A file made by export.")],
+    store: StoreOption = Path(".cacheblend"),
+    json_file: JsonOption = None,
+) -> None:
+    """Add the KV and names in a file to a store, once every byte of the file is verified. Import only files that you trust."""
+    from cacheblend_rag.documents import is_library, kv_folder
+    from cacheblend_rag.store import import_store
+
+    kv = kv_folder(store) if is_library(store) else store
+    report = import_store(kv, file)
+    typer.echo(
+        f"{kv}: added {report.entries} chunks with KV, {say_bytes(report.nbytes)} ({report.held} were there), and {report.names} "
+        f"names ({report.unchanged} were there, {report.kept} with another text, which stays)"
+    )
+    write_json(json_file, "store import", [{"store": str(kv), "file": str(file), **asdict(report)}])
+
+
+@store_app.command()
 def clear(
     store: StoreOption = Path(".cacheblend"),
+    namespace: Annotated[str | None, typer.Option(help="Remove the KV and names of this tenant only.")] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     json_file: JsonOption = None,
 ) -> None:
-    """Remove everything that was warmed: the passages in Chroma, and all KV."""
+    """Remove everything that was warmed: the passages in Chroma, and all KV. Of one tenant, its KV and names."""
     from cacheblend_rag.documents import clear_library, is_library
     from cacheblend_rag.store import open_store
 
     kv = _kv(store)
     opened = open_store(kv, ram_bytes=0)
     try:
-        figures = opened.stats()
+        figures = opened.stats(namespace)
+        what = "" if namespace is None else f" of tenant {namespace}"
         if not yes and not typer.confirm(
-            f"remove {figures.nodes} chunks and {say_bytes(figures.disk_bytes)} of KV from {store}?"
+            f"remove {figures.nodes} chunks and {say_bytes(figures.disk_bytes)} of KV{what} from {store}?"
         ):
             typer.echo("nothing was removed")
             raise typer.Exit(1)
-        if not is_library(store):
-            opened.clear()
+        if namespace is not None or not is_library(store):
+            opened.clear(namespace)
     finally:
         opened.close()
-    if is_library(store):
+    if namespace is None and is_library(store):
         clear_library(store)
-    typer.echo(f"{store} is empty")
+    typer.echo(f"{store} is empty" if namespace is None else f"{store} holds nothing{what} any more")
     write_json(
         json_file,
         "store clear",

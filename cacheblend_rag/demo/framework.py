@@ -68,10 +68,11 @@ class DemoEngine(BlendEngine):
         chunks: Iterable[Chunk],
         *,
         progress: Callable[[int, int], None] | None = None,
+        ttl_s: float | None = None,
         background: bool = False,
     ) -> Any:
         """Encode chunks, never in the background, and count them."""
-        result = super().add(chunks, progress=progress)
+        result = super().add(chunks, progress=progress, ttl_s=ttl_s)
         self.encoded += result.encoded
         self.unchanged += result.unchanged
         return result

@@ -47,6 +47,9 @@ _ENGINE_SETTINGS = frozenset(
         "disk_bytes",
         "ram_codec",
         "disk_codec",
+        "write_back_bytes",
+        "namespace",
+        "ttl_s",
         "encode_batch_tokens",
         "encode_on",
         "profile_path",
@@ -86,6 +89,8 @@ class BlendEngine:
         The settings; by default those of the environment.
     store : KVStore, str, Path or None
         Where KV is kept: a folder, a store of yours, or None for this process's RAM.
+    namespace : str, optional
+        The tenant whose KV this is; short for the setting of that name, and wins over it.
 
     Attributes
     ----------
@@ -109,8 +114,10 @@ class BlendEngine:
         *,
         config: BlendConfig | None = None,
         store: KVStore | str | Path | None = None,
+        namespace: str | None = None,
     ) -> None:
-        self.config = BlendConfig() if config is None else config
+        config = BlendConfig() if config is None else config
+        self.config = config if namespace is None else config.replace(namespace=namespace)
         self.model = model.eval()
         self.tokenizer = tokenizer
         self._closed = False
@@ -125,6 +132,7 @@ class BlendEngine:
                 disk_bytes=self.config.disk_bytes,
                 ram_codec=self.config.ram_codec,
                 disk_codec=self.config.disk_codec,
+                write_back_bytes=self.config.write_back_bytes,
             )
             if store is None or isinstance(store, str | Path)
             else store
@@ -138,6 +146,7 @@ class BlendEngine:
             identity,
             self.config.encoding_prefix,
             model_window(model),
+            self.config.namespace,
             FirstUses(self.store) if defers and self.decoder is not None else None,
         )
         self._runner = Runner(
@@ -149,7 +158,7 @@ class BlendEngine:
             self._assembler.prefix_ids,
             self.config,
         )
-        self._ingest = Ingest(self._assembler, self._runner, self.store, self.decoder, names_only=defers)
+        self._ingest = Ingest(self._assembler, self._runner, self.store, self.decoder, self.config)
 
     @classmethod
     def from_pretrained(
@@ -158,6 +167,7 @@ class BlendEngine:
         *,
         config: BlendConfig | None = None,
         store: KVStore | str | Path | None = None,
+        namespace: str | None = None,
         **model_kwargs: Any,
     ) -> BlendEngine:
         """Load a model and its tokenizer and make an engine of them.
@@ -170,6 +180,8 @@ class BlendEngine:
             The settings; `dtype` and `device` say how the model is loaded.
         store : KVStore, str, Path or None
             Where KV is kept: a folder, a store of yours, or None for this process's RAM.
+        namespace : str, optional
+            The tenant whose KV this is; short for the setting of that name, and wins over it.
         **model_kwargs : Any
             Passed to ``AutoModelForCausalLM.from_pretrained``; what says where the model is (`revision`, `token` and so on)
             also to the tokenizer's.
@@ -200,7 +212,7 @@ class BlendEngine:
             ) from error
         if "device_map" not in model_kwargs:
             loaded = loaded.to(torch.device(device))  # type: ignore[arg-type]
-        return cls(loaded, tokenizer, config=config, store=store)
+        return cls(loaded, tokenizer, config=config, store=store, namespace=namespace)
 
     def __enter__(self) -> BlendEngine:
         return self
@@ -211,7 +223,9 @@ class BlendEngine:
         self.close(wait=error is None)
 
     def close(self, *, wait: bool = True) -> None:
-        """Close the store, unless it was handed in; a computation under way ends first, calls that wait for it fail.
+        """Write what waits to be written and close the store, unless it was handed in.
+
+        A computation under way ends first; calls that wait for it fail.
 
         Nothing that `add` returned for is lost either way: a chunk that is not encoded yet keeps its name, and is a miss. What
         fails in the background meanwhile is logged; call `flush` first to have it raised.
@@ -228,6 +242,8 @@ class BlendEngine:
                 self._closed = True
                 if self._owns_store:
                     self.store.close()
+                else:
+                    self.store.settle()
 
     @overload
     def add(
@@ -235,17 +251,28 @@ class BlendEngine:
         chunks: Iterable[Chunk],
         *,
         progress: Callable[[int, int], None] | None = ...,
+        ttl_s: float | None = ...,
         background: Literal[False] = ...,
     ) -> AddResult: ...
 
     @overload
     def add(
-        self, chunks: Iterable[Chunk], *, progress: Callable[[int, int], None] | None = ..., background: Literal[True]
+        self,
+        chunks: Iterable[Chunk],
+        *,
+        progress: Callable[[int, int], None] | None = ...,
+        ttl_s: float | None = ...,
+        background: Literal[True],
     ) -> AddJob: ...
 
     @overload
     def add(
-        self, chunks: Iterable[Chunk], *, progress: Callable[[int, int], None] | None = ..., background: bool
+        self,
+        chunks: Iterable[Chunk],
+        *,
+        progress: Callable[[int, int], None] | None = ...,
+        ttl_s: float | None = ...,
+        background: bool,
     ) -> AddResult | AddJob: ...
 
     def add(
@@ -253,6 +280,7 @@ class BlendEngine:
         chunks: Iterable[Chunk],
         *,
         progress: Callable[[int, int], None] | None = None,
+        ttl_s: float | None = None,
         background: bool = False,
     ) -> AddResult | AddJob:
         """Encode chunks and store their KV.
@@ -270,6 +298,9 @@ class BlendEngine:
             The chunks; of several with one id the last counts.
         progress : callable, optional
             Called with the number of finished chunks and of all, after each batch; by the background thread if `background`.
+        ttl_s : float, optional
+            Seconds that their KV lives, instead of ``config.ttl_s``. Adding a chunk again makes it live that long from then on,
+            if that is longer than it would have lived.
         background : bool
             Whether to return before the chunks are encoded.
 
@@ -284,17 +315,23 @@ class BlendEngine:
             If a chunk's text has no tokens.
         PromptTooLongError
             If a chunk does not fit the model's window.
+        ConfigError
+            If `ttl_s` is no positive number.
         StoreError
             If the KV cannot be stored; what was stored until then stays. Of chunks added in the background, the job's `result`
             raises it, and `flush`.
         """
         self._check_open()
+        if ttl_s is not None and not 0 < ttl_s < math.inf:
+            raise ConfigError(
+                f"ttl_s={ttl_s!r} must be a positive number of seconds; leave it out to keep chunks for ever"
+            )
         if background:
-            return self._ingest.add_later(chunks, progress)
-        return self._ingest.add(chunks, progress)
+            return self._ingest.add_later(chunks, progress, ttl_s)
+        return self._ingest.add(chunks, progress, ttl_s)
 
     def flush(self) -> None:
-        """Wait until what was added in the background before this call is stored.
+        """Wait until what was added in the background, and the KV of all misses so far, is stored.
 
         Raises
         ------
@@ -303,6 +340,7 @@ class BlendEngine:
         """
         self._check_open()
         self._ingest.flush()
+        self.store.flush()
 
     def estimate(self, chunks: Iterable[Chunk]) -> WarmEstimate:
         """Say what `add` would cost, encoding the longest new chunk once to take the time and storing nothing.
@@ -333,6 +371,27 @@ class BlendEngine:
         self._check_open()
         return self.store.forget(self._assembler.namespace, _id_list(ids))
 
+    def pin(self, ids: Iterable[str]) -> int:
+        """Keep the KV of these chunks: it is never evicted, now or when it is computed again, and counts against the budget.
+
+        Returns
+        -------
+        int
+            How many of the ids were known.
+
+        Raises
+        ------
+        StoreFullError
+            If more would be pinned than `disk_bytes`.
+        """
+        self._check_open()
+        return self.store.pin(self._assembler.namespace, _id_list(ids))
+
+    def unpin(self, ids: Iterable[str]) -> int:
+        """Let the KV of these chunks be evicted again; return how many of the ids were known."""
+        self._check_open()
+        return self.store.unpin(self._assembler.namespace, _id_list(ids))
+
     def contains(self, id: str) -> bool:
         """Whether a chunk of this id is known; its KV may be evicted, and is then computed again when it is needed."""
         self._check_open()
@@ -356,7 +415,7 @@ class BlendEngine:
 
     @property
     def namespace(self) -> str:
-        """Digest of the model, the tokenizer and the encoding prefix: equal ones give and take the same KV."""
+        """Digest of the model, tokenizer, encoding prefix and tenant (`config.namespace`): equal ones share KV."""
         return self._assembler.namespace
 
     @property

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from cacheblend_rag.chunk import Chunk
+from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.jobs import AddJob, AddResult, Jobs
 from cacheblend_rag.engine.prompt import Assembler
 from cacheblend_rag.engine.run import Runner
@@ -35,11 +36,14 @@ class WarmEstimate:
 
 @dataclass(slots=True)
 class _Todo:
-    """Chunks to add: how many, which records are not stored exactly so, and those of them whose KV is missing, by text."""
+    """Chunks to add: how many, which records are not stored exactly so, those of them whose KV is missing, by text, and the keys
+    of KV that is there.
+    """
 
     total: int
     records: list[NodeRecord] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
+    held: list[str] = field(default_factory=list)
 
     @property
     def unchanged(self) -> int:
@@ -64,23 +68,29 @@ class Ingest:
         Where it is kept.
     decoder : Decoder or None
         The model, or None if it cannot be blended: chunks are then known by their tokens, and have no KV.
-    names_only : bool
-        Whether chunks are only named, and encoded when they are retrieved.
+    config : BlendConfig
+        Whose chunks they are, how long their KV lives, and whether they are only named until they are retrieved.
     """
 
     def __init__(
-        self, assembler: Assembler, runner: Runner, store: KVStore, decoder: Decoder | None, names_only: bool
+        self, assembler: Assembler, runner: Runner, store: KVStore, decoder: Decoder | None, config: BlendConfig
     ) -> None:
         self._assembler = assembler
         self._runner = runner
         self._store = store
         self._decoder = decoder
-        self._names_only = names_only
+        self._tenant = config.namespace or ""
+        self._ttl_s = config.ttl_s
+        self._names_only = config.encode_on == "second_use"
         self._jobs = Jobs()
 
-    def add(self, chunks: Iterable[Chunk], progress: Callable[[int, int], None] | None) -> AddResult:
+    def add(
+        self, chunks: Iterable[Chunk], progress: Callable[[int, int], None] | None, ttl_s: float | None = None
+    ) -> AddResult:
         """Encode and name what is not stored yet; see `BlendEngine.add`."""
+        ttl_s = self._ttl_s if ttl_s is None else ttl_s
         todo = self._todo(chunks)
+        self._store.prolong(todo.held, ttl_s)
         finished = todo.unchanged
 
         def advance(count: int) -> None:
@@ -95,16 +105,21 @@ class Ingest:
         self._name(ready)
         finished += len(ready)
         with BatchWriter() as writer:
-            encoded, tokens = self._encode(todo.groups, writer, self._store_and_name, advance)
+            keep = partial(self._store_and_name, ttl_s=ttl_s)
+            encoded, tokens = self._encode(todo.groups, writer, keep, advance)
         return AddResult(encoded, len(todo.records), todo.unchanged, tokens)
 
-    def add_later(self, chunks: Iterable[Chunk], progress: Callable[[int, int], None] | None) -> AddJob:
+    def add_later(
+        self, chunks: Iterable[Chunk], progress: Callable[[int, int], None] | None, ttl_s: float | None = None
+    ) -> AddJob:
         """Name what is not stored yet, and have it encoded in the background; see `BlendEngine.add`.
 
         The names come first: a chunk that is retrieved meanwhile is a miss, and one that is deleted or replaced meanwhile is seen
         to be no longer wanted, whatever process did it.
         """
+        ttl_s = self._ttl_s if ttl_s is None else ttl_s
         todo = self._todo(chunks)
+        self._store.prolong(todo.held, ttl_s)
         self._name(todo.records)
         job = AddJob(todo.finished, todo.total)
 
@@ -116,7 +131,12 @@ class Ingest:
 
             advance(0)
             encoded, tokens = self._encode(
-                todo.groups, writer, self._store_if_wanted, advance, still=self._wanted, given_up=given_up
+                todo.groups,
+                writer,
+                partial(self._store_if_wanted, ttl_s=ttl_s),
+                advance,
+                still=self._wanted,
+                given_up=given_up,
             )
             return AddResult(encoded, len(todo.records), todo.unchanged, tokens)
 
@@ -152,6 +172,8 @@ class Ingest:
                 raise ConfigError(f"{chunk!r} is a {type(chunk).__name__}; give Chunk objects, as in Chunk(text, id)")
         # Chunks without an id are all kept; of several with one id the last counts.
         wanted = list({(chunk.id if chunk.id is not None else object()): chunk for chunk in chunks}.values())
+        # What was met as a miss is written first, so that it is not computed again.
+        self._store.settle()
         names = [chunk.id for chunk in wanted if chunk.id is not None]
         known = dict(zip(names, self._store.lookup(self._assembler.namespace, names), strict=True))
         records = [self._assembler.record(chunk) for chunk in wanted]
@@ -159,12 +181,14 @@ class Ingest:
         held = (
             [True] * len(records)
             if self._decoder is None or self._names_only
-            else self._store.holds([record.key for record in records])
+            else self._store.holds([record.key for record in records], durable=True)
         )
         todo = _Todo(len(wanted))
         groups: dict[str, Group] = {}
         for record, there in zip(records, held, strict=True):
-            if not there:
+            if there:
+                todo.held.append(record.key)
+            else:
                 groups.setdefault(record.key, []).append(record)
             if not there or (record.id and known[record.id] != record):
                 todo.records.append(record)
@@ -229,20 +253,20 @@ class Ingest:
             advance(storing)
         return encoded, tokens
 
-    def _store_and_name(self, batch: Sequence[tuple[Group, ChunkKV]]) -> None:
+    def _store_and_name(self, batch: Sequence[tuple[Group, ChunkKV]], ttl_s: float | None) -> None:
         for group, kv in batch:
-            self._store.put(group[0].key, kv)
+            self._store.put(group[0].key, kv, tenant=self._tenant, ttl_s=ttl_s)
         # Named only now: a process that dies before leaves KV without a name, which the next run finds.
         self._name(record for group, _ in batch for record in group)
         # Until it had its own name, KV could lose the last of its others.
         held = self._store.holds([group[0].key for group, _ in batch])
         for (group, kv), there in zip(batch, held, strict=True):
             if not there and any(record.id for record in group):
-                self._store.put(group[0].key, kv)
+                self._store.put(group[0].key, kv, tenant=self._tenant, ttl_s=ttl_s)
 
-    def _store_if_wanted(self, batch: Sequence[tuple[Group, ChunkKV]]) -> None:
+    def _store_if_wanted(self, batch: Sequence[tuple[Group, ChunkKV]], ttl_s: float | None) -> None:
         for group, kv in batch:
-            self._store.put(group[0].key, kv)
+            self._store.put(group[0].key, kv, tenant=self._tenant, ttl_s=ttl_s)
         groups = [group for group, _ in batch]
         named = self._named(groups)
         gone = [group[0].key for group, still in zip(groups, named, strict=True) if not still]
@@ -263,4 +287,5 @@ class Ingest:
         return [any(not record.id or known[record.id] == record for record in group) for group in groups]
 
     def _name(self, records: Iterable[NodeRecord]) -> None:
-        self._store.name(self._assembler.namespace, [record for record in records if record.id])
+        named = [record for record in records if record.id]
+        self._store.name(self._assembler.namespace, named, tenant=self._tenant)

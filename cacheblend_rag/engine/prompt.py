@@ -91,6 +91,8 @@ class Assembler:
         What chunks are encoded behind; by default the BOS, if there is one.
     window : int or None
         Most tokens that the model takes.
+    tenant : str, optional
+        Whose names and KV these are.
     first_uses : FirstUses, optional
         Tells which chunks are retrieved for the first time, and computed like text; by default none is.
     """
@@ -102,6 +104,7 @@ class Assembler:
         identity: str,
         encoding_prefix: str | Sequence[int] | None,
         window: int | None,
+        tenant: str | None = None,
         first_uses: FirstUses | None = None,
     ) -> None:
         self.tokenizer = tokenizer
@@ -116,7 +119,9 @@ class Assembler:
             self.prefix_ids = self._with_bos(self.tokenize(encoding_prefix))
         else:
             self.prefix_ids = tuple(encoding_prefix)
-        self.namespace = hashlib.blake2b(f"{identity}|{self.prefix_ids}".encode(), digest_size=16).hexdigest()
+        # Part of every key, so that one tenant cannot ask for another's KV. Without a tenant nothing is appended.
+        owner = "" if tenant is None else f"|{tenant}"
+        self.namespace = hashlib.blake2b(f"{identity}|{self.prefix_ids}{owner}".encode(), digest_size=16).hexdigest()
 
     def tokenize(self, text: str) -> tuple[int, ...]:
         """Return the ids of `text` on its own, without special tokens added."""

@@ -168,6 +168,7 @@ class Runner:
         self._namespace = namespace
         self._encoder = None if decoder is None else Encoder(decoder, prefix_ids, config.encode_batch_tokens)
         self._config = config
+        self._tenant = config.namespace or ""
         self._num_layers = num_decoder_layers(model)
         self._warned_of_no_hit = False
         self._controller: Controller | None = None
@@ -331,20 +332,16 @@ class Runner:
         """Store the KV of a miss so that deleting the chunk deletes it: under its name, or else in RAM only.
 
         A chunk that came with an id nobody knew is named, as if it had been added. A text without an id, or with the id of
-        another text, has no name to be deleted by.
+        another text, has no name to be deleted by. It is written in the background: the answer does not wait.
         """
         key = chunks[0].key
         new = [chunk.record() for chunk in chunks if chunk.id is not None and chunk.text_hash is not None]
         known = [chunk.id for chunk in chunks if chunk.id is not None and chunk.named]
-        if not new and not known:
-            self._store.cache(key, kv)
-            return
-        _quietly(self._store.put, key, kv)
-        if new:
-            _quietly(self._store.name, self._namespace, new)
-        elif not any(self._store.lookup(self._namespace, known)):
-            # Deleted while it was encoded; another name may have the same text.
-            _quietly(self._store.release, [key])
+        owner: dict[str, Any] = {"tenant": self._tenant, "ttl_s": self._config.ttl_s}
+        if new or known:
+            _quietly(self._store.put_later, key, kv, self._namespace, new, known, **owner)
+        else:
+            self._store.cache(key, kv, **owner)
 
     def _open(self, chunk: PromptChunk) -> KVReader | None:
         reader = self._store.open(chunk.key)
@@ -357,9 +354,9 @@ class Runner:
         return reader
 
 
-def _quietly(write: Callable[..., None], *arguments: Any) -> None:
+def _quietly(write: Callable[..., object], *arguments: Any, **options: Any) -> None:
     """Write to the store on the way to an answer, which a store that cannot be written does not prevent."""
     try:
-        write(*arguments)
+        write(*arguments, **options)
     except StoreError as error:
         logger.warning("the store could not be written: %s", error)

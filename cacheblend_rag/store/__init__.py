@@ -7,11 +7,29 @@ from pathlib import Path
 from cacheblend_rag.codec import make_codec
 from cacheblend_rag.store.base import KVReader, KVStore, NodeRecord, StoreStats
 from cacheblend_rag.store.check import CheckReport, check_store
+from cacheblend_rag.store.clock import StoreClock
+from cacheblend_rag.store.collect import GarbageReport, collect_garbage
 from cacheblend_rag.store.disk import DiskTier
 from cacheblend_rag.store.ram import RamTier
 from cacheblend_rag.store.tiered import TieredStore
+from cacheblend_rag.store.transfer import ExportReport, ImportReport, export_store, import_store
 
-__all__ = ["CheckReport", "KVReader", "KVStore", "NodeRecord", "StoreStats", "check_store", "open_store"]
+__all__ = [
+    "CheckReport",
+    "ExportReport",
+    "GarbageReport",
+    "ImportReport",
+    "KVReader",
+    "KVStore",
+    "NodeRecord",
+    "StoreClock",
+    "StoreStats",
+    "check_store",
+    "collect_garbage",
+    "export_store",
+    "import_store",
+    "open_store",
+]
 
 
 def open_store(
@@ -21,6 +39,8 @@ def open_store(
     *,
     ram_codec: str = "native",
     disk_codec: str = "native",
+    write_back_bytes: int = 0,
+    clock: StoreClock | None = None,
 ) -> KVStore:
     """Open a chunk KV store, making it if there is none.
 
@@ -36,6 +56,11 @@ def open_store(
     ram_codec, disk_codec : str
         How KV is packed when it comes into RAM, and when it goes down to disk (`cacheblend_rag.codec.codec_names`). What is
         held already is read whatever its codec.
+    write_back_bytes : int
+        Most bytes of KV of misses that may wait in RAM, beside `ram_bytes`, until they are written in the background; 0 writes
+        them at once.
+    clock : StoreClock, optional
+        What tells when KV expires.
 
     Returns
     -------
@@ -55,5 +80,5 @@ def open_store(
     """
     ram, disk = RamTier(ram_bytes, make_codec(ram_codec)), make_codec(disk_codec)
     if location is None:
-        return TieredStore(ram)
-    return TieredStore(ram, DiskTier(Path(location).expanduser(), disk_bytes, disk))
+        return TieredStore(ram, clock=clock)
+    return TieredStore(ram, DiskTier(Path(location).expanduser(), disk_bytes, disk, clock), write_back_bytes)

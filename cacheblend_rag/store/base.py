@@ -84,6 +84,14 @@ class StoreStats:
         Bytes of KV in RAM, and of files on disk.
     evictions : int
         Entries dropped for room since the store was opened.
+    pinned_bytes : int
+        Bytes that may not be dropped for room.
+    waiting, waiting_bytes : int
+        Chunks that wait to be written, and bytes of their KV.
+    unwritten : int
+        Misses that found no room to wait in and were not stored, since the store was opened.
+
+    The figures of one tenant are `nodes`, `entries`, `ram_bytes` and `disk_bytes`; the others are the whole store's.
     """
 
     nodes: int
@@ -91,14 +99,21 @@ class StoreStats:
     ram_bytes: int
     disk_bytes: int
     evictions: int
+    pinned_bytes: int = 0
+    waiting: int = 0
+    waiting_bytes: int = 0
+    unwritten: int = 0
 
 
 class KVStore(Protocol):
     """Chunk KV under content keys, and the names by which chunks are asked for.
 
-    A key is a digest of everything the KV depends on (model, tokenizer, encoding prefix, tokens), made by the engine. Names
-    (node ids) live in a namespace, the digest of the model, and map to keys; several names may share one key. KV that no name
-    maps to may be kept until room is needed. All methods may be called from any thread.
+    A key is a digest of everything the KV depends on (model, tokenizer, encoding prefix, tokens) and of whose it is (the tenant),
+    made by the engine. Names (node ids) live in a namespace, the digest of the model and the tenant, and map to keys; several
+    names may share one key. KV that no name maps to may be kept until room is needed. All methods may be called from any thread.
+
+    A time to live, `ttl_s`, makes KV a miss once it is over; None is for ever. Of several times asked for the longest counts.
+    Names stay.
     """
 
     @property
@@ -111,10 +126,10 @@ class KVStore(Protocol):
         KV that is seen to be damaged is dropped with a warning, and None returned. A reader stays good when its KV is dropped.
         """
 
-    def put(self, key: str, kv: ChunkKV) -> None:
+    def put(self, key: str, kv: ChunkKV, *, tenant: str = "", ttl_s: float | None = None) -> None:
         """Keep `kv` under `key`; on return it is durable where the store is.
 
-        If `key` is held and looks sound already, nothing is written.
+        If `key` is held and looks sound already, no KV is written.
 
         Raises
         ------
@@ -124,11 +139,64 @@ class KVStore(Protocol):
             If the store may not be written.
         """
 
-    def cache(self, key: str, kv: ChunkKV) -> None:
+    def put_later(
+        self,
+        key: str,
+        kv: ChunkKV,
+        namespace: str,
+        records: Sequence[NodeRecord],
+        known: Sequence[str] = (),
+        *,
+        tenant: str = "",
+        ttl_s: float | None = None,
+    ) -> bool:
+        """Keep KV that was computed for an answer, and its names, and write both soon; until then they are held in RAM.
+
+        If the names are removed before it is written, it is not written, and was never there.
+
+        Parameters
+        ----------
+        key : str
+            The key.
+        kv : ChunkKV
+            The KV.
+        namespace : str
+            Where its names are.
+        records : sequence of NodeRecord
+            Names nobody knew, to be recorded unless somebody else has recorded them by then.
+        known : sequence of str
+            Names that were known to lead to it.
+        tenant : str
+            Whose it is.
+        ttl_s : float, optional
+            How long it lives.
+
+        Returns
+        -------
+        bool
+            False if too much is waiting already; the KV is then not kept.
+        """
+
+    def settle(self) -> None:
+        """Wait until everything that waited to be written is, or has failed to be."""
+
+    def flush(self) -> None:
+        """Wait until everything that waited to be written is, and raise the first error that was met.
+
+        Raises
+        ------
+        StoreError
+            If something could not be written since the last call.
+        """
+
+    def cache(self, key: str, kv: ChunkKV, *, tenant: str = "", ttl_s: float | None = None) -> None:
         """Keep `kv` in RAM only, until room is needed; for KV that has no name by which it could be deleted."""
 
-    def holds(self, keys: Sequence[str]) -> list[bool]:
-        """Return for each key whether its KV is held."""
+    def holds(self, keys: Sequence[str], *, durable: bool = False) -> list[bool]:
+        """Return for each key whether its KV is held; with `durable` what waits to be written does not count."""
+
+    def prolong(self, keys: Sequence[str], ttl_s: float | None) -> None:
+        """Let KV that is held live for that long from now at least."""
 
     def discard(self, key: str) -> None:
         """Drop the KV under `key`, damaged or not wanted any more; names stay.
@@ -139,7 +207,7 @@ class KVStore(Protocol):
     def release(self, keys: Sequence[str]) -> None:
         """Drop the KV under those of the keys that no name maps to."""
 
-    def name(self, namespace: str, records: Iterable[NodeRecord]) -> None:
+    def name(self, namespace: str, records: Iterable[NodeRecord], *, tenant: str = "") -> None:
         """Record names, replacing earlier records of the same ids; KV that loses its last name is dropped."""
 
     def lookup(self, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None]:
@@ -154,11 +222,26 @@ class KVStore(Protocol):
     def revision(self) -> int:
         """Return a number that every change to a name raises, by whatever process; equal numbers mean that no name changed."""
 
-    def clear(self) -> None:
-        """Drop all KV and all names of every namespace."""
+    def pin(self, namespace: str, ids: Sequence[str]) -> int:
+        """Never drop the KV of these names for room, now held or later; return how many of them are known.
 
-    def stats(self) -> StoreStats:
-        """Return the store's figures."""
+        Raises
+        ------
+        StoreFullError
+            If more would be pinned than the disk's byte budget.
+        """
+
+    def unpin(self, namespace: str, ids: Sequence[str]) -> int:
+        """Let the KV of these names be dropped for room again; return how many of them are known."""
+
+    def clear(self, tenant: str | None = None) -> None:
+        """Drop all KV and all names, or those of one tenant; "" is for what is no tenant's."""
+
+    def tenants(self) -> list[str]:
+        """Return the tenants that have KV or names; "" stands for what is no tenant's."""
+
+    def stats(self, tenant: str | None = None) -> StoreStats:
+        """Return the store's figures, or one tenant's."""
 
     def close(self) -> None:
         """Release files and connections; further calls are errors. Closing twice does nothing."""

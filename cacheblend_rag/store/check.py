@@ -8,6 +8,7 @@ from pathlib import Path
 
 from cacheblend_rag.errors import ChunkReadError, StoreError
 from cacheblend_rag.store.chunkfile import ChunkFile
+from cacheblend_rag.store.collect import existing_store, is_orphan
 from cacheblend_rag.store.database import Database
 from cacheblend_rag.store.disk import DiskTier
 from cacheblend_rag.store.folder import StoreFolder
@@ -77,12 +78,7 @@ def check_store(location: str | Path, repair: bool = False) -> CheckReport:
     StoreError
         If the folder is no store.
     """
-    path = Path(location).expanduser()
-    if not path.exists():
-        raise StoreError(f"there is no folder {path}; name the folder of a store")
-    folder = StoreFolder(path)
-    if not folder.is_made:
-        raise StoreError(f"folder {path} is empty; name the folder of a store")
+    folder = existing_store(location)
     report = CheckReport()
     try:
         database = Database(folder.index_path, read_only=True)
@@ -128,7 +124,7 @@ def _examine(folder: StoreFolder, database: Database, report: CheckReport) -> _F
     for path in folder.files():
         if not folder.is_file_name(path.name):
             report.problems.append(f"{path} is not the store's; move it away")
-        elif _is_orphan(folder, index, path):
+        elif is_orphan(folder, index, path):
             report.problems.append(f"file {path.name} belongs to no entry")
             findings.files.append(path.name)
     for namespace, node in names.damaged():
@@ -149,18 +145,6 @@ def _flaw(folder: StoreFolder, key: str, entry: Entry) -> str | None:
     except StoreError as error:
         return str(error)
     return None
-
-
-def _is_orphan(folder: StoreFolder, index: Index, path: Path) -> bool:
-    # A file is pending until it has an entry and again when it has lost it. Looking for the entry between two looks at what is
-    # pending therefore finds whatever a living process is about to do with it.
-    for _ in range(2):
-        writer = index.pending_writer(path.name)
-        if writer is not None and folder.writers.is_alive(writer):
-            return False
-        if index.has_file(path.name, path.name.partition(".")[0]):
-            return False
-    return path.exists()
 
 
 def _mend(path: Path, findings: _Findings) -> None:
@@ -203,6 +187,5 @@ def _adopt(folder: StoreFolder, index: Index, path: Path) -> None:
         _log.warning("file removed: %s", error)
         folder.unlink(path.name)
         return
-    dropped = index.add(key, Entry(path.name, file.file_bytes, file.digest), None, None, folder.writers.own())
-    for name in dropped.files:
+    for name in index.add_many([(key, Entry(path.name, file.file_bytes, file.digest))]):
         folder.unlink(name)

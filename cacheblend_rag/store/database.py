@@ -12,44 +12,15 @@ from urllib.parse import quote
 
 from cacheblend_rag.errors import StoreError, StoreFullError, StoreReadOnlyError
 from cacheblend_rag.store.locks import ForkSafeLock, tell_before_fork
+from cacheblend_rag.store.schema import prepare_schema, show_as_current
 
 __all__ = ["Database"]
 
 _BUSY_S = 60.0
-
-# entries: the chunks whose KV is on disk. pending: files that may lie in the folder without an entry, because their writer is
-# between two steps; once it is dead they are removed. deletions: the keys that lost their entry lately, for other processes' RAM.
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS entries (
-    key TEXT PRIMARY KEY, file TEXT NOT NULL, bytes INTEGER NOT NULL, digest BLOB NOT NULL, last_used INTEGER NOT NULL
-) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS entries_by_use ON entries (last_used);
-CREATE TABLE IF NOT EXISTS pending (file TEXT PRIMARY KEY, writer TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS deletions (seq INTEGER PRIMARY KEY, key TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
-INSERT OR IGNORE INTO counters VALUES ('entry_bytes', 0), ('clock', 0), ('revision', 0);
-CREATE TRIGGER IF NOT EXISTS entry_added AFTER INSERT ON entries BEGIN
-    UPDATE counters SET value = value + new.bytes WHERE name = 'entry_bytes';
-END;
-CREATE TRIGGER IF NOT EXISTS entry_deleted AFTER DELETE ON entries BEGIN
-    UPDATE counters SET value = value - old.bytes WHERE name = 'entry_bytes';
-    INSERT INTO deletions (key) VALUES (old.key);
-END;
-CREATE TABLE IF NOT EXISTS nodes (
-    seq INTEGER PRIMARY KEY, namespace TEXT NOT NULL, id TEXT NOT NULL, key TEXT NOT NULL, text_hash TEXT NOT NULL,
-    token_ids BLOB NOT NULL, checksum INTEGER NOT NULL, UNIQUE (namespace, id)
-);
-CREATE INDEX IF NOT EXISTS nodes_by_key ON nodes (key);
-CREATE TRIGGER IF NOT EXISTS node_added AFTER INSERT ON nodes BEGIN
-    UPDATE counters SET value = value + 1 WHERE name = 'revision';
-END;
-CREATE TRIGGER IF NOT EXISTS node_changed AFTER UPDATE ON nodes BEGIN
-    UPDATE counters SET value = value + 1 WHERE name = 'revision';
-END;
-CREATE TRIGGER IF NOT EXISTS node_removed AFTER DELETE ON nodes BEGIN
-    UPDATE counters SET value = value + 1 WHERE name = 'revision';
-END;
-"""
+# Fewer unused pages than this, of 4 KiB each, are left for what is written next.
+_TIDY_PAGES = 256
+# The inner pages of an index of a million entries; its leaves are left to the system's page cache, which all processes share.
+_READ_CACHE_BYTES = 16 * 1024**2
 
 
 class Database:
@@ -78,8 +49,7 @@ class Database:
         tell_before_fork(self)
         if not read_only:
             with self.write() as connection:
-                for statement in _statements(_SCHEMA):
-                    connection.execute(statement)
+                prepare_schema(connection)
 
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
@@ -96,13 +66,13 @@ class Database:
         durable : bool
             Whether to return only when the disk has it. Otherwise it survives the process, but perhaps not the machine.
         wait : bool
-            Whether to wait while another process writes; if not, that is an error.
+            Whether to wait while another thread or process writes; if not, that is an error.
         """
         if self.read_only:
             raise StoreReadOnlyError(
                 f"store folder {self._path and self._path.parent} may not be written; it can only be read"
             )
-        with self._write_lock, _translated(self._path):
+        with self._locked_for_writing(wait), _translated(self._path):
             connection = self._connections.writer()
             connection.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
             connection.execute(f"PRAGMA busy_timeout={int(_BUSY_S * 1000) if wait else 0}")
@@ -114,6 +84,31 @@ class Database:
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
                 raise
+
+    @contextmanager
+    def _locked_for_writing(self, wait: bool) -> Iterator[None]:
+        if not self._write_lock.acquire(blocking=wait):
+            raise StoreError("another thread writes to the index")
+        try:
+            yield
+        finally:
+            self._write_lock.release()
+
+    def tidy(self) -> None:
+        """Give unused room back to the disk, if there is much of it and nobody is in the way."""
+        with self.read() as connection:
+            pages = int(connection.execute("PRAGMA page_count").fetchone()[0])
+            free = int(connection.execute("PRAGMA freelist_count").fetchone()[0])
+        with self._write_lock, _translated(self._path):
+            connection = self._connections.writer()
+            connection.execute("PRAGMA busy_timeout=1000")
+            try:
+                if free * 4 > pages and free > _TIDY_PAGES:
+                    connection.execute("VACUUM")
+                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            except sqlite3.OperationalError as error:
+                if "locked" not in str(error) and "busy" not in str(error):
+                    raise
 
     def before_fork(self) -> None:
         """Close the connections to a file; what lives in memory is simply copied by the fork."""
@@ -147,6 +142,7 @@ class _Connections:
             return self.writer()
         if self._reader is None:
             self._reader = self._connect_read_only(self.path) if self._read_only else self._connect(self.path)
+            self._reader.execute(f"PRAGMA cache_size = -{_READ_CACHE_BYTES // 1024}")
         return self._reader
 
     def writer(self) -> sqlite3.Connection:
@@ -187,6 +183,7 @@ class _Connections:
             connection = sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
             try:
                 connection.execute("SELECT 1 FROM counters").fetchone()
+                show_as_current(connection)
             except BaseException:
                 connection.close()
                 raise
@@ -198,15 +195,6 @@ class _Connections:
             # Reading a database in WAL mode needs its -shm file, which cannot be made here. As nobody has it open, it does not
             # change either.
             return attempt("immutable=1")
-
-
-def _statements(script: str) -> Iterator[str]:
-    statement = ""
-    for line in script.splitlines():
-        statement += line + "\n"
-        if sqlite3.complete_statement(statement):
-            yield statement
-            statement = ""
 
 
 @contextmanager

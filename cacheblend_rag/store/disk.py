@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from cacheblend_rag.codec import Codec, PackedKV, make_codec, pack_kv
 from cacheblend_rag.errors import ChunkReadError, StoreError, StoreFullError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store.chunkfile import ChunkFile, encode_chunk
+from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.database import Database
 from cacheblend_rag.store.folder import StoreFolder, valid_key
 from cacheblend_rag.store.index import Dropped, Entry, Index
@@ -27,6 +29,7 @@ Result = TypeVar("Result")
 # Recency is written when this many uses have gathered and the last time is this long ago, or on the next write.
 _TOUCHES_KEPT = 256
 _TOUCH_S = 1.0
+_CLOCK_SAVED_S = 60.0
 
 
 class DiskTier:
@@ -44,12 +47,18 @@ class DiskTier:
         Most bytes of files.
     codec : Codec, optional
         How KV is written; by default as it is. Files are read whatever their codec.
+    clock : StoreClock, optional
+        What tells when KV expires.
     """
 
-    def __init__(self, path: Path, limit_bytes: int | None, codec: Codec | None = None) -> None:
+    def __init__(
+        self, path: Path, limit_bytes: int | None, codec: Codec | None = None, clock: StoreClock | None = None
+    ) -> None:
         self.codec = make_codec("native") if codec is None else codec
         self._folder = StoreFolder(path)
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
+        self.clock = StoreClock() if clock is None else clock
+        self._clock_saved_at = 0.0
         self._lock = ForkSafeLock()
         self._touched: OrderedDict[str, None] = OrderedDict()
         self._touched_at = time.monotonic()
@@ -64,6 +73,7 @@ class DiskTier:
                 self.database = self.deleting(lambda: Database(self._folder.index_path))
                 self.index = Index(self.database)
                 self._recover()
+        self.clock.load(self.database)
 
     @property
     def read_only(self) -> bool:
@@ -76,11 +86,16 @@ class DiskTier:
         return self._folder
 
     def open(self, key: str) -> ChunkFile | None:
-        """Return the file of `key`, its head verified, or None if it is not held or not readable."""
+        """Return the file of `key`, its head verified, or None if it is not held, has expired or is not readable."""
+        found = self.find(key)
+        return None if found is None else found[0]
+
+    def find(self, key: str) -> tuple[ChunkFile, Entry] | None:
+        """Return what `open` does together with its entry."""
         if key in self._discarded:
             return None
         entry = self.index.entry(key)
-        while entry is not None:
+        while entry is not None and entry.is_live(self.clock.now()):
             try:
                 file = self._verified(key, entry)
             except FileNotFoundError:
@@ -95,11 +110,31 @@ class DiskTier:
                 return None
             else:
                 self.touch(key)
-                return file
+                return file, entry
         return None
 
-    def put(self, key: str, kv: ChunkKV | PackedKV) -> list[str]:
+    def put(
+        self,
+        key: str,
+        kv: ChunkKV | PackedKV,
+        tenant: str = "",
+        expires_at: float | None = None,
+        wanted: Callable[[sqlite3.Connection], bool] | None = None,
+    ) -> list[str]:
         """Write `kv` under `key`, unless it is held and its head is sound; return the keys dropped for room.
+
+        Parameters
+        ----------
+        key : str
+            The key.
+        kv : ChunkKV
+            The KV.
+        tenant : str
+            Whose it is.
+        expires_at : float, optional
+            From when on it counts as a miss, by the store's time. What is held lives that long at least.
+        wanted : callable, optional
+            Called in the transaction that adds the entry; if it returns False, nothing is added.
 
         Raises
         ------
@@ -108,27 +143,32 @@ class DiskTier:
         StoreReadOnlyError
             If the folder may not be written.
         """
+        now = self.clock.now()
         held = self.index.entry(valid_key(key))
-        if held is not None and key not in self._discarded:
+        if held is not None and key not in self._discarded and held.is_live(now):
             flaw = self._flaw(key, held)
             if flaw is None:
-                self.touch(key)
+                if wanted is None or self.index.transact(wanted):
+                    self.index.prolong([key], expires_at)
+                    self.touch(key)
                 return []
             if self.index.has_file(held.file, key):
                 # Otherwise another process or thread has just dropped it.
                 _log.warning("stored KV %s… is damaged and replaced: %s", key[:12], flaw)
         encoded = encode_chunk(key, pack_kv(kv, self.codec))
-        if self._limit_bytes is not None and encoded.nbytes > self._limit_bytes:
+        if self.limit_bytes is not None and encoded.nbytes > self.limit_bytes:
             raise StoreFullError(
-                f"a chunk of {encoded.nbytes} bytes exceeds the store's budget of {self._limit_bytes} bytes (disk_bytes)"
+                f"a chunk of {encoded.nbytes} bytes exceeds the store's budget of {self.limit_bytes} bytes (disk_bytes)"
             )
         self.flush()
+        self._save_clock()
         name = self._folder.new_file_name(key)
         writer = self._folder.writers.own()
         self.index.expect(name, writer)
+        entry = Entry(name, encoded.nbytes, encoded.digest, tenant, now, expires_at)
         try:
             self._folder.write(name, encoded.buffers)
-            dropped = self.index.add(key, Entry(name, encoded.nbytes, encoded.digest), held, self._limit_bytes, writer)
+            dropped = self.index.add(key, entry, held, self.limit_bytes, writer, now, wanted)
         except BaseException:
             self._remove(Dropped(files=[name]), forgiving=True)
             raise
@@ -138,8 +178,9 @@ class DiskTier:
         return dropped.keys
 
     def holds(self, keys: Sequence[str]) -> list[bool]:
-        """Return for each key whether it is held."""
-        return [held and key not in self._discarded for key, held in zip(keys, self.index.holds(keys), strict=True)]
+        """Return for each key whether it is held and has not expired."""
+        there = self.index.holds(keys, self.clock.now())
+        return [held and key not in self._discarded for key, held in zip(keys, there, strict=True)]
 
     def discard(self, key: str) -> None:
         """Drop the KV under `key`; in a folder that may not be written, never open it again."""
@@ -200,8 +241,18 @@ class DiskTier:
         """Write what is left to write and release files and connections."""
         if not self.read_only:
             self.flush()
+            try:
+                self.clock.save(self.database)
+            except StoreError as error:
+                _log.debug("the store's time was not written: %s", error)
         self.database.close()
         self._folder.writers.close()
+
+    def _save_clock(self) -> None:
+        # Seldom, since only while nobody has the store open does its time hang on what was written down.
+        if time.monotonic() - self._clock_saved_at > _CLOCK_SAVED_S:
+            self._clock_saved_at = time.monotonic()
+            self.clock.save(self.database)
 
     def _verified(self, key: str, entry: Entry) -> ChunkFile:
         try:

@@ -28,7 +28,9 @@ from cacheblend_rag.store.writers import Writers, storing
 __all__ = ["StoreFolder", "valid_key"]
 
 _FORMAT = "cacheblend-rag store"
-_VERSION = 1
+_VERSION = 2
+# Those that are brought up to date when a process that may write opens them.
+_READABLE = (1, 2)
 _MARK = "store.json"
 # What a process that was killed while making a store may have left before the mark was in place.
 _MAKING = {"store.lock", "store.json.tmp"}
@@ -71,7 +73,7 @@ class StoreFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.index_path = path / "index.sqlite"
-        marked = self._check_mark()
+        marked = self._mark_version() is not None
         if not marked:
             with storing(path):
                 # Made here, so that whether it may be written can be seen; its parts are made in `opening`.
@@ -91,7 +93,9 @@ class StoreFolder:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             with storing(self.path):
-                if not self._check_mark():
+                if self._mark_version() != _VERSION:
+                    # The mark is the first thing to change: from now on an older cacheblend-rag refuses the folder. The index
+                    # knows its own version, and is brought up to date next, by whoever opens the folder.
                     mark = self.path / "store.json.tmp"
                     with open(mark, "w", encoding="ascii", opener=_private) as file:
                         json.dump({"format": _FORMAT, "version": _VERSION}, file)
@@ -101,8 +105,11 @@ class StoreFolder:
                 for name in ("kv", "tmp"):
                     (self.path / name).mkdir(mode=0o700, exist_ok=True)
                 _sync_folder(self.path)
-                # SQLite gives its -wal and -shm files the mode of the database.
-                os.close(os.open(self.index_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+                # SQLite gives its -wal and -shm files the mode of the database. One that is there must not be opened: closing
+                # it would release the locks that this process's other connections hold on it, and whoever closed the store
+                # elsewhere would take itself for the last.
+                if not self.index_path.exists():
+                    os.close(os.open(self.index_path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
             self.keep_reserve()
             yield
         finally:
@@ -192,15 +199,15 @@ class StoreFolder:
         with storing(self.path):
             self.file_path(name).unlink(missing_ok=True)
 
-    def _check_mark(self) -> bool:
-        """Return whether a store is there that this version reads, False where one can be made."""
+    def _mark_version(self) -> int | None:
+        """Return the format version of the store, which this version reads, or None where one can be made."""
         try:
             mark = json.loads((self.path / _MARK).read_text(encoding="utf-8"))
         except FileNotFoundError:
             try:
                 foreign = sorted(set(os.listdir(self.path)) - _MAKING)
             except FileNotFoundError:
-                return False
+                return None
             except OSError as error:
                 raise StoreError(f"folder {self.path} cannot be read: {error}") from error
             if foreign:
@@ -208,7 +215,7 @@ class StoreFolder:
                 raise StoreError(
                     f"folder {self.path} is no store and holds other files ({shown}); give an empty or a new folder"
                 ) from None
-            return False
+            return None
         except NotADirectoryError:
             raise StoreError(f"{self.path} is a file; a store needs a folder") from None
         except (ValueError, UnicodeDecodeError):
@@ -219,12 +226,13 @@ class StoreFolder:
             raise StoreFormatError(
                 f"{self.path / _MARK} is damaged or not ours; give another folder, or remove this one and warm a new store"
             )
-        if mark.get("version") != _VERSION:
+        version = mark.get("version")
+        if type(version) is not int or version not in _READABLE:
             raise StoreFormatError(
-                f"store folder {self.path} is in format version {mark.get('version')!r}, "
-                f"this cacheblend-rag reads version {_VERSION}; use the one that wrote it, or warm a new store in another folder"
+                f"store folder {self.path} is in format version {version!r}, this cacheblend-rag reads versions "
+                f"{' and '.join(map(str, _READABLE))}; use the one that wrote it, or warm a new store in another folder"
             )
-        return True
+        return version
 
 
 def _private(path: str, flags: int) -> int:

@@ -3,24 +3,52 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from cacheblend_rag.errors import StoreFullError
 from cacheblend_rag.store.database import Database
 
-__all__ = ["Dropped", "Entry", "Index", "counter", "drop_entries"]
+__all__ = ["Dropped", "Entry", "Index", "claim", "counter", "drop_entries"]
 
 # Other processes that saw fewer deletions than are kept look through all they hold.
 _DELETIONS_KEPT = 4096
+# Expired entries dropped on the way by one addition; `gc` drops the others.
+_EXPIRED_A_TIME = 64
+_COLUMNS = "file, bytes, digest, tenant, added_at, expires_at"
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The KV of one chunk on disk: its file's name, size and header digest."""
+    """The KV of one chunk on disk.
+
+    Attributes
+    ----------
+    file : str
+        Its file's name.
+    nbytes : int
+        The file's size.
+    digest : bytes
+        The file's header digest.
+    tenant : str
+        Whose it is; "" for nobody's in particular.
+    added_at : float
+        When it was added, by the store's time.
+    expires_at : float or None
+        From when on it counts as a miss, by the store's time.
+    """
 
     file: str
     nbytes: int
     digest: bytes
+    tenant: str = ""
+    added_at: float = 0.0
+    expires_at: float | None = None
+
+    def is_live(self, now: float) -> bool:
+        """Return whether it has not expired."""
+        return self.expires_at is None or self.expires_at > now
 
 
 @dataclass(slots=True)
@@ -46,47 +74,50 @@ class Index:
     # Entries
 
     def entry(self, key: str) -> Entry | None:
-        """Return the entry of `key`, or None."""
+        """Return the entry of `key`, expired or not, or None."""
         with self._database.read() as connection:
-            row = connection.execute("SELECT file, bytes, digest FROM entries WHERE key = ?", (key,)).fetchone()
-        return None if row is None else Entry(str(row[0]), *row[1:])
+            row = connection.execute(f"SELECT {_COLUMNS} FROM entries WHERE key = ?", (key,)).fetchone()
+        return None if row is None else _entry(row)
 
-    def holds(self, keys: Sequence[str]) -> list[bool]:
-        """Return for each key whether it has an entry."""
+    def holds(self, keys: Sequence[str], now: float) -> list[bool]:
+        """Return for each key whether it has an entry that has not expired."""
+        query = "SELECT 1 FROM entries WHERE key = ? AND (expires_at IS NULL OR expires_at > ?)"
         with self._database.read() as connection:
-            return [
-                connection.execute("SELECT 1 FROM entries WHERE key = ?", (key,)).fetchone() is not None for key in keys
-            ]
+            return [connection.execute(query, (key, now)).fetchone() is not None for key in keys]
 
     def entries(self) -> Iterator[tuple[str, Entry]]:
-        """Yield all keys and entries in the order of their keys."""
+        """Yield all keys and entries in the order of their keys, expired ones too."""
         after = ""
-        query = "SELECT key, file, bytes, digest FROM entries WHERE key > ? ORDER BY key LIMIT 1000"
+        query = f"SELECT key, {_COLUMNS} FROM entries WHERE key > ? ORDER BY key LIMIT 1000"
         while True:
             with self._database.read() as connection:
                 rows = connection.execute(query, (after,)).fetchall()
-            yield from ((key, Entry(*row)) for key, *row in rows)
+            yield from ((key, _entry(row)) for key, *row in rows)
             if not rows:
                 return
             after = rows[-1][0]
 
-    def entry_count(self) -> int:
-        """Return how many entries there are."""
+    def pinned_bytes(self) -> int:
+        """Return the size of the files that may not be evicted."""
         with self._database.read() as connection:
-            return int(connection.execute("SELECT count(*) FROM entries").fetchone()[0])
-
-    def entry_bytes(self) -> int:
-        """Return the size of all entries' files."""
-        with self._database.read() as connection:
-            return counter(connection, "entry_bytes")
+            return counter(connection, "pinned_bytes")
 
     def expect(self, file: str, writer: str) -> None:
         """Note that `file` is about to lie in the folder without an entry."""
         with self._database.write(durable=False) as connection:
             connection.execute("INSERT OR REPLACE INTO pending VALUES (?, ?)", (file, writer))
 
-    def add(self, key: str, entry: Entry, replaced: Entry | None, limit_bytes: int | None, writer: str) -> Dropped:
-        """Give `key` its entry, and drop the least recently used ones for room.
+    def add(
+        self,
+        key: str,
+        entry: Entry,
+        replaced: Entry | None,
+        limit_bytes: int | None,
+        writer: str,
+        now: float = 0.0,
+        wanted: Callable[[sqlite3.Connection], bool] | None = None,
+    ) -> Dropped:
+        """Give `key` its entry, and drop expired ones and the least recently used ones for room.
 
         Parameters
         ----------
@@ -95,20 +126,32 @@ class Index:
         entry : Entry
             The entry, whose file lies in the folder and was expected.
         replaced : Entry, optional
-            The damaged entry that this one replaces. If another process has been quicker, its entry stays and this one's file is
-            among the dropped.
+            The damaged or expired entry that this one replaces. If another process has been quicker, its entry stays and this
+            one's file is among the dropped.
         limit_bytes : int, optional
             Most bytes that all entries together may have.
         writer : str
             Who removes the dropped files.
+        now : float
+            The store's time.
+        wanted : callable, optional
+            Called in the transaction; if it returns False nothing is added, and the file is among the dropped.
 
         Returns
         -------
         Dropped
             What was dropped for room, and files without an entry.
+
+        Raises
+        ------
+        StoreFullError
+            If so much is pinned that there is no room.
         """
         dropped = Dropped()
         with self._database.write() as connection:
+            if wanted is not None and not wanted(connection):
+                dropped.files.append(entry.file)
+                return dropped
             row = connection.execute("SELECT file FROM entries WHERE key = ?", (key,)).fetchone()
             if row is not None and (replaced is None or row[0] != replaced.file):
                 dropped.files.append(entry.file)
@@ -116,24 +159,43 @@ class Index:
             if row is not None:
                 drop_entries(connection, [key], writer, dropped)
                 dropped.keys.clear()
-            clock = _advance(connection, 1)
-            connection.execute(
-                "INSERT INTO entries VALUES (?, ?, ?, ?, ?)", (key, entry.file, entry.nbytes, entry.digest, clock)
-            )
-            connection.execute("DELETE FROM pending WHERE file = ?", (entry.file,))
+            _insert(connection, key, entry)
+            expired = "SELECT key FROM entries WHERE expires_at <= ? AND key != ? ORDER BY expires_at LIMIT ?"
+            old = [row[0] for row in connection.execute(expired, (now, key, _EXPIRED_A_TIME))]
+            drop_entries(connection, old, writer, dropped)
             if limit_bytes is not None:
-                over = counter(connection, "entry_bytes") - limit_bytes
-                victims = []
-                oldest = connection.execute("SELECT key, bytes FROM entries WHERE key != ? ORDER BY last_used", (key,))
-                while over > 0 and (victim := oldest.fetchone()) is not None:
-                    victims.append(victim[0])
-                    over -= victim[1]
-                oldest.close()
-                drop_entries(connection, victims, writer, dropped)
-            connection.execute(
-                "DELETE FROM deletions WHERE seq <= (SELECT max(seq) FROM deletions) - ?", (_DELETIONS_KEPT,)
-            )
+                _make_room(connection, key, limit_bytes, writer, dropped)
+            _forget_old_deletions(connection)
         return dropped
+
+    def add_many(self, entries: Iterable[tuple[str, Entry]]) -> list[str]:
+        """Give keys their entries in one transaction, whatever room they take; return the files of those that had one already."""
+        taken = []
+        with self._database.write() as connection:
+            for key, entry in entries:
+                if connection.execute("SELECT 1 FROM entries WHERE key = ?", (key,)).fetchone() is None:
+                    _insert(connection, key, entry)
+                else:
+                    taken.append(entry.file)
+        return taken
+
+    def transact(self, deed: Callable[[sqlite3.Connection], bool]) -> bool:
+        """Run a transaction that changes no entry, and return what it returns."""
+        with self._database.write() as connection:
+            return deed(connection)
+
+    def prolong(self, keys: Sequence[str], expires_at: float | None) -> None:
+        """Let entries live until `expires_at` at least, for ever if that is None; the longest life asked for counts."""
+        until = float("inf") if expires_at is None else expires_at
+        with self._database.read() as connection:
+            query = "SELECT 1 FROM entries WHERE key = ? AND expires_at < ?"
+            shorter = [key for key in keys if connection.execute(query, (key, until)).fetchone()]
+        if shorter:
+            with self._database.write() as connection:
+                connection.executemany(
+                    "UPDATE entries SET expires_at = ? WHERE key = ? AND expires_at < ?",
+                    ((expires_at, key, until) for key in shorter),
+                )
 
     def drop(self, keys: Sequence[str], writer: str, file: str | None = None) -> Dropped:
         """Drop entries; with `file` only if that is still the entry's file."""
@@ -145,16 +207,47 @@ class Index:
             drop_entries(connection, keys, writer, dropped)
         return dropped
 
-    def clear(self, writer: str) -> Dropped:
-        """Drop all entries and all names."""
+    def drop_expired(self, now: float, limit: int, writer: str) -> Dropped:
+        """Drop at most `limit` expired entries."""
         dropped = Dropped()
         with self._database.write() as connection:
-            keys = [row[0] for row in connection.execute("SELECT key FROM entries")]
-            drop_entries(connection, keys, writer, dropped)
-            connection.execute("DELETE FROM nodes")
-            connection.execute(
-                "DELETE FROM deletions WHERE seq <= (SELECT max(seq) FROM deletions) - ?", (_DELETIONS_KEPT,)
-            )
+            query = "SELECT key FROM entries WHERE expires_at <= ? ORDER BY expires_at LIMIT ?"
+            drop_entries(connection, [row[0] for row in connection.execute(query, (now, limit))], writer, dropped)
+            _forget_old_deletions(connection)
+        return dropped
+
+    def drop_nameless(self, keys: Sequence[str], before: float, writer: str) -> Dropped:
+        """Drop those of `keys` that no name leads to and that were added before that time."""
+        dropped = Dropped()
+        query = (
+            "SELECT 1 FROM entries WHERE key = ? AND added_at < ? AND NOT pinned "
+            "AND NOT EXISTS (SELECT 1 FROM nodes WHERE nodes.key = entries.key)"
+        )
+        with self._database.write() as connection:
+            nameless = [key for key in keys if connection.execute(query, (key, before)).fetchone()]
+            drop_entries(connection, nameless, writer, dropped)
+            _forget_old_deletions(connection)
+        return dropped
+
+    def clear(self, writer: str, tenant: str | None = None) -> Dropped:
+        """Drop all entries and all names, or those of one tenant."""
+        dropped = Dropped()
+        with self._database.write() as connection:
+            if tenant is None:
+                keys = connection.execute("SELECT key FROM entries").fetchall()
+                connection.execute("DELETE FROM nodes")
+            else:
+                keys = connection.execute("SELECT key FROM entries WHERE tenant = ?", (tenant,)).fetchall()
+                query = (
+                    "SELECT seq, key FROM nodes LEFT JOIN namespaces USING (namespace) "
+                    "WHERE ifnull(namespaces.tenant, '') = ?"
+                )
+                nodes = connection.execute(query, (tenant,)).fetchall()
+                connection.executemany("DELETE FROM nodes WHERE seq = ?", ((seq,) for seq, _ in nodes))
+                # KV may be in RAM alone, without an entry.
+                dropped.keys += [key for _, key in nodes]
+            drop_entries(connection, [key for (key,) in keys], writer, dropped)
+            _forget_old_deletions(connection)
         return dropped
 
     def touch(self, keys: Sequence[str], wait: bool) -> None:
@@ -219,17 +312,49 @@ class Index:
                 found = [str(row[0]) for row in connection.execute("PRAGMA integrity_check(20)") if row[0] != "ok"]
                 if found:
                     raise sqlite3.DatabaseError(f"database disk image is malformed: {found[0]}")
-                counted = counter(connection, "entry_bytes")
-                total = connection.execute("SELECT ifnull(sum(bytes), 0) FROM entries").fetchone()[0]
+                counted = counter(connection, "entry_bytes"), counter(connection, "pinned_bytes")
+                total = connection.execute(f"SELECT {_BYTES}, {_PINNED_BYTES} FROM entries").fetchone()
+                shares = set(
+                    connection.execute("SELECT tenant, entries, bytes, names FROM tenants WHERE entries OR names")
+                )
+                counts = set(connection.execute(_SHARES))
             finally:
                 connection.execute("ROLLBACK")
-        return [] if counted == total else [f"the index counts {counted} bytes where its entries have {total}"]
+        problems = []
+        if counted != total:
+            problems.append(f"the index counts {counted[0]} bytes, {counted[1]} pinned, where its entries have {total}")
+        elif shares != counts:
+            problems.append(
+                f"the index counts {sorted(shares)} as the tenants' shares where they have {sorted(counts)}"
+            )
+        return problems
 
     def recount(self) -> None:
-        """Count the bytes of all entries anew."""
+        """Count anew what is counted on the way."""
         with self._database.write() as connection:
-            query = "UPDATE counters SET value = (SELECT ifnull(sum(bytes), 0) FROM entries) WHERE name = 'entry_bytes'"
-            connection.execute(query)
+            for name, total in (("entry_bytes", _BYTES), ("pinned_bytes", _PINNED_BYTES)):
+                query = f"UPDATE counters SET value = (SELECT {total} FROM entries) WHERE name = ?"
+                connection.execute(query, (name,))
+            shares = connection.execute(_SHARES).fetchall()
+            connection.execute("DELETE FROM tenants")
+            connection.executemany("INSERT INTO tenants VALUES (?, ?, ?, ?)", shares)
+            connection.execute("INSERT OR IGNORE INTO tenants VALUES ('', 0, 0, 0)")
+
+
+_BYTES = "ifnull(sum(bytes), 0)"
+_PINNED_BYTES = "ifnull(sum(CASE WHEN pinned THEN bytes END), 0)"
+_SHARES = """
+SELECT tenant, sum(entries), sum(bytes), sum(names) FROM (
+    SELECT tenant, count(*) AS entries, sum(bytes) AS bytes, 0 AS names FROM entries GROUP BY tenant
+    UNION ALL
+    SELECT ifnull(tenant, ''), 0, 0, count(*) FROM nodes LEFT JOIN namespaces USING (namespace) GROUP BY 1
+) GROUP BY tenant
+"""
+
+
+def claim(connection: sqlite3.Connection, tenant: str) -> None:
+    """Give a tenant its row, in a transaction that has begun."""
+    connection.execute("INSERT OR IGNORE INTO tenants VALUES (?, 0, 0, 0)", (tenant,))
 
 
 def drop_entries(connection: sqlite3.Connection, keys: Iterable[str], writer: str, dropped: Dropped) -> None:
@@ -245,7 +370,57 @@ def drop_entries(connection: sqlite3.Connection, keys: Iterable[str], writer: st
 
 def counter(connection: sqlite3.Connection, name: str) -> int:
     """Return the value of a counter."""
-    return int(connection.execute("SELECT value FROM counters WHERE name = ?", (name,)).fetchone()[0])
+    row = connection.execute("SELECT value FROM counters WHERE name = ?", (name,)).fetchone()
+    return 0 if row is None else int(row[0])
+
+
+def _entry(row: Sequence[Any]) -> Entry:
+    file, nbytes, digest, tenant, added_at, expires_at = row
+    # In a damaged database a value may even have another type. What then expires is a miss.
+    if not isinstance(expires_at, float | int | None):
+        expires_at = 0.0
+    return Entry(str(file), nbytes, digest, str(tenant), added_at, expires_at)
+
+
+def _insert(connection: sqlite3.Connection, key: str, entry: Entry) -> None:
+    claim(connection, entry.tenant)
+    connection.execute(
+        "INSERT INTO entries (key, file, bytes, digest, last_used, tenant, added_at, expires_at, pinned) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, EXISTS (SELECT 1 FROM nodes WHERE nodes.key = ? AND nodes.pinned))",
+        (
+            key,
+            entry.file,
+            entry.nbytes,
+            entry.digest,
+            _advance(connection, 1),
+            entry.tenant,
+            entry.added_at,
+            entry.expires_at,
+            key,
+        ),
+    )
+    connection.execute("DELETE FROM pending WHERE file = ?", (entry.file,))
+
+
+def _make_room(connection: sqlite3.Connection, key: str, limit_bytes: int, writer: str, dropped: Dropped) -> None:
+    over = counter(connection, "entry_bytes") - limit_bytes
+    victims = []
+    query = "SELECT key, bytes FROM entries WHERE pinned = 0 AND key != ? ORDER BY last_used"
+    oldest = connection.execute(query, (key,))
+    while over > 0 and (victim := oldest.fetchone()) is not None:
+        victims.append(victim[0])
+        over -= victim[1]
+    oldest.close()
+    if over > 0:
+        raise StoreFullError(
+            f"pinned KV takes {counter(connection, 'pinned_bytes')} bytes of the store's budget of {limit_bytes} (disk_bytes), "
+            f"and {over} bytes are wanting; unpin some, or raise the budget"
+        )
+    drop_entries(connection, victims, writer, dropped)
+
+
+def _forget_old_deletions(connection: sqlite3.Connection) -> None:
+    connection.execute("DELETE FROM deletions WHERE seq <= (SELECT max(seq) FROM deletions) - ?", (_DELETIONS_KEPT,))
 
 
 def _advance(connection: sqlite3.Connection, steps: int) -> int:

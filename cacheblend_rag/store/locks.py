@@ -38,9 +38,9 @@ class ForkSafeLock:
     ) -> None:
         self._lock.release()
 
-    def acquire(self) -> None:
-        """Wait until nobody holds the lock, then hold it."""
-        self._lock.acquire()
+    def acquire(self, blocking: bool = True) -> bool:
+        """Wait until nobody holds the lock, then hold it; without `blocking`, return False if somebody does."""
+        return self._lock.acquire(blocking)
 
     def release(self) -> None:
         """Let the next one have it."""

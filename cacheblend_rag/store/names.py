@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sqlite3
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from logging import getLogger
 
+from cacheblend_rag.errors import StoreError, StoreFullError
 from cacheblend_rag.store.base import NodeRecord
 from cacheblend_rag.store.chunkfile import pack_tokens, unpack_tokens
 from cacheblend_rag.store.database import Database
-from cacheblend_rag.store.index import Dropped, counter, drop_entries
+from cacheblend_rag.store.index import Dropped, claim, counter, drop_entries
 
-__all__ = ["Names"]
+__all__ = ["Names", "name_waiting"]
 
 _log = getLogger(__name__)
 
@@ -52,35 +53,80 @@ class Names:
     def count(self) -> int:
         """Return how many names there are in all namespaces."""
         with self._database.read() as connection:
-            return int(connection.execute("SELECT count(*) FROM nodes").fetchone()[0])
+            return int(connection.execute("SELECT sum(names) FROM tenants").fetchone()[0])
 
-    def record(self, namespace: str, records: Iterable[NodeRecord], writer: str) -> Dropped:
+    def record(self, namespace: str, records: Iterable[NodeRecord], writer: str, tenant: str = "") -> Dropped:
         """Record names; entries that lose their last name are dropped."""
-        rows = []
-        for record in records:
-            tokens = pack_tokens(record.token_ids)
-            checksum = _checksum(namespace, record.id, record.key, record.text_hash, tokens)
-            rows.append((namespace, record.id, record.key, record.text_hash, tokens, checksum))
+        rows = [_row(namespace, record) for record in records]
         if not rows:
             return Dropped()
         with self._database.write() as connection:
             replaced = _keys_of(connection, namespace, [row[1] for row in rows])
+            _own(connection, namespace, tenant, [row[2] for row in rows])
             connection.executemany(
-                "INSERT INTO nodes (namespace, id, key, text_hash, token_ids, checksum) VALUES (?, ?, ?, ?, ?, ?) "
-                "ON CONFLICT (namespace, id) DO UPDATE SET key = excluded.key, text_hash = excluded.text_hash, "
+                f"{_INSERT} ON CONFLICT (namespace, id) DO UPDATE SET key = excluded.key, text_hash = excluded.text_hash, "
                 "token_ids = excluded.token_ids, checksum = excluded.checksum",
                 rows,
             )
             return _drop_nameless(connection, replaced, writer)
 
-    def remove(self, namespace: str, ids: Sequence[str], writer: str) -> tuple[int, Dropped]:
-        """Remove names, and entries that lose their last name; return how many names there were."""
+    def remove(self, namespace: str, ids: Sequence[str], writer: str) -> tuple[set[str], Dropped]:
+        """Remove names, and entries that lose their last name; return which names there were."""
+        query = "SELECT 1 FROM nodes WHERE namespace = ? AND id = ?"
         with self._database.write() as connection:
-            keys = _keys_of(connection, namespace, ids)
+            found = {node for node in set(ids) if connection.execute(query, (namespace, node)).fetchone()}
+            keys = _keys_of(connection, namespace, sorted(found))
             connection.executemany(
-                "DELETE FROM nodes WHERE namespace = ? AND id = ?", ((namespace, node) for node in set(ids))
+                "DELETE FROM nodes WHERE namespace = ? AND id = ?", ((namespace, node) for node in found)
             )
-            return len(keys), _drop_nameless(connection, keys, writer)
+            return found, _drop_nameless(connection, keys, writer)
+
+    def pin(self, namespace: str, ids: Iterable[str], pinned: bool, limit_bytes: int | None) -> list[str]:
+        """Pin names, or unpin them; return the keys of those that are known.
+
+        Raises
+        ------
+        StoreFullError
+            If more would be pinned than `limit_bytes`.
+        """
+        nodes = list(dict.fromkeys(ids))
+        with self._database.write() as connection:
+            keys = _keys_of(connection, namespace, nodes)
+            connection.executemany(
+                "UPDATE nodes SET pinned = ? WHERE namespace = ? AND id = ? AND pinned != ?",
+                ((pinned, namespace, node, pinned) for node in nodes),
+            )
+            taken = counter(connection, "pinned_bytes")
+            if pinned and limit_bytes is not None and taken > limit_bytes:
+                raise StoreFullError(
+                    f"pinned KV would take {taken} bytes, more than the store's budget of {limit_bytes} (disk_bytes); "
+                    "pin fewer chunks, or raise the budget"
+                )
+        return keys
+
+    def pinned(self, keys: Iterable[str]) -> list[str]:
+        """Return those keys that a pinned name leads to."""
+        query = "SELECT 1 FROM nodes WHERE key = ? AND pinned"
+        with self._database.read() as connection:
+            return [key for key in keys if connection.execute(query, (key,)).fetchone()]
+
+    def all(self) -> Iterator[tuple[str, str, NodeRecord]]:
+        """Yield the namespace, tenant and record of every name, in the order they were first recorded; not the damaged ones."""
+        query = (
+            "SELECT seq, namespace, ifnull(tenant, ''), id, key, text_hash, token_ids, checksum FROM nodes "
+            "LEFT JOIN namespaces USING (namespace) WHERE seq > ? ORDER BY seq LIMIT 1000"
+        )
+        after = 0
+        while True:
+            with self._database.read() as connection:
+                rows = connection.execute(query, (after,)).fetchall()
+            for _, namespace, tenant, *row in rows:
+                record = _record(namespace, *row)
+                if record is not None:
+                    yield namespace, tenant, record
+            if not rows:
+                return
+            after = rows[-1][0]
 
     def release(self, keys: Sequence[str], writer: str) -> Dropped:
         """Drop the entries under those of the keys that no name maps to."""
@@ -92,6 +138,67 @@ class Names:
         query = "SELECT namespace, id, key, text_hash, token_ids, checksum FROM nodes"
         with self._database.read() as connection:
             return [tuple(row[:2]) for row in connection.execute(query) if not _is_sound(*row)]
+
+
+def name_waiting(
+    connection: sqlite3.Connection,
+    namespace: str,
+    tenant: str,
+    records: Sequence[NodeRecord],
+    known: Sequence[tuple[str, str]],
+) -> bool:
+    """Name KV that waited to be written, in a transaction that has begun; return whether any name leads to it now.
+
+    Parameters
+    ----------
+    connection : sqlite3.Connection
+        Where the transaction has begun.
+    namespace, tenant : str
+        Where the names are.
+    records : sequence of NodeRecord
+        Names that were unknown when the KV was computed. One that is known by now keeps its text.
+    known : sequence of (str, str)
+        Id and key of names that were known; they may have been removed since.
+    """
+    wanted = False
+    query = "SELECT key FROM nodes WHERE namespace = ? AND id = ?"
+    for record in records:
+        row = connection.execute(query, (namespace, record.id)).fetchone()
+        if row is None:
+            _own(connection, namespace, tenant, [record.key])
+            connection.execute(_INSERT, _row(namespace, record))
+        wanted |= row is None or row[0] == record.key
+    for node, key in known:
+        row = connection.execute(query, (namespace, node)).fetchone()
+        wanted |= row is not None and row[0] == key
+    return wanted
+
+
+_INSERT = "INSERT INTO nodes (namespace, id, key, text_hash, token_ids, checksum) VALUES (?, ?, ?, ?, ?, ?)"
+
+
+def _row(namespace: str, record: NodeRecord) -> tuple[str, str, str, str, bytes, int]:
+    tokens = pack_tokens(record.token_ids)
+    checksum = _checksum(namespace, record.id, record.key, record.text_hash, tokens)
+    return namespace, record.id, record.key, record.text_hash, tokens, checksum
+
+
+def _own(connection: sqlite3.Connection, namespace: str, tenant: str, keys: Iterable[str]) -> None:
+    """Note whose a namespace is, and that the KV its names lead to is that tenant's too."""
+    row = connection.execute("SELECT tenant FROM namespaces WHERE namespace = ?", (namespace,)).fetchone()
+    owner = "" if row is None else row[0]
+    named = "SELECT 1 FROM nodes WHERE namespace = ? LIMIT 1"
+    if row is None and tenant and connection.execute(named, (namespace,)).fetchone() is None:
+        claim(connection, tenant)
+        connection.execute("INSERT INTO namespaces VALUES (?, ?)", (namespace, tenant))
+        owner = tenant
+    if owner != tenant:
+        raise StoreError(f"the names of {namespace[:40]!r} are those of tenant {owner!r}, not of {tenant!r}")
+    if tenant:
+        # An index that was made anew from the files does not know whose they are.
+        connection.executemany(
+            "UPDATE entries SET tenant = ? WHERE key = ? AND tenant = ''", ((tenant, key) for key in keys)
+        )
 
 
 def _record(namespace: str, node: str, key: str, text_hash: str, tokens: bytes, checksum: int) -> NodeRecord | None:

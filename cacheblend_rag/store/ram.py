@@ -78,11 +78,13 @@ class RamTier:
         # Reservations come back here, without the lock, since they may come back from a finalizer.
         self._returned: deque[int] = deque()
         self._evictions = 0
+        self._pinned: set[str] = set()
+        self._hidden: set[str] = set()
 
     def get(self, key: str) -> PackedKV | None:
         """Return the KV under `key` and mark it as recently used, or None."""
         with self._lock:
-            kv = self._entries.get(key)
+            kv = None if key in self._hidden else self._entries.get(key)
             if kv is not None:
                 self._entries.move_to_end(key)
             return kv
@@ -91,20 +93,30 @@ class RamTier:
         """Return `kv` as this tier keeps it."""
         return pack_kv(kv, self.codec)
 
-    def put(self, key: str, kv: ChunkKV | PackedKV) -> bool:
-        """Keep `kv`, packed, dropping the least recently used for room; return whether it was kept."""
+    def put(self, key: str, kv: ChunkKV | PackedKV, hidden: bool = False) -> bool:
+        """Keep `kv`, packed, dropping the least recently used for room; return whether it was kept.
+
+        With `hidden` nobody gets it until `reveal` is called, unless it is dropped before.
+        """
         kv = _owned(self.pack(kv))
         with self._lock:
             self._drop(key)
             if kv.nbytes > self.limit_bytes or not self._make_room(kv.nbytes):
                 return False
             self._entries[key] = kv
+            if hidden:
+                self._hidden.add(key)
             self._used_bytes += kv.nbytes
             return True
 
     def repack(self, layer: PackedLayer) -> PackedLayer:
         """Return one layer as this tier keeps it."""
         return repack_layer(layer, self.codec)
+
+    def reveal(self, key: str) -> None:
+        """Let others get what was put hidden."""
+        with self._lock:
+            self._hidden.discard(key)
 
     def reserve(self, nbytes: int) -> bool:
         """Set room aside for an entry that is still being read; return whether there is any."""
@@ -124,9 +136,31 @@ class RamTier:
             for key in keys:
                 self._drop(key)
 
-    def clear(self) -> None:
-        """Forget every entry."""
+    def pin(self, keys: Iterable[str]) -> None:
+        """Never drop these for room, once they are held."""
         with self._lock:
+            self._pinned.update(keys)
+
+    def unpin(self, keys: Iterable[str]) -> None:
+        """Let these be dropped for room again."""
+        with self._lock:
+            self._pinned.difference_update(keys)
+
+    def pinned(self) -> list[str]:
+        """Return the keys that are never dropped for room."""
+        with self._lock:
+            return sorted(self._pinned)
+
+    def nbytes(self, keys: Iterable[str]) -> int:
+        """Return the bytes held under these keys."""
+        with self._lock:
+            return sum(self._entries[key].nbytes for key in keys if key in self._entries)
+
+    def clear(self) -> None:
+        """Forget every entry, and what was pinned."""
+        with self._lock:
+            self._pinned.clear()
+            self._hidden.clear()
             self._entries.clear()
             self._used_bytes = 0
 
@@ -158,15 +192,17 @@ class RamTier:
     def _make_room(self, nbytes: int) -> bool:
         while self._returned:
             self._reserved_bytes -= self._returned.popleft()
-        if self._reserved_bytes + nbytes > self.limit_bytes:
+        kept_bytes = sum(self._entries[key].nbytes for key in self._pinned if key in self._entries)
+        if kept_bytes + self._reserved_bytes + nbytes > self.limit_bytes:
             return False
         while self._used_bytes + self._reserved_bytes + nbytes > self.limit_bytes:
-            self._drop(next(iter(self._entries)))
+            self._drop(next(key for key in self._entries if key not in self._pinned))
             self._evictions += 1
         return True
 
     def _drop(self, key: str) -> None:
         kv = self._entries.pop(key, None)
+        self._hidden.discard(key)
         if kv is not None:
             self._used_bytes -= kv.nbytes
 

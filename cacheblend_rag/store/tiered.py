@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import threading
+import sqlite3
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from logging import getLogger
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from cacheblend_rag.codec import PackedKV, PackedLayer, unpack_layer
-from cacheblend_rag.errors import ChunkReadError, StoreError, StoreFullError
-from cacheblend_rag.kv import ChunkKV, LayerKV
+from cacheblend_rag.codec import PackedKV
+from cacheblend_rag.errors import StoreError, StoreFullError
+from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store.base import KVReader, NodeRecord, StoreStats
-from cacheblend_rag.store.chunkfile import ChunkFile
+from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.database import Database
 from cacheblend_rag.store.disk import DiskTier
 from cacheblend_rag.store.folder import valid_key
 from cacheblend_rag.store.index import Dropped, Index
-from cacheblend_rag.store.names import Names
+from cacheblend_rag.store.names import Names, name_waiting
 from cacheblend_rag.store.probe import TierProbe, disk_probe, ram_probe
+from cacheblend_rag.store.promote import PromotingReader
 from cacheblend_rag.store.ram import RamReader, RamTier
+from cacheblend_rag.store.tenants import Tenants
+from cacheblend_rag.store.writeback import WaitingChunk, WriteBack
 
 __all__ = ["TieredStore"]
 
@@ -32,9 +35,9 @@ Result = TypeVar("Result")
 class TieredStore:
     """A `KVStore` in RAM, or in RAM over a folder on disk.
 
-    With a folder, RAM holds copies of what is on disk, never anything else: KV is dropped on disk first and in RAM second, and
-    what was put or read whole is checked against the index once it is in RAM. So no deletion, by this process or another,
-    leaves a copy.
+    With a folder, RAM holds copies of what is on disk, what waits to be written, and nothing else: KV is dropped on disk first
+    and in RAM second, and what was put or read whole is checked against the index once it is in RAM. So no deletion, by this
+    process or another, leaves a copy.
 
     Parameters
     ----------
@@ -42,14 +45,26 @@ class TieredStore:
         The memory.
     disk : DiskTier, optional
         The folder; without one everything ends with this object.
+    write_back_bytes : int
+        Most bytes of KV that may wait to be written; with 0 nothing waits, and `put_later` is as durable as `put`.
+    clock : StoreClock, optional
+        What tells when KV expires; a folder has its own.
     """
 
-    def __init__(self, ram: RamTier, disk: DiskTier | None = None) -> None:
+    def __init__(
+        self, ram: RamTier, disk: DiskTier | None = None, write_back_bytes: int = 0, clock: StoreClock | None = None
+    ) -> None:
         self._ram = ram
         self._disk = disk
         self._database = disk.database if disk else Database(None)
+        self._clock = disk.clock if disk else (clock or StoreClock())
         self._index = Index(self._database)
         self._names = Names(self._database)
+        self._tenants = Tenants(self._database)
+        self._waiting = WriteBack(self._write, write_back_bytes)
+        # Of what is in RAM: when it expires, and whose it is, where it does and is somebody's.
+        self._expiry: dict[str, float] = {}
+        self._owner: dict[str, str] = {}
         self._deletions_seen = self._index.deletions()
         self._closed = False
 
@@ -74,55 +89,128 @@ class TieredStore:
         valid_key(key)
         self._check_open()
         self._notice_deletions()
+        waiting = self._waiting.get(key)
+        if waiting is not None:
+            return RamReader(waiting)
         kv = self._ram.get(key)
-        if kv is not None:
+        if kv is not None and self._has_expired(key):
+            # On disk it may have been given a longer life.
+            self._ram.drop([key])
+        elif kv is not None:
             if self._disk:
                 self._disk.touch(key)
             return RamReader(kv)
-        file = self._disk.open(key) if self._disk else None
-        if file is not None:
-            # Packing never makes KV larger, unpacking may.
-            nbytes = file.kv_bytes if self._ram.codec.name == "native" else file.packed_bytes
-            if self._ram.reserve(nbytes):
-                return _PromotingReader(file, self._ram, nbytes, self._keep)
-        return file
+        found = self._disk.find(key) if self._disk else None
+        if found is None:
+            return None
+        file, entry = found
 
-    def put(self, key: str, kv: ChunkKV) -> None:
+        def keep(key: str, kv: PackedKV) -> None:
+            self._keep(key, kv, entry.tenant, entry.expires_at)
+
+        # Packing never makes KV larger, unpacking may.
+        nbytes = file.kv_bytes if self._ram.codec.name == "native" else file.packed_bytes
+        return PromotingReader(file, self._ram, nbytes, keep) if self._ram.reserve(nbytes) else file
+
+    def put(self, key: str, kv: ChunkKV, *, tenant: str = "", ttl_s: float | None = None) -> None:
         """Keep `kv` under `key`; on return it is on disk, if there is a folder.
 
         Raises
         ------
         StoreFullError
-            If it cannot be kept: the disk is full, or it alone exceeds the byte budget.
+            If it cannot be kept: the disk is full, it alone exceeds the byte budget, or pinned KV does.
         StoreReadOnlyError
             If the folder may not be written.
         """
         valid_key(key)
         self._check_open()
+        expires_at = self._expires_at(ttl_s)
         if self._disk:
             # Packed once where both tiers use one codec.
             packed = self._ram.pack(kv) if self._ram.codec == self._disk.codec else kv
-            self._ram.drop(self._disk.put(key, packed))
-            self._keep(key, packed)
-        elif not self._ram.put(key, kv):
+            self._ram.drop(self._disk.put(key, packed, tenant, expires_at))
+            self._keep(key, packed, tenant, expires_at)
+            return
+        if self._ram.holds(key):
+            self._prolong_in_ram(key, expires_at)
+        else:
+            self._note(key, tenant, expires_at)
+        if not self._ram.put(key, kv):
             nbytes = self._ram.pack(kv).nbytes
             raise StoreFullError(
                 f"a chunk of {nbytes} bytes exceeds the store's budget of {self._ram.limit_bytes} bytes (ram_bytes)"
+                if nbytes > self._ram.limit_bytes
+                else f"pinned KV leaves no {nbytes} bytes of the store's budget of {self._ram.limit_bytes} bytes (ram_bytes); "
+                "unpin some, or raise the budget"
             )
+        self._ram.pin(self._names.pinned([key]))
 
-    def cache(self, key: str, kv: ChunkKV) -> None:
+    def put_later(
+        self,
+        key: str,
+        kv: ChunkKV,
+        namespace: str,
+        records: Sequence[NodeRecord],
+        known: Sequence[str] = (),
+        *,
+        tenant: str = "",
+        ttl_s: float | None = None,
+    ) -> bool:
+        """Keep KV that was computed for an answer, and its names, and write both soon; see `KVStore.put_later`."""
+        valid_key(key)
+        self._check_open()
+        if self._disk and self._disk.read_only:
+            # Says so by an error.
+            self._disk.put(key, kv)
+        chunk = WaitingChunk(key, kv, namespace, tenant, list(records), list(known), self._expires_at(ttl_s))
+        if self._disk and self._waiting.limit_bytes:
+            return self._waiting.offer(chunk)
+        self._write(chunk)
+        return True
+
+    def settle(self) -> None:
+        """Wait until everything that waited to be written is, or has failed to be."""
+        self._waiting.settle()
+
+    def flush(self) -> None:
+        """Wait until everything that waited to be written is, and raise the first error that was met.
+
+        Raises
+        ------
+        StoreError
+            If something could not be written since the last call.
+        """
+        self._waiting.flush()
+
+    def cache(self, key: str, kv: ChunkKV, *, tenant: str = "", ttl_s: float | None = None) -> None:
         """Keep `kv` in RAM only, until room is needed; for KV that has no name by which it could be deleted."""
         self._check_open()
-        self._ram.put(valid_key(key), kv)
+        self._note(valid_key(key), tenant, self._expires_at(ttl_s))
+        self._ram.put(key, kv)
 
-    def holds(self, keys: Sequence[str]) -> list[bool]:
-        """Return for each key whether its KV is held."""
+    def holds(self, keys: Sequence[str], *, durable: bool = False) -> list[bool]:
+        """Return for each key whether its KV is held; with `durable` what waits to be written does not count."""
         self._check_open()
-        return self._disk.holds(keys) if self._disk else [self._ram.holds(key) for key in keys]
+        waiting = [not durable and self._waiting.get(key) is not None for key in keys]
+        if self._disk:
+            there = self._disk.holds(keys)
+        else:
+            there = [self._ram.holds(key) and not self._has_expired(key) for key in keys]
+        return [one or other for one, other in zip(waiting, there, strict=True)]
+
+    def prolong(self, keys: Sequence[str], ttl_s: float | None) -> None:
+        """Let KV that is held live for that long from now at least; None is for ever."""
+        self._check_open()
+        expires_at = self._expires_at(ttl_s)
+        if self._disk:
+            self._index.prolong(keys, expires_at)
+        for key in keys:
+            self._prolong_in_ram(key, expires_at)
 
     def discard(self, key: str) -> None:
         """Drop the KV under `key`, damaged or not wanted any more; names stay."""
         self._check_open()
+        self._waiting.drop(key=key)
         if self._disk:
             self._disk.discard(key)
         self._ram.drop([key])
@@ -131,70 +219,177 @@ class TieredStore:
         """Drop the KV under those of the keys that no name maps to."""
         self._drop(self._deleting(lambda: self._names.release(keys, self._writer())))
 
-    def name(self, namespace: str, records: Iterable[NodeRecord]) -> None:
+    def name(self, namespace: str, records: Iterable[NodeRecord], *, tenant: str = "") -> None:
         """Record names, replacing earlier records of the same ids; KV that loses its last name is dropped."""
         records = list(records)
         if records:
-            self._drop(self._names.record(namespace, records, self._writer()))
+            self._drop(self._names.record(namespace, records, self._writer(), tenant))
 
     def lookup(self, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None]:
         """Return the record of each id, or None where the name is unknown."""
-        return self._names.lookup(namespace, ids)
+        # In this order: what stops waiting in between is found in the index.
+        waiting = self._waiting.records(namespace)
+        found = self._names.lookup(namespace, ids)
+        return [record or waiting.get(node) for node, record in zip(ids, found, strict=True)] if waiting else found
 
     def forget(self, namespace: str, ids: Sequence[str]) -> int:
         """Remove names, and drop KV that loses its last name; return how many names there were."""
         if not ids:
             return 0
-        count, dropped = self._deleting(lambda: self._names.remove(namespace, ids, self._writer()))
+        waited = self._waiting.forget(namespace, ids)
+        found, dropped = self._deleting(lambda: self._names.remove(namespace, ids, self._writer()))
         self._drop(dropped)
-        return count
+        return len(found | waited)
 
     def names(self, namespace: str) -> list[str]:
         """Return all ids of a namespace, in the order they were first recorded."""
-        return self._names.ids(namespace)
+        waiting = self._waiting.records(namespace)
+        return list(dict.fromkeys([*self._names.ids(namespace), *waiting]))
 
     def revision(self) -> int:
         """Return a number that every change to a name raises, by whatever process."""
-        return self._names.revision()
+        return self._names.revision() + self._waiting.changes
 
-    def clear(self) -> None:
-        """Drop all KV and all names of every namespace."""
-        dropped = self._deleting(lambda: self._index.clear(self._writer()))
-        self._ram.clear()
+    def pin(self, namespace: str, ids: Sequence[str]) -> int:
+        """Never evict the KV of these names, now held or later; return how many of them are known.
+
+        Raises
+        ------
+        StoreFullError
+            If more would be pinned than the disk's byte budget.
+        """
+        return self._pin(namespace, ids, True)
+
+    def unpin(self, namespace: str, ids: Sequence[str]) -> int:
+        """Let the KV of these names be evicted again; return how many of them are known."""
+        return self._pin(namespace, ids, False)
+
+    def clear(self, tenant: str | None = None) -> None:
+        """Drop all KV and all names, or those of one tenant; "" is for what is no tenant's."""
+        self._waiting.drop(tenant=tenant)
+        dropped = self._deleting(lambda: self._index.clear(self._writer(), tenant))
+        if tenant is None:
+            self._ram.clear()
+        else:
+            self._ram.drop(self._owned(tenant))
         self._drop(dropped)
 
-    def stats(self) -> StoreStats:
-        """Return the store's figures."""
+    def tenants(self) -> list[str]:
+        """Return the tenants that have KV or names; "" stands for what is no tenant's."""
+        return self._tenants.all()
+
+    def stats(self, tenant: str | None = None) -> StoreStats:
+        """Return the store's figures, or one tenant's."""
         self._notice_deletions()
         disk = self._disk
+        entries, nbytes, names = self._tenants.share(tenant)
+        waiting, waiting_bytes = self._waiting.waiting
+        owned = self._owned(tenant)
         return StoreStats(
-            nodes=self._names.count(),
-            entries=self._index.entry_count() if disk else len(self._ram),
-            ram_bytes=self._ram.used_bytes,
-            disk_bytes=self._index.entry_bytes() if disk else 0,
+            nodes=names,
+            entries=entries if disk else len(owned),
+            ram_bytes=self._ram.used_bytes if tenant is None else self._ram.nbytes(owned),
+            disk_bytes=nbytes if disk else 0,
             evictions=disk.evictions if disk else self._ram.evictions,
+            pinned_bytes=self._index.pinned_bytes() if disk else self._ram.nbytes(self._ram.pinned()),
+            waiting=waiting,
+            waiting_bytes=waiting_bytes,
+            unwritten=self._waiting.refused,
         )
 
     def close(self) -> None:
-        """Release files and connections; further calls are errors. Closing twice does nothing."""
+        """Write what waits, then release files and connections; further calls are errors. Closing twice does nothing."""
         if self._closed:
             return
         self._closed = True
+        # What cannot be written was told as a warning.
+        self._waiting.settle()
         self._ram.clear()
         if self._disk:
             self._disk.close()
         else:
             self._database.close()
 
-    def _keep(self, key: str, kv: ChunkKV | PackedKV) -> None:
-        self._ram.put(key, kv)
+    def _write(self, chunk: WaitingChunk) -> None:
+        """Write one chunk and its names, unless its last name is gone."""
+
+        def wanted(connection: sqlite3.Connection) -> bool:
+            if chunk.cancelled:
+                return False
+            known = [(node, chunk.key) for node in chunk.known]
+            return name_waiting(connection, chunk.namespace, chunk.tenant, chunk.records, known)
+
+        if self._disk:
+            self._ram.drop(self._disk.put(chunk.key, chunk.kv, chunk.tenant, chunk.expires_at, wanted))
+            self._keep(chunk.key, chunk.kv, chunk.tenant, chunk.expires_at)
+        else:
+            self._note(chunk.key, chunk.tenant, chunk.expires_at)
+            if self._ram.put(chunk.key, chunk.kv) and not self._index.transact(wanted):
+                self._ram.drop([chunk.key])
+            self._ram.pin(self._names.pinned([chunk.key]))
+
+    def _keep(self, key: str, kv: ChunkKV | PackedKV, tenant: str, expires_at: float | None) -> None:
+        """Keep a copy of what is on disk, which nobody sees before it is clear that it was not dropped there meanwhile."""
+        self._note(key, tenant, expires_at)
+        self._ram.put(key, kv, hidden=True)
         try:
-            held = self.holds([key])[0]
+            if self.holds([key], durable=True)[0]:
+                self._ram.pin(self._names.pinned([key]))
+                self._ram.reveal(key)
+                return
         except StoreError:
             # A reader may come to its end after the store was closed.
-            held = False
-        if not held:
-            self._ram.drop([key])
+            pass
+        self._ram.drop([key])
+
+    def _pin(self, namespace: str, ids: Sequence[str], pinned: bool) -> int:
+        self._check_open()
+        self._waiting.settle()
+        limit_bytes = self._disk.limit_bytes if self._disk else None
+        keys = self._names.pin(namespace, ids, pinned, limit_bytes)
+        if pinned:
+            self._ram.pin(keys)
+        else:
+            self._unpin_in_ram()
+        return len(keys)
+
+    def _unpin_in_ram(self) -> None:
+        """Let go in RAM of what no pinned name leads to any more."""
+        pinned = self._ram.pinned()
+        if pinned:
+            self._ram.unpin(set(pinned).difference(self._names.pinned(pinned)))
+
+    def _expires_at(self, ttl_s: float | None) -> float | None:
+        return None if ttl_s is None else self._clock.now() + ttl_s
+
+    def _has_expired(self, key: str) -> bool:
+        expires_at = self._expiry.get(key)
+        return expires_at is not None and expires_at <= self._clock.now()
+
+    def _note(self, key: str, tenant: str, expires_at: float | None) -> None:
+        self._expiry.pop(key, None)
+        self._owner.pop(key, None)
+        if expires_at is not None:
+            self._expiry[key] = expires_at
+        if tenant:
+            self._owner[key] = tenant
+        notes: dict[str, Any]
+        for notes in (self._expiry, self._owner):
+            if len(notes) > 2 * len(self._ram) + 1000:
+                for gone in set(list(notes)).difference(self._ram.keys(), [key]):
+                    notes.pop(gone, None)
+
+    def _owned(self, tenant: str | None) -> list[str]:
+        """Return the keys in RAM that are a tenant's, or all."""
+        keys = self._ram.keys()
+        return keys if tenant is None else [key for key in keys if self._owner.get(key, "") == tenant]
+
+    def _prolong_in_ram(self, key: str, expires_at: float | None) -> None:
+        until = self._expiry.get(key)
+        if until is not None and expires_at is None:
+            self._expiry.pop(key, None)
+        elif until is not None and expires_at is not None:
+            self._expiry[key] = max(until, expires_at)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -208,6 +403,7 @@ class TieredStore:
 
     def _drop(self, dropped: Dropped) -> None:
         self._ram.drop(dropped.keys)
+        self._unpin_in_ram()
         if self._disk:
             self._disk.remove(dropped)
 
@@ -222,106 +418,8 @@ class TieredStore:
         gone = self._index.deleted_since(seen)
         if gone is None:
             held = self._ram.keys()
-            gone = [key for key, there in zip(held, self._index.holds(held), strict=True) if not there]
+            there = self._index.holds(held, self._clock.now())
+            gone = [key for key, held_on_disk in zip(held, there, strict=True) if not held_on_disk]
         self._ram.drop(gone)
+        self._unpin_in_ram()
         self._deletions_seen = now
-
-
-class _PromotingReader:
-    """Reads a file layer by layer, and hands its KV to RAM when the last one was read."""
-
-    def __init__(
-        self, file: ChunkFile, ram: RamTier, reserved_bytes: int, keep: Callable[[str, PackedKV], None]
-    ) -> None:
-        self._file = file
-        self._ram = ram
-        self._keep = keep
-        self._lock = threading.Lock()
-        self._layers: dict[int, PackedLayer] = {}
-        self._reading = 0
-        self._ends = False
-        self._reserved_bytes = reserved_bytes
-
-    def __del__(self) -> None:
-        self._ram.give_back(self._reserved_bytes)
-
-    @property
-    def tier(self) -> str:
-        """Where the bytes are read from."""
-        return self._file.tier
-
-    @property
-    def codec(self) -> str:
-        """How its layers are packed there, most of them if not all alike."""
-        return self._file.codec
-
-    @property
-    def packed_bytes(self) -> int:
-        """Size of all layers as they are packed there."""
-        return self._file.packed_bytes
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """The tokens that the KV was computed from."""
-        return self._file.token_ids
-
-    @property
-    def start(self) -> int:
-        """The position that the keys of its first token are rotated to."""
-        return self._file.start
-
-    @property
-    def num_layers(self) -> int:
-        """How many layers there are."""
-        return self._file.num_layers
-
-    def layer(self, index: int) -> LayerKV:
-        """Return one layer, read once; the caller must not write to it.
-
-        Raises
-        ------
-        ChunkReadError
-            If the bytes are gone, or do not match their checksum.
-        """
-        with self._lock:
-            held = self._layers.get(index)
-            if held is None:
-                self._reading += 1
-        if held is not None:
-            return unpack_layer(held)
-        try:
-            packed = self._file.packed_layer(index)
-            layer = self._ram.repack(packed) if self._reserved_bytes else packed
-        finally:
-            with self._lock:
-                self._reading -= 1
-        self._hold(index, layer)
-        return unpack_layer(layer)
-
-    def _hold(self, index: int, layer: PackedLayer) -> None:
-        with self._lock:
-            if not self._reserved_bytes:
-                return
-            self._layers[index] = layer
-            # The last layer may be read before others are that another thread has begun.
-            self._ends = self._ends or index == self.num_layers - 1 or len(self._layers) == self.num_layers
-            if not self._ends or self._reading:
-                return
-            layers, self._layers = self._layers, {}
-            reserved, self._reserved_bytes = self._reserved_bytes, 0
-        self._ram.give_back(reserved)
-        self._complete(layers)
-
-    def _complete(self, layers: dict[int, PackedLayer]) -> None:
-        """Give the layers to RAM, with the few that nobody asked for because their KV is computed in full."""
-        missing = [number for number in range(self.num_layers) if number not in layers]
-        if len(missing) * 2 > self.num_layers:
-            return
-        try:
-            layers.update((number, self._file.packed_layer(number)) for number in missing)
-        except ChunkReadError as error:
-            _log.warning("%s", error)
-            return
-        self._keep(
-            self._file.key, PackedKV(self.token_ids, self.start, tuple(layers[n] for n in range(self.num_layers)))
-        )

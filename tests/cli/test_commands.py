@@ -20,9 +20,13 @@ from .conftest import Command
         "store",
         "store stats",
         "store check",
+        "store gc",
+        "store export",
+        "store import",
         "store clear",
         "bench ttft",
         "bench auto",
+        "bench index",
         "profile",
         "eval reference",
     ],
@@ -44,6 +48,10 @@ def test_the_version(run: Command) -> None:
         ("store stats --store missing", "there is no store in missing"),
         ("store check --store missing", "there is no store in missing"),
         ("store clear --yes --store missing", "there is no store in missing"),
+        ("store gc --store missing", "there is no store in missing"),
+        ("store export x.tar --store missing", "there is no store in missing"),
+        ("bench index --entries 1,many", "'many' in '1,many' is no whole number"),
+        ("bench index --entries 10 --folder .", "is not empty"),
         ("warm . --budget much", "'much' is no size"),
         ("warm . --model missing/model --store new", "model 'missing/model' cannot be loaded"),
         ("demo --model ./missing", "model ./missing cannot be loaded: there is no such folder"),
@@ -60,6 +68,7 @@ def test_a_mistake_is_answered_in_one_line(
     run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "letter.txt").touch()
     result = run(*arguments.split(), code=1)
     assert result.stderr.startswith("error: ")
     assert message in result.stderr

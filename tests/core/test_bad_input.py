@@ -263,7 +263,10 @@ class _Failing:
     def __getattr__(self, name: str) -> object:
         return getattr(self._inner, name)
 
-    def put(self, key: str, kv: ChunkKV) -> None:
+    def put(self, key: str, kv: ChunkKV, **options: object) -> None:
+        raise StoreFullError("no room")
+
+    def put_later(self, key: str, kv: ChunkKV, *arguments: object, **options: object) -> bool:
         raise StoreFullError("no room")
 
 

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -322,13 +323,13 @@ def test_a_chunk_deleted_while_it_is_encoded_is_not_kept(engine: BlendEngine, mo
     record = engine.records(["n0"])[0]
     assert record is not None
     engine.store.discard(record.key)
-    put = engine.store.put
+    put_later = engine.store.put_later
 
-    def delete_then_put(key: str, kv: ChunkKV) -> None:
+    def delete_then_put(key: str, kv: ChunkKV, *arguments: Any, **options: Any) -> bool:
         engine.delete(["n0"])
-        put(key, kv)
+        return put_later(key, kv, *arguments, **options)
 
-    monkeypatch.setattr(engine.store, "put", delete_then_put)
+    monkeypatch.setattr(engine.store, "put_later", delete_then_put)
     assert engine.prefill(BlendPrompt("t5", ["n0"], "t6")).report.misses == 1
     assert engine.store.holds([record.key]) == [False]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import random
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from cacheblend_rag.store import KVReader, NodeRecord
 
 # One server imports torch once; each process is then forked from it, not from the tests.
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["tests.store.kit", "tests.store.workers"])
+_processes.set_forkserver_preload(["tests.store.kit", "tests.store.remote", "tests.store.workers"])
 
 
 def key_of(number: int) -> str:
@@ -63,6 +64,14 @@ def start(target: Callable[..., None], *arguments: Any) -> BaseProcess:
     process = _processes.Process(target=target, args=arguments, daemon=True)
     process.start()
     return process
+
+
+def start_with_pipe(target: Callable[..., None], *arguments: Any) -> tuple[BaseProcess, Connection]:
+    """Run a function in another process, whose first argument is the other end of a pipe."""
+    here, there = _processes.Pipe()
+    process = start(target, there, *arguments)
+    there.close()
+    return process, here
 
 
 def run(target: Callable[..., None], *arguments: Any) -> None:

@@ -72,7 +72,7 @@ def snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:
     }
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None])
+@pytest.mark.parametrize("version", [0, 3, "1", True, None])
 def test_another_format_version(tmp_path: Path, version: object) -> None:
     store = open_store(tmp_path, 0)
     store.put(key_of(1), make_kv(1))
@@ -86,7 +86,7 @@ def test_another_format_version(tmp_path: Path, version: object) -> None:
         lambda: check_store(tmp_path, repair=True),
     ):
         with pytest.raises(
-            StoreFormatError, match=f"version {version!r}, this cacheblend-rag reads version 1; use the one"
+            StoreFormatError, match=f"version {version!r}, this cacheblend-rag reads versions 1 and 2; use the one"
         ):
             use()
     assert snapshot(tmp_path) == before

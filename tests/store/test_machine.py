@@ -1,123 +1,237 @@
-"""Any sequence of calls, against a dictionary."""
+"""Any sequence of calls by two processes, against a dictionary."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cacheblend_rag.store import KVStore, check_store, open_store
-from tests.store.kit import key_of, make_kv, read, record, same
+from cacheblend_rag.errors import StoreFullError
+from cacheblend_rag.kv import ChunkKV
+from cacheblend_rag.store import NodeRecord, StoreClock, check_store, collect_garbage
+from tests.store.kit import key_of, make_kv, record, same
+from tests.store.remote import LocalStore, Opened, RemoteStore
 
 NUMBERS = st.integers(0, 5)
 NODES = st.sampled_from(["a", "b", "c"])
-SPACES = st.sampled_from(["x", "y"])
+# Each namespace, and the chunks under its names, is one tenant's.
+TENANTS = {"x": "", "y": "acme"}
+SPACES = st.sampled_from(sorted(TENANTS))
+LIVES = st.sampled_from([None, 50.0, 100.0])
 FILE_BYTES = 2_600
+EVER = float("inf")
+
+
+def key(space: str, number: int) -> str:
+    """Return the key of a text, which is another one for another tenant."""
+    return key_of(number + 100 * (space == "y"))
+
+
+@dataclass
+class Model:
+    """What a store should hold."""
+
+    names: dict[str, dict[str, int]] = field(default_factory=lambda: {"x": {}, "y": {}})
+    pinned: set[tuple[str, str]] = field(default_factory=set)
+    # When what is held expires.
+    held: dict[tuple[str, int], float] = field(default_factory=dict)
+
+    def drop_nameless(self, space: str, number: int) -> None:
+        if number not in self.names[space].values():
+            self.held.pop((space, number), None)
+
+    def is_pinned(self, space: str, number: int) -> bool:
+        return any(number == self.names[space].get(node) for where, node in self.pinned if where == space)
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """One folder opened twice, as by two processes; `second` says which of the two is used."""
+    """One folder that this process and another have open; `second` says which of the two is called."""
 
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
-        self.names: dict[str, dict[str, int]] = {"x": {}, "y": {}}
-        self.held: set[int] = set()
-        self.stores: list[KVStore] = []
+        self.model = Model()
+        self.now = 1.8e9
+        self.stores: list[LocalStore | RemoteStore] = []
 
     @initialize(ram=st.sampled_from([0, 4_000, 10**6]), room=st.sampled_from([None, 3]))
     def make(self, ram: int, room: int | None) -> None:
         self.ram_bytes = ram
         self.disk_bytes = None if room is None else room * FILE_BYTES
-        self.stores = [open_store(self.folder, ram, self.disk_bytes) for _ in range(2)]
+        self.opened = Opened(self.folder, ram, self.disk_bytes, 10**6)
+        self.stores = [LocalStore(self.opened, self.now), RemoteStore(self.opened, self.now)]
 
-    def drop_nameless(self, number: int) -> None:
-        if not any(number in nodes.values() for nodes in self.names.values()):
-            self.held.discard(number)
+    def hold(self, space: str, number: int, ttl_s: float | None) -> None:
+        until = EVER if ttl_s is None else self.now + ttl_s
+        self.model.held[space, number] = max(until, self.model.held.get((space, number), 0.0))
 
-    @rule(second=st.booleans(), number=NUMBERS)
-    def put(self, second: bool, number: int) -> None:
-        self.stores[second].put(key_of(number), make_kv(number))
-        self.held.add(number)
-        assert self.stores[not second].holds([key_of(number)]) == [True]
+    @rule(second=st.booleans(), space=SPACES, number=NUMBERS, ttl_s=LIVES)
+    def put(self, second: bool, space: str, number: int, ttl_s: float | None) -> None:
+        try:
+            self.stores[second].call("put", key(space, number), make_kv(number), tenant=TENANTS[space], ttl_s=ttl_s)
+        except StoreFullError:
+            assert self.disk_bytes is not None
+            assert self.model.pinned
+            return
+        self.hold(space, number, ttl_s)
+        assert self.stores[not second].call("holds", [key(space, number)]) == [True]
 
-    @rule(second=st.booleans(), number=NUMBERS, layers=st.integers(0, 3))
-    def open(self, second: bool, number: int, layers: int) -> None:
-        reader = self.stores[second].open(key_of(number))
-        assert number in self.held or reader is None
-        assert reader is not None or number not in self.held or self.disk_bytes is not None
-        if reader is not None:
-            if layers == 3:
-                assert same(read(reader), make_kv(number))
-            for layer in range(layers):
-                reader.layer(layer)
+    @rule(second=st.booleans(), space=SPACES, node=NODES, number=NUMBERS, ttl_s=LIVES, gone=st.booleans())
+    def put_later(self, second: bool, space: str, node: str, number: int, ttl_s: float | None, gone: bool) -> None:
+        """Write the KV of a miss in the background; with `gone` its name is deleted before anybody waits for that."""
+        store, options = self.stores[second], {"tenant": TENANTS[space], "ttl_s": ttl_s}
+        before = self.model.names[space].get(node)
+        records = [record_of(space, node, number)] if before is None else []
+        known = [] if before is None else [node]
+        assert store.call("put_later", key(space, number), make_kv(number), space, records, known, **options)
+        if gone:
+            assert store.call("forget", space, [node]) == 1
+        try:
+            store.call("flush")
+        except StoreFullError:
+            assert self.disk_bytes is not None
+            assert self.model.pinned
+            if gone:
+                self.forgotten(space, node)
+            return
+        if before is None and not gone:
+            self.model.names[space][node] = number
+        if self.model.names[space].get(node) == number and not gone:
+            self.hold(space, number, ttl_s)
+        if gone:
+            self.forgotten(space, node)
+            # It may have been written before the deletion, and taken the place of something else.
+            self.model.drop_nameless(space, number) if before is None else None
+
+    @rule(second=st.booleans(), space=SPACES, number=NUMBERS, layers=st.integers(0, 3))
+    def open(self, second: bool, space: str, number: int, layers: int) -> None:
+        found = self.stores[second].read(key(space, number), layers)
+        is_held = (space, number) in self.model.held
+        assert is_held or found is None
+        assert found is not None or not is_held or self.disk_bytes is not None
+        if isinstance(found, ChunkKV):
+            assert same(found, make_kv(number))
 
     @rule(second=st.booleans(), space=SPACES, node=NODES, number=NUMBERS)
     def name(self, second: bool, space: str, node: str, number: int) -> None:
-        self.stores[second].name(space, [record(node, number)])
-        before = self.names[space].get(node)
-        self.names[space][node] = number
+        self.stores[second].call("name", space, [record_of(space, node, number)], tenant=TENANTS[space])
+        before = self.model.names[space].get(node)
+        self.model.names[space][node] = number
         if before is not None:
-            self.drop_nameless(before)
+            self.model.drop_nameless(space, before)
 
     @rule(second=st.booleans(), space=SPACES, nodes=st.lists(NODES, max_size=3))
     def forget(self, second: bool, space: str, nodes: list[str]) -> None:
-        known = {node for node in nodes if node in self.names[space]}
-        assert self.stores[second].forget(space, nodes) == len(known)
-        numbers = [self.names[space].pop(node) for node in known]
-        for number in numbers:
-            self.drop_nameless(number)
+        known = {node for node in nodes if node in self.model.names[space]}
+        assert self.stores[second].call("forget", space, nodes) == len(known)
+        for node in known:
+            self.forgotten(space, node)
 
-    @rule(second=st.booleans(), number=NUMBERS)
-    def discard(self, second: bool, number: int) -> None:
-        self.stores[second].discard(key_of(number))
-        self.held.discard(number)
+    def forgotten(self, space: str, node: str) -> None:
+        number = self.model.names[space].pop(node, None)
+        self.model.pinned.discard((space, node))
+        if number is not None:
+            self.model.drop_nameless(space, number)
+
+    @rule(second=st.booleans(), space=SPACES, nodes=st.lists(NODES, max_size=2), pinned=st.booleans())
+    def pin(self, second: bool, space: str, nodes: list[str], pinned: bool) -> None:
+        known = {node for node in nodes if node in self.model.names[space]}
+        try:
+            assert self.stores[second].call("pin" if pinned else "unpin", space, nodes) == len(known)
+        except StoreFullError:
+            assert self.disk_bytes is not None
+            return
+        for node in known:
+            (self.model.pinned.add if pinned else self.model.pinned.discard)((space, node))
+
+    @rule(second=st.booleans(), space=SPACES, number=NUMBERS)
+    def discard(self, second: bool, space: str, number: int) -> None:
+        self.stores[second].call("discard", key(space, number))
+        self.model.held.pop((space, number), None)
+
+    @rule(second=st.booleans(), space=SPACES, number=NUMBERS, ttl_s=LIVES)
+    def prolong(self, second: bool, space: str, number: int, ttl_s: float | None) -> None:
+        self.stores[second].call("prolong", [key(space, number)], ttl_s)
+        if (space, number) in self.model.held:
+            self.hold(space, number, ttl_s)
+
+    @rule(seconds=st.sampled_from([1.0, 50.0, 75.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        for store in self.stores:
+            store.passes(seconds)
+        self.model.held = {what: until for what, until in self.model.held.items() if until > self.now}
 
     @rule(second=st.booleans())
     def reopen(self, second: bool) -> None:
-        self.stores[second].close()
-        self.stores[second] = open_store(self.folder, self.ram_bytes, self.disk_bytes)
+        self.stores[second].end()
+        self.stores[second] = (RemoteStore if second else LocalStore)(self.opened, self.now)
 
-    @rule(second=st.booleans())
-    def clear(self, second: bool) -> None:
-        self.stores[second].clear()
-        self.names = {"x": {}, "y": {}}
-        self.held.clear()
+    @rule()
+    def kill(self) -> None:
+        other = self.stores[1]
+        assert isinstance(other, RemoteStore)
+        other.kill()
+        self.stores[1] = RemoteStore(self.opened, self.now)
 
+    @rule()
+    def collect(self) -> None:
+        collect_garbage(self.folder, clock=StoreClock(lambda: self.now, lambda: self.now))
+
+    @rule(second=st.booleans(), space=st.none() | SPACES)
+    def clear(self, second: bool, space: str | None) -> None:
+        self.stores[second].call("clear", None if space is None else TENANTS[space])
+        for each in TENANTS if space is None else [space]:
+            self.model.names[each] = {}
+            self.model.pinned = {(where, node) for where, node in self.model.pinned if where != each}
+            self.model.held = {what: until for what, until in self.model.held.items() if what[0] != each}
+
+    @precondition(lambda self: self.stores)
     @invariant()
     def agrees(self) -> None:
+        expected = set(self.model.held)
         for store in self.stores:
-            there = {number for number in range(6) if store.holds([key_of(number)])[0]}
-            assert there == self.held if self.disk_bytes is None else there <= self.held
-            stats = store.stats()
-            assert stats.entries == len(there)
-            assert stats.nodes == sum(map(len, self.names.values()))
+            everything = [(space, number) for space in TENANTS for number in range(6)]
+            holds = store.call("holds", [key(*each) for each in everything])
+            there = {each for each, held in zip(everything, holds, strict=True) if held}
+            assert there == expected if self.disk_bytes is None else there <= expected
+            stats = store.call("stats")
+            assert stats.entries >= len(there)
+            assert stats.nodes == sum(map(len, self.model.names.values()))
             assert stats.ram_bytes <= self.ram_bytes
             assert self.disk_bytes is None or stats.disk_bytes <= self.disk_bytes
-            for space, nodes in self.names.items():
-                assert store.names(space) == list(nodes)
-                expected = [record(node, nodes[node]) if node in nodes else None for node in ("a", "b", "c")]
-                assert store.lookup(space, ["a", "b", "c"]) == expected
-        if self.disk_bytes is not None and self.stores:
-            self.held = there
+            for space, nodes in self.model.names.items():
+                assert store.call("stats", TENANTS[space]).nodes == len(nodes)
+                assert sorted(store.call("names", space)) == sorted(nodes)
+                records = [record_of(space, node, nodes[node]) if node in nodes else None for node in ("a", "b", "c")]
+                assert store.call("lookup", space, ["a", "b", "c"]) == records
+        lost = expected - there
+        assert not any(self.model.is_pinned(*each) for each in lost)
+        for each in lost:
+            del self.model.held[each]
 
     def teardown(self) -> None:
         for store in self.stores:
-            store.close()
+            store.end()
         if self.stores:
-            report = check_store(self.folder)
-            assert report.problems == []
-            assert report.entries == len(self.held)
+            assert check_store(self.folder).problems == []
         shutil.rmtree(self.folder)
+
+
+def record_of(space: str, node: str, number: int) -> NodeRecord:
+    """Return the record of a name."""
+    plain = record(node, number)
+    return NodeRecord(node, key(space, number), plain.text_hash, plain.token_ids)
 
 
 TestStoreMachine = StoreMachine.TestCase
 TestStoreMachine.settings = settings(
-    max_examples=10,
+    max_examples=8,
     stateful_step_count=25,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

@@ -136,3 +136,16 @@ def test_child_that_outlives_its_parent(tmp_path: Path) -> None:
     store = open_store(tmp_path, 0)
     assert store.holds([key_of(number) for number in (1, 2, 3)]) == [True] * 3
     store.close()
+
+
+def test_opening_twice_here_and_closing_elsewhere(tmp_path: Path) -> None:
+    """Closing any file handle on the index would release this process's locks on it."""
+    store, again = open_store(tmp_path, 0), open_store(tmp_path, 0)
+    again.close()
+    run(workers.put, tmp_path, 1)
+    store.put(key_of(2), make_kv(2))
+    run(workers.put, tmp_path, 3)
+    assert store.holds([key_of(number) for number in (1, 2, 3)]) == [True] * 3
+    store.close()
+    assert check_store(tmp_path).entries == 3
+    assert check_store(tmp_path).is_clean

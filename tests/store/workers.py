@@ -203,3 +203,62 @@ def use_read_only(folder: Path, user: int | None) -> None:
     store.close()
     with pytest.raises(StoreReadOnlyError, match="holds no store"):
         open_store(folder / "empty", 0)
+
+
+def read_only_version_1(folder: Path) -> None:
+    """Read a folder of format version 1 that may not be written."""
+    if os.getuid() == 0:
+        for path in [*folder.rglob("*"), folder]:
+            os.chown(path, 65534, 65534)
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+    store = open_store(folder, 10**6)
+    for number in range(1, 5):
+        reader = store.open(key_of(number))
+        assert reader is not None
+        assert same(read(reader), make_kv(number))
+    assert store.lookup("ns", ["n1", "n2"]) == [record("n1", 1), None]
+    assert (store.stats().nodes, store.stats("").entries, store.stats("acme").entries) == (2, 4, 0)
+    with pytest.raises(StoreReadOnlyError):
+        store.put(key_of(9), make_kv(9), tenant="acme")
+    store.close()
+
+
+def open_and_say(folder: Path, ready: Path) -> None:
+    """Open a store, having said that this is about to begin."""
+    ready.touch()
+    open_store(folder, 0)
+
+
+def end_without_closing(folder: Path) -> None:
+    """End in the usual way with KV that waits to be written."""
+    store = open_store(folder, 10**6, write_back_bytes=10**6)
+    for number in range(8):
+        assert store.put_later(key_of(number), make_kv(number), "ns", [record(f"n{number}", number)])
+
+
+def fork_while_writing(folder: Path) -> None:
+    """Fork while KV waits to be written, and have both sides write."""
+    store = open_store(folder, 10**6, write_back_bytes=10**6)
+    for turn in range(4):
+        for number in range(10 * turn, 10 * turn + 5):
+            assert store.put_later(key_of(number), make_kv(number), "ns", [record(f"n{number}", number)])
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                signal.alarm(20)
+                number = 10 * turn + 7
+                assert store.stats().waiting == 0
+                assert store.put_later(key_of(number), make_kv(number), "ns", [record(f"n{number}", number)])
+                store.flush()
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+    store.flush()
+    for turn in range(4):
+        numbers = [*range(10 * turn, 10 * turn + 5), 10 * turn + 7]
+        assert store.holds([key_of(number) for number in numbers]) == [True] * 6
+    store.close()

@@ -1,0 +1,117 @@
+"""From disk to RAM: a reader that keeps what it has read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from logging import getLogger
+
+from cacheblend_rag.codec import PackedKV, PackedLayer, unpack_layer
+from cacheblend_rag.errors import ChunkReadError
+from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.store.chunkfile import ChunkFile
+from cacheblend_rag.store.ram import RamTier
+
+__all__ = ["PromotingReader"]
+
+_log = getLogger(__name__)
+
+
+class PromotingReader:
+    """Reads a file layer by layer, and hands its KV to RAM when the last one was read."""
+
+    def __init__(
+        self, file: ChunkFile, ram: RamTier, reserved_bytes: int, keep: Callable[[str, PackedKV], None]
+    ) -> None:
+        self._file = file
+        self._ram = ram
+        self._keep = keep
+        self._lock = threading.Lock()
+        self._layers: dict[int, PackedLayer] = {}
+        self._reading = 0
+        self._ends = False
+        self._reserved_bytes = reserved_bytes
+
+    def __del__(self) -> None:
+        self._ram.give_back(self._reserved_bytes)
+
+    @property
+    def tier(self) -> str:
+        """Where the bytes are read from."""
+        return self._file.tier
+
+    @property
+    def codec(self) -> str:
+        """How its layers are packed there, most of them if not all alike."""
+        return self._file.codec
+
+    @property
+    def packed_bytes(self) -> int:
+        """Size of all layers as they are packed there."""
+        return self._file.packed_bytes
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens that the KV was computed from."""
+        return self._file.token_ids
+
+    @property
+    def start(self) -> int:
+        """The position that the keys of its first token are rotated to."""
+        return self._file.start
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers there are."""
+        return self._file.num_layers
+
+    def layer(self, index: int) -> LayerKV:
+        """Return one layer, read once; the caller must not write to it.
+
+        Raises
+        ------
+        ChunkReadError
+            If the bytes are gone, or do not match their checksum.
+        """
+        with self._lock:
+            held = self._layers.get(index)
+            if held is None:
+                self._reading += 1
+        if held is not None:
+            return unpack_layer(held)
+        try:
+            packed = self._file.packed_layer(index)
+            layer = self._ram.repack(packed) if self._reserved_bytes else packed
+        finally:
+            with self._lock:
+                self._reading -= 1
+        self._hold(index, layer)
+        return unpack_layer(layer)
+
+    def _hold(self, index: int, layer: PackedLayer) -> None:
+        with self._lock:
+            if not self._reserved_bytes:
+                return
+            self._layers[index] = layer
+            # The last layer may be read before others are that another thread has begun.
+            self._ends = self._ends or index == self.num_layers - 1 or len(self._layers) == self.num_layers
+            if not self._ends or self._reading:
+                return
+            layers, self._layers = self._layers, {}
+            reserved, self._reserved_bytes = self._reserved_bytes, 0
+        self._ram.give_back(reserved)
+        self._complete(layers)
+
+    def _complete(self, layers: dict[int, PackedLayer]) -> None:
+        """Give the layers to RAM, with the few that nobody asked for because their KV is computed in full."""
+        missing = [number for number in range(self.num_layers) if number not in layers]
+        if len(missing) * 2 > self.num_layers:
+            return
+        try:
+            layers.update((number, self._file.packed_layer(number)) for number in missing)
+        except ChunkReadError as error:
+            _log.warning("%s", error)
+            return
+        self._keep(
+            self._file.key, PackedKV(self.token_ids, self.start, tuple(layers[n] for n in range(self.num_layers)))
+        )

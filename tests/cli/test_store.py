@@ -1,0 +1,40 @@
+"""Looking after a store by the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cacheblend_rag.store import check_store, open_store
+from tests.store.kit import key_of, make_kv, record
+
+from .conftest import Command, read_rows
+
+
+def test_export_import_gc_and_clear_of_one_tenant(run: Command, tmp_path: Path) -> None:
+    one, two, file, figures = (tmp_path / name for name in ("one", "two", "export.tar", "figures.json"))
+    store = open_store(one, 0)
+    for number, tenant in ((1, ""), (2, "acme"), (3, "acme")):
+        store.put(key_of(number), make_kv(number), tenant=tenant)
+        store.name(f"ns{tenant}", [record(f"n{number}", number)], tenant=tenant)
+    store.put(key_of(4), make_kv(4), ttl_s=0.001)
+    store.close()
+
+    out = run("store", "export", file, "--store", one, "--namespace", "acme", "--json", figures).stdout
+    assert "2 chunks with KV and 2 names" in out
+    assert read_rows(figures)[0]["entries"] == 2
+    assert "added 2 chunks with KV" in run("store", "import", file, "--store", two).stdout
+    assert "(2 were there)" in run("store", "import", file, "--store", two, "--json", figures).stdout
+    assert read_rows(figures)[0]["held"] == 2
+    assert check_store(two).entries == 2
+    assert "1 chunks with KV and 1 names" in run("store", "export", file, "--store", one, "--ids", "n3, x").stdout
+
+    out = run("store", "gc", "--store", one, "--unnamed-days", "0", "--json", figures).stdout
+    assert "removed 1 expired chunks, 0 without a name and 0 stray files" in out
+    assert read_rows(figures)[0]["expired"] == 1
+    assert "tenant acme" in run("store", "stats", "--store", one, "--json", figures).stdout
+    assert read_rows(figures)[0]["tenants"]["acme"]["entries"] == 2
+    out = run("store", "clear", "--store", one, "--namespace", "acme", "--yes").stdout
+    assert "holds nothing of tenant acme any more" in out
+    assert check_store(one).entries == 1
+    file.write_bytes(file.read_bytes()[:700])
+    assert "is damaged" in run("store", "import", file, "--store", two, code=1).stderr

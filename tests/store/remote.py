@@ -1,0 +1,105 @@
+"""A store in another process, called like one in this."""
+
+from __future__ import annotations
+
+import faulthandler
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from cacheblend_rag.kv import ChunkKV
+from cacheblend_rag.store import KVStore, StoreClock, open_store
+from tests.store.kit import read, start_with_pipe
+
+
+@dataclass(frozen=True)
+class Opened:
+    """How a store is opened."""
+
+    folder: Path
+    ram_bytes: int
+    disk_bytes: int | None
+    write_back_bytes: int
+
+
+class LocalStore:
+    """A store in this process whose clock the tests set."""
+
+    def __init__(self, opened: Opened, seconds: float) -> None:
+        self._seconds = seconds
+        # Time passes only when the tests say so: `seconds` is both clocks'.
+        clock = StoreClock(lambda: self._seconds, lambda: self._seconds)
+        self.store: KVStore = open_store(
+            opened.folder, opened.ram_bytes, opened.disk_bytes, opened.write_back_bytes, clock
+        )
+
+    def passes(self, seconds: float) -> None:
+        self._seconds += seconds
+
+    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        return getattr(self.store, method)(*arguments, **options)
+
+    def read(self, key: str, layers: int) -> ChunkKV | int | None:
+        """Read all layers, or the first few; return the KV, how many were read, or None if it is not held."""
+        reader = self.store.open(key)
+        if reader is None:
+            return None
+        if layers >= reader.num_layers:
+            return read(reader)
+        for layer in range(layers):
+            reader.layer(layer)
+        return layers
+
+    def end(self) -> None:
+        self.store.close()
+
+
+class RemoteStore:
+    """The same in another process."""
+
+    def __init__(self, opened: Opened, seconds: float) -> None:
+        self._process, self._pipe = start_with_pipe(serve, opened, seconds)
+
+    def passes(self, seconds: float) -> None:
+        self._ask("passes", seconds)
+
+    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        return self._ask("call", method, *arguments, **options)
+
+    def read(self, key: str, layers: int) -> ChunkKV | int | None:
+        result: ChunkKV | int | None = self._ask("read", key, layers)
+        return result
+
+    def end(self) -> None:
+        self._ask("end")
+        self._process.join(30)
+        assert self._process.exitcode == 0
+
+    def kill(self) -> None:
+        """End the process where it stands."""
+        self._process.kill()
+        self._process.join()
+
+    def _ask(self, deed: str, *arguments: Any, **options: Any) -> Any:
+        self._pipe.send((deed, arguments, options))
+        assert self._pipe.poll(60), "the other process does not answer"
+        result, error = self._pipe.recv()
+        if error is not None:
+            raise error
+        return result
+
+
+def serve(pipe: Connection, opened: Opened, seconds: float) -> None:
+    """Do what is asked until `end` is."""
+    faulthandler.enable()
+    store = LocalStore(opened, seconds)
+    deed = ""
+    while deed != "end":
+        deed, arguments, options = pipe.recv()
+        act: Callable[..., Any] = getattr(store, deed)
+        try:
+            pipe.send((act(*arguments, **options), None))
+        except Exception as error:
+            pipe.send((None, error))

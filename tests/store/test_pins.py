@@ -1,0 +1,124 @@
+"""What is pinned is never dropped for room."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cacheblend_rag import BlendConfig, BlendEngine, Chunk
+from cacheblend_rag.errors import StoreFullError
+from cacheblend_rag.store import KVStore, check_store, open_store
+from tests.families import tiny_model, tiny_tokenizer, words
+from tests.store.kit import files_of, key_of, make_kv, record
+
+KV_BYTES = make_kv(0).nbytes
+
+
+def held(store: KVStore, numbers: range) -> list[int]:
+    return [number for number in numbers if store.holds([key_of(number)])[0]]
+
+
+def put(store: KVStore, *numbers: int) -> None:
+    for number in numbers:
+        store.put(key_of(number), make_kv(0))
+        store.name("ns", [record(f"n{number}", number)])
+
+
+def fill(store: KVStore) -> None:
+    put(store, 1, 2, 3)
+
+
+def test_pinned_on_disk(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 10**6)
+    fill(store)
+    size = store.stats().disk_bytes // 3
+    store.close()
+    store = open_store(tmp_path, 10**6, 3 * size)
+    assert store.pin("ns", ["n1", "n2", "unknown"]) == 2
+    assert store.stats().pinned_bytes == 2 * size
+    put(store, 4, 5)
+    assert held(store, range(6)) == [1, 2, 5]
+    with pytest.raises(StoreFullError, match=r"pinned KV would take .* more than the store's budget"):
+        open_store(tmp_path, 0, size).pin("ns", ["n5"])
+    assert store.stats().pinned_bytes == 2 * size
+    assert store.pin("ns", ["n5"]) == 1
+    with pytest.raises(StoreFullError, match=r"pinned KV takes \d+ bytes of the store's budget of \d+ \(disk_bytes\)"):
+        store.put(key_of(6), make_kv(0))
+    assert held(store, range(7)) == [1, 2, 5]
+    assert len(files_of(tmp_path)) == 3
+    store.close()
+    # A pin outlives the process, the KV, and another text under the name.
+    store = open_store(tmp_path, 10**6, 3 * size)
+    assert store.unpin("ns", ["n5", "n2"]) == 2
+    store.discard(key_of(1))
+    put(store, 6, 7)
+    store.name("ns", [record("n1", 7)])
+    assert store.stats().pinned_bytes == size
+    put(store, 8, 9, 10)
+    assert held(store, range(11)) == [7, 9, 10]
+    assert store.forget("ns", ["n1"]) == 1
+    assert store.stats().pinned_bytes == 0
+    # KV with two names is pinned while one of them is.
+    store.name("ns", [record("other", 9)])
+    store.pin("ns", ["other", "n9"])
+    store.unpin("ns", ["n9"])
+    assert store.stats().pinned_bytes == size
+    store.forget("ns", ["other"])
+    assert store.stats().pinned_bytes == 0
+    assert held(store, range(11)) == [7, 9, 10]
+    store.close()
+    assert check_store(tmp_path).is_clean
+
+
+def test_pinned_in_ram() -> None:
+    store = open_store(None, 3 * KV_BYTES)
+    fill(store)
+    assert store.pin("ns", ["n1"]) == 1
+    put(store, 4, 5, 6)
+    assert held(store, range(7)) == [1, 5, 6]
+    assert store.stats().pinned_bytes == KV_BYTES
+    store.pin("ns", ["n5", "n6"])
+    with pytest.raises(StoreFullError, match="pinned KV leaves no"):
+        store.put(key_of(7), make_kv(0))
+    store.unpin("ns", ["n5"])
+    put(store, 7)
+    assert held(store, range(8)) == [1, 6, 7]
+    store.forget("ns", ["n1", "n6"])
+    put(store, 8, 9, 10)
+    assert held(store, range(11)) == [8, 9, 10]
+    # What was pinned while it was not held is pinned when it comes back.
+    assert store.pin("ns", ["n3"]) == 1
+    put(store, 3, 11, 12, 13)
+    assert held(store, range(14)) == [3, 12, 13]
+    store.close()
+
+
+def test_the_copy_in_ram_stays(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 2 * KV_BYTES)
+    fill(store)
+    reader = store.open(key_of(1))
+    assert reader is not None
+    for layer in range(reader.num_layers):
+        reader.layer(layer)
+    store.pin("ns", ["n1"])
+    put(store, 4, 5, 6, 7)
+    for path in files_of(tmp_path):
+        path.write_bytes(b"")
+    assert store.open(key_of(1)) is not None
+    assert store.open(key_of(4)) is None
+    store.close()
+
+
+def test_the_engines_pins(tmp_path: Path) -> None:
+    chunks = [Chunk(words(20, seed), f"n{seed}") for seed in range(4)]
+    config = BlendConfig(disk_bytes=45_000)
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config, store=tmp_path) as engine:
+        engine.add(chunks[:1])
+        assert engine.store.stats().disk_bytes < 20_000
+        assert engine.pin(["n0", "nobody"]) == 1
+        engine.add(chunks[1:])
+        records = engine.records([f"n{seed}" for seed in range(4)])
+        assert engine.store.holds([each.key for each in records if each]) == [True, False, False, True]
+        assert engine.unpin(["n0"]) == 1
+        assert engine.store.stats().pinned_bytes == 0
