@@ -66,6 +66,10 @@ class BlendConfig(BaseSettings):
         How KV is kept in RAM: "native" (in the model's dtype), "float32", "float16", "bfloat16", "int8", "int4" or "int2".
     disk_codec : str
         How KV is written to disk. KV that is stored already is served whatever its codec.
+    remote : str, optional
+        The URL of a remote tier below RAM and disk: Redis, Valkey, or the folder of an fsspec filesystem
+        (``redis://host:6379/0``, ``s3://bucket/prefix``). It gets a copy of what is stored and keeps it when there is no more
+        room here; machines that share it share the KV.
     write_back_bytes : int
         Most bytes of KV of misses that wait in RAM, beside `ram_bytes`, to be written to disk in the background. A miss that
         finds no room is not stored. With 0 an answer waits for its misses to be written.
@@ -125,6 +129,7 @@ class BlendConfig(BaseSettings):
     disk_bytes: int | None = Field(default=None, ge=0)
     ram_codec: str = "native"
     disk_codec: str = "native"
+    remote: str | None = Field(default=None, repr=False)
     write_back_bytes: int = Field(default=256 * 1024**2, ge=0)
     namespace: str | None = None
     ttl_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)

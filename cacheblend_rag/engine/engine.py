@@ -47,6 +47,7 @@ _ENGINE_SETTINGS = frozenset(
         "disk_bytes",
         "ram_codec",
         "disk_codec",
+        "remote",
         "write_back_bytes",
         "namespace",
         "ttl_s",
@@ -132,6 +133,7 @@ class BlendEngine:
                 disk_bytes=self.config.disk_bytes,
                 ram_codec=self.config.ram_codec,
                 disk_codec=self.config.disk_codec,
+                remote=self.config.remote,
                 write_back_bytes=self.config.write_back_bytes,
             )
             if store is None or isinstance(store, str | Path)

@@ -254,11 +254,14 @@ class Ingest:
         return encoded, tokens
 
     def _store_and_name(self, batch: Sequence[tuple[Group, ChunkKV]], ttl_s: float | None) -> None:
+        evictions = self._store.stats().evictions
         for group, kv in batch:
             self._store.put(group[0].key, kv, tenant=self._tenant, ttl_s=ttl_s)
         # Named only now: a process that dies before leaves KV without a name, which the next run finds.
         self._name(record for group, _ in batch for record in group)
-        # Until it had its own name, KV could lose the last of its others.
+        # Until it had its own name, KV could lose the last of its others. What made room for the batch's own is not put again.
+        if self._store.stats().evictions != evictions:
+            return
         held = self._store.holds([group[0].key for group, _ in batch])
         for (group, kv), there in zip(batch, held, strict=True):
             if not there and any(record.id for record in group):

@@ -10,7 +10,9 @@ from cacheblend_rag.store.check import CheckReport, check_store
 from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.collect import GarbageReport, collect_garbage
 from cacheblend_rag.store.disk import DiskTier
+from cacheblend_rag.store.offsite import Offsite
 from cacheblend_rag.store.ram import RamTier
+from cacheblend_rag.store.remote import RemoteTier, open_remote
 from cacheblend_rag.store.tiered import TieredStore
 from cacheblend_rag.store.transfer import ExportReport, ImportReport, export_store, import_store
 
@@ -41,6 +43,7 @@ def open_store(
     disk_codec: str = "native",
     write_back_bytes: int = 0,
     clock: StoreClock | None = None,
+    remote: str | RemoteTier | None = None,
 ) -> KVStore:
     """Open a chunk KV store, making it if there is none.
 
@@ -61,6 +64,9 @@ def open_store(
         them at once.
     clock : StoreClock, optional
         What tells when KV expires.
+    remote : str or RemoteTier, optional
+        A remote tier below RAM and disk, or its URL (`cacheblend_rag.store.remote.open_remote`). It gets a copy of what is
+        stored, packed like on disk, and keeps it when there is no more room here; machines that share it share the KV.
 
     Returns
     -------
@@ -78,7 +84,10 @@ def open_store(
     StoreError
         If `location` is something else than a store or an empty folder.
     """
-    ram, disk = RamTier(ram_bytes, make_codec(ram_codec)), make_codec(disk_codec)
+    ram, codec = RamTier(ram_bytes, make_codec(ram_codec)), make_codec(disk_codec)
+    tier = open_remote(remote) if isinstance(remote, str) else remote
+    offsite = None if tier is None else Offsite(tier, codec)
     if location is None:
-        return TieredStore(ram, clock=clock)
-    return TieredStore(ram, DiskTier(Path(location).expanduser(), disk_bytes, disk, clock), write_back_bytes)
+        return TieredStore(ram, clock=clock, offsite=offsite)
+    disk = DiskTier(Path(location).expanduser(), disk_bytes, codec, clock)
+    return TieredStore(ram, disk, write_back_bytes, offsite=offsite)

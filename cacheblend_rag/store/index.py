@@ -235,6 +235,8 @@ class Index:
         with self._database.write() as connection:
             if tenant is None:
                 keys = connection.execute("SELECT key FROM entries").fetchall()
+                # KV may be in RAM alone or in a remote tier, without an entry.
+                dropped.keys += [key for (key,) in connection.execute("SELECT DISTINCT key FROM nodes")]
                 connection.execute("DELETE FROM nodes")
             else:
                 keys = connection.execute("SELECT key FROM entries WHERE tenant = ?", (tenant,)).fetchall()
@@ -244,7 +246,6 @@ class Index:
                 )
                 nodes = connection.execute(query, (tenant,)).fetchall()
                 connection.executemany("DELETE FROM nodes WHERE seq = ?", ((seq,) for seq, _ in nodes))
-                # KV may be in RAM alone, without an entry.
                 dropped.keys += [key for _, key in nodes]
             drop_entries(connection, [key for (key,) in keys], writer, dropped)
             _forget_old_deletions(connection)

@@ -50,6 +50,18 @@ class Names:
         with self._database.read() as connection:
             return counter(connection, "revision")
 
+    def leading_to(self, key: str) -> tuple[str, str, list[str]] | None:
+        """Return a namespace whose names lead to `key`, its tenant and those names; None if no name does."""
+        query = (
+            "SELECT namespace, ifnull(tenant, ''), id FROM nodes LEFT JOIN namespaces USING (namespace) WHERE key = ?"
+        )
+        with self._database.read() as connection:
+            rows = connection.execute(query, (key,)).fetchall()
+        if not rows:
+            return None
+        namespace, tenant, _ = rows[0]
+        return namespace, tenant, [node for each, _, node in rows if each == namespace]
+
     def count(self) -> int:
         """Return how many names there are in all namespaces."""
         with self._database.read() as connection:

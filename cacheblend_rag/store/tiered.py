@@ -1,4 +1,4 @@
-"""The store: names, and RAM over disk."""
+"""The store: names, and RAM over disk over a remote tier."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from cacheblend_rag.store.disk import DiskTier
 from cacheblend_rag.store.folder import valid_key
 from cacheblend_rag.store.index import Dropped, Index
 from cacheblend_rag.store.names import Names, name_waiting
+from cacheblend_rag.store.offsite import Offsite
 from cacheblend_rag.store.probe import TierProbe, disk_probe, ram_probe
 from cacheblend_rag.store.promote import PromotingReader
 from cacheblend_rag.store.ram import RamReader, RamTier
@@ -33,11 +34,14 @@ Result = TypeVar("Result")
 
 
 class TieredStore:
-    """A `KVStore` in RAM, or in RAM over a folder on disk.
+    """A `KVStore` in RAM, or in RAM over a folder on disk, either of them over a remote tier.
 
     With a folder, RAM holds copies of what is on disk, what waits to be written, and nothing else: KV is dropped on disk first
     and in RAM second, and what was put or read whole is checked against the index once it is in RAM. So no deletion, by this
     process or another, leaves a copy.
+
+    The remote tier gets a copy of what is put, in the background, and keeps it when the disk needs room. What is found there
+    alone is read from there, and kept in RAM and on disk. Only KV without a time to live goes there.
 
     Parameters
     ----------
@@ -49,13 +53,21 @@ class TieredStore:
         Most bytes of KV that may wait to be written; with 0 nothing waits, and `put_later` is as durable as `put`.
     clock : StoreClock, optional
         What tells when KV expires; a folder has its own.
+    offsite : Offsite, optional
+        The remote tier.
     """
 
     def __init__(
-        self, ram: RamTier, disk: DiskTier | None = None, write_back_bytes: int = 0, clock: StoreClock | None = None
+        self,
+        ram: RamTier,
+        disk: DiskTier | None = None,
+        write_back_bytes: int = 0,
+        clock: StoreClock | None = None,
+        offsite: Offsite | None = None,
     ) -> None:
         self._ram = ram
         self._disk = disk
+        self._offsite = offsite
         self._database = disk.database if disk else Database(None)
         self._clock = disk.clock if disk else (clock or StoreClock())
         self._index = Index(self._database)
@@ -71,7 +83,7 @@ class TieredStore:
     @property
     def is_private(self) -> bool:
         """Whether the store's contents end with this process and are reachable through this object alone."""
-        return self._disk is None
+        return self._disk is None and self._offsite is None
 
     @property
     def path(self) -> Path | None:
@@ -101,13 +113,16 @@ class TieredStore:
                 self._disk.touch(key)
             return RamReader(kv)
         found = self._disk.find(key) if self._disk else None
-        if found is None:
-            return None
-        file, entry = found
-
-        def keep(key: str, kv: PackedKV) -> None:
-            self._keep(key, kv, entry.tenant, entry.expires_at)
-
+        if found is not None:
+            file, entry = found
+            keep: Callable[[str, PackedKV], None] = partial(
+                self._keep, tenant=entry.tenant, expires_at=entry.expires_at
+            )
+        else:
+            remote = self._offsite.open(key) if self._offsite else None
+            if remote is None:
+                return None
+            file, keep = remote, self._bring_back
         # Packing never makes KV larger, unpacking may.
         nbytes = file.kv_bytes if self._ram.codec.name == "native" else file.packed_bytes
         return PromotingReader(file, self._ram, nbytes, keep) if self._ram.reserve(nbytes) else file
@@ -130,6 +145,7 @@ class TieredStore:
             packed = self._ram.pack(kv) if self._ram.codec == self._disk.codec else kv
             self._ram.drop(self._disk.put(key, packed, tenant, expires_at))
             self._keep(key, packed, tenant, expires_at)
+            self._send(key, kv, expires_at)
             return
         if self._ram.holds(key):
             self._prolong_in_ram(key, expires_at)
@@ -144,6 +160,7 @@ class TieredStore:
                 "unpin some, or raise the budget"
             )
         self._ram.pin(self._names.pinned([key]))
+        self._send(key, kv, expires_at)
 
     def put_later(
         self,
@@ -169,11 +186,11 @@ class TieredStore:
         return True
 
     def settle(self) -> None:
-        """Wait until everything that waited to be written is, or has failed to be."""
+        """Wait until everything that waited to be written to disk is, or has failed to be."""
         self._waiting.settle()
 
     def flush(self) -> None:
-        """Wait until everything that waited to be written is, and raise the first error that was met.
+        """Wait until everything that waited to be written or uploaded is, and raise the first error of writing that was met.
 
         Raises
         ------
@@ -181,6 +198,8 @@ class TieredStore:
             If something could not be written since the last call.
         """
         self._waiting.flush()
+        if self._offsite:
+            self._offsite.flush()
 
     def cache(self, key: str, kv: ChunkKV, *, tenant: str = "", ttl_s: float | None = None) -> None:
         """Keep `kv` in RAM only, until room is needed; for KV that has no name by which it could be deleted."""
@@ -196,7 +215,11 @@ class TieredStore:
             there = self._disk.holds(keys)
         else:
             there = [self._ram.holds(key) and not self._has_expired(key) for key in keys]
-        return [one or other for one, other in zip(waiting, there, strict=True)]
+        held = [one or other for one, other in zip(waiting, there, strict=True)]
+        if self._offsite and not all(held):
+            elsewhere = iter(self._offsite.holds([key for key, here in zip(keys, held, strict=True) if not here]))
+            held = [here or next(elsewhere) for here in held]
+        return held
 
     def prolong(self, keys: Sequence[str], ttl_s: float | None) -> None:
         """Let KV that is held live for that long from now at least; None is for ever."""
@@ -214,6 +237,8 @@ class TieredStore:
         if self._disk:
             self._disk.discard(key)
         self._ram.drop([key])
+        if self._offsite:
+            self._offsite.drop([key])
 
     def release(self, keys: Sequence[str]) -> None:
         """Drop the KV under those of the keys that no name maps to."""
@@ -304,6 +329,8 @@ class TieredStore:
         self._closed = True
         # What cannot be written was told as a warning.
         self._waiting.settle()
+        if self._offsite:
+            self._offsite.close()
         self._ram.clear()
         if self._disk:
             self._disk.close()
@@ -322,11 +349,29 @@ class TieredStore:
         if self._disk:
             self._ram.drop(self._disk.put(chunk.key, chunk.kv, chunk.tenant, chunk.expires_at, wanted))
             self._keep(chunk.key, chunk.kv, chunk.tenant, chunk.expires_at)
+            if not chunk.is_copy and self._disk.holds([chunk.key])[0]:
+                self._send(chunk.key, chunk.kv, chunk.expires_at)
         else:
             self._note(chunk.key, chunk.tenant, chunk.expires_at)
             if self._ram.put(chunk.key, chunk.kv) and not self._index.transact(wanted):
                 self._ram.drop([chunk.key])
             self._ram.pin(self._names.pinned([chunk.key]))
+
+    def _send(self, key: str, kv: ChunkKV | PackedKV, expires_at: float | None) -> None:
+        if self._offsite and expires_at is None:
+            self._offsite.put(key, kv)
+            if self._disk and not self._disk.holds([key])[0]:
+                # Deleted between the two.
+                self._offsite.drop([key])
+
+    def _bring_back(self, key: str, kv: PackedKV) -> None:
+        """Keep what was found in the remote tier alone: on disk if a name leads to it, else in RAM."""
+        named = self._names.leading_to(key)
+        if named is None or not self._disk or not self._waiting.limit_bytes:
+            self._ram.put(key, kv)
+        elif not self._disk.read_only:
+            namespace, tenant, ids = named
+            self._waiting.offer(WaitingChunk(key, kv, namespace, tenant, [], ids, None, is_copy=True))
 
     def _keep(self, key: str, kv: ChunkKV | PackedKV, tenant: str, expires_at: float | None) -> None:
         """Keep a copy of what is on disk, which nobody sees before it is clear that it was not dropped there meanwhile."""
@@ -406,6 +451,8 @@ class TieredStore:
         self._unpin_in_ram()
         if self._disk:
             self._disk.remove(dropped)
+        if self._offsite and dropped.keys:
+            self._offsite.drop(dropped.keys)
 
     def _notice_deletions(self) -> None:
         """Drop from RAM what other processes have deleted from the folder."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from logging import getLogger
 
+from cacheblend_rag.codec import PackedKV
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store.base import NodeRecord
@@ -26,7 +27,7 @@ class WaitingChunk:
     ----------
     key : str
         Its store key.
-    kv : ChunkKV
+    kv : ChunkKV or PackedKV
         The KV.
     namespace, tenant : str
         Where its names are, and whose.
@@ -36,18 +37,21 @@ class WaitingChunk:
         Names that led to it when it was computed.
     expires_at : float or None
         From when on it counts as a miss, by the store's time.
+    is_copy : bool
+        Whether it came from the remote tier, and need not go there again.
     cancelled : bool
         Whether it is not to be written any more. Set before the transaction that deletes begins, read in the one that writes:
         whichever comes second finds what the other did.
     """
 
     key: str
-    kv: ChunkKV
+    kv: ChunkKV | PackedKV
     namespace: str
     tenant: str
     records: list[NodeRecord]
     known: list[str]
     expires_at: float | None
+    is_copy: bool = False
     cancelled: bool = False
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -102,7 +106,7 @@ class WriteBack:
             )
         return False
 
-    def get(self, key: str) -> ChunkKV | None:
+    def get(self, key: str) -> ChunkKV | PackedKV | None:
         """Return KV that waits under `key`, or None."""
         if not self._queue:
             return None

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -141,9 +142,9 @@ def test_of_two_adds_of_one_id_the_last_counts(engine: BlendEngine) -> None:
 def test_a_chunk_deleted_while_it_is_stored_is_not_kept(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     put = engine.store.put
 
-    def delete_then_put(key: str, kv: ChunkKV) -> None:
+    def delete_then_put(key: str, kv: ChunkKV, **options: Any) -> None:
         engine.delete(["n1"])
-        put(key, kv)
+        put(key, kv, **options)
 
     monkeypatch.setattr(engine.store, "put", delete_then_put)
     engine.add([CHUNKS[1], Chunk(CHUNKS[2].text)], background=True).result()
@@ -157,11 +158,11 @@ def test_a_text_that_has_another_name_outlives_its_deleted_one(
 ) -> None:
     put = engine.store.put
 
-    def share_then_put(key: str, kv: ChunkKV) -> None:
+    def share_then_put(key: str, kv: ChunkKV, **options: Any) -> None:
         monkeypatch.setattr(engine.store, "put", put)
         engine.add([Chunk(CHUNKS[0].text, "twin")])
         engine.delete(["n0"])
-        put(key, kv)
+        put(key, kv, **options)
 
     monkeypatch.setattr(engine.store, "put", share_then_put)
     engine.add(CHUNKS[:1], background=True).result()
@@ -173,9 +174,9 @@ def test_kv_that_loses_a_name_before_it_has_its_own_is_stored_again(
 ) -> None:
     name = engine.store.name
 
-    def release_then_name(namespace: str, records: list[object]) -> None:
+    def release_then_name(namespace: str, records: list[object], **options: Any) -> None:
         engine.store.release([record.key for record in records])  # type: ignore[attr-defined]
-        name(namespace, records)  # type: ignore[arg-type]
+        name(namespace, records, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(engine.store, "name", release_then_name)
     engine.add(CHUNKS)
@@ -220,10 +221,10 @@ def test_errors_come_out_of_the_job_and_of_one_flush(engine: BlendEngine, monkey
     put = engine.store.put
     failing = engine._assembler.record(CHUNKS[2]).key
 
-    def fail(key: str, kv: ChunkKV) -> None:
+    def fail(key: str, kv: ChunkKV, **options: Any) -> None:
         if key == failing:
             raise StoreFullError("no room")
-        put(key, kv)
+        put(key, kv, **options)
 
     monkeypatch.setattr(engine.store, "put", fail)
     job = engine.add(CHUNKS[:4], background=True)

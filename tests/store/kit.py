@@ -17,7 +17,7 @@ from cacheblend_rag.store import KVReader, NodeRecord
 
 # One server imports torch once; each process is then forked from it, not from the tests.
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["tests.store.kit", "tests.store.remote", "tests.store.workers"])
+_processes.set_forkserver_preload(["tests.store.kit", "tests.store.elsewhere", "tests.store.workers"])
 
 
 def key_of(number: int) -> str:

@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from cacheblend_rag.errors import StoreFullError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store import NodeRecord, StoreClock, check_store, collect_garbage
+from tests.store.elsewhere import LocalStore, Opened, RemoteStore
 from tests.store.kit import key_of, make_kv, record, same
-from tests.store.remote import LocalStore, Opened, RemoteStore
 
 NUMBERS = st.integers(0, 5)
 NODES = st.sampled_from(["a", "b", "c"])

@@ -63,6 +63,7 @@ def test_a_layer_is_read_alone(opener: Opener) -> None:
 
     class Counted:
         size = source.size
+        tier = source.tier
 
         def read_into(self, view: memoryview, offset: int) -> int:
             asked.append(len(view))

@@ -32,7 +32,11 @@ class LocalStore:
         # Time passes only when the tests say so: `seconds` is both clocks'.
         clock = StoreClock(lambda: self._seconds, lambda: self._seconds)
         self.store: KVStore = open_store(
-            opened.folder, opened.ram_bytes, opened.disk_bytes, opened.write_back_bytes, clock
+            opened.folder,
+            opened.ram_bytes,
+            opened.disk_bytes,
+            write_back_bytes=opened.write_back_bytes,
+            clock=clock,
         )
 
     def passes(self, seconds: float) -> None:
