@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Literal, overload
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk
 from cacheblend_rag.config import BlendConfig
@@ -23,6 +23,7 @@ from cacheblend_rag.engine.identity import engine_identity
 from cacheblend_rag.engine.ingest import Ingest, WarmEstimate
 from cacheblend_rag.engine.jobs import AddJob, AddResult
 from cacheblend_rag.engine.metrics import EngineMetrics
+from cacheblend_rag.engine.pretrained import load_pretrained
 from cacheblend_rag.engine.prompt import Assembler
 from cacheblend_rag.engine.run import PromptRun, Runner
 from cacheblend_rag.engine.selfcheck import check_blending
@@ -59,20 +60,6 @@ _ENGINE_SETTINGS = frozenset(
         "strict",
     }
 )
-# What says where a checkpoint is, and so is as true of its tokenizer as of its weights.
-_HUB_OPTIONS = frozenset(
-    {
-        "cache_dir",
-        "force_download",
-        "local_files_only",
-        "proxies",
-        "revision",
-        "subfolder",
-        "token",
-        "trust_remote_code",
-    }
-)
-_REFERENCE = Path(__file__).parents[1] / "reference" / "weights"
 
 
 class BlendEngine:
@@ -199,21 +186,7 @@ class BlendEngine:
             If there is no such model, or it cannot be reached.
         """
         config = BlendConfig() if config is None else config
-        name = str(_REFERENCE) if model == "reference" else str(model)
-        device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        dtype = config.torch_dtype() or (torch.float32 if device == "cpu" else "auto")
-        options = {"dtype": dtype} | model_kwargs
-        try:
-            loaded = AutoModelForCausalLM.from_pretrained(name, **options)
-            hub_options = {option: value for option, value in model_kwargs.items() if option in _HUB_OPTIONS}
-            tokenizer = AutoTokenizer.from_pretrained(name, **hub_options)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"model {str(model)!r} cannot be loaded: {str(error).strip().splitlines()[0]} Give a Hugging Face id that can be "
-                'reached, a folder with a model and its tokenizer, or "reference"'
-            ) from error
-        if "device_map" not in model_kwargs:
-            loaded = loaded.to(torch.device(device))  # type: ignore[arg-type]
+        loaded, tokenizer = load_pretrained(model, config, model_kwargs)
         return cls(loaded, tokenizer, config=config, store=store, namespace=namespace)
 
     def __enter__(self) -> BlendEngine:

@@ -39,11 +39,14 @@ class EngineMetrics:
 
         self._prompts = counter("prompts", "Prompts answered.", "selector")
         self._fallbacks = counter("fallbacks", "Prompts computed as a whole although blending was asked for.")
-        self._chunks = counter("chunks", "Chunks of prompts, by whether their KV was stored.", "result")
+        self._chunks = counter(
+            "chunks", "Chunks of prompts: where their KV was read from, or that it was a miss.", "tier"
+        )
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
         self._context_tokens = counter("context_tokens", "Tokens of prompts' chunks.")
         self._recomputed_tokens = counter("recomputed_tokens", "Chunk tokens computed again.")
         self._output_tokens = counter("output_tokens", "Tokens generated.")
+        self._load_bytes = counter("load_bytes", "Bytes of stored KV that prompts loaded, as the model takes it.")
         self._load_s = counter("load_wait_seconds", "Seconds that computation waited for stored KV.")
         self._encode_s = counter("encode_seconds", "Seconds that prompts spent on encoding misses.")
         self._ttft_s = Histogram(
@@ -59,12 +62,14 @@ class EngineMetrics:
         self._prompts.labels(report.selector).inc()
         if report.fallback_reason is not None:
             self._fallbacks.inc()
-        self._chunks.labels("hit").inc(report.hits)
-        self._chunks.labels("miss").inc(report.misses)
+        for chunk in report.chunks:
+            # Where the whole prompt was computed, nothing was read.
+            self._chunks.labels("miss" if not chunk.hit else chunk.tier or "not read").inc()
         self._prompt_tokens.inc(report.prompt_tokens)
         self._context_tokens.inc(report.context_tokens)
         self._recomputed_tokens.inc(report.recomputed_tokens)
         self._output_tokens.inc(report.output_tokens)
+        self._load_bytes.inc(report.load_bytes)
         self._load_s.inc(report.load_s)
         self._encode_s.inc(report.encode_s)
         self._ttft_s.observe(report.ttft_s)
@@ -89,4 +94,13 @@ class _StoreCollector(Collector):
         yield held
         yield GaugeMetricFamily("cacheblend_store_entries", "Chunks whose KV is held.", stats.entries)
         yield GaugeMetricFamily("cacheblend_store_names", "Named chunks.", stats.nodes)
+        yield GaugeMetricFamily(
+            "cacheblend_store_pinned_bytes", "Bytes that are never dropped for room.", stats.pinned_bytes
+        )
+        yield GaugeMetricFamily(
+            "cacheblend_store_waiting_bytes", "Bytes of misses that wait to be written.", stats.waiting_bytes
+        )
         yield CounterMetricFamily("cacheblend_store_evictions", "Entries dropped for room.", stats.evictions)
+        yield CounterMetricFamily(
+            "cacheblend_store_unwritten", "Misses that found no room to wait in.", stats.unwritten
+        )

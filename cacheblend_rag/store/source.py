@@ -37,6 +37,8 @@ class FileSource:
     ----------
     path : str
         The file.
+    tier : str
+        What the place is called.
 
     Raises
     ------
@@ -44,9 +46,8 @@ class FileSource:
         If it cannot be opened.
     """
 
-    tier = "disk"
-
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, tier: str = "disk") -> None:
+        self.tier = tier
         self._fd = -1
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self.size = os.fstat(self._fd).st_size

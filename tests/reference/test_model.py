@@ -14,7 +14,7 @@ from cacheblend_rag.reference.prompt import FORMATS
 from cacheblend_rag.reference.scoring import score
 from cacheblend_rag.reference.tokenizer import build_tokenizer
 
-FULL_AT_LEAST = 0.75
+FULL_AT_LEAST = 0.88
 REUSE_BELOW_FULL_BY = {"pronoun": 0.2, "two_hop": 0.2}
 
 

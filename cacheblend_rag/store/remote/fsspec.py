@@ -114,7 +114,7 @@ class FsspecTier:
             file, size = max(held.items())
             if self._is_local:
                 try:
-                    return FileSource(file)
+                    return FileSource(file, self.location.partition(":")[0])
                 except FileNotFoundError:
                     return None
         if not 0 <= size <= MAX_CHUNK_BYTES:

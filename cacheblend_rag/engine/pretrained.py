@@ -1,0 +1,71 @@
+"""Loading a model and its tokenizer by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.errors import ConfigError
+
+__all__ = ["load_pretrained"]
+
+# What says where a checkpoint is, and so is as true of its tokenizer as of its weights.
+_HUB_OPTIONS = frozenset(
+    {
+        "cache_dir",
+        "force_download",
+        "local_files_only",
+        "proxies",
+        "revision",
+        "subfolder",
+        "token",
+        "trust_remote_code",
+    }
+)
+_REFERENCE = Path(__file__).parents[1] / "reference" / "weights"
+
+
+def load_pretrained(
+    model: str | Path, config: BlendConfig, model_kwargs: dict[str, Any]
+) -> tuple[PreTrainedModel, Any]:
+    """Load a model and its tokenizer; see `BlendEngine.from_pretrained`.
+
+    Parameters
+    ----------
+    model : str or Path
+        A Hugging Face id, a folder, or "reference".
+    config : BlendConfig
+        `dtype` and `device` say how the model is loaded.
+    model_kwargs : dict
+        Passed to ``AutoModelForCausalLM.from_pretrained``.
+
+    Returns
+    -------
+    model, tokenizer
+        Both, the model on its device.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such model, or it cannot be reached.
+    """
+    name = str(_REFERENCE) if model == "reference" else str(model)
+    device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = config.torch_dtype() or (torch.float32 if device == "cpu" else "auto")
+    options = {"dtype": dtype} | model_kwargs
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(name, **options)
+        hub_options = {option: value for option, value in model_kwargs.items() if option in _HUB_OPTIONS}
+        tokenizer = AutoTokenizer.from_pretrained(name, **hub_options)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model {str(model)!r} cannot be loaded: {str(error).strip().splitlines()[0]} Give a Hugging Face id that can be "
+            'reached, a folder with a model and its tokenizer, or "reference"'
+        ) from error
+    if "device_map" not in model_kwargs:
+        loaded = loaded.to(torch.device(device))  # type: ignore[arg-type]
+    return loaded, tokenizer

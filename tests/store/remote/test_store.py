@@ -1,0 +1,176 @@
+"""A store over a remote tier."""
+
+from __future__ import annotations
+
+import logging
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag.store import KVStore, open_store
+from cacheblend_rag.store.remote import RemoteTier, open_remote
+from tests.families import tiny_model, tiny_tokenizer, words
+from tests.store.kit import files_of, key_of, make_kv, read, record, same
+from tests.store.remote.conftest import RedisServer
+
+Opener = Callable[[], RemoteTier]
+
+
+def opened(
+    folder: Path | None, tier: RemoteTier | str, disk_bytes: int | None = None, ram_bytes: int = 10**6
+) -> KVStore:
+    return open_store(folder, ram_bytes, disk_bytes, write_back_bytes=10**6, remote=tier)
+
+
+def test_two_machines_share(tmp_path: Path, opener: Opener) -> None:
+    one, two = opened(tmp_path / "one", opener()), opened(tmp_path / "two", opener())
+    one.put(key_of(1), make_kv(1))
+    one.name("ns", [record("n1", 1)])
+    one.flush()
+    assert two.holds([key_of(1), key_of(2)]) == [True, False]
+    two.name("ns", [record("n1", 1)])
+    reader = two.open(key_of(1))
+    assert reader is not None and reader.tier not in ("ram", "disk")
+    assert same(read(reader), make_kv(1))
+    # What was read whole, and has a name here, is on this machine's disk then.
+    two.flush()
+    assert len(files_of(tmp_path / "two")) == 1
+    again = two.open(key_of(1))
+    assert again is not None and again.tier == "ram"
+    one.close()
+    two.close()
+
+
+def test_what_the_disk_has_no_room_for_is_read_from_there(tmp_path: Path, opener: Opener) -> None:
+    store = opened(tmp_path, opener(), disk_bytes=6_000, ram_bytes=0)
+    for number in range(8):
+        store.put(key_of(number), make_kv(number))
+        store.name("ns", [record(f"n{number}", number)])
+    store.flush()
+    assert len(files_of(tmp_path)) < 8
+    tiers = set()
+    for number in range(8):
+        reader = store.open(key_of(number))
+        assert reader is not None
+        tiers.add(reader.tier)
+        assert same(read(reader), make_kv(number))
+    assert len(tiers) == 2
+    store.close()
+
+
+def test_without_a_folder(opener: Opener) -> None:
+    store = opened(None, opener())
+    assert not store.is_private
+    store.put(key_of(1), make_kv(1))
+    store.flush()
+    other = opened(None, opener())
+    reader = other.open(key_of(1))
+    assert reader is not None
+    assert same(read(reader), make_kv(1))
+    again = other.open(key_of(1))
+    assert again is not None and again.tier == "ram"
+    store.close()
+    other.close()
+
+
+def test_deleting_deletes_there_too(tmp_path: Path, opener: Opener) -> None:
+    tier = opener()
+    store = opened(tmp_path, opener())
+    for number in range(4):
+        store.put(key_of(number), make_kv(number))
+        store.name("ns", [record(f"n{number}", number)])
+    store.flush()
+    keys = [key_of(number) for number in range(4)]
+    assert tier.holds(keys) == [True] * 4
+    store.forget("ns", ["n0"])
+    # Another text under the same id.
+    store.name("ns", [record("n1", 2)])
+    assert tier.holds(keys) == [False, False, True, True]
+    store.discard(key_of(2))
+    assert tier.holds(keys) == [False, False, False, True]
+    store.clear()
+    assert tier.holds(keys) == [False] * 4
+    assert store.open(key_of(3)) is None
+    store.close()
+
+
+def test_kv_with_a_time_to_live_stays_here(tmp_path: Path, opener: Opener) -> None:
+    tier = opener()
+    store = opened(tmp_path, opener())
+    store.put(key_of(1), make_kv(1), ttl_s=1000)
+    store.flush()
+    assert tier.holds([key_of(1)]) == [False]
+    store.close()
+
+
+def test_a_deletion_that_could_not_reach_it_is_made_up_for(tmp_path: Path, redis_server: RedisServer) -> None:
+    tier = open_remote(redis_server.url(), read_timeout_s=0.3, back_off_s=0.01, max_back_off_s=0.05)
+    store = opened(tmp_path, tier)
+    store.put(key_of(1), make_kv(1))
+    store.name("ns", [record("n1", 1)])
+    store.flush()
+    redis_server.signal(signal.SIGSTOP)
+    try:
+        store.forget("ns", ["n1"])
+        assert store.open(key_of(1)) is None
+    finally:
+        redis_server.signal(signal.SIGCONT)
+    other = open_remote(redis_server.url())
+    assert other.holds([key_of(1)]) == [True]
+    # Whatever reaches it next removes it first.
+    for _ in range(100):
+        store.holds([key_of(2)])
+        if other.holds([key_of(1)]) == [False]:
+            break
+    assert other.holds([key_of(1)]) == [False]
+    store.close()
+    other.close()
+
+
+@pytest.mark.parametrize("turns", [6, pytest.param(60, marks=[pytest.mark.full, pytest.mark.timeout(900)])])
+def test_answers_while_redis_is_killed_and_restarted(tmp_path: Path, redis_server: RedisServer, turns: int) -> None:
+    """Every failure of the remote tier is a miss, and the answer that of an undisturbed run."""
+    chance = random.Random(turns)
+    tier = open_remote(redis_server.url(), back_off_s=0.01, max_back_off_s=0.05)
+    # There is room on disk for a single chunk: the others come from the remote tier.
+    store = open_store(tmp_path, 0, 20_000, write_back_bytes=10**6, remote=tier)
+    config = BlendConfig(recompute_ratio=0.3)
+    chunks = [Chunk(words(16, number), f"n{number}") for number in range(4)]
+    prompt = BlendPrompt(words(3, 10), [f"n{number}" for number in range(4)], words(5, 11))
+    tiers: set[str | None] = set()
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config, store=store) as engine:
+        engine.add(chunks)
+        engine.flush()
+        undisturbed = engine.prefill(prompt).logits
+        for turn in range(turns):
+            if turn % 2:
+                redis_server.kill()
+            for _ in range(chance.randrange(1, 4)):
+                answer = engine.prefill(prompt)
+                # What is a miss is encoded beside other chunks than at first.
+                torch.testing.assert_close(answer.logits, undisturbed, atol=1e-4, rtol=0)
+                tiers |= {chunk.tier for chunk in answer.report.chunks}
+            if turn % 2:
+                redis_server.start()
+            engine.flush()
+    assert {"disk", "redis", None} <= tiers
+    store.close()
+
+
+def test_nobody_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = BlendConfig(remote="redis://127.0.0.1:1/0")
+    with (
+        caplog.at_level(logging.WARNING),
+        BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config, store=tmp_path) as engine,
+    ):
+        engine.add([Chunk(words(16, 1), "n1")])
+        assert engine.prefill(BlendPrompt(words(3, 2), ["n1"], words(4, 3))).report.hits == 1
+        assert engine.prefill(BlendPrompt(words(3, 2), [Chunk(words(9, 5))], words(4, 3))).report.misses == 1
+        assert engine.delete(["n1"]) == 1
+    told = [message for message in caplog.messages if "redis" in message]
+    assert told and len(told) <= 3
