@@ -79,13 +79,8 @@ def test_an_emulated_device_gives_the_same_kv() -> None:
     store.put(KEY, KV)
     reader = store.open(KEY)
     assert reader is not None
-    assert (reader.tier, reader.kv_bytes, reader.token_ids, reader.start, reader.num_layers) == (  # type: ignore[attr-defined]
-        "50MB/s",
-        KV.nbytes,
-        KV.token_ids,
-        1,
-        4,
-    )
+    assert (reader.tier, reader.codec, reader.packed_bytes) == ("50MB/s", "native", KV.nbytes)
+    assert (reader.token_ids, reader.start, reader.num_layers) == (KV.token_ids, 1, 4)
     assert all(torch.equal(reader.layer(2)[part], KV.layers[2][part]) for part in (0, 1))
     assert store.open("cd" * 16) is None
     assert store.holds([KEY]) == [True]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -127,6 +128,7 @@ def test_a_deletion_that_could_not_reach_it_is_made_up_for(tmp_path: Path, redis
         store.holds([key_of(2)])
         if other.holds([key_of(1)]) == [False]:
             break
+        time.sleep(0.01)
     assert other.holds([key_of(1)]) == [False]
     store.close()
     other.close()
