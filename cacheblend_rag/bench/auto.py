@@ -12,6 +12,8 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 
+from cacheblend_rag.bench.coldfiles import drop_cached, stored_files
+from cacheblend_rag.bench.rounds import in_alternation
 from cacheblend_rag.bench.shapes import random_model, shape_config, word_tokenizer
 from cacheblend_rag.bench.slow import SlowStore
 from cacheblend_rag.chunk import BlendPrompt, Chunk
@@ -21,7 +23,6 @@ from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.store import KVStore, open_store
-from cacheblend_rag.store.probe import forget_pages
 
 __all__ = ["AutoBench", "AutoRow", "AutoRun", "AutoSetting"]
 
@@ -220,15 +221,12 @@ class AutoBench:
                 methods["blend", ratio] = base.replace(recompute_ratio=ratio)
         methods["auto", 0.0] = base
         times: dict[tuple[str, float], list[BlendReport]] = {method: [] for method in methods}
-        order = list(methods)
-        for number in range(self.setting.repeats + 1):
-            first = number % len(order)
-            for method in [*order[first:], *order[:first]]:
-                if tier == "disk":
-                    _drop_cache(place)
-                report = self._run(engine, prompt, methods[method])
-                if number:
-                    times[method].append(report)
+        for method, measured in in_alternation(list(methods), self.setting.repeats, unmeasured=1):
+            if tier == "disk":
+                drop_cached(stored_files(place / "kv"))
+            report = self._run(engine, prompt, methods[method])
+            if measured:
+                times[method].append(report)
         engine.delete([str(chunk.id) for chunk in added])
         here = []
         for (name, ratio), reports in times.items():
@@ -283,8 +281,3 @@ def _rate(tier: str) -> float | None:
     if not tier.endswith("MB/s") or not 0 < rate < float("inf"):
         raise ConfigError(f"tier {tier!r} is unknown; give ram, disk, or a rate such as 200MB/s")
     return rate * 1e6
-
-
-def _drop_cache(place: Path) -> None:
-    for file in (place / "kv").rglob("*.safetensors"):
-        forget_pages(str(file))

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.store.probe import forget_pages
 
 __all__ = ["cached_share", "drop_cached", "stored_files"]
 
@@ -31,12 +32,7 @@ def drop_cached(files: Iterable[Path]) -> None:
             "the disk tier is measured with an empty page cache, which this system has no call for; use Linux"
         )
     for file in files:
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
+        forget_pages(file)
 
 
 def cached_share(files: Iterable[Path]) -> float | None:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from cacheblend_rag.bench.rounds import in_alternation
 from cacheblend_rag.bench.shapes import random_model, shape_config, word_tokenizer
 from cacheblend_rag.chunk import Chunk
 from cacheblend_rag.config import BlendConfig
@@ -185,14 +186,9 @@ class EncodeBench:
         for on_disk in (False, True):
             self._add(self._chunks[: self._batches[0].shape[0]], on_disk=on_disk)
         times: dict[str, list[_Took]] = {name: [] for name in methods}
-        names = list(methods)
-        for number in range(self.setting.repeats):
-            first = number % len(names)
-            for name in [*names[first:], *names[:first]]:
-                times[name].append(methods[name]())
-                if progress is not None:
-                    progress(sum(map(len, times.values())), self.setting.repeats * len(names))
-        return [self._row(name, times[name], times[_FORWARD]) for name in names]
+        for name, _ in in_alternation(list(methods), self.setting.repeats, progress=progress):
+            times[name].append(methods[name]())
+        return [self._row(name, took, times[_FORWARD]) for name, took in times.items()]
 
     @torch.no_grad()
     def _forward(self, batches: Sequence[torch.Tensor]) -> _Took:

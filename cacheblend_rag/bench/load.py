@@ -14,6 +14,7 @@ from types import TracebackType
 import torch
 
 from cacheblend_rag.bench.coldfiles import cached_share, drop_cached, stored_files
+from cacheblend_rag.bench.rounds import in_alternation
 from cacheblend_rag.bench.shapes import random_model, shape_config
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.encode import Encoder
@@ -166,22 +167,15 @@ class LoadBench:
         """
         methods: list[int | None] = [None, *dict.fromkeys(self.setting.threads)]
         times: dict[int | None, list[float]] = {method: [] for method in methods}
-        total = len(methods) * (self.setting.repeats + 1)
-        done = 0
-        for number in range(self.setting.repeats + 1):
-            first = number % len(methods)
-            for method in [*methods[first:], *methods[:first]]:
-                drop_cached(self.files)
-                started = time.perf_counter()
-                if method is None:
-                    self._read_plainly()
-                else:
-                    self._load(method)
-                if number:
-                    times[method].append(time.perf_counter() - started)
-                done += 1
-                if progress is not None:
-                    progress(done, total)
+        for method, measured in in_alternation(methods, self.setting.repeats, unmeasured=1, progress=progress):
+            drop_cached(self.files)
+            started = time.perf_counter()
+            if method is None:
+                self._read_plainly()
+            else:
+                self._load(method)
+            if measured:
+                times[method].append(time.perf_counter() - started)
         return [self._row(method, times[method], times[None]) for method in methods]
 
     def _read_plainly(self) -> None:

@@ -16,6 +16,7 @@ import torch
 from transformers import DynamicCache
 
 from cacheblend_rag.bench.coldfiles import cached_share, drop_cached, stored_files
+from cacheblend_rag.bench.rounds import in_alternation
 from cacheblend_rag.bench.shapes import random_model, shape_config, word_tokenizer
 from cacheblend_rag.chunk import BlendPrompt, Chunk
 from cacheblend_rag.config import BlendConfig
@@ -253,21 +254,14 @@ class TTFTBench:
             One for each method, full prefill first.
         """
         methods = self._methods()
-        total = len(methods) * (self.setting.repeats + 1)
         times: dict[_Method, list[float]] = {method: [] for method in methods}
         reports: dict[_Method, list[BlendReport]] = {method: [] for method in methods}
-        done = 0
-        for number in range(self.setting.repeats + 1):
-            first = number % len(methods)
-            for method in [*methods[first:], *methods[:first]]:
-                seconds, report = self._timed(method)
-                if number:
-                    times[method].append(seconds)
-                    if report is not None:
-                        reports[method].append(report)
-                done += 1
-                if progress is not None:
-                    progress(done, total)
+        for method, measured in in_alternation(methods, self.setting.repeats, unmeasured=1, progress=progress):
+            seconds, report = self._timed(method)
+            if measured:
+                times[method].append(seconds)
+                if report is not None:
+                    reports[method].append(report)
         full = median(times[methods[0]])
         from_ram = {(m.name, m.selector, m.ratio, m.tier, m.pipeline): times[m] for m in methods}
         return [

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from cacheblend_rag.bench.rounds import in_alternation
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.demo.corpus import demo_chunks
 from cacheblend_rag.demo.framework import DemoEngine, Framework, FrameworkAnswer
@@ -140,15 +141,12 @@ def _ask(
     ids = framework.chunk_ids(retrieved)
     names = list(methods)
     results: dict[str, _Asked] = {}
-    for number in range(-1 if warm_up else 0, rounds):
-        # Each round begins with another method, so that none always comes after the same one.
-        first = number % len(names)
-        for name in [*names[first:], *names[:first]]:
-            started = time.perf_counter()
-            answer = framework.answer(question.text, retrieved, methods[name])
-            ttft_s = engine.called_at - started + float(answer.report["ttft_s"])
-            if number >= 0:
-                results.setdefault(name, _Asked(answer, [])).times.append(ttft_s)
+    for name, measured in in_alternation(names, rounds, unmeasured=int(warm_up)):
+        started = time.perf_counter()
+        answer = framework.answer(question.text, retrieved, methods[name])
+        ttft_s = engine.called_at - started + float(answer.report["ttft_s"])
+        if measured:
+            results.setdefault(name, _Asked(answer, [])).times.append(ttft_s)
     every = [chunk.id for chunk in demo_chunks(framework.name)]
     supported = {every[number] for number in question.support} <= set(ids)
     return [_row(framework.name, question, name, results[name], results["full"], supported, len(ids)) for name in names]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
 from typing import TypeAlias
 
 from cacheblend_rag.codec import Codec, pack_kv
@@ -57,7 +58,7 @@ def disk_probe(folder: StoreFolder, codec: Codec, chunks: Sequence[ChunkKV]) -> 
 
         def open_cold() -> list[KVReader]:
             for path in paths:
-                forget_pages(str(path))
+                forget_pages(path)
             return [ChunkFile.open(path, _KEY) for path in paths]
 
         yield open_cold
@@ -67,11 +68,12 @@ def disk_probe(folder: StoreFolder, codec: Codec, chunks: Sequence[ChunkKV]) -> 
                 path.unlink()
 
 
-def forget_pages(path: str) -> None:
-    """Have the system drop a synced file from its page cache, where it offers that (Linux does)."""
+def forget_pages(path: str | Path) -> None:
+    """Have the system drop a file from its page cache, where it offers that (Linux does); it is synced first, or it could not."""
     if hasattr(os, "posix_fadvise"):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
+            os.fsync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)
