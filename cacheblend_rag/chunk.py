@@ -56,6 +56,11 @@ class Chunk:
             raise EmptyChunkError(
                 f"chunk {self.id!r} has no text; leave it out, or give it the text the model should read"
             )
+        if not isinstance(self.text, str) or not isinstance(self.id, str | None):
+            raise ConfigError(
+                f"a chunk's text and id are strings, not {type(self.text).__name__} and {type(self.id).__name__}; give "
+                "Chunk(text, id), with str(...) where an id is a number"
+            )
         if self.id == "":
             raise ConfigError("a chunk's id is the empty string; give it a name, or None for a chunk without one")
 

@@ -17,6 +17,7 @@ from cacheblend_rag.errors import ConfigError
 
 __all__ = ["BlendConfig"]
 
+_Codec = Literal["native", "float32", "float16", "bfloat16", "int8", "int4", "int2"]
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -127,8 +128,8 @@ class BlendConfig(BaseSettings):
     device: str | None = None
     ram_bytes: int = Field(default=4 * 1024**3, ge=0)
     disk_bytes: int | None = Field(default=None, ge=0)
-    ram_codec: str = "native"
-    disk_codec: str = "native"
+    ram_codec: _Codec = "native"
+    disk_codec: _Codec = "native"
     remote: str | None = Field(default=None, repr=False)
     write_back_bytes: int = Field(default=256 * 1024**2, ge=0)
     namespace: str | None = None
@@ -263,5 +264,8 @@ def _explain(error: ValidationError) -> str:
             known = ", ".join(sorted(BlendConfig.model_fields))
             problems.append(f"{name} is no setting; the settings are {known}")
         else:
-            problems.append(f"{name}={item.get('input')!r}: {item['msg'].removeprefix('Value error, ')}")
+            message = item["msg"].removeprefix("Value error, ")
+            # The address of a remote tier may hold a password, and so may all settings together.
+            shown = "" if name in ("settings", "remote") else f"={item.get('input')!r}"
+            problems.append(f"{name}{shown}: {message}")
     return "; ".join(problems)

@@ -41,7 +41,8 @@ def stats(store: StoreOption = Path(".cacheblend"), json_file: JsonOption = None
     opened = open_store(kv, ram_bytes=0)
     try:
         figures = opened.stats()
-        shares = {tenant: opened.stats(tenant) for tenant in opened.tenants() if tenant}
+        tenants = opened.tenants()
+        shares = {tenant: opened.stats(tenant) for tenant in tenants} if any(tenants) else {}
     finally:
         opened.close()
     settings = LibrarySettings.load(store)
@@ -60,7 +61,10 @@ def stats(store: StoreOption = Path(".cacheblend"), json_file: JsonOption = None
         ("of it pinned", say_bytes(figures.pinned_bytes)),
     ]
     lines += [
-        (f"tenant {tenant}", f"{share.nodes} named, {share.entries} with KV, {say_bytes(share.disk_bytes)}")
+        (
+            f"tenant {tenant}" if tenant else "no tenant's",
+            f"{share.nodes} named, {share.entries} with KV, {say_bytes(share.disk_bytes)}",
+        )
         for tenant, share in shares.items()
     ]
     show_table(str(kv), ("", ""), lines)
@@ -121,12 +125,15 @@ def export_(
     store: StoreOption = Path(".cacheblend"),
     namespace: Annotated[str | None, typer.Option(help="Only what is this tenant's.")] = None,
     ids: Annotated[str | None, typer.Option(help="Only the chunks of these ids, comma-separated.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
     json_file: JsonOption = None,
 ) -> None:
     """Write the KV and names of a store to one file, from which another machine can warm its own. The store may be in use."""
     from cacheblend_rag.store import export_store
 
     kv = _kv(store)
+    if file.exists() and not force:
+        raise ConfigError(f"{file} exists already; name another file, or replace it with --force")
     report = export_store(kv, file, namespace, None if ids is None else [node.strip() for node in ids.split(",")])
     typer.echo(f"{file}: {report.entries} chunks with KV and {report.names} names, {say_bytes(report.nbytes)}")
     if report.damaged:
@@ -144,7 +151,9 @@ def import_(
     from cacheblend_rag.documents import is_library, kv_folder
     from cacheblend_rag.store import import_store
 
-    kv = kv_folder(store) if is_library(store) else store
+    # Where `warm` will look for it, unless the folder is, or is to be, a store of its own.
+    default = store == Path(".cacheblend") and not (store / "store.json").is_file()
+    kv = kv_folder(store) if default or is_library(store) else store
     report = import_store(kv, file)
     typer.echo(
         f"{kv}: added {report.entries} chunks with KV, {say_bytes(report.nbytes)} ({report.held} were there), and {report.names} "

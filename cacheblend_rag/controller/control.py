@@ -127,7 +127,8 @@ class Controller:
             if profile.load_cost(*place) is None and place not in self._unmeasured:
                 self._unmeasured.add(place)
                 _log.warning(
-                    "loading from tier %r in codec %r was never measured and is taken to be free; run `cacheblend-rag profile`",
+                    "loading from tier %r in codec %r was never measured and is taken to be free; call `engine.profile()` with "
+                    "these settings, or run `cacheblend-rag profile --store DIR` with CACHEBLEND_DISK_CODEC set to that codec",
                     *place,
                 )
         return choose(profile, prompt_work(self._decoder, config, layout, stored), config.quality_ratio)

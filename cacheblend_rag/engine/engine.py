@@ -297,7 +297,7 @@ class BlendEngine:
             raises it, and `flush`.
         """
         self._check_open()
-        if ttl_s is not None and not 0 < ttl_s < math.inf:
+        if ttl_s is not None and not (isinstance(ttl_s, int | float) and 0 < ttl_s < math.inf):
             raise ConfigError(
                 f"ttl_s={ttl_s!r} must be a positive number of seconds; leave it out to keep chunks for ever"
             )
@@ -583,9 +583,13 @@ class BlendEngine:
     def _check_call_settings(self, config: BlendConfig) -> None:
         for name in sorted(_ENGINE_SETTINGS & config.model_fields_set):
             if getattr(config, name) != getattr(self.config, name):
+                # The address of a remote tier may hold a password.
+                shown = name != "remote"
+                asked = f"={getattr(config, name)!r}" if shown else ""
+                settled = f" as {getattr(self.config, name)!r}" if shown else ""
                 raise ConfigError(
-                    f"{name}={getattr(config, name)!r} cannot be set for one call: it was settled as "
-                    f"{getattr(self.config, name)!r} when the engine was made; make another engine for it"
+                    f"{name}{asked} cannot be set for one call: it was settled{settled} when the engine was made; make another "
+                    "engine for it"
                 )
 
     def _check_open(self) -> None:

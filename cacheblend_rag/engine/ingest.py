@@ -166,6 +166,8 @@ class Ingest:
 
     def _todo(self, chunks: Iterable[Chunk]) -> _Todo:
         """Tokenise chunks and find out which are not stored exactly so, and whose KV is there all the same."""
+        if isinstance(chunks, Chunk):
+            raise ConfigError("chunks is a single Chunk; give a list of them, as in [Chunk(text, id)]")
         chunks = list(chunks)
         for chunk in chunks:
             if not isinstance(chunk, Chunk):

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from cacheblend_rag.errors import StoreError
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.store import StoreStats
 
@@ -87,7 +88,11 @@ class _StoreCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the figures."""
-        stats = self._stats()
+        try:
+            stats = self._stats()
+        except StoreError:
+            # The engine was closed: what it counted is still there.
+            return
         held = GaugeMetricFamily("cacheblend_store_bytes", "Bytes of KV held.", labels=["tier"])
         held.add_metric(["ram"], stats.ram_bytes)
         held.add_metric(["disk"], stats.disk_bytes)

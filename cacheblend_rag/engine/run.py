@@ -318,7 +318,9 @@ class Runner:
                     found[keys[index]] = RamReader(kv)
                     self._keep([chunk for chunk in chunks if chunk.key == keys[index]], kv)
             run.encode_s += time.perf_counter() - started
-        if not any(run.hits) and not self._warned_of_no_hit:
+        # Where chunks are encoded when they are used the second time, that is as it should be.
+        expected = self._config.encode_on == "second_use"
+        if not any(run.hits) and not expected and not self._warned_of_no_hit:
             self._warned_of_no_hit = True
             logger.warning(
                 "none of the %d chunks of this prompt was stored, so all of them were encoded first; add chunks before they "

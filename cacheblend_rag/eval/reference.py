@@ -145,7 +145,7 @@ class ReferenceEval:
         self._engine = engine
         self._setting = setting
         self._form = FORMATS[setting.format]
-        own = engine.config.ram_codec
+        own: str = engine.config.ram_codec
         # A key names KV whatever its codec, so each codec has a store, and an engine, of its own on the same model.
         self._engines = {own: engine}
         for codec in dict.fromkeys(setting.codecs):

@@ -26,7 +26,9 @@ def test_export_import_gc_and_clear_of_one_tenant(run: Command, tmp_path: Path) 
     assert "(2 were there)" in run("store", "import", file, "--store", two, "--json", figures).stdout
     assert read_rows(figures)[0]["held"] == 2
     assert check_store(two).entries == 2
-    assert "1 chunks with KV and 1 names" in run("store", "export", file, "--store", one, "--ids", "n3, x").stdout
+    assert "--force" in run("store", "export", file, "--store", one, code=1).stderr
+    out = run("store", "export", file, "--store", one, "--ids", "n3, x", "--force").stdout
+    assert "1 chunks with KV and 1 names" in out
 
     out = run("store", "gc", "--store", one, "--unnamed-days", "0", "--json", figures).stdout
     assert "removed 1 expired chunks, 0 without a name and 0 stray files" in out

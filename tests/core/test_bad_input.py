@@ -366,3 +366,27 @@ def test_an_argument_that_is_none_is_not_taken_for_the_mask(engine: BlendEngine)
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def test_a_call_cannot_change_the_remote_tier_and_shows_no_password(tmp_path: Path) -> None:
+    config = BlendConfig(remote="memory://one?token=hunter2")
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config, store=tmp_path) as engine:
+        other = config.replace(remote="memory://two?token=hunter3")
+        with pytest.raises(ConfigError, match="remote cannot be set for one call") as caught:
+            engine.prefill(BlendPrompt("t3", [Chunk("t4")], "t5"), config=other)
+        assert "hunter" not in str(caught.value)
+
+
+@pytest.mark.parametrize("arguments", [("t3", 5), (5, "n1")])
+def test_a_chunk_is_made_of_strings(arguments: tuple[object, object]) -> None:
+    with pytest.raises(ConfigError, match="a chunk's text and id are strings"):
+        Chunk(*arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ttl_s", ["60", 0, -1, float("nan")])
+def test_a_life_is_a_positive_number(ttl_s: object) -> None:
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer()) as engine:
+        with pytest.raises(ConfigError, match="ttl_s="):
+            engine.add([Chunk("t3", "n1")], ttl_s=ttl_s)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="a single Chunk"):
+            engine.add(Chunk("t3", "n1"))  # type: ignore[arg-type]

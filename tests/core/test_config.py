@@ -62,3 +62,22 @@ def test_replacing_checks_again_and_settings_are_frozen() -> None:
         config.replace(recompute_ratio=2)
     with pytest.raises(ValueError, match="frozen"):
         config.seed = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"remote": ["redis://user:hunter2@host"]},
+        {"remote": "redis://user:hunter2@host", "check_layers": (1, 2), "ratio_schedule": (1.0,)},
+    ],
+)
+def test_no_message_shows_the_password_of_a_remote_tier(values: dict[str, object]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        BlendConfig(**values)
+    assert "hunter2" not in str(caught.value)
+    assert "hunter2" not in repr(BlendConfig(remote="redis://user:hunter2@host"))
+
+
+def test_an_unknown_codec_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="disk_codec='int3'"):
+        BlendConfig(disk_codec="int3")

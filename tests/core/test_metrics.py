@@ -53,3 +53,10 @@ def test_log_line_carries_the_figures(engine: BlendEngine, caplog: pytest.LogCap
     (record,) = (record for record in caplog.records if hasattr(record, "blend"))
     assert record.getMessage() == str(report)
     assert record.blend == report.to_dict()
+
+
+def test_counts_can_be_read_after_the_end(engine: BlendEngine) -> None:
+    engine.prefill(PROMPT)
+    engine.close()
+    assert value(engine, "ttft_seconds_count") == 1
+    assert value(engine, "store_names") is None

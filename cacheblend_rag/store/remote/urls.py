@@ -117,7 +117,12 @@ def _split(url: str) -> SplitResult:
     except ValueError:
         parts = SplitResult("", "", "", "", "")
     # A password with one of /?# in it ends the address too early, and its rest would be taken for a path and shown.
-    if not parts.scheme or "://" not in url or (parts.scheme in _REDIS and "@" in url.partition(parts.netloc)[2]):
+    is_redis = parts.scheme in _REDIS
+    if (
+        not parts.scheme
+        or "://" not in url
+        or (is_redis and (not parts.netloc or "@" in url.partition(parts.netloc)[2]))
+    ):
         raise ConfigError(
             "the remote tier's address is no URL; give one like redis://host:6379/0 or s3://bucket/prefix, "
             "with /, ?, #, @ and : in a password written as %2F, %3F, %23, %40 and %3A"
