@@ -104,7 +104,7 @@ def test_each_codec_has_its_rows(engine: BlendEngine) -> None:
         row = by_method[f"hkvd 0.15, {codec}"]
         assert (row.recompute_ratio, row.charged_ratio) == (0.15, pytest.approx(by_method["hkvd 0.15"].charged_ratio))
     assert engine.ids() == []
-    with pytest.raises(ConfigError, match="codec 'int3' is unknown"):
+    with pytest.raises(ConfigError, match="ram_codec='int3': Input should be 'native'"):
         evaluate(engine, "unused", EvalSetting(num_questions=1, codecs=("int3",)))
 
 
