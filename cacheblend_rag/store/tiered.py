@@ -375,10 +375,13 @@ class TieredStore:
 
     def _keep(self, key: str, kv: ChunkKV | PackedKV, tenant: str, expires_at: float | None) -> None:
         """Keep a copy of what is on disk, which nobody sees before it is clear that it was not dropped there meanwhile."""
+        assert self._disk is not None
         self._note(key, tenant, expires_at)
         self._ram.put(key, kv, hidden=True)
         try:
-            if self.holds([key], durable=True)[0]:
+            self._check_open()
+            # The disk's own word: what a remote tier holds does not count, and is not worth a round trip.
+            if self._disk.holds([key])[0]:
                 self._ram.pin(self._names.pinned([key]))
                 self._ram.reveal(key)
                 return
