@@ -1,0 +1,85 @@
+"""What is asked in an evaluation: contexts, questions, right answers, and how an answer is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["EvalContext", "EvalQuestion", "EvalTask", "Metric"]
+
+Metric = Callable[[str, tuple[str, ...]], float]
+"""Judges an answer against all answers that are right; from 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalQuestion:
+    """One question about a context.
+
+    Attributes
+    ----------
+    id : str
+        Its name, unique in the task: what resuming an interrupted run goes by.
+    text : str
+        What is asked; empty where the instruction says it all (a summary).
+    answers : tuple of str
+        Every right answer, at least one.
+    kind : str
+        The subtask or kind of question; figures are given for each.
+    """
+
+    id: str
+    text: str
+    answers: tuple[str, ...]
+    kind: str = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class EvalContext:
+    """What questions are asked about.
+
+    Attributes
+    ----------
+    texts : tuple of str
+        Documents that are to be cut into chunks, or the chunks themselves, as the task's `chunked` says; in order.
+    questions : tuple of EvalQuestion
+        The questions.
+    """
+
+    texts: tuple[str, ...]
+    questions: tuple[EvalQuestion, ...]
+
+
+@dataclass(frozen=True)
+class EvalTask:
+    """A data set as the evaluation takes it.
+
+    Attributes
+    ----------
+    name : str
+        Its name.
+    contexts : tuple of EvalContext
+        The contexts with their questions.
+    metrics : mapping of str to Metric
+        How answers are judged; the first is the one that tables and plots show.
+    head, tail : str
+        What stands before the chunks and after them; the question stands for ``{question}`` in the tail.
+    separator : str
+        What stands between chunks.
+    chunked : bool
+        Whether the texts are chunks already, all of which are given to the model, in order. Otherwise they are cut into chunks
+        of a fixed length and the nearest to the question are retrieved (CacheBlend, section 7.1).
+    max_new_tokens : int
+        Most tokens of an answer.
+    extract : callable, optional
+        Takes the value that is judged out of the model's answer; by default the answer is judged as it is, stripped.
+    """
+
+    name: str
+    contexts: tuple[EvalContext, ...]
+    metrics: Mapping[str, Metric]
+    head: str = ""
+    tail: str = "{question}"
+    separator: str = "\n\n"
+    chunked: bool = False
+    max_new_tokens: int = 32
+    extract: Callable[[str], str] = field(default=str.strip)
