@@ -16,22 +16,13 @@ import torch
 from torch import nn
 
 from cacheblend_rag.errors import UnsupportedModelError
-from cacheblend_rag.fuse.mask import RowMask, row_mask
+from cacheblend_rag.fuse.cut import RowCutter
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import Decoder, KVCache
 from cacheblend_rag.selection import Selection
 
 __all__ = ["BlendCache", "LayerSource", "Steering"]
-
-# The axis along which each argument of a decoder layer is cut; negative ones count from the end.
-_ROW_AXIS = {
-    "hidden_states": 1,
-    "position_ids": -1,
-    "cache_position": -1,
-    "position_embeddings": -2,
-    "attention_mask": -2,
-}
 
 
 class LayerSource(Protocol):
@@ -119,7 +110,7 @@ class Steering:
         self._chosen = layout.candidate_rows.to(decoder.device)
         self._rows: torch.Tensor | None = None  # None: every row of the prompt is computed
         self._stored: dict[int, LayerKV] = {}
-        self._cut_arguments: dict[tuple[str, int], tuple[Any, Any]] = {}
+        self._cutter = RowCutter(type(decoder.model).__name__, len(layout))
         self.charge = 0.0
 
     @property
@@ -179,14 +170,14 @@ class Steering:
             self._go_on_with(self._selection.rows().to(self._decoder.device))
         computed = self._context_tokens if self._rows is None else self._chosen.numel()
         self.charge += computed
-        return self._cut(arguments, before, self._rows)
+        return self._cutter.cut(arguments, before, self._rows)
 
     def _check(self, layer: int, module: nn.Module, arguments: dict[str, Any]) -> None:
         """Compute this layer's KV for every row in the race, and let the selection compare it with the stored KV."""
         probe = _ProbeCache(self._decoder.num_layers)
         probed = {
             name: probe if value is self._cache else value
-            for name, value in self._cut(arguments, self._rows, self._rows).items()
+            for name, value in self._cutter.cut(arguments, self._rows, self._rows).items()
         }
         try:
             module.forward(**probed)
@@ -215,7 +206,6 @@ class Steering:
     def _go_on_with(self, chosen: torch.Tensor) -> None:
         self._chosen = chosen
         self._rows = torch.cat((self._text_rows, chosen)).sort().values
-        self._cut_arguments.clear()
 
     def scatter(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Merge freshly computed rows into the layer's chunk KV and return the layer's KV for the whole prompt.
@@ -248,63 +238,3 @@ class Steering:
                 into[:, :, : new.shape[2]] = new
             else:
                 into.index_copy_(2, rows.to(into.device), new)
-
-    def _cut(self, arguments: dict[str, Any], before: torch.Tensor | None, rows: torch.Tensor | None) -> dict[str, Any]:
-        """Cut to `rows` every argument with a row axis; hidden states hold the rows `before`, all others the whole prompt."""
-        if rows is None:
-            return arguments
-        cut: dict[str, Any] = {}
-        for name, value in arguments.items():
-            if name == "hidden_states":
-                if before is rows:
-                    cut[name] = value
-                else:
-                    keep = rows if before is None else torch.searchsorted(before, rows)
-                    cut[name] = value.index_select(1, keep.to(value.device))
-            elif name == "attention_mask":
-                cut[name] = self._cut_once(
-                    name, value, partial(self._cut_mask, value, rows, arguments["hidden_states"].device)
-                )
-            else:
-                cut[name] = self._cut_once(name, value, partial(self._cut_value, name, value, rows))
-        return cut
-
-    def _cut_once(self, name: str, value: Any, cut: partial[Any]) -> Any:
-        # The model hands the same objects to every layer; the reference kept here keeps the id from being reused.
-        known = (name, id(value))
-        if known not in self._cut_arguments:
-            self._cut_arguments[known] = (value, cut())
-        return self._cut_arguments[known][1]
-
-    def _cut_mask(self, mask: Any, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
-        if mask is None:
-            # The model relied on the attention kernel's causal flag, which is wrong for rows that are not contiguous.
-            return RowMask.over(row_mask(rows.to(device), len(self._layout)), rows)
-        if isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[-2] == len(self._layout):
-            return RowMask.over(mask.index_select(2, rows.to(mask.device)), rows)
-        raise UnsupportedModelError(
-            f"{type(self._decoder.model).__name__}: its layers take a mask of an unknown form, {_describe(mask)}"
-        )
-
-    def _cut_value(self, name: str, value: Any, rows: torch.Tensor) -> Any:
-        if isinstance(value, torch.Tensor):
-            axis = _ROW_AXIS.get(name)
-            if axis is None or value.shape[axis] != len(self._layout):
-                raise UnsupportedModelError(
-                    f"{type(self._decoder.model).__name__}: its layers take {name}, {_describe(value)}, which cannot be"
-                    " cut to rows"
-                )
-            return value.index_select(axis, rows.to(value.device))
-        if isinstance(value, tuple | list) and any(isinstance(item, torch.Tensor) for item in value):
-            return type(value)(self._cut_value(name, item, rows) for item in value)
-        if isinstance(value, dict) and any(isinstance(item, torch.Tensor) for item in value.values()):
-            raise UnsupportedModelError(
-                f"{type(self._decoder.model).__name__}: its layers take {name} as a mapping of tensors"
-            )
-        return value
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-    return f"a {type(value).__name__}"
