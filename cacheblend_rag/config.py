@@ -51,6 +51,21 @@ class BlendConfig(BaseSettings):
     ratio_schedule : tuple of float, optional
         The multiple of `recompute_ratio` that each check layer keeps, never rising, instead of the linear schedule that
         `gradual_start` gives.
+    segment_tokens : int, optional
+        Tokens of a chunk that are chosen together, at most; 1 chooses each token for itself. By default what suits the selector.
+    boundary : {"first", "both"}
+        Whether the boundary selector takes the first tokens of each chunk, or the last ones as well.
+    look_layers : tuple of int, optional
+        Layers in which the query selector looks at the question's attention, ascending; by default those from a quarter to three
+        quarters of the depth.
+    stop_layer : int, optional
+        The layer from which on the query selector recomputes nothing any more, so that more tokens can be recomputed before it;
+        by default they are recomputed in all layers.
+    repair_ratio : float
+        Most work that decode-time repair may do while one answer is written, as a share of what recomputing all chunk tokens
+        would take. 0, the default, repairs nothing.
+    repair_limit : float
+        The share of a step's attention that must go to a stale segment for it to be repaired.
     min_tokens : int
         Prompts with fewer chunk tokens than this are prefilled as a whole.
     encoding_prefix : str or tuple of int, optional
@@ -122,6 +137,12 @@ class BlendConfig(BaseSettings):
     deviation: Literal["value", "key", "both"] = "value"
     gradual_start: float = Field(default=1.5, ge=1.0)
     ratio_schedule: tuple[float, ...] | None = None
+    segment_tokens: int | None = Field(default=None, ge=1)
+    boundary: Literal["first", "both"] = "first"
+    look_layers: tuple[int, ...] | None = None
+    stop_layer: int | None = Field(default=None, ge=1)
+    repair_ratio: float = 0.0
+    repair_limit: float = Field(default=0.05, ge=0, le=1, allow_inf_nan=False)
     min_tokens: int = Field(default=0, ge=0)
     encoding_prefix: str | tuple[int, ...] | None = None
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
@@ -163,7 +184,7 @@ class BlendConfig(BaseSettings):
             raise ValueError('must be a number from 0 (plain reuse) to 1 (full prefill), or "auto"') from None
         return cls._ratio_in_range(number)
 
-    @field_validator("quality_ratio")
+    @field_validator("quality_ratio", "repair_ratio")
     @classmethod
     def _ratio_in_range(cls, ratio: float) -> float:
         if not math.isfinite(ratio) or not 0 <= ratio <= 1:
@@ -188,6 +209,13 @@ class BlendConfig(BaseSettings):
             )
         if layers[0] < 0 or any(a >= b for a, b in pairwise(layers)):
             raise ValueError("must be layer indices in ascending order, each once")
+        return layers
+
+    @field_validator("look_layers")
+    @classmethod
+    def _looks_ascend(cls, layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if layers is not None and (not layers or layers[0] < 0 or any(a >= b for a, b in pairwise(layers))):
+            raise ValueError("must be layer indices in ascending order, each once, at least one; or None")
         return layers
 
     @model_validator(mode="after")
