@@ -75,6 +75,9 @@ class BlendReport:
         Tokens generated so far.
     load_bytes : int
         Bytes of stored KV that were loaded, as the model takes them. Layers that are computed in full are not loaded.
+    guard : str or None
+        What the online guard changed in the settings of this request, and why: a raised ratio, or full prefill (then it is
+        `fallback_reason` too).
     """
 
     ttft_s: float
@@ -93,6 +96,7 @@ class BlendReport:
     chunks: tuple[ChunkReport, ...] = field(default=())
     output_tokens: int = 0
     load_bytes: int = 0
+    guard: str | None = None
 
     def __str__(self) -> str:
         """Return the figures that people look for first, on one line."""

@@ -61,6 +61,10 @@ class PromptRun:
         Work done on chunk rows, in decoder-block rows; None when the whole prompt was computed.
     recomputed : torch.Tensor or None
         The chunk rows computed by the last layers; None when the whole prompt was computed.
+    guard_level : int or None
+        Which settings of the online guard these are; None for settings that the guard has nothing to do with.
+    guard_action : str or None
+        What the guard changed in them.
     """
 
     prompt: AssembledPrompt
@@ -76,6 +80,8 @@ class PromptRun:
     forward_started: float = 0.0
     charge: float = 0.0
     recomputed: torch.Tensor | None = None
+    guard_level: int | None = None
+    guard_action: str | None = None
 
     def report(self, num_layers: int, first_output: float, output_tokens: int) -> BlendReport:
         """Return the figures.
@@ -99,6 +105,8 @@ class PromptRun:
         fallback = self.plan.fallback_reason
         if deferred and not self.prompt.chunks and fallback:
             fallback = "all of its chunks are retrieved for the first time"
+        if self.guard_action is not None and not self.config.enabled:
+            fallback = self.guard_action
         tiers = self.tiers or [None] * len(self.hits)
         for chunk, span, hit, tier in zip(self.prompt.chunks, layout.chunks, self.hits, tiers, strict=True):
             inside = int(((rows >= span.start) & (rows < span.stop)).sum())
@@ -127,6 +135,7 @@ class PromptRun:
             chunks=tuple(chunks),
             output_tokens=output_tokens,
             load_bytes=self.load_bytes,
+            guard=self.guard_action,
         )
 
 

@@ -1,0 +1,328 @@
+"""The smallest recompute ratio whose answers agree with full prefill, on somebody's own prompts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean, median
+
+from cacheblend_rag.answers import exact_match, f1_score
+from cacheblend_rag.chunk import BlendPrompt
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engine import BlendEngine, GenerationResult
+from cacheblend_rag.engine.firsttoken import FirstLogits, TokenDistribution
+from cacheblend_rag.errors import ConfigError, UnsupportedModelError
+from cacheblend_rag.selection import make_selector
+
+__all__ = ["Calibration", "CalibrationRow", "calibrate", "least_questions", "lower_bound"]
+
+DEFAULT_RATIOS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.25, 0.4, 0.6)
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationRow:
+    """What was measured at one ratio.
+
+    Attributes
+    ----------
+    recompute_ratio : float
+        The ratio.
+    charged_ratio : float
+        Average work on chunk tokens, selection included (`BlendReport.charged_ratio`).
+    questions : int
+        Prompts asked; fewer than there are where it was clear before the end that the target is not reached.
+    agreement : float
+        Share of them whose answer is full prefill's, both normalised.
+    agreement_low : float
+        Lower end of its one-sided interval.
+    f1 : float
+        Average F1 of the answers' words against full prefill's answers.
+    first_token_kl : float
+        Average Kullback-Leibler divergence of the first token's distribution from full prefill's, in nats.
+    ttft_ratio : float
+        Median time to the first token over that of full prefill, on the same prompts.
+    reached : bool
+        Whether `agreement_low` is at the target, with all prompts asked.
+    """
+
+    recompute_ratio: float
+    charged_ratio: float
+    questions: int
+    agreement: float
+    agreement_low: float
+    f1: float
+    first_token_kl: float
+    ttft_ratio: float
+    reached: bool
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What `calibrate` found.
+
+    Attributes
+    ----------
+    selector : str
+        The selector.
+    target : float
+        The agreement that was asked for.
+    confidence : float
+        Probability that no ratio whose true agreement is below the target was chosen.
+    questions : int
+        Prompts that were asked.
+    skipped : int
+        Prompts that are prefilled as a whole whatever the ratio, and say nothing of it.
+    rows : tuple of CalibrationRow
+        The ratios that were tried, in order.
+    recompute_ratio : float or None
+        The chosen one; None if none under 1 reaches the target.
+    reason : str
+        Why, in a sentence.
+    """
+
+    selector: str
+    target: float
+    confidence: float
+    questions: int
+    skipped: int
+    rows: tuple[CalibrationRow, ...]
+    recompute_ratio: float | None
+    reason: str
+
+
+@dataclass(frozen=True, eq=False)
+class _Reference:
+    """Full prefill's answer to a prompt."""
+
+    prompt: BlendPrompt
+    text: str
+    first: TokenDistribution
+    ttft_s: float
+
+
+def calibrate(
+    engine: BlendEngine,
+    prompts: Sequence[BlendPrompt],
+    *,
+    selector: str | None = None,
+    ratios: Sequence[float] = DEFAULT_RATIOS,
+    agreement: float = 0.95,
+    confidence: float = 0.95,
+    max_new_tokens: int = 32,
+    progress: Callable[[str], None] | None = None,
+) -> Calibration:
+    """Find the smallest recompute ratio whose greedy answers agree with full prefill's.
+
+    Full prefill answers every prompt once. Then the ratios are tried from the smallest on; one is given up as soon as it cannot
+    reach the target even if all other answers agree. More recomputed tokens need not give better answers, so nothing is concluded
+    from one ratio about another: the smallest ratio that reaches the target is chosen only if the next larger one, which is
+    measured for that, reaches it too. The interval is Wilson's, its confidence shared among all ratios (Bonferroni), so that the
+    one chosen is not merely the luckiest of many.
+
+    Parameters
+    ----------
+    engine : BlendEngine
+        The engine, which nothing else should use meanwhile. KV that is missing is computed and stored before anything is timed.
+    prompts : sequence of BlendPrompt
+        Prompts as they will be asked: retrieved chunks and a question.
+    selector : str, optional
+        The selector; by default the engine's.
+    ratios : sequence of float
+        The ratios to try, from 0 to below 1.
+    agreement : float
+        Least share of answers that are full prefill's, above 0 and below 1.
+    confidence : float
+        Confidence of that, at least 0.5 and below 1.
+    max_new_tokens : int
+        Most tokens of an answer.
+    progress : callable, optional
+        Called with what is done now.
+
+    Returns
+    -------
+    Calibration
+        What was measured, and what was chosen.
+
+    Raises
+    ------
+    ConfigError
+        If there are too few prompts for the target, or a setting has no meaning.
+    UnsupportedModelError
+        If the model cannot be blended.
+    """
+    say = progress or (lambda text: None)
+    ladder = _checked(engine, ratios, agreement, confidence)
+    config = engine.config if selector is None else engine.config.replace(selector=selector)
+    name = make_selector(config).name
+    if name in ("full", "none"):
+        raise ConfigError(
+            f"selector={name!r} recomputes the same tokens at every ratio; choose another one to calibrate"
+        )
+    each_confidence = 1 - (1 - confidence) / len(ladder)
+    blending = {ratio: config.replace(enabled=True, recompute_ratio=ratio) for ratio in ladder}
+    ready = [prompt for number, prompt in enumerate(prompts, 1) if _prepared(engine, prompt, config, number, say)]
+    skipped = len(prompts) - len(ready)
+    needed = least_questions(agreement, each_confidence)
+    if len(ready) < needed:
+        left_out = f" ({skipped} more are prefilled as a whole at any ratio)" if skipped else ""
+        raise ConfigError(
+            f"{len(ready)} questions{left_out} cannot show an agreement of {agreement:g} with a confidence of {confidence:g} "
+            f"over {len(ladder)} ratios even if all answers agree; give at least {needed}, or ask for less"
+        )
+    references = list(_references(engine, ready, config.replace(enabled=False), max_new_tokens, say))
+    rows: list[CalibrationRow] = []
+    chosen: CalibrationRow | None = None
+    for ratio in ladder:
+        say(f"ratio {ratio:g}")
+        row = _measure(engine, references, blending[ratio], max_new_tokens, agreement, each_confidence)
+        rows.append(row)
+        if row.reached and chosen is not None:
+            break
+        chosen = row if row.reached else None
+    return Calibration(
+        name,
+        agreement,
+        confidence,
+        len(ready),
+        skipped,
+        tuple(rows),
+        None if chosen is None else chosen.recompute_ratio,
+        _reason(rows, chosen, agreement, confidence),
+    )
+
+
+def lower_bound(agreeing: int, count: int, confidence: float) -> float:
+    """Return the lower end of Wilson's one-sided interval of a share, from 0 to 1.
+
+    Parameters
+    ----------
+    agreeing, count : int
+        How many of how many.
+    confidence : float
+        Its confidence, above 0 and below 1.
+    """
+    if count == 0:
+        return 0.0
+    z = NormalDist().inv_cdf(confidence)
+    share, square = agreeing / count, z * z / count
+    spread = z * math.sqrt(share * (1 - share) / count + square / (4 * count))
+    return max(0.0, (share + square / 2 - spread) / (1 + square))
+
+
+def least_questions(agreement: float, confidence: float) -> int:
+    """Return how many answers, all agreeing, it takes for the lower end of the interval to reach `agreement`."""
+    count = 1
+    while lower_bound(count, count, confidence) < agreement:
+        # Wilson's bound of a full share is count / (count + z^2): near the end, step by step.
+        count += max(1, int(0.1 * count))
+    while count > 1 and lower_bound(count - 1, count - 1, confidence) >= agreement:
+        count -= 1
+    return count
+
+
+def _checked(engine: BlendEngine, ratios: Sequence[float], agreement: float, confidence: float) -> list[float]:
+    if engine.unsupported_reason is not None:
+        raise UnsupportedModelError(f"{engine.unsupported_reason}; there is nothing to calibrate")
+    if not 0 < agreement < 1:
+        raise ConfigError(
+            f"agreement={agreement!r} must be above 0 and below 1: no sample shows that all answers agree"
+        )
+    if not 0.5 <= confidence < 1:
+        raise ConfigError(f"confidence={confidence!r} must be at least 0.5 and below 1; 0.95 is usual")
+    ladder = sorted(set(ratios))
+    if not ladder or not all(0 <= ratio < 1 for ratio in ladder):
+        raise ConfigError(f"ratios={tuple(ratios)} must be numbers from 0 to below 1, one at least")
+    return ladder
+
+
+def _prepared(
+    engine: BlendEngine, prompt: BlendPrompt, config: BlendConfig, number: int, say: Callable[[str], None]
+) -> bool:
+    """Have the KV of a prompt's chunks stored; return whether the prompt is blended."""
+    say(f"preparing question {number}")
+    plain = config.replace(enabled=True, recompute_ratio=0.0)
+    # With encode_on="second_use" the first time stores nothing.
+    for _ in range(2):
+        report = engine.prefill(prompt, config=plain).report
+        if not report.misses:
+            break
+    return report.fallback_reason is None
+
+
+def _references(
+    engine: BlendEngine,
+    prompts: Sequence[BlendPrompt],
+    config: BlendConfig,
+    max_new_tokens: int,
+    say: Callable[[str], None],
+) -> Iterator[_Reference]:
+    # Whoever comes first pays for the first use of the model's kernels.
+    _answer(engine, prompts[0], config, 1)
+    for number, prompt in enumerate(prompts, 1):
+        say(f"full prefill, question {number} of {len(prompts)}")
+        result, first = _answer(engine, prompt, config, max_new_tokens)
+        assert first.logits is not None
+        yield _Reference(prompt, result.text, TokenDistribution.of(first.logits), result.report.ttft_s)
+
+
+def _answer(
+    engine: BlendEngine, prompt: BlendPrompt, config: BlendConfig, max_new_tokens: int
+) -> tuple[GenerationResult, FirstLogits]:
+    with FirstLogits(engine.model) as first:
+        return engine.generate(prompt, max_new_tokens, config=config, do_sample=False), first
+
+
+def _measure(
+    engine: BlendEngine,
+    references: Sequence[_Reference],
+    config: BlendConfig,
+    max_new_tokens: int,
+    agreement: float,
+    confidence: float,
+) -> CalibrationRow:
+    agreeing = 0
+    results: list[GenerationResult] = []
+    f1: list[float] = []
+    kl: list[float] = []
+    for reference in references:
+        result, first = _answer(engine, reference.prompt, config, max_new_tokens)
+        assert first.logits is not None
+        results.append(result)
+        agreeing += exact_match(result.text, reference.text)
+        f1.append(f1_score(result.text, reference.text))
+        kl.append(reference.first.kl_to(first.logits))
+        at_best = len(references) - len(results) + agreeing
+        if lower_bound(at_best, len(references), confidence) < agreement:
+            break
+    asked = len(results)
+    low = lower_bound(agreeing, asked, confidence)
+    full_s = median(reference.ttft_s for reference in references[:asked])
+    ratio = config.recompute_ratio
+    assert ratio != "auto"
+    return CalibrationRow(
+        recompute_ratio=ratio,
+        charged_ratio=fmean(result.report.charged_ratio for result in results),
+        questions=asked,
+        agreement=agreeing / asked,
+        agreement_low=low,
+        f1=fmean(f1),
+        first_token_kl=fmean(kl),
+        ttft_ratio=median(result.report.ttft_s for result in results) / full_s,
+        reached=asked == len(references) and low >= agreement,
+    )
+
+
+def _reason(rows: Sequence[CalibrationRow], chosen: CalibrationRow | None, agreement: float, confidence: float) -> str:
+    if chosen is None:
+        best = max(rows, key=lambda row: (row.agreement_low, row.agreement))
+        return (
+            f"No ratio up to {rows[-1].recompute_ratio:g} is shown to agree with full prefill on {agreement:.1%} of such "
+            f"questions; the best, {best.recompute_ratio:g}, agrees on {best.agreement:.1%} of the {best.questions} asked."
+        )
+    above = next((row for row in rows if row.recompute_ratio > chosen.recompute_ratio), None)
+    beside = f", and {above.recompute_ratio:g} does too" if above is not None else ""
+    return (
+        f"{chosen.recompute_ratio:g} is the smallest ratio tried whose answers are full prefill's on at least {agreement:.1%} of "
+        f"such questions, with a confidence of {confidence:.1%} (here on {chosen.agreement:.1%} of {chosen.questions}){beside}."
+    )
