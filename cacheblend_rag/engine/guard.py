@@ -157,8 +157,7 @@ class Guard:
 
     def reset(self) -> None:
         """Go back to the engine's own settings, and begin a new window."""
-        with self._changed:
-            self._adopt(GuardOrder(self._config, self._order.level + 1))
+        self._adopt(GuardOrder(self._config, self._order.level + 1))
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until every sample is compared.
@@ -302,10 +301,11 @@ class Guard:
         return GuardOrder(config.replace(**{name: higher}), level, f"{name} raised from {own:g} to {higher:g}: {found}")
 
     def _adopt(self, order: GuardOrder) -> None:
-        self._order = order
-        self._past_limit = False
-        self._window.clear()
-        # What was answered under other settings says nothing of these.
-        self._dropped += len(self._queue)
-        self._queue.clear()
-        self._changed.notify_all()
+        with self._changed:
+            self._order = order
+            self._past_limit = False
+            self._window.clear()
+            # What was answered under other settings says nothing of these.
+            self._dropped += len(self._queue)
+            self._queue.clear()
+            self._changed.notify_all()

@@ -6,8 +6,9 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -67,8 +68,8 @@ def write_settings(path: str | Path, changes: Mapping[str, Scalar]) -> None:
 def edit_settings(text: str, changes: Mapping[str, Scalar], *, name: str = "settings") -> str:
     """Return the text of a YAML mapping with some of its values changed.
 
-    A value is replaced where it stands, and a new key is put at the end, so that everything else stays as it was written. Where
-    that would not mean what it should (a value that others refer to, a mapping in braces that gets a new key), the mapping is
+    A value is replaced where it stands, and a new key is put at the end (or the beginning), so that everything else stays as it
+    was written. Where that would not mean what it should (a value that others refer to, a mapping in braces that gets a new key), the mapping is
     written anew, without comments.
 
     Parameters
@@ -97,17 +98,17 @@ def edit_settings(text: str, changes: Mapping[str, Scalar], *, name: str = "sett
             f"settings file {name} holds a {type(values).__name__}; it must be a mapping of names to values"
         )
     wanted = values | dict(changes)
-    edited = _edited(text, root if isinstance(root, yaml.MappingNode) else None, changes)
-    try:
-        # Compared as they are written, since True equals 1 and nan does not equal itself.
-        if repr(yaml.safe_load(edited)) == repr(wanted):
-            return edited
-    except (yaml.YAMLError, ValueError, TypeError):
-        pass
+    for edited in _edits(text, root if isinstance(root, yaml.MappingNode) else None, changes):
+        try:
+            if _items(yaml.safe_load(edited)) == _items(wanted):
+                return edited
+        except (yaml.YAMLError, ValueError, TypeError):
+            continue
     return yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True)
 
 
-def _edited(text: str, root: yaml.MappingNode | None, changes: Mapping[str, Scalar]) -> str:
+def _edits(text: str, root: yaml.MappingNode | None, changes: Mapping[str, Scalar]) -> Iterator[str]:
+    """Yield the text with new keys at its end, and with new keys before the first one."""
     # Of a key that stands twice the last counts.
     places = {key.value: value for key, value in root.value} if root is not None else {}
     spans = [
@@ -119,11 +120,18 @@ def _edited(text: str, root: yaml.MappingNode | None, changes: Mapping[str, Scal
         # Behind "key:" without a value there may be no space.
         gap = "" if start and text[start - 1].isspace() else " "
         text = text[:start] + gap + value + text[end:]
-    new = {key: value for key, value in changes.items() if key not in places}
-    if new and text and not text.endswith("\n"):
-        text += "\n"
     indent = " " * (root.start_mark.column if root is not None else 0)
-    return text + "".join(f"{indent}{key}: {_written(value)}\n" for key, value in new.items())
+    new = [f"{key}: {_written(value)}\n" for key, value in changes.items() if key not in places]
+    line_end = "\n" if new and text and not text.endswith("\n") else ""
+    yield text + line_end + "".join(indent + line for line in new)
+    if root is not None:
+        start = root.start_mark.index
+        yield text[:start] + "".join(line + indent for line in new) + text[start:]
+
+
+def _items(values: dict[Any, Any]) -> list[tuple[str, str]]:
+    # As they are written, since True equals 1 and nan does not equal itself; in any order.
+    return sorted((repr(key), repr(value)) for key, value in values.items())
 
 
 def _written(value: Scalar) -> str:
