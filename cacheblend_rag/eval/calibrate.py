@@ -15,7 +15,15 @@ from cacheblend_rag.engine.firsttoken import FirstLogits, TokenDistribution
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.selection import make_selector
 
-__all__ = ["Calibration", "CalibrationRow", "calibrate", "least_questions", "lower_bound"]
+__all__ = [
+    "Calibration",
+    "CalibrationRow",
+    "calibrate",
+    "confirmed",
+    "explain",
+    "least_questions",
+    "lower_bound",
+]
 
 DEFAULT_RATIOS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.25, 0.4, 0.6)
 
@@ -172,14 +180,13 @@ def calibrate(
         )
     references = list(_references(engine, ready, config.replace(enabled=False), max_new_tokens, say))
     rows: list[CalibrationRow] = []
-    chosen: CalibrationRow | None = None
     for ratio in ladder:
         say(f"ratio {ratio:g}")
         row = _measure(engine, references, blending[ratio], max_new_tokens, agreement, each_confidence)
         rows.append(row)
-        if row.reached and chosen is not None:
+        if len(rows) > 1 and rows[-2].reached and row.reached:
             break
-        chosen = row if row.reached else None
+    chosen = confirmed(rows)
     return Calibration(
         name,
         agreement,
@@ -188,7 +195,7 @@ def calibrate(
         skipped,
         tuple(rows),
         None if chosen is None else chosen.recompute_ratio,
-        _reason(rows, chosen, agreement, confidence),
+        explain(rows, chosen, agreement, confidence),
     )
 
 
@@ -313,7 +320,7 @@ def _measure(
     )
 
 
-def _reason(rows: Sequence[CalibrationRow], chosen: CalibrationRow | None, agreement: float, confidence: float) -> str:
+def explain(rows: Sequence[CalibrationRow], chosen: CalibrationRow | None, agreement: float, confidence: float) -> str:
     if chosen is None:
         best = max(rows, key=lambda row: (row.agreement_low, row.agreement))
         return (
@@ -322,7 +329,11 @@ def _reason(rows: Sequence[CalibrationRow], chosen: CalibrationRow | None, agree
         )
     above = next((row for row in rows if row.recompute_ratio > chosen.recompute_ratio), None)
     beside = f", and {above.recompute_ratio:g} does too" if above is not None else ""
+    alone = [row for row in rows if row.reached and row.recompute_ratio < chosen.recompute_ratio]
+    unsure = (
+        f" {alone[-1].recompute_ratio:g} also did, but not the next larger one, so it may be luck." if alone else ""
+    )
     return (
         f"{chosen.recompute_ratio:g} is the smallest ratio tried whose answers are full prefill's on at least {agreement:.1%} of "
-        f"such questions, with a confidence of {confidence:.1%} (here on {chosen.agreement:.1%} of {chosen.questions}){beside}."
+        f"such questions, with a confidence of {confidence:.1%} (here on {chosen.agreement:.1%} of {chosen.questions}){beside}.{unsure}"
     )

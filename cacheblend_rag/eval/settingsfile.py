@@ -68,9 +68,9 @@ def write_settings(path: str | Path, changes: Mapping[str, Scalar]) -> None:
 def edit_settings(text: str, changes: Mapping[str, Scalar], *, name: str = "settings") -> str:
     """Return the text of a YAML mapping with some of its values changed.
 
-    A value is replaced where it stands, and a new key is put at the end (or the beginning), so that everything else stays as it
-    was written. Where that would not mean what it should (a value that others refer to, a mapping in braces that gets a new key), the mapping is
-    written anew, without comments.
+    A value is replaced where it stands, and a new key is put at the end or the beginning, so that everything else stays as it was
+    written. Where that would not mean what it should (a value that others refer to, a mapping in braces that gets a new key), the
+    mapping is written anew, without comments.
 
     Parameters
     ----------

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.eval import calibrate
-from cacheblend_rag.eval.calibrate import least_questions, lower_bound
+from cacheblend_rag.eval.calibrate import CalibrationRow, confirmed, explain, least_questions, lower_bound
 from cacheblend_rag.reference.corpus import eval_examples
 from cacheblend_rag.reference.prompt import DEFAULT_FORMAT, FORMATS
 from tests.families import tiny_model, tiny_tokenizer, words
@@ -60,6 +60,18 @@ def test_none_is_chosen_where_none_agrees(engine: BlendEngine, prompts: list[Ble
     assert found.recompute_ratio is None
     assert found.selector == "random"
     assert found.reason.startswith("No ratio up to 0.05 is shown to agree")
+
+
+def test_a_ratio_whose_next_fails_is_not_trusted() -> None:
+    def row(ratio: float, agreement: float) -> CalibrationRow:
+        return CalibrationRow(ratio, ratio, 9, agreement, agreement - 0.1, 1.0, 0.0, 0.5, agreement > 0.9)
+
+    rows = [row(0.1, 1.0), row(0.2, 0.5), row(0.3, 0.95), row(0.4, 0.95)]
+    chosen = confirmed(rows)
+    assert chosen is rows[2]
+    assert "0.1 also did, but not the next larger one" in explain(rows, chosen, 0.8, 0.9)
+    assert confirmed(rows[:1]) is rows[0]
+    assert confirmed(rows[:2]) is None
 
 
 def tiny(**changes: Any) -> BlendEngine:

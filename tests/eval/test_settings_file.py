@@ -50,7 +50,9 @@ def test_everything_else_means_what_it_did(
     edited = edit_settings(text, changes)
     assert shown(yaml.safe_load(edited)) == meaning(text, changes)
     assert edit_settings(edited, changes) == edited
-    assert head not in ("# by hand\n", "---\n") or flow or edited.startswith(head)
+    # Lists and mappings are no values of these settings; a file that has one there is written anew.
+    if not flow and not any(isinstance(values.get(key), list | dict) for key in changes):
+        assert edited.startswith(head)
 
 
 LINES = st.lists(
