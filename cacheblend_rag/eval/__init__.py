@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from cacheblend_rag.eval.calibrate import Calibration, CalibrationRow, calibrate
+from cacheblend_rag.eval.agreement import CalibrationRow
+from cacheblend_rag.eval.calibrate import Calibration, calibrate
 from cacheblend_rag.eval.metrics import exact_match, f1_score, normalize_answer
 from cacheblend_rag.eval.questions import read_questions
 from cacheblend_rag.eval.reference import EvalRow, EvalSetting, ReferenceEval

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.eval import calibrate
-from cacheblend_rag.eval.calibrate import CalibrationRow, confirmed, explain, least_questions, lower_bound
+from cacheblend_rag.eval.agreement import CalibrationRow, confirmed, explain, least_questions, lower_bound
 from cacheblend_rag.reference.corpus import eval_examples
 from cacheblend_rag.reference.prompt import DEFAULT_FORMAT, FORMATS
 from tests.families import tiny_model, tiny_tokenizer, words
