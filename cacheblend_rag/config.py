@@ -113,13 +113,23 @@ class BlendConfig(BaseSettings):
     profile_budget_s : float
         About how long "auto" may measure when it is first used and finds no such file; 0 never measures, and takes
         `quality_ratio` throughout.
+    guard_rate : float
+        Share of the answers that are compared with full prefill in the background, when the model is idle; 0, the default,
+        compares none and costs nothing.
+    guard_limit : float
+        The average distance of the compared answers from full prefill's past which the guard acts, 0 (all the same) to 1.
+    guard_window : int
+        How many compared answers that average is taken over; the guard acts when there are as many, and then begins anew.
+    guard_action : {"report", "raise", "full"}
+        What it does past the limit: log a warning; raise the ratio step by step, up to full prefill; or prefill every prompt
+        as a whole from then on.
     self_check : bool
         Whether a new engine verifies blending on its model with random tokens, which takes a few small forward passes.
     strict : bool
         Whether a model that cannot be blended is an error; by default its prompts are prefilled as a whole and the
         report says why.
     seed : int
-        Seed of the random selector.
+        Seed of the random selector, and of what the guard draws.
 
     Raises
     ------
@@ -162,6 +172,10 @@ class BlendConfig(BaseSettings):
     pipeline: bool = True
     profile_path: Path | None = None
     profile_budget_s: float = Field(default=5.0, ge=0, allow_inf_nan=False)
+    guard_rate: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
+    guard_limit: float = Field(default=0.1, ge=0, le=1, allow_inf_nan=False)
+    guard_window: int = Field(default=20, ge=1)
+    guard_action: Literal["report", "raise", "full"] = "report"
     self_check: bool = True
     strict: bool = False
     seed: int = 0

@@ -77,6 +77,9 @@ class BlendReport:
         Bytes of stored KV that were loaded, as the model takes them. Layers that are computed in full are not loaded.
     repaired_tokens : int
         Chunk tokens that were recomputed while the answer was written.
+    guard : str or None
+        What the online guard changed in the settings of this request, and why: a raised ratio, or full prefill (then it is
+        `fallback_reason` too).
     """
 
     ttft_s: float
@@ -96,6 +99,7 @@ class BlendReport:
     output_tokens: int = 0
     load_bytes: int = 0
     repaired_tokens: int = 0
+    guard: str | None = None
 
     def __str__(self) -> str:
         """Return the figures that people look for first, on one line."""

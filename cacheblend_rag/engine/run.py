@@ -63,6 +63,10 @@ class PromptRun:
         The chunk rows recomputed by the prefill; None when the whole prompt was computed.
     repaired_tokens : int
         Chunk tokens recomputed while the answer was written.
+    guard_level : int or None
+        Which settings of the online guard these are; None for settings that the guard has nothing to do with.
+    guard_action : str or None
+        What the guard changed in them.
     """
 
     prompt: AssembledPrompt
@@ -79,6 +83,8 @@ class PromptRun:
     charge: float = 0.0
     recomputed: torch.Tensor | None = None
     repaired_tokens: int = 0
+    guard_level: int | None = None
+    guard_action: str | None = None
 
     def report(self, num_layers: int, first_output: float, output_tokens: int) -> BlendReport:
         """Return the figures.
@@ -102,6 +108,8 @@ class PromptRun:
         fallback = self.plan.fallback_reason
         if deferred and not self.prompt.chunks and fallback:
             fallback = "all of its chunks are retrieved for the first time"
+        if self.guard_action is not None and not self.config.enabled:
+            fallback = self.guard_action
         tiers = self.tiers or [None] * len(self.hits)
         for chunk, span, hit, tier in zip(self.prompt.chunks, layout.chunks, self.hits, tiers, strict=True):
             inside = int(((rows >= span.start) & (rows < span.stop)).sum())
@@ -131,6 +139,7 @@ class PromptRun:
             output_tokens=output_tokens,
             load_bytes=self.load_bytes,
             repaired_tokens=self.repaired_tokens,
+            guard=self.guard_action,
         )
 
 
