@@ -75,6 +75,16 @@ class BlendReport:
         Tokens generated so far.
     load_bytes : int
         Bytes of stored KV that were loaded, as the model takes them. Layers that are computed in full are not loaded.
+    tpot_s : float or None
+        Seconds per output token after the first, on average; None with fewer than two.
+    kv_bytes : int
+        Bytes of the prompt's KV in the cache when decoding began, after eviction.
+    kv_bytes_before : int
+        What they would have been without eviction (`BlendConfig.kv_capacity`).
+    evicted_tokens : int
+        Context tokens whose KV each head dropped, in every layer that is not kept whole.
+    kept_reason : str or None
+        Which layers were kept whole although eviction was asked for, and why.
     """
 
     ttft_s: float
@@ -93,6 +103,11 @@ class BlendReport:
     chunks: tuple[ChunkReport, ...] = field(default=())
     output_tokens: int = 0
     load_bytes: int = 0
+    tpot_s: float | None = None
+    kv_bytes: int = 0
+    kv_bytes_before: int = 0
+    evicted_tokens: int = 0
+    kept_reason: str | None = None
 
     def __str__(self) -> str:
         """Return the figures that people look for first, on one line."""

@@ -68,12 +68,16 @@ class AssembledPrompt:
         Chunks of the prompt that are computed like text; their note says why.
     has_positions : bool
         Whether the prompt places its segments itself.
+    context : tuple of int
+        The half-open range of rows from its first chunk to its last one, whether they are blended or computed; a chunk that the
+        prompt ends with is not part of it. Empty without chunks.
     """
 
     layout: PromptLayout
     chunks: tuple[PromptChunk, ...]
     computed: tuple[PromptChunk, ...]
     has_positions: bool
+    context: tuple[int, int] = (0, 0)
 
 
 class Assembler:
@@ -190,6 +194,7 @@ class Assembler:
         spans: list[ChunkSpan] = []
         chunks: list[PromptChunk] = []
         computed: list[PromptChunk] = []
+        context: tuple[int, int] | None = None
         for number, segment in enumerate(segments):
             position = len(ids) if positions is None else positions[number]
             if isinstance(segment, Chunk | ChunkRef):
@@ -206,6 +211,8 @@ class Assembler:
                 else:
                     spans.append(ChunkSpan(len(ids), len(ids) + len(part), position))
                     chunks.append(chunk)
+                if number < len(segments) - 1:
+                    context = (context[0] if context else len(ids), len(ids) + len(part))
             else:
                 part = texts[segment] if isinstance(segment, str) else self._checked(segment)
                 if number == 0:
@@ -226,7 +233,7 @@ class Assembler:
             and spans[0].position == len(self.prefix_ids)
         )
         layout = PromptLayout(tuple(ids), tuple(places), tuple(spans), int(exact))
-        return AssembledPrompt(layout, tuple(chunks), tuple(computed), positions is not None)
+        return AssembledPrompt(layout, tuple(chunks), tuple(computed), positions is not None, context or (0, 0))
 
     def _records(self, segments: Sequence[Any]) -> list[PromptChunk | None]:
         named = [segment.id for segment in segments if isinstance(segment, Chunk | ChunkRef) and segment.id]

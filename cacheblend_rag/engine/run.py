@@ -23,6 +23,7 @@ from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import Decoder, num_decoder_layers
 from cacheblend_rag.report import BlendReport, ChunkReport
+from cacheblend_rag.snapkv import Eviction
 from cacheblend_rag.store import KVReader, KVStore
 from cacheblend_rag.store.ram import RamReader
 
@@ -30,6 +31,7 @@ __all__ = ["PromptRun", "Runner"]
 
 logger = logging.getLogger(__name__)
 
+# A limit that is meant as "no limit" should not take memory at once.
 _ROOM_FOR_OUTPUT = 512
 
 
@@ -61,6 +63,12 @@ class PromptRun:
         Work done on chunk rows, in decoder-block rows; None when the whole prompt was computed.
     recomputed : torch.Tensor or None
         The chunk rows computed by the last layers; None when the whole prompt was computed.
+    kv_bytes, kv_bytes_before : int
+        Bytes of the prompt's KV in the cache, and what they would be without eviction.
+    evicted_tokens : int
+        Context tokens that each head of an evicted layer dropped.
+    kept_reason : str or None
+        Why layers were kept whole although eviction was asked for.
     """
 
     prompt: AssembledPrompt
@@ -76,8 +84,14 @@ class PromptRun:
     forward_started: float = 0.0
     charge: float = 0.0
     recomputed: torch.Tensor | None = None
+    kv_bytes: int = 0
+    kv_bytes_before: int = 0
+    evicted_tokens: int = 0
+    kept_reason: str | None = None
 
-    def report(self, num_layers: int, first_output: float, output_tokens: int) -> BlendReport:
+    def report(
+        self, num_layers: int, first_output: float, output_tokens: int, tpot_s: float | None = None
+    ) -> BlendReport:
         """Return the figures.
 
         Parameters
@@ -88,6 +102,8 @@ class PromptRun:
             When the first output was there, by `time.perf_counter`.
         output_tokens : int
             Tokens generated.
+        tpot_s : float, optional
+            Seconds per token after the first.
         """
         assert self.plan is not None
         layout = self.prompt.layout
@@ -127,6 +143,11 @@ class PromptRun:
             chunks=tuple(chunks),
             output_tokens=output_tokens,
             load_bytes=self.load_bytes,
+            tpot_s=tpot_s,
+            kv_bytes=self.kv_bytes,
+            kv_bytes_before=self.kv_bytes_before,
+            evicted_tokens=self.evicted_tokens,
+            kept_reason=self.kept_reason,
         )
 
 
@@ -202,9 +223,11 @@ class Runner:
                 readers = self._prepare(run)
                 if readers is None:
                     run.forward_started = time.perf_counter()
-                    return forward(BlendCache(self._num_layers), inputs)
+                    cache = BlendCache(self._num_layers)
+                    with self._evicting(run, cache, headroom):
+                        return forward(cache, inputs)
                 try:
-                    with self._steered(run, readers, headroom) as cache:
+                    with self._steered(run, readers, headroom) as cache, self._evicting(run, cache, headroom):
                         return forward(cache, inputs)
                 except ChunkReadError as error:
                     # Damaged KV is a miss: it is dropped, and the next round encodes the chunk anew.
@@ -255,8 +278,7 @@ class Runner:
         selection = run.plan.selection
         cache = BlendCache(self._num_layers)
         first_layer = min(selection.check_layers, default=0)
-        # Buffers grow when an answer is longer; a limit that is meant as "no limit" should not take memory at once.
-        capacity = len(layout) + min(headroom, _ROOM_FOR_OUTPUT)
+        capacity = len(layout) + _room(headroom)
         run.forward_started = time.perf_counter()
         threads = run.config.load_threads if run.config.pipeline else 0
         with LayerLoader(
@@ -267,6 +289,24 @@ class Runner:
                 yield cache
         run.wait_s, run.load_bytes = loader.wait_s, loader.load_bytes
         run.charge, run.recomputed = steering.charge, steering.recomputed_rows.cpu()
+
+    @contextmanager
+    def _evicting(self, run: PromptRun, cache: BlendCache, headroom: int) -> Iterator[None]:
+        """Evict context KV during the prefill, where that is asked for, and note what the cache holds after it."""
+        length = len(run.prompt.layout)
+        if run.config.kv_capacity is None:
+            yield
+        else:
+            eviction = Eviction(self._model, run.config, cache, length, run.prompt.context, headroom, _room(headroom))
+            with eviction():
+                yield
+            run.evicted_tokens, run.kept_reason = eviction.evicted_tokens, eviction.kept_reason
+        run.kv_bytes = run.kv_bytes_before = 0
+        for layer in cache.kv_layers:
+            # What was generated is in the cache too.
+            token_bytes = layer.nbytes // max(layer.held_tokens, 1)
+            run.kv_bytes += token_bytes * (length - layer.evicted_tokens)
+            run.kv_bytes_before += token_bytes * length
 
     def plan(self, lengths: Sequence[int]) -> list[list[int]]:
         """Return the batches in which chunks of these lengths are encoded; see `Encoder.plan`."""
@@ -354,6 +394,11 @@ class Runner:
             _quietly(self._store.discard, chunk.key)
             return None
         return reader
+
+
+def _room(headroom: int) -> int:
+    """Return for how many output tokens buffers have room at once; they grow when an answer is longer."""
+    return min(headroom, _ROOM_FOR_OUTPUT)
 
 
 def _quietly(write: Callable[..., object], *arguments: Any, **options: Any) -> None:
