@@ -300,7 +300,8 @@ class Runner:
             eviction = Eviction(self._model, run.config, cache, length, run.prompt.context, headroom, _room(headroom))
             with eviction():
                 yield
-            run.evicted_tokens, run.kept_reason = eviction.evicted_tokens, eviction.kept_reason
+            run.kept_reason = eviction.kept_reason
+        run.evicted_tokens = max(layer.evicted_tokens for layer in cache.kv_layers)
         run.kv_bytes = run.kv_bytes_before = 0
         for layer in cache.kv_layers:
             # What was generated is in the cache too.

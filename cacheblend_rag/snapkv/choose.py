@@ -37,7 +37,8 @@ def context_attention(call: AttentionCall, window: int, start: int, stop: int) -
     scores = scores.view(kv_heads, groups, window, columns).float() * call.scaling
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
-    if call.mask is None or call.mask.ndim != 4:
+    if not isinstance(call.mask, torch.Tensor) or call.mask.ndim != 4:
+        # The kernel's own causal flag, or a mask that says no more than it where a layer attends to everything.
         later = torch.ones(window, window, dtype=torch.bool, device=scores.device).triu(1)
         scores[..., columns - window :].masked_fill_(later, -torch.inf)
     else:

@@ -74,6 +74,18 @@ def test_time_per_output_token_needs_two_tokens(engine: BlendEngine) -> None:
     assert tpot is not None and tpot > 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("llama", "eager"), ("gemma2", "eager")])
+def test_half_precision(family: str, attention: str, dtype: torch.dtype) -> None:
+    model = tiny_model(family, attention).to(dtype)
+    with BlendEngine(model, tiny_tokenizer(), config=BlendConfig(self_check=False, kv_capacity=10)) as engine:
+        engine.add(CHUNKS)
+        for enabled in (True, False):
+            report = engine.generate(PROMPT, 5, config=engine.config.replace(enabled=enabled)).report
+            assert report.evicted_tokens == CONTEXT - 10
+            assert report.kv_bytes_before == report.prompt_tokens * TOKEN_BYTES // 2
+
+
 def test_a_stream_is_what_is_generated(engine: BlendEngine) -> None:
     config = engine.config.replace(kv_capacity=0.25)
     wanted = engine.generate(PROMPT, 10, config=config, do_sample=False)
