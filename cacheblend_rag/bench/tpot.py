@@ -18,6 +18,8 @@ from cacheblend_rag.report import BlendReport
 
 __all__ = ["TPOTBench", "TPOTRow", "TPOTSetting"]
 
+_PREFILLS = ("full", "blend")
+
 
 @dataclass(frozen=True, slots=True)
 class TPOTSetting:
@@ -33,6 +35,8 @@ class TPOTSetting:
         Tokens generated.
     capacities : tuple of (int or float)
         Context KV that is kept (`BlendConfig.kv_capacity`), each measured beside a cache that keeps all.
+    methods : tuple of str
+        How the prompt is prefilled: "full", "blend".
     ratio : float
         Recompute ratio of the blend.
     selector : str
@@ -53,6 +57,7 @@ class TPOTSetting:
     question_tokens: int = 32
     output_tokens: int = 32
     capacities: tuple[int | float, ...] = (0.25,)
+    methods: tuple[str, ...] = _PREFILLS
     ratio: float = 0.15
     selector: str = "auto"
     repeats: int = 5
@@ -61,9 +66,12 @@ class TPOTSetting:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("chunks", 1), ("chunk_tokens", 1), ("question_tokens", 1), ("repeats", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}")
+        for name in ("chunks", "chunk_tokens", "question_tokens", "repeats"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        for method in self.methods or ("",):
+            if method not in _PREFILLS:
+                raise ConfigError(f"method {method!r} is not measured; choose among {', '.join(_PREFILLS)}")
         if self.output_tokens < 2:
             raise ConfigError(
                 f"output_tokens={self.output_tokens} leaves no time between two tokens to measure; give 2 or more"
@@ -146,7 +154,7 @@ class TPOTBench:
         )
         self._methods: list[_Method] = [
             (method, capacity)
-            for method in ("full", "blend")
+            for method in dict.fromkeys(setting.methods)
             for capacity in (None, *dict.fromkeys(setting.capacities))
         ]
         self._configs = {

@@ -34,6 +34,9 @@ def tpot(
         str,
         typer.Option(help="Context KV that is kept, comma-separated: a share (0.25) or a number of tokens (512)."),
     ] = "0.25",
+    methods: Annotated[
+        str, typer.Option(help="How the prompt is prefilled, comma-separated: full, blend.")
+    ] = "full,blend",
     ratio: Annotated[float, typer.Option(help="Recompute ratio of the blend.")] = 0.15,
     selector: Annotated[str, typer.Option(help="Selector of the blend.")] = "auto",
     repeats: Annotated[int, typer.Option(min=1, help="Rounds; each runs every method once. The median counts.")] = 5,
@@ -58,6 +61,7 @@ def tpot(
         question_tokens=question_tokens,
         output_tokens=output_tokens,
         capacities=parse_capacities(capacities),
+        methods=tuple(name.strip() for name in methods.split(",")),
         ratio=ratio,
         selector=selector,
         repeats=repeats,

@@ -66,6 +66,11 @@ def test_one_token_has_no_time_between() -> None:
         TPOTSetting("tiny", output_tokens=1)
 
 
+def test_a_method_that_is_not_measured_is_refused() -> None:
+    with pytest.raises(ConfigError, match="method 'half' is not measured; choose among full, blend"):
+        TPOTSetting("tiny", methods=("full", "half"))
+
+
 def test_settings_without_meaning_are_refused_before_the_model_is_made() -> None:
     for setting, message in (
         (TPOTSetting("tiny", capacities=(2.0,)), "kv_capacity=2.0"),
