@@ -182,13 +182,22 @@ class Assembler:
         if segments and isinstance(segments[0], Chunk | ChunkRef) and self._bos and positions is None:
             segments.insert(0, ())
         records = self._records(segments)
-        # The last segment is computed in any case.
-        served = [record.key for record in records[:-1] if record is not None] if retrieving else []
-        first = self._first_uses.note(served) if self._first_uses is not None and served else set()
         # Separators recur between all chunks: each text is tokenised once.
         texts = {
             text: self.tokenize(text) for text in dict.fromkeys(each for each in segments if isinstance(each, str))
         }
+        # Text behind it may have no tokens: blanks, for example.
+        last = max(
+            (
+                number
+                for number, segment in enumerate(segments)
+                if isinstance(segment, Chunk | ChunkRef) or (texts[segment] if isinstance(segment, str) else segment)
+            ),
+            default=0,
+        )
+        # The last segment is computed in any case.
+        served = [record.key for record in records[:last] if record is not None] if retrieving else []
+        first = self._first_uses.note(served) if self._first_uses is not None and served else set()
         ids: list[int] = []
         places: list[int] = []
         spans: list[ChunkSpan] = []
@@ -201,7 +210,7 @@ class Assembler:
                 chunk = records[number]
                 assert chunk is not None
                 part = chunk.token_ids
-                if number == len(segments) - 1:
+                if number == last:
                     # The last token's logits are what the prompt is for, so its row is computed.
                     note = "the prompt ends with it, so it is computed like text"
                     computed.append(PromptChunk(chunk.id, chunk.key, part, note=note))
@@ -211,7 +220,7 @@ class Assembler:
                 else:
                     spans.append(ChunkSpan(len(ids), len(ids) + len(part), position))
                     chunks.append(chunk)
-                if number < len(segments) - 1:
+                if number < last:
                     context = (context[0] if context else len(ids), len(ids) + len(part))
             else:
                 part = texts[segment] if isinstance(segment, str) else self._checked(segment)

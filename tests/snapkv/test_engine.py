@@ -130,6 +130,17 @@ def test_a_chunk_at_the_end_is_kept(engine: BlendEngine) -> None:
     assert (report.evicted_tokens, report.kv_bytes) == (0, report.kv_bytes_before)
 
 
+@pytest.mark.parametrize("end", ["", "  ", ()], ids=repr)
+def test_text_without_tokens_is_no_end(engine: BlendEngine, end: str | tuple[int, ...]) -> None:
+    segments = [words(4, 1), ChunkRef("n0"), ChunkRef("n1")]
+    wanted = engine.prefill(BlendPrompt(segments=segments))
+    config = engine.config.replace(kv_capacity=10)
+    result = engine.prefill(BlendPrompt(segments=[*segments, end]), config=config)
+    assert result.report.chunks[-1].reason == "the prompt ends with it, so it is computed like text"
+    assert result.report.evicted_tokens == 20 - 10
+    assert (result.logits - wanted.logits).abs().max() < 1e-4
+
+
 def test_a_prompt_without_chunks_keeps_all(engine: BlendEngine) -> None:
     report = engine.generate(BlendPrompt(words(9, 1)), 4, config=engine.config.replace(kv_capacity=1)).report
     assert (report.evicted_tokens, report.kv_bytes) == (0, 10 * TOKEN_BYTES)
