@@ -34,7 +34,7 @@ def context_attention(call: AttentionCall, window: int, start: int, stop: int) -
     groups = query.shape[0] // kv_heads
     # Query heads that share a key head stand next to each other.
     scores = query.reshape(kv_heads, groups * window, width) @ key.transpose(1, 2)
-    scores = scores.view(kv_heads, groups, window, columns).float() * call.scaling
+    scores = scores.view(kv_heads, groups, window, columns).float().mul_(call.scaling)
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
     if not isinstance(call.mask, torch.Tensor) or call.mask.ndim != 4:
@@ -45,10 +45,10 @@ def context_attention(call: AttentionCall, window: int, start: int, stop: int) -
         mask = call.mask[0, :, -window:, :columns]
         mask = mask.view(kv_heads, groups, window, columns) if mask.shape[0] > 1 else mask[None]
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.float()
-    total = scores.logsumexp(dim=-1, keepdim=True)
     if call.sinks is not None:
-        total = torch.logaddexp(total, call.sinks.float().view(kv_heads, groups, 1, 1))
-    return (scores[..., start:stop] - total).exp().sum(dim=(1, 2))
+        sinks = call.sinks.float().view(kv_heads, groups, 1, 1).expand(-1, -1, window, -1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    return scores.softmax(dim=-1).flatten(1, 2)[..., start:stop].sum(dim=1)
 
 
 def choose_tokens(attention: torch.Tensor, capacity: int, kernel: int) -> torch.Tensor:

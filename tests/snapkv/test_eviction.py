@@ -19,7 +19,7 @@ from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.model import inspect_model
 from cacheblend_rag.selection import FixedSelection
 from cacheblend_rag.snapkv import Eviction
-from cacheblend_rag.snapkv.choose import choose_tokens
+from cacheblend_rag.snapkv.choose import choose_tokens, context_attention
 from cacheblend_rag.snapkv.watch import AttentionCall, watch_attention
 from tests.core.dense import own_kv
 from tests.families import CASES, tiny_model
@@ -239,3 +239,26 @@ def test_the_choice_is_the_naive_one(weights: list[list[int]], capacity: int, ke
     attention = torch.tensor(weights, dtype=torch.float32)
     wanted = [naive_choice(row, capacity, kernel) for row in attention.tolist()]
     assert choose_tokens(attention, capacity, kernel).tolist() == wanted
+
+
+@pytest.mark.parametrize("additive", [True, False])
+def test_soft_caps_sinks_and_masks_of_each_head_count(additive: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 4, 5, 8, generator=generator)
+    key = torch.randn(1, 2, 12, 8, generator=generator)
+    allowed = torch.rand(1, 4, 5, 12, generator=generator) < 0.7
+    sinks = torch.randn(4, generator=generator)
+    mask = torch.zeros(allowed.shape).masked_fill(~allowed, -torch.inf) if additive else allowed
+    got = context_attention(AttentionCall(query, key, mask, 0.3, softcap=2.0, sinks=sinks), 3, 2, 9)
+    wanted = torch.zeros(2, 7)
+    for head in range(4):
+        for row in range(2, 5):
+            weights = [
+                float(torch.exp(2 * torch.tanh(0.3 * (query[0, head, row] @ key[0, head // 2, column]) / 2)))
+                if allowed[0, head, row, column]
+                else 0.0
+                for column in range(12)
+            ]
+            total = sum(weights) + float(sinks[head].exp())
+            wanted[head // 2] += torch.tensor(weights[2:9]) / total
+    torch.testing.assert_close(got, wanted)
