@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -68,6 +69,15 @@ class BlendConfig(BaseSettings):
         The share of a step's attention that must go to a stale segment for it to be repaired.
     min_tokens : int
         Prompts with fewer chunk tokens than this are prefilled as a whole.
+    kv_capacity : int or float, optional
+        How much KV of the context each layer and head keeps for decoding (SnapKV): an integer is a number of tokens, a float a
+        share of the context, above 0 and at most 1. The context reaches from the first chunk to the last; what stands before and
+        behind it is always kept. By default nothing is evicted.
+    observation_window : int
+        The last tokens of the prompt, behind the last chunk, whose attention says which context tokens are kept.
+    pooling_kernel : int
+        Over how many neighbouring tokens that attention is pooled (their maximum), so that words are kept with what surrounds
+        them; odd, and 1 pools nothing.
     encoding_prefix : str or tuple of int, optional
         What every chunk is encoded behind, as text or token ids; by default the tokenizer's BOS alone.
     dtype : {"float32", "float16", "bfloat16"}, optional
@@ -154,6 +164,9 @@ class BlendConfig(BaseSettings):
     repair_ratio: float = 0.0
     repair_limit: float = Field(default=0.05, ge=0, le=1, allow_inf_nan=False)
     min_tokens: int = Field(default=0, ge=0)
+    kv_capacity: int | float | None = None
+    observation_window: int = Field(default=32, ge=1)
+    pooling_kernel: int = Field(default=7, ge=1)
     encoding_prefix: str | tuple[int, ...] | None = None
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
     device: str | None = None
@@ -205,6 +218,33 @@ class BlendConfig(BaseSettings):
             raise ValueError("must be a finite number from 0 (plain reuse) to 1 (full prefill)")
         return ratio
 
+    @field_validator("kv_capacity", mode="before")
+    @classmethod
+    def _capacity_is_tokens_or_share(cls, capacity: Any) -> Any:
+        if capacity is None:
+            return None
+        number: Any = capacity
+        if isinstance(number, str):
+            # From the environment: "512" is a number of tokens, "0.25" a share.
+            with suppress(ValueError):
+                number = float(number)
+                number = int(capacity)
+        if type(number) is int and number >= 1:
+            return number
+        if type(number) is float and 0 < number <= 1:
+            return number
+        raise ValueError(
+            "must be a number of tokens (an integer from 1) or a share of the context (a float above 0 and at most 1.0); None "
+            "keeps all"
+        )
+
+    @field_validator("pooling_kernel")
+    @classmethod
+    def _kernel_is_odd(cls, kernel: int) -> int:
+        if kernel % 2 == 0:
+            raise ValueError("must be odd, so that a token stands in the middle of its neighbours")
+        return kernel
+
     @field_validator("namespace")
     @classmethod
     def _tenant_is_a_name(cls, namespace: str | None) -> str | None:
@@ -231,6 +271,15 @@ class BlendConfig(BaseSettings):
         if layers is not None and (not layers or layers[0] < 0 or any(a >= b for a, b in pairwise(layers))):
             raise ValueError("must be layer indices in ascending order, each once, at least one; or None")
         return layers
+
+    @model_validator(mode="after")
+    def _nothing_evicted_is_repaired(self) -> BlendConfig:
+        if self.repair_ratio and self.kv_capacity is not None:
+            raise ValueError(
+                f"repair_ratio={self.repair_ratio} and kv_capacity={self.kv_capacity} exclude each other: what was"
+                " evicted cannot be repaired; leave one of them out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> BlendConfig:

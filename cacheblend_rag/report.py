@@ -80,6 +80,16 @@ class BlendReport:
     guard : str or None
         What the online guard changed in the settings of this request, and why: a raised ratio, or full prefill (then it is
         `fallback_reason` too).
+    tpot_s : float or None
+        Seconds per output token after the first, on average; None with fewer than two.
+    kv_bytes : int
+        Bytes of the prompt's KV in the cache when decoding began, after eviction.
+    kv_bytes_before : int
+        What they would have been without eviction (`BlendConfig.kv_capacity`).
+    evicted_tokens : int
+        Context tokens whose KV each head dropped, in every layer that is not kept whole.
+    kept_reason : str or None
+        Which layers were kept whole although eviction was asked for, and why.
     """
 
     ttft_s: float
@@ -100,6 +110,11 @@ class BlendReport:
     load_bytes: int = 0
     repaired_tokens: int = 0
     guard: str | None = None
+    tpot_s: float | None = None
+    kv_bytes: int = 0
+    kv_bytes_before: int = 0
+    evicted_tokens: int = 0
+    kept_reason: str | None = None
 
     def __str__(self) -> str:
         """Return the figures that people look for first, on one line."""

@@ -23,7 +23,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
     0: ("errors", "config", "chunk", "report", "answers"),
     1: ("kv", "rope", "selection", "layout", "codec", "pml"),
     2: ("store", "model"),
-    3: ("encode", "loader", "controller", "fuse"),
+    3: ("encode", "loader", "controller", "fuse", "snapkv"),
     4: ("engine",),
     5: ("reference", "documents", "eval", "bench", "demo", "cli", "__main__"),
 }

@@ -7,6 +7,7 @@ from cacheblend_rag.bench.codecs import CodecRow, CodecSetting, measure_codecs
 from cacheblend_rag.bench.encode import EncodeBench, EncodeRow, EncodeSetting
 from cacheblend_rag.bench.load import LoadBench, LoadRow, LoadSetting
 from cacheblend_rag.bench.shapes import SHAPES, random_model, shape_config, word_tokenizer
+from cacheblend_rag.bench.tpot import TPOTBench, TPOTRow, TPOTSetting
 from cacheblend_rag.bench.ttft import TTFTBench, TTFTRow, TTFTSetting
 
 __all__ = [
@@ -23,6 +24,9 @@ __all__ = [
     "LoadBench",
     "LoadRow",
     "LoadSetting",
+    "TPOTBench",
+    "TPOTRow",
+    "TPOTSetting",
     "TTFTBench",
     "TTFTRow",
     "TTFTSetting",

@@ -23,6 +23,7 @@ __all__ = [
     "console",
     "make_quiet",
     "parse_bytes",
+    "parse_capacities",
     "parse_counts",
     "parse_ratios",
     "plain_values",
@@ -129,6 +130,25 @@ def parse_counts(text: str) -> tuple[int, ...]:
     except ValueError:
         wrong = next(part.strip() for part in text.split(",") if not part.strip().isdecimal())
         raise ConfigError(f"{wrong!r} in {text!r} is no whole number; write numbers like 10000,100000") from None
+
+
+def parse_capacities(text: str) -> tuple[int | float, ...]:
+    """Return capacities written like ``"0.25,512"``: shares of the context, and whole numbers of tokens.
+
+    Raises
+    ------
+    ConfigError
+        If one is no number.
+    """
+    capacities: list[int | float] = []
+    for part in text.split(","):
+        try:
+            capacities.append(int(part) if part.strip().isdecimal() else float(part))
+        except ValueError:
+            raise ConfigError(
+                f"{part.strip()!r} in {text!r} is no number; write shares of the context like 0.25, or numbers of tokens like 512"
+            ) from None
+    return tuple(capacities)
 
 
 def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, text_columns: int = 1) -> None:

@@ -132,5 +132,7 @@ def decode(
         return sequences[0, len(layout) :].cpu()
 
     token_ids = tuple(runner.run(run, limit, forward).tolist())
-    report = run.report(num_decoder_layers(model), watch.first_at or time.perf_counter(), len(token_ids))
+    count = len(token_ids)
+    answered = watch.first_at or time.perf_counter()
+    report = run.report(num_decoder_layers(model), answered, count, watch.tpot_s(count))
     return GenerationResult(tokenizer.decode(token_ids, skip_special_tokens=True), token_ids, layout.token_ids, report)

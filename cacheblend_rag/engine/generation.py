@@ -60,16 +60,24 @@ class GenerationResult:
 
 
 class TokenWatch(StoppingCriteria):
-    """Notes when the first token is there, counts tokens, and ends the generation when told to."""
+    """Notes when the first and the last token are there, and ends the generation when told to."""
 
     def __init__(self, stop: threading.Event) -> None:
         self._stop = stop
         self.first_at: float | None = None
+        self._last_at = 0.0
+
+    def tpot_s(self, output_tokens: int) -> float | None:
+        """Return the seconds per output token after the first; None with fewer than two."""
+        if self.first_at is None or output_tokens < 2:
+            return None
+        return (self._last_at - self.first_at) / (output_tokens - 1)
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """Return whether each sequence is done."""
+        self._last_at = time.perf_counter()
         if self.first_at is None:
-            self.first_at = time.perf_counter()
+            self.first_at = self._last_at
         return torch.full((input_ids.shape[0],), self._stop.is_set(), dtype=torch.bool, device=input_ids.device)
 
 

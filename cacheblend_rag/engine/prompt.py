@@ -68,12 +68,16 @@ class AssembledPrompt:
         Chunks of the prompt that are computed like text; their note says why.
     has_positions : bool
         Whether the prompt places its segments itself.
+    context : tuple of int
+        The half-open range of rows from its first chunk to its last one, whether they are blended or computed; a chunk that the
+        prompt ends with is not part of it. Empty without chunks.
     """
 
     layout: PromptLayout
     chunks: tuple[PromptChunk, ...]
     computed: tuple[PromptChunk, ...]
     has_positions: bool
+    context: tuple[int, int] = (0, 0)
 
 
 class Assembler:
@@ -178,25 +182,35 @@ class Assembler:
         if segments and isinstance(segments[0], Chunk | ChunkRef) and self._bos and positions is None:
             segments.insert(0, ())
         records = self._records(segments)
-        # The last segment is computed in any case.
-        served = [record.key for record in records[:-1] if record is not None] if retrieving else []
-        first = self._first_uses.note(served) if self._first_uses is not None and served else set()
         # Separators recur between all chunks: each text is tokenised once.
         texts = {
             text: self.tokenize(text) for text in dict.fromkeys(each for each in segments if isinstance(each, str))
         }
+        # Text behind it may have no tokens: blanks, for example.
+        last = max(
+            (
+                number
+                for number, segment in enumerate(segments)
+                if isinstance(segment, Chunk | ChunkRef) or (texts[segment] if isinstance(segment, str) else segment)
+            ),
+            default=0,
+        )
+        # The last segment is computed in any case.
+        served = [record.key for record in records[:last] if record is not None] if retrieving else []
+        first = self._first_uses.note(served) if self._first_uses is not None and served else set()
         ids: list[int] = []
         places: list[int] = []
         spans: list[ChunkSpan] = []
         chunks: list[PromptChunk] = []
         computed: list[PromptChunk] = []
+        context: tuple[int, int] | None = None
         for number, segment in enumerate(segments):
             position = len(ids) if positions is None else positions[number]
             if isinstance(segment, Chunk | ChunkRef):
                 chunk = records[number]
                 assert chunk is not None
                 part = chunk.token_ids
-                if number == len(segments) - 1:
+                if number == last:
                     # The last token's logits are what the prompt is for, so its row is computed.
                     note = "the prompt ends with it, so it is computed like text"
                     computed.append(PromptChunk(chunk.id, chunk.key, part, note=note))
@@ -206,6 +220,8 @@ class Assembler:
                 else:
                     spans.append(ChunkSpan(len(ids), len(ids) + len(part), position))
                     chunks.append(chunk)
+                if number < last:
+                    context = (context[0] if context else len(ids), len(ids) + len(part))
             else:
                 part = texts[segment] if isinstance(segment, str) else self._checked(segment)
                 if number == 0:
@@ -226,7 +242,7 @@ class Assembler:
             and spans[0].position == len(self.prefix_ids)
         )
         layout = PromptLayout(tuple(ids), tuple(places), tuple(spans), int(exact))
-        return AssembledPrompt(layout, tuple(chunks), tuple(computed), positions is not None)
+        return AssembledPrompt(layout, tuple(chunks), tuple(computed), positions is not None, context or (0, 0))
 
     def _records(self, segments: Sequence[Any]) -> list[PromptChunk | None]:
         named = [segment.id for segment in segments if isinstance(segment, Chunk | ChunkRef) and segment.id]

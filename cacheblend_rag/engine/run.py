@@ -23,6 +23,7 @@ from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import Decoder, num_decoder_layers
 from cacheblend_rag.report import BlendReport, ChunkReport
+from cacheblend_rag.snapkv import Eviction
 from cacheblend_rag.store import KVReader, KVStore
 from cacheblend_rag.store.ram import RamReader
 
@@ -30,6 +31,7 @@ __all__ = ["PromptRun", "Runner"]
 
 logger = logging.getLogger(__name__)
 
+# A limit that is meant as "no limit" should not take memory at once.
 _ROOM_FOR_OUTPUT = 512
 
 
@@ -67,6 +69,12 @@ class PromptRun:
         Which settings of the online guard these are; None for settings that the guard has nothing to do with.
     guard_action : str or None
         What the guard changed in them.
+    kv_bytes, kv_bytes_before : int
+        Bytes of the prompt's KV in the cache, and what they would be without eviction.
+    evicted_tokens : int
+        Context tokens that each head of an evicted layer dropped.
+    kept_reason : str or None
+        Why layers were kept whole although eviction was asked for.
     """
 
     prompt: AssembledPrompt
@@ -85,8 +93,14 @@ class PromptRun:
     repaired_tokens: int = 0
     guard_level: int | None = None
     guard_action: str | None = None
+    kv_bytes: int = 0
+    kv_bytes_before: int = 0
+    evicted_tokens: int = 0
+    kept_reason: str | None = None
 
-    def report(self, num_layers: int, first_output: float, output_tokens: int) -> BlendReport:
+    def report(
+        self, num_layers: int, first_output: float, output_tokens: int, tpot_s: float | None = None
+    ) -> BlendReport:
         """Return the figures.
 
         Parameters
@@ -97,6 +111,8 @@ class PromptRun:
             When the first output was there, by `time.perf_counter`.
         output_tokens : int
             Tokens generated.
+        tpot_s : float, optional
+            Seconds per token after the first.
         """
         assert self.plan is not None
         layout = self.prompt.layout
@@ -140,6 +156,11 @@ class PromptRun:
             load_bytes=self.load_bytes,
             repaired_tokens=self.repaired_tokens,
             guard=self.guard_action,
+            tpot_s=tpot_s,
+            kv_bytes=self.kv_bytes,
+            kv_bytes_before=self.kv_bytes_before,
+            evicted_tokens=self.evicted_tokens,
+            kept_reason=self.kept_reason,
         )
 
 
@@ -215,9 +236,11 @@ class Runner:
                 readers = self._prepare(run)
                 if readers is None:
                     run.forward_started = time.perf_counter()
-                    return forward(BlendCache(self._num_layers), inputs)
+                    cache = BlendCache(self._num_layers)
+                    with self._evicting(run, cache, headroom):
+                        return forward(cache, inputs)
                 try:
-                    with self._steered(run, readers, headroom) as cache:
+                    with self._steered(run, readers, headroom) as cache, self._evicting(run, cache, headroom):
                         return forward(cache, inputs)
                 except ChunkReadError as error:
                     # Damaged KV is a miss: it is dropped, and the next round encodes the chunk anew.
@@ -268,8 +291,7 @@ class Runner:
         selection = run.plan.selection
         cache = BlendCache(self._num_layers)
         first_layer = min(selection.check_layers, default=0)
-        # Buffers grow when an answer is longer; a limit that is meant as "no limit" should not take memory at once.
-        capacity = len(layout) + min(headroom, _ROOM_FOR_OUTPUT)
+        capacity = len(layout) + _room(headroom)
         run.forward_started = time.perf_counter()
         threads = run.config.load_threads if run.config.pipeline else 0
         with LayerLoader(
@@ -282,6 +304,29 @@ class Runner:
         run.wait_s, run.load_bytes = loader.wait_s, loader.load_bytes
         run.charge, run.recomputed = steering.charge + repair.charge, steering.recomputed_rows.cpu()
         run.repaired_tokens = repair.repaired_rows
+
+    @contextmanager
+    def _evicting(self, run: PromptRun, cache: BlendCache, headroom: int) -> Iterator[None]:
+        """Evict context KV during the prefill, where that is asked for, and note what the cache holds after it."""
+        length = len(run.prompt.layout)
+        if run.config.kv_capacity is None:
+            yield
+        else:
+            selection = None if run.plan is None else run.plan.selection
+            twice = selection is not None and bool(selection.look_layers)
+            eviction = Eviction(
+                self._model, run.config, cache, length, run.prompt.context, headroom, _room(headroom), at_end=twice
+            )
+            with eviction():
+                yield
+            run.kept_reason = eviction.kept_reason
+        run.evicted_tokens = max(layer.evicted_tokens for layer in cache.kv_layers)
+        run.kv_bytes = run.kv_bytes_before = 0
+        for layer in cache.kv_layers:
+            # What was generated is in the cache too.
+            token_bytes = layer.nbytes // max(layer.held_tokens, 1)
+            run.kv_bytes += token_bytes * (length - layer.evicted_tokens)
+            run.kv_bytes_before += token_bytes * length
 
     def plan(self, lengths: Sequence[int]) -> list[list[int]]:
         """Return the batches in which chunks of these lengths are encoded; see `Encoder.plan`."""
@@ -369,6 +414,11 @@ class Runner:
             _quietly(self._store.discard, chunk.key)
             return None
         return reader
+
+
+def _room(headroom: int) -> int:
+    """Return for how many output tokens buffers have room at once; they grow when an answer is longer."""
+    return min(headroom, _ROOM_FOR_OUTPUT)
 
 
 def _quietly(write: Callable[..., object], *arguments: Any, **options: Any) -> None:

@@ -17,11 +17,17 @@ class KVCacheLayer(DynamicLayer):
     """One layer's KV, ``(batch, num_kv_heads, seq_len, head_dim)``, in a buffer with room behind it.
 
     transformers' own dynamic layer copies everything for each new token; this one writes the token into the buffer.
+
+    Attributes
+    ----------
+    evicted_tokens : int
+        Tokens that every head has dropped. They count in the layer's length, by which positions and masks are made.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._buffer: LayerKV | None = None
+        self.evicted_tokens = 0
 
     def hold(self, buffer: LayerKV, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Take over `buffer`, whose first `length` tokens are filled, and return their keys and values."""
@@ -36,7 +42,7 @@ class KVCacheLayer(DynamicLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append new tokens and return the whole layer."""
-        length = self.get_seq_length()
+        length = self.held_tokens
         if length == 0:
             return self.hold(LayerKV(key_states, value_states), key_states.shape[2])
         end = length + key_states.shape[2]
@@ -44,6 +50,56 @@ class KVCacheLayer(DynamicLayer):
         buffer.keys[:, :, length:end] = key_states
         buffer.values[:, :, length:end] = value_states
         return self.hold(buffer, end)
+
+    @property
+    def held_tokens(self) -> int:
+        """How many tokens each head holds."""
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the KV it holds."""
+        return 0 if self.keys is None or self.values is None else LayerKV(self.keys, self.values).nbytes
+
+    def get_seq_length(self) -> int:
+        """Return how many tokens the layer has seen, those that were evicted included."""
+        return self.held_tokens + self.evicted_tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return for how many tokens a mask is made, and how many come before them.
+
+        Tokens that were kept are all in the past of those to come, so it does not matter that the mask takes them for their later
+        neighbours.
+        """
+        return self.held_tokens + query_length, self.evicted_tokens
+
+    def keep(self, rows: torch.Tensor, room: int) -> None:
+        """Drop all tokens but some, which may differ from head to head, and give back their memory.
+
+        Parameters
+        ----------
+        rows : torch.Tensor
+            The tokens that each head keeps, ascending, int64, ``(num_kv_heads, kept)``.
+        room : int
+            Tokens for which there is room behind them.
+        """
+        assert self.keys is not None and self.values is not None
+        length, count = self.held_tokens, rows.shape[1]
+        buffers = []
+        for tensor in (self.keys, self.values):
+            batch, heads, _, width = tensor.shape
+            buffer = tensor.new_empty(batch, heads, count + room, width)
+            index = rows.to(tensor.device)[None, :, :, None].expand(batch, heads, count, width)
+            buffer[:, :, :count] = tensor.gather(2, index)
+            buffers.append(buffer)
+        self.evicted_tokens += length - count
+        self.hold(LayerKV(*buffers), count)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._buffer = None
+        self.evicted_tokens = 0
+        super().reset()
 
     def _room_for(self, end: int) -> LayerKV:
         assert self._buffer is not None and self.keys is not None and self.values is not None

@@ -1,0 +1,167 @@
+"""Dropping context KV layer by layer while a prompt is prefilled (SnapKV, arXiv 2404.14469; A3, "Extension")."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.model import AttentionCall, KVCache, watch_attention
+from cacheblend_rag.snapkv.choose import choose_tokens, context_attention
+
+__all__ = ["Eviction"]
+
+_FULL_ATTENTION = "full_attention"
+_WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+
+
+class Eviction:
+    """The eviction of one prompt's context KV.
+
+    As soon as a layer has attended, each of its key heads keeps the context tokens that the end of the prompt attends to most;
+    the memory of the others is given back before the next layer is computed. What stands before the first chunk and behind the
+    last one is always kept. Keys are rotated already, so the tokens that are left need not stand next to each other.
+
+    Layers that attend to a sliding window are kept whole, unless the window holds the prompt and its answer: which token is
+    inside is a question of its place, and the places that are left differ from head to head.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The model.
+    config : BlendConfig
+        The settings; `kv_capacity` must be set.
+    cache : KVCache
+        The prompt's cache, empty.
+    prompt_tokens : int
+        Length of the prompt.
+    context : tuple of int
+        The half-open range of rows from the first chunk to the last, what stands between them included.
+    headroom : int
+        Tokens that will be generated at most.
+    room : int
+        Tokens for which each layer is given room at once.
+    at_end : bool
+        Whether memory is given back after the last layer only, because the prefill comes back to the first ones.
+
+    Attributes
+    ----------
+    evicted_tokens : int
+        Context tokens that each head of an evicted layer drops; 0 where nothing is evicted.
+    kept_reason : str or None
+        Why layers are kept whole, if any are.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: BlendConfig,
+        cache: KVCache,
+        prompt_tokens: int,
+        context: tuple[int, int],
+        headroom: int,
+        room: int,
+        at_end: bool = False,
+    ) -> None:
+        assert config.kv_capacity is not None
+        self._model = model
+        self._cache = cache
+        self._prompt_tokens = prompt_tokens
+        self._start, self._stop = context
+        self._room = room
+        self._at_end = at_end
+        self._chosen: dict[int, torch.Tensor] = {}
+        tokens = self._stop - self._start
+        share = config.kv_capacity
+        self._capacity = min(tokens, share if isinstance(share, int) else max(1, round(share * tokens)))
+        self._window = min(config.observation_window, prompt_tokens - self._stop)
+        self._kernel = config.pooling_kernel
+        self.kept_reason: str | None = None
+        self._waiting: list[int] = []
+        if self._capacity < tokens:
+            self._waiting = self._evictable(prompt_tokens + headroom)
+        self.evicted_tokens = tokens - self._capacity if self._waiting else 0
+
+    def _evictable(self, end: int) -> list[int]:
+        config = self._model.config.get_text_config(decoder=True)
+        types = _layer_types(config, len(self._cache.kv_layers))
+        layers, kept = [], []
+        for number, kind in enumerate(types):
+            reach = getattr(config, _WINDOWS[kind], None) if kind in _WINDOWS else None
+            if kind == _FULL_ATTENTION or (reach is not None and reach >= end):
+                layers.append(number)
+            else:
+                kept.append(f"{kind} of {reach} tokens" if reach else kind)
+            # transformers makes one mask for each type of layer, by the length of the first layer of that type.
+            self._cache.kv_layers[number].is_sliding = kind in _WINDOWS
+        if kept:
+            self.kept_reason = f"{len(kept)} of {len(types)} layers are kept whole: {', '.join(sorted(set(kept)))}"
+        return layers
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Evict during the model's next forward pass, for the duration of a ``with`` block.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If the model's attention cannot be watched, or depends on the distance between tokens in the cache.
+        """
+        with ExitStack() as stack:
+            if self._waiting:
+                stack.enter_context(watch_attention(self._after_attention))
+                hook = self._model.register_forward_hook(partial(self._after_prefill, stack))
+                stack.callback(hook.remove)
+            yield
+
+    def _after_attention(self, call: AttentionCall) -> None:
+        for layer in self._waiting:
+            held = self._cache.kv_layers[layer]
+            if held.keys is call.key:
+                break
+        else:
+            return
+        if call.position_bias is not None:
+            raise UnsupportedModelError(
+                f"{type(self._model).__name__}, layer {layer}: its attention adds a bias by the distance between tokens in the "
+                "cache, which eviction changes; leave kv_capacity at None"
+            )
+        attention = context_attention(call, self._window, self._start, self._stop)
+        chosen = choose_tokens(attention, self._capacity, self._kernel) + self._start
+        before = torch.arange(self._start, device=chosen.device)
+        behind = torch.arange(self._stop, self._prompt_tokens, device=chosen.device)
+        heads = chosen.shape[0]
+        rows = torch.cat((before.expand(heads, -1), chosen, behind.expand(heads, -1)), dim=1)
+        self._waiting.remove(layer)
+        if self._at_end:
+            self._chosen[layer] = rows
+        else:
+            held.keep(rows, self._room)
+
+    def _after_prefill(self, stack: ExitStack, *_: Any) -> None:
+        # Decoding is not watched, and costs what it costs without eviction.
+        stack.close()
+        for layer, rows in self._chosen.items():
+            self._cache.kv_layers[layer].keep(rows, self._room)
+        if self._waiting:
+            raise UnsupportedModelError(
+                f"{type(self._model).__name__}: the attention of layers {', '.join(map(str, self._waiting))} cannot be watched, "
+                "so nothing tells which KV to evict; leave kv_capacity at None"
+            )
+
+
+def _layer_types(config: Any, count: int) -> list[str]:
+    """Return each layer's type, as transformers' own caches derive it."""
+    types = getattr(config, "layer_types", None)
+    if types is not None:
+        return list(types)[:count]
+    for kind, name in _WINDOWS.items():
+        if getattr(config, name, None) is not None:
+            return [kind] * count
+    return [_FULL_ATTENTION] * count
