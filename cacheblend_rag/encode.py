@@ -8,6 +8,7 @@ import torch
 
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.model import Decoder, KVCache
+from cacheblend_rag.rope import shift_keys
 
 __all__ = ["Encoder", "plan_batches"]
 
@@ -99,6 +100,46 @@ class Encoder:
                 kv = [LayerKV(*(_on_cpu(tensor[row, :, start:stop]) for tensor in layer)) for layer in layers]
                 encoded.append((index, ChunkKV(tuple(chunks[index]), start, kv)))
             yield encoded
+
+    @torch.no_grad()
+    def sensitivity(self, kv: ChunkKV, neighbours: Sequence[int]) -> tuple[float, ...]:
+        """Return how much each token's KV changes when the chunk stands behind other text.
+
+        Parameters
+        ----------
+        kv : ChunkKV
+            The chunk's KV, encoded alone.
+        neighbours : sequence of int
+            What it is likely to stand behind.
+
+        Returns
+        -------
+        tuple of float
+            For each token the squared distance between its KV in the two places over the squared norm of what is stored, keys
+            moved to the same position, averaged over keys, values and layers. The last third of the layers does not count:
+            what changes there hardly reaches the answer, and it drowns the rest (docs/selectors.md).
+        """
+        count, distance = len(kv.token_ids), len(neighbours)
+        start = len(self._prefix_ids) + distance
+        behind = self._forward([[*self._prefix_ids, *neighbours, *kv.token_ids]], KVCache(self._decoder.num_layers))
+        device = behind[0].keys.device
+        total = torch.zeros(count, device=device)
+        layers = range(1, max(2, -(-2 * self._decoder.num_layers // 3)))
+        # Layer 0 is the same in any context.
+        for layer in layers if self._decoder.num_layers > 1 else ():
+            moved = behind[layer].keys[0, :, start : start + count].clone()
+            rotation = self._decoder.rotations[layer]
+            if rotation is not None:
+                shift_keys(moved, rotation.table(torch.full((count,), -distance), moved.device))
+            pairs = (
+                (moved, kv.layers[layer].keys),
+                (behind[layer].values[0, :, start : start + count], kv.layers[layer].values),
+            )
+            for new, stored in pairs:
+                old = stored.to(new.device).float()
+                change = (new.float() - old).square().sum(dim=(0, 2))
+                total += (change / old.square().sum(dim=(0, 2)).clamp_min(1e-12)).to(device) / (2 * len(layers))
+        return tuple(total.tolist())
 
     @torch.no_grad()
     def _run(self, rows: Sequence[Sequence[int]]) -> list[LayerKV]:

@@ -11,6 +11,7 @@ from cacheblend_rag.selection.base import LayerProbe, Selection, SelectionTask, 
 from cacheblend_rag.selection.boundary import BoundarySelector
 from cacheblend_rag.selection.fixed import FixedSelection, FullSelector, NoneSelector, RandomSelector
 from cacheblend_rag.selection.hkvd import HKVDSelector
+from cacheblend_rag.selection.ingest import IngestSelector, QueryIngestSelector
 from cacheblend_rag.selection.question import A3Selector, QuerySelector
 
 __all__ = [
@@ -59,6 +60,8 @@ for _selector in (
     HKVDSelector,
     A3Selector,
     QuerySelector,
+    IngestSelector,
+    QueryIngestSelector,
 ):
     register_selector(_selector)
 

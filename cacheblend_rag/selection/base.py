@@ -28,11 +28,15 @@ class SelectionTask:
     budget : int
         Rows to recompute, on average over the layers behind the point where the selection is made; at most the number
         of candidates.
+    sensitivity : torch.Tensor or None
+        How much each row's KV depends on what stands before its chunk, as measured when it was added; NaN where it was not
+        measured. float32, ``(prompt_len,)``; None where it is known of no row.
     """
 
     layout: PromptLayout
     num_layers: int
     budget: int
+    sensitivity: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)

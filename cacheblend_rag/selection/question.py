@@ -10,12 +10,13 @@ from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.selection.base import LayerProbe, Selection, SelectionTask, Selector
 from cacheblend_rag.selection.segments import pick
 
-__all__ = ["A3Selector", "QuerySelector"]
+__all__ = ["SEGMENT_TOKENS", "A3Selector", "QuerySelection", "QuerySelector", "look_layers", "stop_layer"]
 
 _A3_LAYER = 1
 # Shares of the depth, by measurement on the reference model: see docs/selectors.md.
 _LOOK_FROM, _LOOK_TO = 0.25, 0.75
-_SEGMENT_TOKENS = 32
+SEGMENT_TOKENS = 32
+"""Most tokens that are chosen together by default."""
 
 
 class A3Selector(Selector):
@@ -62,7 +63,7 @@ class QuerySelector(Selector):
 
     def begin(self, task: SelectionTask) -> Selection:
         """Return a selection that looks at the question's attention."""
-        return _QuerySelection(task, self.config)
+        return QuerySelection(task, self.config)
 
     def validate(self, num_layers: int) -> None:
         """Raise `ConfigError` if a layer that the settings name is not there."""
@@ -106,22 +107,38 @@ def stop_layer(config: BlendConfig, num_layers: int) -> int | None:
     return config.stop_layer
 
 
-class _QuerySelection(Selection):
+class QuerySelection(Selection):
+    """Looks at the question's attention in some layers, and then chooses.
+
+    Parameters
+    ----------
+    task : SelectionTask
+        The prompt.
+    config : BlendConfig
+        The settings.
+    """
+
     def __init__(self, task: SelectionTask, config: BlendConfig) -> None:
         self.look_layers = look_layers(config, task.num_layers)
         self.stop_layer = stop_layer(config, task.num_layers)
         self._layout: PromptLayout = task.layout
-        self._segment_tokens = config.segment_tokens or _SEGMENT_TOKENS
+        self._segment_tokens = config.segment_tokens or SEGMENT_TOKENS
         self._candidates = task.layout.candidate_rows
         # The budget is an average over all layers: what the last ones do not spend is spent on more rows.
         depth = self.stop_layer or task.num_layers
         self._budget = min(round(task.budget * task.num_layers / depth), self._candidates.numel())
-        self._scores = torch.zeros(self._candidates.numel())
+        self._attention = torch.zeros(self._candidates.numel())
 
     def look(self, layer: int, attention: torch.Tensor) -> None:
+        """Add a layer's attention to that of the others."""
         mass = attention.sum(dim=(0, 1)).cpu()
         # Some layers attend to the context much more than others; each has one vote.
-        self._scores += mass / mass.sum().clamp_min(torch.finfo(mass.dtype).tiny)
+        self._attention += mass / mass.sum().clamp_min(torch.finfo(mass.dtype).tiny)
+
+    def scores(self) -> torch.Tensor:
+        """Return the score of each candidate."""
+        return self._attention
 
     def rows(self) -> torch.Tensor:
-        return pick(self._scores, self._candidates, self._budget, self._layout, self._segment_tokens)
+        """Return the candidates of the highest scores."""
+        return pick(self.scores(), self._candidates, self._budget, self._layout, self._segment_tokens)

@@ -6,7 +6,7 @@ import torch
 
 from cacheblend_rag.layout import PromptLayout
 
-__all__ = ["pick", "segment_numbers"]
+__all__ = ["pick", "segment_means", "segment_numbers"]
 
 
 def segment_numbers(layout: PromptLayout, rows: torch.Tensor, segment_tokens: int) -> torch.Tensor:
@@ -31,6 +31,14 @@ def segment_numbers(layout: PromptLayout, rows: torch.Tensor, segment_tokens: in
         count = -(-len(span) // segment_tokens)
         starts += [span.start + number * len(span) // count for number in range(count)]
     return torch.searchsorted(torch.tensor(starts, device=rows.device), rows, right=True) - 1
+
+
+def segment_means(scores: torch.Tensor, rows: torch.Tensor, layout: PromptLayout, segment_tokens: int) -> torch.Tensor:
+    """Return for each row the mean score of the rows of its segment, ``(len(rows),)``, float64."""
+    numbers = segment_numbers(layout, rows, segment_tokens)
+    count = int(numbers[-1]) + 1 if rows.numel() else 0
+    total = torch.zeros(count, dtype=torch.float64, device=scores.device).index_add_(0, numbers, scores.double())
+    return (total / torch.bincount(numbers, minlength=count).clamp_min(1))[numbers]
 
 
 def pick(
@@ -62,16 +70,14 @@ def pick(
     """
     budget = min(budget, rows.numel())
     if segment_tokens > 1 and budget:
-        segment = segment_numbers(layout, rows, segment_tokens)
-        count = int(segment[-1]) + 1
-        total = torch.zeros(count, dtype=torch.float64, device=scores.device).index_add_(0, segment, scores.double())
-        mean = total / torch.bincount(segment, minlength=count).clamp_min(1)
-        # Rank by segment first; a token's own score decides within the last one, where not all tokens fit.
-        place = torch.empty_like(mean).index_copy_(
-            0, mean.argsort(descending=True, stable=True), torch.arange(count, device=mean.device, dtype=mean.dtype)
-        )
+        # Segments by their mean, earlier ones first among equals; a token's own score decides where not all of one fit.
         order = scores.double().argsort(descending=True, stable=True)
-        chosen = order[place[segment[order]].argsort(stable=True)][:budget]
+        means, numbers = (
+            segment_means(scores, rows, layout, segment_tokens),
+            segment_numbers(layout, rows, segment_tokens),
+        )
+        order = order[numbers[order].argsort(stable=True)]
+        chosen = order[means[order].argsort(descending=True, stable=True)][:budget]
     else:
         chosen = scores.topk(budget, sorted=False).indices
     return rows[chosen.sort().values.to(rows.device)]
