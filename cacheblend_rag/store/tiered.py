@@ -351,11 +351,18 @@ class TieredStore:
             self._keep(chunk.key, chunk.kv, chunk.tenant, chunk.expires_at)
             if not chunk.is_copy and self._disk.holds([chunk.key])[0]:
                 self._send(chunk.key, chunk.kv, chunk.expires_at)
-        else:
-            self._note(chunk.key, chunk.tenant, chunk.expires_at)
-            if self._ram.put(chunk.key, chunk.kv) and not self._index.transact(wanted):
-                self._ram.drop([chunk.key])
-            self._ram.pin(self._names.pinned([chunk.key]))
+            return
+        self._note(chunk.key, chunk.tenant, chunk.expires_at)
+        if not self._ram.put(chunk.key, chunk.kv) and not self._offsite:
+            return
+        if not self._index.transact(wanted):
+            self._ram.drop([chunk.key])
+            return
+        self._ram.pin(self._names.pinned([chunk.key]))
+        self._send(chunk.key, chunk.kv, chunk.expires_at)
+        if self._offsite and self._names.leading_to(chunk.key) is None:
+            # Deleted between the two.
+            self._offsite.drop([chunk.key])
 
     def _send(self, key: str, kv: ChunkKV | PackedKV, expires_at: float | None) -> None:
         if self._offsite and expires_at is None:
