@@ -346,26 +346,29 @@ class BlendEngine:
         self._check_open()
         return self.store.forget(self._assembler.namespace, _id_list(ids))
 
-    def pin(self, ids: Iterable[str]) -> int:
+    def pin(self, ids: Iterable[str]) -> None:
         """Keep the KV of these chunks: it is never evicted, now or when it is computed again, and counts against the budget.
-
-        Returns
-        -------
-        int
-            How many of the ids were known.
 
         Raises
         ------
+        UnknownChunkError
+            If an id is unknown; nothing is pinned then.
         StoreFullError
             If more would be pinned than `disk_bytes`.
         """
         self._check_open()
-        return self.store.pin(self._assembler.namespace, _id_list(ids))
+        self.store.pin(self._assembler.namespace, _id_list(ids))
 
-    def unpin(self, ids: Iterable[str]) -> int:
-        """Let the KV of these chunks be evicted again; return how many of the ids were known."""
+    def unpin(self, ids: Iterable[str]) -> None:
+        """Let the KV of these chunks be evicted again.
+
+        Raises
+        ------
+        UnknownChunkError
+            If an id is unknown; nothing is unpinned then.
+        """
         self._check_open()
-        return self.store.unpin(self._assembler.namespace, _id_list(ids))
+        self.store.unpin(self._assembler.namespace, _id_list(ids))
 
     def contains(self, id: str) -> bool:
         """Whether a chunk of this id is known; its KV may be evicted, and is then computed again when it is needed."""

@@ -11,6 +11,7 @@ from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.collect import GarbageReport, collect_garbage
 from cacheblend_rag.store.disk import DiskTier
 from cacheblend_rag.store.offsite import Offsite
+from cacheblend_rag.store.pins import pin_chunks
 from cacheblend_rag.store.ram import RamTier
 from cacheblend_rag.store.remote import RemoteTier, open_remote
 from cacheblend_rag.store.tiered import TieredStore
@@ -31,6 +32,7 @@ __all__ = [
     "export_store",
     "import_store",
     "open_store",
+    "pin_chunks",
 ]
 
 

@@ -222,17 +222,25 @@ class KVStore(Protocol):
     def revision(self) -> int:
         """Return a number that every change to a name raises, by whatever process; equal numbers mean that no name changed."""
 
-    def pin(self, namespace: str, ids: Sequence[str]) -> int:
-        """Never drop the KV of these names for room, now held or later; return how many of them are known.
+    def pin(self, namespace: str, ids: Sequence[str]) -> None:
+        """Never drop the KV of these names for room, now held or later.
 
         Raises
         ------
+        UnknownChunkError
+            If a name is unknown; nothing is pinned then.
         StoreFullError
             If more would be pinned than the disk's byte budget.
         """
 
-    def unpin(self, namespace: str, ids: Sequence[str]) -> int:
-        """Let the KV of these names be dropped for room again; return how many of them are known."""
+    def unpin(self, namespace: str, ids: Sequence[str]) -> None:
+        """Let the KV of these names be dropped for room again.
+
+        Raises
+        ------
+        UnknownChunkError
+            If a name is unknown; nothing is unpinned then.
+        """
 
     def clear(self, tenant: str | None = None) -> None:
         """Drop all KV and all names, or those of one tenant; "" is for what is no tenant's."""

@@ -275,19 +275,27 @@ class TieredStore:
         """Return a number that every change to a name raises, by whatever process."""
         return self._names.revision() + self._waiting.changes
 
-    def pin(self, namespace: str, ids: Sequence[str]) -> int:
-        """Never evict the KV of these names, now held or later; return how many of them are known.
+    def pin(self, namespace: str, ids: Sequence[str]) -> None:
+        """Never evict the KV of these names, now held or later.
 
         Raises
         ------
+        UnknownChunkError
+            If a name is unknown; nothing is pinned then.
         StoreFullError
             If more would be pinned than the disk's byte budget.
         """
-        return self._pin(namespace, ids, True)
+        self._pin(namespace, ids, True)
 
-    def unpin(self, namespace: str, ids: Sequence[str]) -> int:
-        """Let the KV of these names be evicted again; return how many of them are known."""
-        return self._pin(namespace, ids, False)
+    def unpin(self, namespace: str, ids: Sequence[str]) -> None:
+        """Let the KV of these names be evicted again.
+
+        Raises
+        ------
+        UnknownChunkError
+            If a name is unknown; nothing is unpinned then.
+        """
+        self._pin(namespace, ids, False)
 
     def clear(self, tenant: str | None = None) -> None:
         """Drop all KV and all names, or those of one tenant; "" is for what is no tenant's."""
@@ -397,7 +405,7 @@ class TieredStore:
             pass
         self._ram.drop([key])
 
-    def _pin(self, namespace: str, ids: Sequence[str], pinned: bool) -> int:
+    def _pin(self, namespace: str, ids: Sequence[str], pinned: bool) -> None:
         self._check_open()
         self._waiting.settle()
         limit_bytes = self._disk.limit_bytes if self._disk else None
@@ -406,7 +414,6 @@ class TieredStore:
             self._ram.pin(keys)
         else:
             self._unpin_in_ram()
-        return len(keys)
 
     def _unpin_in_ram(self) -> None:
         """Let go in RAM of what no pinned name leads to any more."""
