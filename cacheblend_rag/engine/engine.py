@@ -33,6 +33,7 @@ from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.model import Decoder, inspect_model, model_window, num_decoder_layers
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.store import KVStore, NodeRecord, open_store
+from cacheblend_rag.store.device import spare_bytes
 
 __all__ = ["BlendEngine"]
 
@@ -44,6 +45,7 @@ _ENGINE_SETTINGS = frozenset(
         "encoding_prefix",
         "dtype",
         "device",
+        "device_bytes",
         "ram_bytes",
         "disk_bytes",
         "ram_codec",
@@ -113,9 +115,12 @@ class BlendEngine:
         self.unsupported_reason: str | None = None
         self.decoder = self._inspect()
         self._owns_store = store is None or isinstance(store, str | Path)
+        devices = [torch.device("cpu")] if self.decoder is None else self.decoder.devices
         self.store: KVStore = (
             open_store(
                 store,
+                device_bytes=self._device_bytes(devices),
+                devices=devices,
                 ram_bytes=self.config.ram_bytes,
                 disk_bytes=self.config.disk_bytes,
                 ram_codec=self.config.ram_codec,
@@ -582,6 +587,11 @@ class BlendEngine:
             self.unsupported_reason = str(error)
             return None
         return decoder
+
+    def _device_bytes(self, devices: Sequence[torch.device]) -> int:
+        if self.decoder is None:
+            return 0
+        return spare_bytes(devices) if self.config.device_bytes is None else self.config.device_bytes
 
     def _check_call_settings(self, config: BlendConfig) -> None:
         for name in sorted(_ENGINE_SETTINGS & config.model_fields_set):

@@ -16,7 +16,7 @@ class KVReader(Protocol):
 
     @property
     def tier(self) -> str:
-        """Where the bytes are: "ram", "disk", or what a remote tier calls itself."""
+        """Where the bytes are: "device", "ram", "disk", or what a remote tier calls itself."""
 
     @property
     def codec(self) -> str:
@@ -90,8 +90,14 @@ class StoreStats:
         Chunks that wait to be written, and bytes of their KV.
     unwritten : int
         Misses that found no room to wait in and were not stored, since the store was opened.
+    device_bytes : int
+        Bytes of KV that is resident on the devices that compute.
+    ram_evictions, device_evictions : int
+        Copies dropped for room in RAM, and on devices, since the store was opened; without a folder RAM holds no copies, and what
+        is dropped there is counted by `evictions` too.
 
-    The figures of one tenant are `nodes`, `entries`, `ram_bytes` and `disk_bytes`; the others are the whole store's.
+    The figures of one tenant are `nodes`, `entries`, `ram_bytes`, `disk_bytes` and `device_bytes`; the others are the whole
+    store's.
     """
 
     nodes: int
@@ -103,6 +109,9 @@ class StoreStats:
     waiting: int = 0
     waiting_bytes: int = 0
     unwritten: int = 0
+    device_bytes: int = 0
+    ram_evictions: int = 0
+    device_evictions: int = 0
 
 
 class KVStore(Protocol):
