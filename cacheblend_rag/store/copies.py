@@ -79,7 +79,7 @@ class Copies:
         is_held: Callable[[str], bool],
         note: Callable[[], None] | None = None,
     ) -> KVReader:
-        """Return `reader`, on its way up to the device if there is room for its `kv_bytes` there.
+        """Return `reader`, on its way up to the device if its `kv_bytes` fit there.
 
         Parameters
         ----------
@@ -94,7 +94,7 @@ class Copies:
         note : callable, optional
             Calls `note`, for what RAM need not hold.
         """
-        if not self.device.reserve(kv_bytes):
+        if kv_bytes > self.device.limit_bytes:
             return reader
         return RisingReader(reader, self.device, kv_bytes, partial(self._keep_on_device, key, is_held, note))
 

@@ -23,29 +23,30 @@ class RisingReader:
     """Reads KV from a slower tier, and is told what its layers are on their devices, which it keeps there.
 
     Who reads calls `keep` with each layer once it is on its device, and `finish` at the end. Whoever does not leaves the device
-    tier as it is.
+    tier as it is. Room is made when the first layer is kept: by then all chunks of a prompt are opened, and none that it needs
+    has to be read because it had to go.
 
     Parameters
     ----------
     reader : KVReader
         Reads the slower tier.
     tier : DeviceTier
-        Where room is reserved for the KV.
-    reserved_bytes : int
-        How much.
+        Where it goes.
+    kv_bytes : int
+        Size of all layers there.
     keep : callable
         Takes the KV when it is complete.
     """
 
-    def __init__(
-        self, reader: KVReader, tier: DeviceTier, reserved_bytes: int, keep: Callable[[ResidentKV], None]
-    ) -> None:
+    def __init__(self, reader: KVReader, tier: DeviceTier, kv_bytes: int, keep: Callable[[ResidentKV], None]) -> None:
         self._reader = reader
         self._tier = tier
-        self._reserved_bytes = reserved_bytes
+        self._kv_bytes = kv_bytes
+        self._reserved_bytes = 0
         self._keep = keep
         self._lock = threading.Lock()
-        self._layers: dict[int, Upload] | None = {}
+        self._layers: dict[int, Upload] | None = None
+        self._began = False
 
     def __del__(self) -> None:
         self._tier.give_back(self._reserved_bytes)
@@ -100,7 +101,7 @@ class RisingReader:
         layer : LayerKV
             The layer, best on its device already. It is copied in the current stream, and may be written to afterwards.
         """
-        if self._layers is None:
+        if not self._begin():
             return
         with self._within_memory():
             upload = self._tier.place(index, layer)
@@ -120,6 +121,16 @@ class RisingReader:
                     self._give_back()
                     self._keep(ResidentKV(self.token_ids, self.start, [layers[n] for n in range(self.num_layers)]))
         self._give_back()
+
+    def _begin(self) -> bool:
+        """Reserve room, the first time; return whether there was any and the KV still rises."""
+        with self._lock:
+            if not self._began:
+                self._began = True
+                if self._tier.reserve(self._kv_bytes):
+                    self._reserved_bytes = self._kv_bytes
+                    self._layers = {}
+            return self._layers is not None
 
     @contextmanager
     def _within_memory(self) -> Iterator[None]:
