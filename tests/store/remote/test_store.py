@@ -8,12 +8,14 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag.errors import ChunkReadError
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.store.remote import RemoteTier, open_remote
 from tests.families import tiny_model, tiny_tokenizer, words
@@ -101,6 +103,24 @@ def test_misses_and_additions_without_a_folder(opener: Opener) -> None:
     store.flush()
     assert tier.holds([key_of(number) for number in range(5)]) == [True, False, True, False, False]
     store.close()
+
+
+def test_what_is_deleted_while_it_is_read_is_not_kept(opener: Opener) -> None:
+    store, other = opened(None, opener()), opened(None, opener())
+    store.put(key_of(1), make_kv(1))
+    store.flush()
+    other.name("ns", [record("n1", 1)])
+    reader = other.open(key_of(1))
+    assert reader is not None
+    reader.layer(0)
+    other.forget("ns", ["n1"])
+    # A folder's file stays readable; elsewhere the layers are gone.
+    with suppress(ChunkReadError):
+        reader.layer(1)
+        reader.layer(2)
+    assert (other.open(key_of(1)), other.stats().ram_bytes) == (None, 0)
+    store.close()
+    other.close()
 
 
 def test_an_engine_without_a_folder_shares_what_it_computes(opener: Opener) -> None:
