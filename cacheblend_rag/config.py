@@ -69,6 +69,9 @@ class BlendConfig(BaseSettings):
         Most bytes of KV that the disk tier holds; no limit by default.
     ram_codec : str
         How KV is kept in RAM: "native" (in the model's dtype), "float32", "float16", "bfloat16", "int8", "int4" or "int2".
+    page_locked : bool, optional
+        Whether the RAM tier's memory is page-locked, so that a CUDA device copies from it without the processor; by default where
+        the model is on one.
     disk_codec : str
         How KV is written to disk. KV that is stored already is served whatever its codec.
     remote : str, optional
@@ -134,6 +137,7 @@ class BlendConfig(BaseSettings):
     ram_bytes: int = Field(default=4 * 1024**3, ge=0)
     disk_bytes: int | None = Field(default=None, ge=0)
     ram_codec: _Codec = "native"
+    page_locked: bool | None = None
     disk_codec: _Codec = "native"
     remote: str | None = Field(default=None, repr=False)
     write_back_bytes: int = Field(default=256 * 1024**2, ge=0)

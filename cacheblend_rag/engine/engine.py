@@ -49,6 +49,7 @@ _ENGINE_SETTINGS = frozenset(
         "ram_bytes",
         "disk_bytes",
         "ram_codec",
+        "page_locked",
         "disk_codec",
         "remote",
         "write_back_bytes",
@@ -121,6 +122,7 @@ class BlendEngine:
                 store,
                 device_bytes=self._device_bytes(devices),
                 devices=devices,
+                page_locked=self._page_locked(devices),
                 ram_bytes=self.config.ram_bytes,
                 disk_bytes=self.config.disk_bytes,
                 ram_codec=self.config.ram_codec,
@@ -592,6 +594,10 @@ class BlendEngine:
         if self.decoder is None:
             return 0
         return spare_bytes(devices) if self.config.device_bytes is None else self.config.device_bytes
+
+    def _page_locked(self, devices: Sequence[torch.device]) -> bool:
+        by_default = any(device.type == "cuda" for device in devices)
+        return by_default if self.config.page_locked is None else self.config.page_locked
 
     def _check_call_settings(self, config: BlendConfig) -> None:
         for name in sorted(_ENGINE_SETTINGS & config.model_fields_set):

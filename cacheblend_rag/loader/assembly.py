@@ -58,6 +58,8 @@ class Assembly:
         self._rising = [reader for reader in readers if isinstance(reader, RisingReader)]
         self._lock = threading.Lock()
         self._buffers: dict[int, LayerKV] = {}
+        # What was read into page-locked memory, by layer and first row of its piece.
+        self._direct: dict[tuple[int, int], list[LayerKV]] = {}
         self._tables: dict[tuple[int, Rotation, torch.device], RotationTable | None] = {}
         self._uploads = Uploads()
 
@@ -81,6 +83,11 @@ class Assembly:
                 self._shift(layer, piece, keys)
             return 0
         parts = [reader.layer(layer) for reader in self._readers[piece.chunks]]
+        if is_staged and all(map(_is_page_locked, parts)):
+            # The device copies from where they are.
+            with self._lock:
+                self._direct[layer, piece.rows.start] = parts
+            return sum(part.nbytes for part in parts)
         keys, values = self._buffer(layer, parts[0])
         self._join(parts, piece, keys, values)
         if not is_staged:
@@ -93,9 +100,10 @@ class Assembly:
         """Take away a layer of which every piece was filled, on its way to its device if that is not the CPU."""
         with self._lock:
             buffer = self._buffers.pop(layer, None)
+            direct = [self._direct.pop((layer, piece.rows.start), None) for piece in self.pieces]
         device = self.device(layer)
         if _is_staged(device):
-            return self._uploads.begin(device, lambda: self._on_device(layer, buffer, device))
+            return self._uploads.begin(device, lambda: self._on_device(layer, buffer, direct, device))
         assert buffer is not None
         return buffer
 
@@ -109,36 +117,43 @@ class Assembly:
         """Return where a layer is computed."""
         return self._devices[layer]
 
-    def _on_device(self, layer: int, staged: LayerKV | None, device: torch.device) -> LayerKV:
-        """Put a layer together on its device: from the staged buffer, and from what is resident there.
+    def _on_device(
+        self, layer: int, staged: LayerKV | None, direct: Sequence[list[LayerKV] | None], device: torch.device
+    ) -> LayerKV:
+        """Put a layer together on its device.
 
         Parameters
         ----------
         layer : int
             The layer.
         staged : LayerKV, optional
-            The buffer that `fill` filled, ``(1, num_kv_heads, capacity, head_dim)``, if any chunk was read.
+            The buffer that `fill` filled, ``(1, num_kv_heads, capacity, head_dim)``, if there was any need of it.
+        direct : sequence of (list of LayerKV) or None
+            For each piece the layer of its chunks, where `fill` did not put them into the buffer.
         device : torch.device
             The device.
         """
-        sample = self._resident(layer, self.pieces[0])[0] if staged is None else LayerKV(*(each[0] for each in staged))
-        keys, values = made = self._empty(sample, device)
-        for is_resident, group in groupby(self.pieces, key=lambda piece: piece.is_resident):
+        made: LayerKV | None = None
+        on_the_way = zip(self.pieces, direct, strict=True)
+        for is_staged, group in groupby(on_the_way, key=lambda each: not each[0].is_resident and each[1] is None):
             pieces = list(group)
-            if is_resident:
-                for piece in pieces:
-                    self._join(self._resident(layer, piece), piece, keys, values)
+            if is_staged:
+                assert staged is not None
+                made = made or self._empty(LayerKV(*(each[0] for each in staged)), device)
+                rows = slice(pieces[0][0].rows.start, pieces[-1][0].rows.stop)
+                for into, tensor in zip(made, staged, strict=True):
+                    # Head by head both sides are contiguous, which is one transfer; a cut of all heads would be copied twice.
+                    for head in range(tensor.shape[1]):
+                        into[0, head, rows].copy_(tensor[0, head, rows], non_blocking=True)
                 continue
-            assert staged is not None
-            rows = slice(pieces[0].rows.start, pieces[-1].rows.stop)
-            for into, tensor in zip(made, staged, strict=True):
-                # Head by head both sides are contiguous, which is one transfer; a cut of all heads would be copied twice.
-                for head in range(tensor.shape[1]):
-                    into[0, head, rows].copy_(tensor[0, head, rows], non_blocking=True)
-            for piece in pieces:
-                self._let_rise(layer, piece, keys, values)
+            for piece, parts in pieces:
+                there = self._resident(layer, piece) if parts is None else [_moved(part, device) for part in parts]
+                made = made or self._empty(there[0], device)
+                self._join(there, piece, *made)
+        assert made is not None
         for piece in self.pieces:
-            self._shift(layer, piece, keys)
+            self._let_rise(layer, piece, *made)
+            self._shift(layer, piece, made.keys)
         return made
 
     def _resident(self, layer: int, piece: Piece) -> list[LayerKV]:
@@ -197,3 +212,11 @@ class Assembly:
 def _is_staged(device: torch.device) -> bool:
     """Return whether layers are put together on the CPU first, and then moved."""
     return device.type != "cpu"
+
+
+def _is_page_locked(part: LayerKV) -> bool:
+    return all(tensor.is_pinned() for tensor in part)
+
+
+def _moved(part: LayerKV, device: torch.device) -> LayerKV:
+    return LayerKV(*(tensor.to(device, non_blocking=True) for tensor in part))

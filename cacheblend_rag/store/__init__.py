@@ -52,6 +52,7 @@ def open_store(
     remote: str | RemoteTier | None = None,
     device_bytes: int = 0,
     devices: Sequence[torch.device] = (torch.device("cpu"),),
+    page_locked: bool = False,
 ) -> KVStore:
     """Open a chunk KV store, making it if there is none.
 
@@ -80,6 +81,8 @@ def open_store(
         for a prompt is copied there.
     devices : sequence of torch.device
         The device of each layer; the last one stands for all layers behind it.
+    page_locked : bool
+        Whether RAM holds KV in page-locked memory, from which a CUDA device copies without the processor.
 
     Returns
     -------
@@ -97,7 +100,7 @@ def open_store(
     StoreError
         If `location` is something else than a store or an empty folder.
     """
-    ram, codec = RamTier(ram_bytes, make_codec(ram_codec)), make_codec(disk_codec)
+    ram, codec = RamTier(ram_bytes, make_codec(ram_codec), page_locked), make_codec(disk_codec)
     device = DeviceTier(device_bytes, devices)
     tier = open_remote(remote) if isinstance(remote, str) else remote
     offsite = None if tier is None else Offsite(tier, codec)

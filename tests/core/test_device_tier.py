@@ -138,6 +138,9 @@ def test_how_much_by_default(make: Make) -> None:
         assert engine.store._device.limit_bytes == 0  # type: ignore[attr-defined]
         with pytest.raises(ConfigError, match="device_bytes=5 cannot be set for one call"):
             engine.prefill(PROMPTS[0], config=BlendConfig(device_bytes=5))
+        assert not engine.store._ram._page_locked  # type: ignore[attr-defined]
+    with make(page_locked=True) as engine:
+        assert engine.store._ram._page_locked  # type: ignore[attr-defined]
     assert spare_bytes([torch.device("cpu")]) == 0
     with pytest.raises(ConfigError, match="device_bytes"):
         BlendConfig(device_bytes=-1)
@@ -150,6 +153,7 @@ def test_on_a_cuda_device(make: Make, threads: int) -> None:
     config = BlendConfig(strict=True, load_threads=threads)
     with BlendEngine(model, tiny_tokenizer(), config=config) as engine:
         assert engine.store._device.limit_bytes > 0  # type: ignore[attr-defined]
+        assert engine.store._ram._page_locked  # type: ignore[attr-defined]
         engine.add(CHUNKS)
         first, second = engine.prefill(PROMPTS[0]), engine.prefill(PROMPTS[0])
         assert [chunk.tier for chunk in second.report.chunks] == ["device"] * 4
