@@ -337,7 +337,7 @@ class BlendEngine:
         Returns
         -------
         WarmEstimate
-            What is not stored yet, in chunks, tokens, bytes of KV and seconds.
+            What is not stored yet, in chunks, tokens, bytes of KV as `disk_codec` packs it, and seconds.
         """
         self._check_open()
         return self._ingest.estimate(chunks)

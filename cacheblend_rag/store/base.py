@@ -129,6 +129,10 @@ class KVStore(Protocol):
     def is_private(self) -> bool:
         """Whether the store's contents end with this process and are reachable through this object alone."""
 
+    @property
+    def evictions(self) -> int:
+        """Entries dropped for room since the store was opened, as `stats` has it; cheap."""
+
     def open(self, key: str) -> KVReader | None:
         """Return a reader of the KV under `key` and mark it as recently used, or None if it is not held.
 

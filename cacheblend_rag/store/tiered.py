@@ -90,6 +90,11 @@ class TieredStore:
         return self._disk is None and self._offsite is None
 
     @property
+    def evictions(self) -> int:
+        """Entries dropped for room since the store was opened."""
+        return self._disk.evictions if self._disk else self._ram.evictions
+
+    @property
     def path(self) -> Path | None:
         """The folder, if there is one and it may be written."""
         return self._disk.folder.path if self._disk and not self._disk.read_only else None
@@ -326,7 +331,7 @@ class TieredStore:
             entries=entries if disk else len(copies.owned(self._ram, tenant)),
             ram_bytes=copies.nbytes(self._ram, tenant),
             disk_bytes=nbytes if disk else 0,
-            evictions=disk.evictions if disk else self._ram.evictions,
+            evictions=self.evictions,
             pinned_bytes=self._index.pinned_bytes() if disk else self._ram.nbytes(self._ram.pinned()),
             waiting=waiting,
             waiting_bytes=waiting_bytes,
