@@ -11,7 +11,7 @@ from cacheblend_rag.errors import StoreError, StoreFullError, UnknownChunkError
 from cacheblend_rag.store.base import NodeRecord
 from cacheblend_rag.store.chunkfile import pack_tokens, unpack_tokens
 from cacheblend_rag.store.database import Database
-from cacheblend_rag.store.index import Dropped, claim, counter, drop_entries
+from cacheblend_rag.store.entries import Dropped, claim, counter, drop_entries
 
 __all__ = ["Names", "check_known", "name_waiting"]
 

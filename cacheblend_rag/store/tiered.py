@@ -18,8 +18,9 @@ from cacheblend_rag.store.copies import Copies
 from cacheblend_rag.store.database import Database
 from cacheblend_rag.store.device import DeviceTier
 from cacheblend_rag.store.disk import DiskTier
+from cacheblend_rag.store.entries import Dropped
 from cacheblend_rag.store.folder import valid_key
-from cacheblend_rag.store.index import Dropped, Index
+from cacheblend_rag.store.index import Index
 from cacheblend_rag.store.names import Names, name_waiting
 from cacheblend_rag.store.offsite import Offsite
 from cacheblend_rag.store.probe import TierProbe, device_probe, disk_probe, ram_probe
