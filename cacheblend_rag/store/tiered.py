@@ -81,8 +81,7 @@ class TieredStore:
         self._tenants = Tenants(self._database)
         self._waiting = WriteBack(self._write, write_back_bytes)
         self._device = DeviceTier(0) if device is None else device
-        self._copies = Copies(ram, self._device, self._clock, ram_is_all=disk is None)
-        self._deletions_seen = self._index.deletions()
+        self._copies = Copies(ram, self._device, self._clock, self._names, disk)
         self._closed = False
 
     @property
@@ -112,11 +111,11 @@ class TieredStore:
         """Return a reader of the KV under `key` and mark it as recently used, or None if it is not held."""
         valid_key(key)
         self._check_open()
-        self._notice_deletions()
+        self._copies.follow()
         waiting = self._waiting.get(key)
         if waiting is not None:
             return RamReader(waiting)
-        copy = self._copies.open(key, self._is_on_disk)
+        copy = self._copies.open(key)
         if copy is not None:
             if self._disk:
                 self._disk.touch(key)
@@ -126,7 +125,7 @@ class TieredStore:
             file, entry = found
             note = partial(self._copies.note, key, entry.tenant, entry.expires_at)
             keep: Callable[[str, PackedKV], None] = partial(
-                self._keep, tenant=entry.tenant, expires_at=entry.expires_at
+                self._copies.keep, tenant=entry.tenant, expires_at=entry.expires_at
             )
         else:
             remote = self._offsite.open(key) if self._offsite else None
@@ -137,7 +136,7 @@ class TieredStore:
         # Packing never makes KV larger, unpacking may.
         nbytes = file.kv_bytes if self._ram.codec.name == "native" else file.packed_bytes
         reader = PromotingReader(file, self._ram, nbytes, keep) if self._ram.reserve(nbytes) else file
-        return self._copies.rising(key, reader, file.kv_bytes, self._is_on_disk, note)
+        return self._copies.rising(key, reader, file.kv_bytes, note)
 
     def put(self, key: str, kv: ChunkKV, *, tenant: str = "", ttl_s: float | None = None) -> None:
         """Keep `kv` under `key`; on return it is on disk, if there is a folder.
@@ -156,7 +155,7 @@ class TieredStore:
             # Packed once where both tiers use one codec.
             packed = self._ram.pack(kv) if self._ram.codec == self._disk.codec else kv
             self._copies.drop(self._disk.put(key, packed, tenant, expires_at))
-            self._keep(key, packed, tenant, expires_at)
+            self._copies.keep(key, packed, tenant, expires_at)
             self._send(key, kv, expires_at)
             return
         if self._ram.holds(key):
@@ -322,7 +321,7 @@ class TieredStore:
 
     def stats(self, tenant: str | None = None) -> StoreStats:
         """Return the store's figures, or one tenant's."""
-        self._notice_deletions()
+        self._copies.follow()
         disk = self._disk
         entries, nbytes, names = self._tenants.share(tenant)
         waiting, waiting_bytes = self._waiting.waiting
@@ -351,7 +350,7 @@ class TieredStore:
         self._waiting.settle()
         if self._offsite:
             self._offsite.close()
-        self._copies.clear()
+        self._copies.close()
         if self._disk:
             self._disk.close()
         else:
@@ -368,7 +367,7 @@ class TieredStore:
 
         if self._disk:
             self._copies.drop(self._disk.put(chunk.key, chunk.kv, chunk.tenant, chunk.expires_at, wanted))
-            self._keep(chunk.key, chunk.kv, chunk.tenant, chunk.expires_at)
+            self._copies.keep(chunk.key, chunk.kv, chunk.tenant, chunk.expires_at)
             if not chunk.is_copy and self._disk.holds([chunk.key])[0]:
                 self._send(chunk.key, chunk.kv, chunk.expires_at)
             return
@@ -402,29 +401,6 @@ class TieredStore:
             namespace, tenant, ids = named
             self._waiting.offer(WaitingChunk(key, kv, namespace, tenant, [], ids, None, is_copy=True))
 
-    def _keep(self, key: str, kv: ChunkKV | PackedKV, tenant: str, expires_at: float | None) -> None:
-        """Keep a copy of what is on disk, which nobody sees before it is clear that it was not dropped there meanwhile."""
-        assert self._disk is not None
-        self._copies.note(key, tenant, expires_at)
-        self._ram.put(key, kv, hidden=True)
-        # The disk's own word: what a remote tier holds does not count, and is not worth a round trip.
-        if self._is_on_disk(key):
-            try:
-                self._ram.pin(self._names.pinned([key]))
-                self._ram.reveal(key)
-                return
-            except StoreError:
-                # Closed between the two.
-                pass
-        self._ram.drop([key])
-
-    def _is_on_disk(self, key: str) -> bool:
-        """Return whether a copy of what is under `key` may be kept: a reader may come to its end when all is over."""
-        try:
-            return not self._closed and self._disk is not None and self._disk.holds([key])[0]
-        except StoreError:
-            return False
-
     def _pin(self, namespace: str, ids: Sequence[str], pinned: bool) -> None:
         self._check_open()
         self._waiting.settle()
@@ -433,13 +409,7 @@ class TieredStore:
         if pinned:
             self._ram.pin(keys)
         else:
-            self._unpin_in_ram()
-
-    def _unpin_in_ram(self) -> None:
-        """Let go in RAM of what no pinned name leads to any more."""
-        pinned = self._ram.pinned()
-        if pinned:
-            self._ram.unpin(set(pinned).difference(self._names.pinned(pinned)))
+            self._copies.unpin()
 
     def _expires_at(self, ttl_s: float | None) -> float | None:
         return None if ttl_s is None else self._clock.now() + ttl_s
@@ -456,25 +426,8 @@ class TieredStore:
 
     def _drop(self, dropped: Dropped) -> None:
         self._copies.drop(dropped.keys)
-        self._unpin_in_ram()
+        self._copies.unpin()
         if self._disk:
             self._disk.remove(dropped)
         if self._offsite and dropped.keys:
             self._offsite.drop(dropped.keys)
-
-    def _notice_deletions(self) -> None:
-        """Drop from RAM what other processes have deleted from the folder."""
-        if not self._disk:
-            return
-        seen = self._deletions_seen
-        now = self._index.deletions()
-        if now == seen:
-            return
-        gone = self._index.deleted_since(seen)
-        if gone is None:
-            held = [*self._ram.keys(), *self._device.keys()]
-            there = self._index.holds(held, self._clock.now())
-            gone = [key for key, held_on_disk in zip(held, there, strict=True) if not held_on_disk]
-        self._copies.drop(gone)
-        self._unpin_in_ram()
-        self._deletions_seen = now
