@@ -133,6 +133,14 @@ def test_a_store_for_other_devices_serves_from_the_cpu(make: Make, monkeypatch: 
         assert result.report.load_bytes > 0
 
 
+def test_it_is_measured_like_any_tier(make: Make, tmp_path: Path) -> None:
+    with make(device_bytes=10**8, profile_path=tmp_path / "profile.json") as engine:
+        assert [cost.tier for cost in engine.profile(budget_s=0.5).loads] == ["device", "ram", "disk"]
+        engine.add(CHUNKS)
+        auto = engine.config.replace(recompute_ratio="auto")
+        assert {engine.prefill(PROMPTS[0], config=auto).report.hits for _ in range(3)} == {4}
+
+
 def test_how_much_by_default(make: Make) -> None:
     with make() as engine:
         assert engine.store._device.limit_bytes == 0  # type: ignore[attr-defined]
