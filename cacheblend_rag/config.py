@@ -84,12 +84,19 @@ class BlendConfig(BaseSettings):
         The dtype a model is loaded in; by default float32 on the CPU and the checkpoint's own elsewhere.
     device : str, optional
         Where a model is loaded, "cpu" or "cuda:0" for example; by default CUDA if there is one, else the CPU.
+    device_bytes : int, optional
+        Most bytes of KV that stays unpacked in the memory of the device that computes it, of all devices together where a model
+        is spread over several. Blending takes it from there without loading. By default 0 on the CPU, where RAM is that memory
+        already, and elsewhere an eighth of what is free when the engine is made.
     ram_bytes : int
         Most bytes of KV that the RAM tier holds.
     disk_bytes : int, optional
         Most bytes of KV that the disk tier holds; no limit by default.
     ram_codec : str
         How KV is kept in RAM: "native" (in the model's dtype), "float32", "float16", "bfloat16", "int8", "int4" or "int2".
+    page_locked : bool, optional
+        Whether the RAM tier's memory is page-locked, so that a CUDA device copies from it without the processor; by default where
+        the model is on one.
     disk_codec : str
         How KV is written to disk. KV that is stored already is served whatever its codec.
     remote : str, optional
@@ -170,9 +177,11 @@ class BlendConfig(BaseSettings):
     encoding_prefix: str | tuple[int, ...] | None = None
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
     device: str | None = None
+    device_bytes: int | None = Field(default=None, ge=0)
     ram_bytes: int = Field(default=4 * 1024**3, ge=0)
     disk_bytes: int | None = Field(default=None, ge=0)
     ram_codec: _Codec = "native"
+    page_locked: bool | None = None
     disk_codec: _Codec = "native"
     remote: str | None = Field(default=None, repr=False)
     write_back_bytes: int = Field(default=256 * 1024**2, ge=0)

@@ -49,7 +49,7 @@ class PromptError(CacheBlendError):
 
 
 class UnknownChunkError(PromptError, KeyError):
-    """A prompt names a chunk id that was never added, or was deleted."""
+    """A prompt or a call names a chunk id that was never added, or was deleted."""
 
     def __str__(self) -> str:
         # KeyError would show the repr of the message, quotes and escapes included.

@@ -23,7 +23,7 @@ from typing import Any
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.store import NodeRecord, open_store
 from cacheblend_rag.store.disk import DiskTier
-from cacheblend_rag.store.index import Entry
+from cacheblend_rag.store.entries import Entry
 from cacheblend_rag.store.names import Names
 
 __all__ = ["IDS_AT_ONCE", "IndexBench", "IndexRow", "make_index"]

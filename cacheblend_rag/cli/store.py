@@ -119,6 +119,43 @@ def gc(
     write_json(json_file, "store gc", [{"store": str(kv), **asdict(report)}])
 
 
+_IDS = typer.Argument(metavar="ID...", help="Ids of chunks, as the vector store knows them.")
+_PINS_OF = typer.Option(help="Only chunks of this tenant; by default of all.")
+
+
+@store_app.command()
+def pin(
+    ids: Annotated[list[str], _IDS],
+    store: StoreOption = Path(".cacheblend"),
+    namespace: Annotated[str | None, _PINS_OF] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Never evict the KV of these chunks, now held or computed later. The store may be in use."""
+    _pin(ids, store, namespace, True, json_file)
+
+
+@store_app.command()
+def unpin(
+    ids: Annotated[list[str], _IDS],
+    store: StoreOption = Path(".cacheblend"),
+    namespace: Annotated[str | None, _PINS_OF] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Let the KV of these chunks be evicted again."""
+    _pin(ids, store, namespace, False, json_file)
+
+
+def _pin(ids: list[str], store: Path, tenant: str | None, pinned: bool, json_file: Path | None) -> None:
+    from cacheblend_rag.store import pin_chunks
+
+    kv = _kv(store)
+    ids = list(dict.fromkeys(ids))
+    pinned_bytes = pin_chunks(kv, ids, pinned=pinned, tenant=tenant)
+    verb = "pinned" if pinned else "unpinned"
+    typer.echo(f"{kv}: {verb} {len(ids)} chunks; {say_bytes(pinned_bytes)} of KV are pinned now")
+    write_json(json_file, f"store {verb[:-3]}", [{"store": str(kv), verb: len(ids), "pinned_bytes": pinned_bytes}])
+
+
 @store_app.command("export")
 def export_(
     file: Annotated[Path, typer.Argument(metavar="FILE", dir_okay=False, help="The file to write.")],

@@ -35,6 +35,7 @@ from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.model import Decoder, inspect_model, model_window, num_decoder_layers
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.store import KVStore, NodeRecord, open_store
+from cacheblend_rag.store.device import spare_bytes
 
 __all__ = ["BlendEngine"]
 
@@ -46,9 +47,11 @@ _ENGINE_SETTINGS = frozenset(
         "encoding_prefix",
         "dtype",
         "device",
+        "device_bytes",
         "ram_bytes",
         "disk_bytes",
         "ram_codec",
+        "page_locked",
         "disk_codec",
         "remote",
         "write_back_bytes",
@@ -121,9 +124,13 @@ class BlendEngine:
         self.unsupported_reason: str | None = None
         self.decoder = self._inspect()
         self._owns_store = store is None or isinstance(store, str | Path)
+        devices = [torch.device("cpu")] if self.decoder is None else self.decoder.devices
         self.store: KVStore = (
             open_store(
                 store,
+                device_bytes=self._device_bytes(devices),
+                devices=devices,
+                page_locked=self._page_locked(devices),
                 ram_bytes=self.config.ram_bytes,
                 disk_bytes=self.config.disk_bytes,
                 ram_codec=self.config.ram_codec,
@@ -340,7 +347,7 @@ class BlendEngine:
         Returns
         -------
         WarmEstimate
-            What is not stored yet, in chunks, tokens, bytes of KV and seconds.
+            What is not stored yet, in chunks, tokens, bytes of KV as `disk_codec` packs it, and seconds.
         """
         self._check_open()
         return self._ingest.estimate(chunks)
@@ -356,26 +363,29 @@ class BlendEngine:
         self._check_open()
         return self.store.forget(self._assembler.namespace, _id_list(ids))
 
-    def pin(self, ids: Iterable[str]) -> int:
+    def pin(self, ids: Iterable[str]) -> None:
         """Keep the KV of these chunks: it is never evicted, now or when it is computed again, and counts against the budget.
-
-        Returns
-        -------
-        int
-            How many of the ids were known.
 
         Raises
         ------
+        UnknownChunkError
+            If an id is unknown; nothing is pinned then.
         StoreFullError
             If more would be pinned than `disk_bytes`.
         """
         self._check_open()
-        return self.store.pin(self._assembler.namespace, _id_list(ids))
+        self.store.pin(self._assembler.namespace, _id_list(ids))
 
-    def unpin(self, ids: Iterable[str]) -> int:
-        """Let the KV of these chunks be evicted again; return how many of the ids were known."""
+    def unpin(self, ids: Iterable[str]) -> None:
+        """Let the KV of these chunks be evicted again.
+
+        Raises
+        ------
+        UnknownChunkError
+            If an id is unknown; nothing is unpinned then.
+        """
         self._check_open()
-        return self.store.unpin(self._assembler.namespace, _id_list(ids))
+        self.store.unpin(self._assembler.namespace, _id_list(ids))
 
     def contains(self, id: str) -> bool:
         """Whether a chunk of this id is known; its KV may be evicted, and is then computed again when it is needed."""
@@ -595,6 +605,15 @@ class BlendEngine:
             self.unsupported_reason = str(error)
             return None
         return decoder
+
+    def _device_bytes(self, devices: Sequence[torch.device]) -> int:
+        if self.decoder is None:
+            return 0
+        return spare_bytes(devices) if self.config.device_bytes is None else self.config.device_bytes
+
+    def _page_locked(self, devices: Sequence[torch.device]) -> bool:
+        by_default = any(device.type == "cuda" for device in devices)
+        return by_default if self.config.page_locked is None else self.config.page_locked
 
     def _check_call_settings(self, config: BlendConfig) -> None:
         for name in sorted(_ENGINE_SETTINGS & config.model_fields_set):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from cacheblend_rag.chunk import Chunk
+from cacheblend_rag.codec import make_codec, pack_kv
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.jobs import AddJob, AddResult, Jobs
 from cacheblend_rag.engine.prompt import Assembler
@@ -26,7 +27,9 @@ Group = list[NodeRecord]
 
 @dataclass(frozen=True, slots=True)
 class WarmEstimate:
-    """What encoding some chunks would take: how many are not stored yet, their tokens, bytes of KV, and seconds."""
+    """What encoding some chunks would take: how many are not stored yet, their tokens, about how many bytes their KV has on disk,
+    packed as the setting `disk_codec` says, and seconds.
+    """
 
     chunks: int
     tokens: int
@@ -81,6 +84,7 @@ class Ingest:
         self._decoder = decoder
         self._tenant = config.namespace or ""
         self._ttl_s = config.ttl_s
+        self._disk_codec = make_codec(config.disk_codec)
         self._names_only = config.encode_on == "second_use"
         self._jobs = Jobs()
 
@@ -159,10 +163,12 @@ class Ingest:
             return WarmEstimate(len(todo), tokens, 0, 0.0)
         longest = max(todo, key=len)
         started = time.perf_counter()
-        for _ in self._runner.encode([longest]):
-            pass
-        seconds = (time.perf_counter() - started) / len(longest) * tokens
-        return WarmEstimate(len(todo), tokens, tokens * self._decoder.kv_bytes_per_token, seconds)
+        packed_bytes = 0
+        for batch in self._runner.encode([longest]):
+            packed_bytes += sum(pack_kv(kv, self._disk_codec).nbytes for _, kv in batch)
+        share = tokens / len(longest)
+        seconds = (time.perf_counter() - started) * share
+        return WarmEstimate(len(todo), tokens, round(packed_bytes * share), seconds)
 
     def _todo(self, chunks: Iterable[Chunk]) -> _Todo:
         """Tokenise chunks and find out which are not stored exactly so, and whose KV is there all the same."""
@@ -256,13 +262,13 @@ class Ingest:
         return encoded, tokens
 
     def _store_and_name(self, batch: Sequence[tuple[Group, ChunkKV]], ttl_s: float | None) -> None:
-        evictions = self._store.stats().evictions
+        evictions = self._store.evictions
         for group, kv in batch:
             self._store.put(group[0].key, kv, tenant=self._tenant, ttl_s=ttl_s)
         # Named only now: a process that dies before leaves KV without a name, which the next run finds.
         self._name(record for group, _ in batch for record in group)
         # Until it had its own name, KV could lose the last of its others. What made room for the batch's own is not put again.
-        if self._store.stats().evictions != evictions:
+        if self._store.evictions != evictions:
             return
         held = self._store.holds([group[0].key for group, _ in batch])
         for (group, kv), there in zip(batch, held, strict=True):

@@ -99,6 +99,7 @@ class _StoreCollector(Collector):
             # The engine was closed: what it counted is still there.
             return
         held = GaugeMetricFamily("cacheblend_store_bytes", "Bytes of KV held.", labels=["tier"])
+        held.add_metric(["device"], stats.device_bytes)
         held.add_metric(["ram"], stats.ram_bytes)
         held.add_metric(["disk"], stats.disk_bytes)
         yield held
@@ -111,6 +112,10 @@ class _StoreCollector(Collector):
             "cacheblend_store_waiting_bytes", "Bytes of misses that wait to be written.", stats.waiting_bytes
         )
         yield CounterMetricFamily("cacheblend_store_evictions", "Entries dropped for room.", stats.evictions)
+        copies = CounterMetricFamily("cacheblend_store_copies_dropped", "Copies dropped for room.", labels=["tier"])
+        copies.add_metric(["device"], stats.device_evictions)
+        copies.add_metric(["ram"], stats.ram_evictions)
+        yield copies
         yield CounterMetricFamily(
             "cacheblend_store_unwritten", "Misses that found no room to wait in.", stats.unwritten
         )

@@ -1,67 +1,35 @@
-"""Moving assembled layers from pinned memory to a CUDA device, beside the computation."""
+"""Making layers on a CUDA device, beside the computation."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.store.device import Upload
 
-__all__ = ["Stall", "Upload", "Uploads"]
-
-
-@dataclass(frozen=True, eq=False)
-class Upload:
-    """A layer on its way to a device.
-
-    Attributes
-    ----------
-    layer : LayerKV
-        The device's buffers, ``(1, num_kv_heads, capacity, head_dim)``.
-    done : torch.cuda.Event or None
-        Recorded behind the copy and the rotation; None where both were over when the upload was made.
-    """
-
-    layer: LayerKV
-    done: torch.cuda.Event | None
-
-    def receive(self) -> LayerKV:
-        """Make the current stream wait for the layer, without waiting here, and hand it over."""
-        if self.done is not None:
-            stream = torch.cuda.current_stream(self.layer.keys.device)
-            stream.wait_event(self.done)
-            for tensor in self.layer:
-                # The memory belongs to the copying stream: without this it could be given out again too early.
-                tensor.record_stream(stream)
-        return self.layer
+__all__ = ["Stall", "Uploads"]
 
 
 class Uploads:
-    """Copies layers to their devices, each device in one stream beside that of the computation."""
+    """Makes layers on their devices, each device in one stream beside that of the computation."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def begin(
-        self, buffer: LayerKV, rows: slice, device: torch.device, shift: Callable[[torch.Tensor], None]
-    ) -> Upload:
-        """Begin to copy a layer.
+    def begin(self, device: torch.device, make: Callable[[], LayerKV]) -> Upload:
+        """Begin to make a layer on its device.
 
         Parameters
         ----------
-        buffer : LayerKV
-            The filled buffers, ``(1, num_kv_heads, capacity, head_dim)``, in pinned memory where the device is CUDA. The
-            caching allocator of pinned memory keeps them from being used again before the copy is over.
-        rows : slice
-            The rows that are filled.
         device : torch.device
             Where the layer goes.
-        shift : callable
-            Rotates the keys on the device.
+        make : callable
+            Gives the device its work: copies that do not wait, and what is computed there. What is copied from pinned memory
+            may be let go at once, since its caching allocator waits for the copy.
 
         Returns
         -------
@@ -69,19 +37,12 @@ class Uploads:
             The layer, to be received in the thread of the computation.
         """
         if device.type != "cuda":
-            moved = LayerKV(*(tensor.to(device) for tensor in buffer))
-            shift(moved.keys)
-            return Upload(moved, None)
+            return Upload(make(), None)
         with torch.cuda.stream(self._stream(device)):
-            moved = LayerKV(*(torch.empty_like(tensor, device=device) for tensor in buffer))
-            for into, tensor in zip(moved, buffer, strict=True):
-                # Head by head both sides are contiguous, which is one transfer; a cut of all heads would be copied twice.
-                for head in range(tensor.shape[1]):
-                    into[0, head, rows].copy_(tensor[0, head, rows], non_blocking=True)
-            shift(moved.keys)
+            layer = make()
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
-        return Upload(moved, done)
+        return Upload(layer, done)
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         with self._lock:

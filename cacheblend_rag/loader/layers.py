@@ -17,9 +17,10 @@ import torch
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.loader.assembly import Assembly
-from cacheblend_rag.loader.device import Stall, Upload
+from cacheblend_rag.loader.device import Stall
 from cacheblend_rag.model import Decoder
 from cacheblend_rag.store.base import KVReader
+from cacheblend_rag.store.device import Upload
 
 __all__ = ["LayerLoader", "loads_ahead"]
 
@@ -59,7 +60,7 @@ class LayerLoader:
     Attributes
     ----------
     load_bytes : int
-        Bytes of KV loaded so far, as the model takes it.
+        Bytes of KV loaded so far, as the model takes it; what is resident on its device is not loaded.
     """
 
     def __init__(
@@ -109,6 +110,8 @@ class LayerLoader:
             if thread.ident is not None:
                 thread.join()
         self._ready.clear()
+        if kind is None and self._error is None and self._next[0] >= self._end and not self._unfinished:
+            self._assembly.end()
 
     @property
     def wait_s(self) -> float:

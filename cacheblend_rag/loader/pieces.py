@@ -26,14 +26,17 @@ class Piece:
         Their rows, and those between them.
     gaps : tuple of int
         How many rows are between each chunk and the next.
+    is_resident : bool
+        Whether their KV is on its device.
     """
 
     chunks: slice
     rows: slice
     gaps: tuple[int, ...]
+    is_resident: bool = False
 
 
-def cut_pieces(layout: PromptLayout, least_rows: int) -> list[Piece]:
+def cut_pieces(layout: PromptLayout, least_rows: int, resident: Sequence[bool]) -> list[Piece]:
     """Group chunks that follow each other closely, so that many small ones cost one copy and one rotation a layer.
 
     Parameters
@@ -42,6 +45,8 @@ def cut_pieces(layout: PromptLayout, least_rows: int) -> list[Piece]:
         The prompt.
     least_rows : int
         A piece of so many rows takes no further chunk.
+    resident : sequence of bool
+        For each chunk whether its KV is on its device; chunks of one piece are alike in that.
 
     Returns
     -------
@@ -49,15 +54,15 @@ def cut_pieces(layout: PromptLayout, least_rows: int) -> list[Piece]:
         All chunks, in prompt order.
     """
     pieces: list[Piece] = []
-    for index, span in enumerate(layout.chunks):
-        last = pieces[-1] if pieces else None
+    for index, (span, is_resident) in enumerate(zip(layout.chunks, resident, strict=True)):
+        last = pieces[-1] if pieces and pieces[-1].is_resident == is_resident else None
         gap = span.start - last.rows.stop if last else 0
         if last is not None and gap <= _CLOSE_ROWS and last.rows.stop - last.rows.start < least_rows:
             pieces[-1] = Piece(
-                slice(last.chunks.start, index + 1), slice(last.rows.start, span.stop), (*last.gaps, gap)
+                slice(last.chunks.start, index + 1), slice(last.rows.start, span.stop), (*last.gaps, gap), is_resident
             )
         else:
-            pieces.append(Piece(slice(index, index + 1), slice(span.start, span.stop), ()))
+            pieces.append(Piece(slice(index, index + 1), slice(span.start, span.stop), (), is_resident))
     return pieces
 
 

@@ -66,6 +66,11 @@ class Decoder:
         return self.model.device
 
     @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """Where each layer is computed."""
+        return tuple(next(layer.parameters()).device for layer in self.layers)
+
+    @property
     def window(self) -> int | None:
         """Most tokens that the model can read and write, or None if its configuration does not say."""
         return model_window(self.model)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+
+import torch
 
 from cacheblend_rag.codec import make_codec
 from cacheblend_rag.store.base import KVReader, KVStore, NodeRecord, StoreStats
 from cacheblend_rag.store.check import CheckReport, check_store
 from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.collect import GarbageReport, collect_garbage
+from cacheblend_rag.store.device import DeviceTier
 from cacheblend_rag.store.disk import DiskTier
+from cacheblend_rag.store.exports import ExportReport, export_store
+from cacheblend_rag.store.imports import ImportReport, import_store
 from cacheblend_rag.store.offsite import Offsite
+from cacheblend_rag.store.pins import pin_chunks
 from cacheblend_rag.store.ram import RamTier
 from cacheblend_rag.store.remote import RemoteTier, open_remote
 from cacheblend_rag.store.tiered import TieredStore
-from cacheblend_rag.store.transfer import ExportReport, ImportReport, export_store, import_store
 
 __all__ = [
     "CheckReport",
@@ -31,6 +37,7 @@ __all__ = [
     "export_store",
     "import_store",
     "open_store",
+    "pin_chunks",
 ]
 
 
@@ -44,6 +51,9 @@ def open_store(
     write_back_bytes: int = 0,
     clock: StoreClock | None = None,
     remote: str | RemoteTier | None = None,
+    device_bytes: int = 0,
+    devices: Sequence[torch.device] = (torch.device("cpu"),),
+    page_locked: bool = False,
 ) -> KVStore:
     """Open a chunk KV store, making it if there is none.
 
@@ -67,6 +77,13 @@ def open_store(
     remote : str or RemoteTier, optional
         A remote tier below RAM and disk, or its URL (`cacheblend_rag.store.remote.open_remote`). It gets a copy of what is
         stored, packed like on disk, and keeps it when there is no more room here; machines that share it share the KV.
+    device_bytes : int
+        Most bytes of KV that is kept unpacked in the memory of the devices that compute, all of them together. What is read whole
+        for a prompt is copied there.
+    devices : sequence of torch.device
+        The device of each layer; the last one stands for all layers behind it.
+    page_locked : bool
+        Whether RAM holds KV in page-locked memory, from which a CUDA device copies without the processor.
 
     Returns
     -------
@@ -84,10 +101,11 @@ def open_store(
     StoreError
         If `location` is something else than a store or an empty folder.
     """
-    ram, codec = RamTier(ram_bytes, make_codec(ram_codec)), make_codec(disk_codec)
+    ram, codec = RamTier(ram_bytes, make_codec(ram_codec), page_locked), make_codec(disk_codec)
+    device = DeviceTier(device_bytes, devices)
     tier = open_remote(remote) if isinstance(remote, str) else remote
     offsite = None if tier is None else Offsite(tier, codec)
     if location is None:
-        return TieredStore(ram, clock=clock, offsite=offsite)
+        return TieredStore(ram, clock=clock, offsite=offsite, device=device)
     disk = DiskTier(Path(location).expanduser(), disk_bytes, codec, clock)
-    return TieredStore(ram, disk, write_back_bytes, offsite=offsite)
+    return TieredStore(ram, disk, write_back_bytes, offsite=offsite, device=device)

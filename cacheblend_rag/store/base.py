@@ -16,7 +16,7 @@ class KVReader(Protocol):
 
     @property
     def tier(self) -> str:
-        """Where the bytes are: "ram", "disk", or what a remote tier calls itself."""
+        """Where the bytes are: "device", "ram", "disk", or what a remote tier calls itself."""
 
     @property
     def codec(self) -> str:
@@ -90,8 +90,14 @@ class StoreStats:
         Chunks that wait to be written, and bytes of their KV.
     unwritten : int
         Misses that found no room to wait in and were not stored, since the store was opened.
+    device_bytes : int
+        Bytes of KV that is resident on the devices that compute.
+    ram_evictions, device_evictions : int
+        Copies dropped for room in RAM, and on devices, since the store was opened; without a folder RAM holds no copies, and what
+        is dropped there is counted by `evictions` too.
 
-    The figures of one tenant are `nodes`, `entries`, `ram_bytes` and `disk_bytes`; the others are the whole store's.
+    The figures of one tenant are `nodes`, `entries`, `ram_bytes`, `disk_bytes` and `device_bytes`; the others are the whole
+    store's.
     """
 
     nodes: int
@@ -103,6 +109,9 @@ class StoreStats:
     waiting: int = 0
     waiting_bytes: int = 0
     unwritten: int = 0
+    device_bytes: int = 0
+    ram_evictions: int = 0
+    device_evictions: int = 0
 
 
 class KVStore(Protocol):
@@ -119,6 +128,10 @@ class KVStore(Protocol):
     @property
     def is_private(self) -> bool:
         """Whether the store's contents end with this process and are reachable through this object alone."""
+
+    @property
+    def evictions(self) -> int:
+        """Entries dropped for room since the store was opened, as `stats` has it; cheap."""
 
     def open(self, key: str) -> KVReader | None:
         """Return a reader of the KV under `key` and mark it as recently used, or None if it is not held.
@@ -222,17 +235,25 @@ class KVStore(Protocol):
     def revision(self) -> int:
         """Return a number that every change to a name raises, by whatever process; equal numbers mean that no name changed."""
 
-    def pin(self, namespace: str, ids: Sequence[str]) -> int:
-        """Never drop the KV of these names for room, now held or later; return how many of them are known.
+    def pin(self, namespace: str, ids: Sequence[str]) -> None:
+        """Never drop the KV of these names for room, now held or later.
 
         Raises
         ------
+        UnknownChunkError
+            If a name is unknown; nothing is pinned then.
         StoreFullError
             If more would be pinned than the disk's byte budget.
         """
 
-    def unpin(self, namespace: str, ids: Sequence[str]) -> int:
-        """Let the KV of these names be dropped for room again; return how many of them are known."""
+    def unpin(self, namespace: str, ids: Sequence[str]) -> None:
+        """Let the KV of these names be dropped for room again.
+
+        Raises
+        ------
+        UnknownChunkError
+            If a name is unknown; nothing is unpinned then.
+        """
 
     def clear(self, tenant: str | None = None) -> None:
         """Drop all KV and all names, or those of one tenant; "" is for what is no tenant's."""

@@ -11,9 +11,11 @@ from cacheblend_rag.store.chunkfile import ChunkFile
 from cacheblend_rag.store.collect import existing_store, is_orphan
 from cacheblend_rag.store.database import Database
 from cacheblend_rag.store.disk import DiskTier
+from cacheblend_rag.store.entries import Entry
 from cacheblend_rag.store.folder import StoreFolder
-from cacheblend_rag.store.index import Entry, Index
+from cacheblend_rag.store.index import Index
 from cacheblend_rag.store.names import Names
+from cacheblend_rag.store.tally import Tally
 
 __all__ = ["CheckReport", "check_store"]
 
@@ -109,7 +111,7 @@ class _Findings:
 def _examine(folder: StoreFolder, database: Database, report: CheckReport) -> _Findings:
     index, names = Index(database), Names(database)
     findings = _Findings()
-    report.problems += index.damage()
+    report.problems += Tally(database).damage()
     for path in folder.writers.leftovers():
         report.problems.append(f"{path.name} was left by a killed process; the next opening of the store removes it")
     for key, entry in index.entries():
@@ -159,7 +161,7 @@ def _mend(path: Path, findings: _Findings) -> None:
         for namespace, node in findings.names:
             _, dropped = names.remove(namespace, [node], tier.folder.writers.own())
             tier.remove(dropped)
-        tier.index.recount()
+        Tally(tier.database).recount()
     finally:
         tier.close()
 

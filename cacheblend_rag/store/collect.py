@@ -10,8 +10,9 @@ from pathlib import Path
 from cacheblend_rag.errors import StoreError, StoreReadOnlyError
 from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.disk import DiskTier
+from cacheblend_rag.store.entries import Dropped
 from cacheblend_rag.store.folder import StoreFolder
-from cacheblend_rag.store.index import Dropped, Index
+from cacheblend_rag.store.index import Index
 
 __all__ = ["GarbageReport", "collect_garbage", "existing_store", "is_orphan"]
 

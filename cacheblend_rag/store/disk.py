@@ -16,8 +16,9 @@ from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store.chunkfile import ChunkFile, encode_chunk
 from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.database import Database
+from cacheblend_rag.store.entries import Dropped, Entry
 from cacheblend_rag.store.folder import StoreFolder, valid_key
-from cacheblend_rag.store.index import Dropped, Entry, Index
+from cacheblend_rag.store.index import Index
 from cacheblend_rag.store.locks import ForkSafeLock
 
 __all__ = ["DiskTier"]

@@ -4,59 +4,26 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
-from cacheblend_rag.errors import StoreFullError
 from cacheblend_rag.store.database import Database
+from cacheblend_rag.store.entries import (
+    COLUMNS,
+    Dropped,
+    Entry,
+    advance_clock,
+    counter,
+    drop_entries,
+    forget_old_deletions,
+    insert_entry,
+    last_deletion,
+    make_room,
+    read_entry,
+)
 
-__all__ = ["Dropped", "Entry", "Index", "claim", "counter", "drop_entries"]
+__all__ = ["Index"]
 
-# Other processes that saw fewer deletions than are kept look through all they hold.
-_DELETIONS_KEPT = 4096
 # Expired entries dropped on the way by one addition; `gc` drops the others.
 _EXPIRED_A_TIME = 64
-_COLUMNS = "file, bytes, digest, tenant, added_at, expires_at"
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """The KV of one chunk on disk.
-
-    Attributes
-    ----------
-    file : str
-        Its file's name.
-    nbytes : int
-        The file's size.
-    digest : bytes
-        The file's header digest.
-    tenant : str
-        Whose it is; "" for nobody's in particular.
-    added_at : float
-        When it was added, by the store's time.
-    expires_at : float or None
-        From when on it counts as a miss, by the store's time.
-    """
-
-    file: str
-    nbytes: int
-    digest: bytes
-    tenant: str = ""
-    added_at: float = 0.0
-    expires_at: float | None = None
-
-    def is_live(self, now: float) -> bool:
-        """Return whether it has not expired."""
-        return self.expires_at is None or self.expires_at > now
-
-
-@dataclass(slots=True)
-class Dropped:
-    """What a transaction dropped: keys without KV now, and files to be removed, then settled with `Index.settle`."""
-
-    keys: list[str] = field(default_factory=list)
-    files: list[str] = field(default_factory=list)
 
 
 class Index:
@@ -76,8 +43,8 @@ class Index:
     def entry(self, key: str) -> Entry | None:
         """Return the entry of `key`, expired or not, or None."""
         with self._database.read() as connection:
-            row = connection.execute(f"SELECT {_COLUMNS} FROM entries WHERE key = ?", (key,)).fetchone()
-        return None if row is None else _entry(row)
+            row = connection.execute(f"SELECT {COLUMNS} FROM entries WHERE key = ?", (key,)).fetchone()
+        return None if row is None else read_entry(row)
 
     def holds(self, keys: Sequence[str], now: float) -> list[bool]:
         """Return for each key whether it has an entry that has not expired."""
@@ -88,11 +55,11 @@ class Index:
     def entries(self) -> Iterator[tuple[str, Entry]]:
         """Yield all keys and entries in the order of their keys, expired ones too."""
         after = ""
-        query = f"SELECT key, {_COLUMNS} FROM entries WHERE key > ? ORDER BY key LIMIT 1000"
+        query = f"SELECT key, {COLUMNS} FROM entries WHERE key > ? ORDER BY key LIMIT 1000"
         while True:
             with self._database.read() as connection:
                 rows = connection.execute(query, (after,)).fetchall()
-            yield from ((key, _entry(row)) for key, *row in rows)
+            yield from ((key, read_entry(row)) for key, *row in rows)
             if not rows:
                 return
             after = rows[-1][0]
@@ -159,13 +126,13 @@ class Index:
             if row is not None:
                 drop_entries(connection, [key], writer, dropped)
                 dropped.keys.clear()
-            _insert(connection, key, entry)
+            insert_entry(connection, key, entry)
             expired = "SELECT key FROM entries WHERE expires_at <= ? AND key != ? ORDER BY expires_at LIMIT ?"
             old = [row[0] for row in connection.execute(expired, (now, key, _EXPIRED_A_TIME))]
             drop_entries(connection, old, writer, dropped)
             if limit_bytes is not None:
-                _make_room(connection, key, limit_bytes, writer, dropped)
-            _forget_old_deletions(connection)
+                make_room(connection, key, limit_bytes, writer, dropped)
+            forget_old_deletions(connection)
         return dropped
 
     def add_many(self, entries: Iterable[tuple[str, Entry]]) -> list[str]:
@@ -174,7 +141,7 @@ class Index:
         with self._database.write() as connection:
             for key, entry in entries:
                 if connection.execute("SELECT 1 FROM entries WHERE key = ?", (key,)).fetchone() is None:
-                    _insert(connection, key, entry)
+                    insert_entry(connection, key, entry)
                 else:
                     taken.append(entry.file)
         return taken
@@ -213,7 +180,7 @@ class Index:
         with self._database.write() as connection:
             query = "SELECT key FROM entries WHERE expires_at <= ? ORDER BY expires_at LIMIT ?"
             drop_entries(connection, [row[0] for row in connection.execute(query, (now, limit))], writer, dropped)
-            _forget_old_deletions(connection)
+            forget_old_deletions(connection)
         return dropped
 
     def drop_nameless(self, keys: Sequence[str], before: float, writer: str) -> Dropped:
@@ -226,7 +193,7 @@ class Index:
         with self._database.write() as connection:
             nameless = [key for key in keys if connection.execute(query, (key, before)).fetchone()]
             drop_entries(connection, nameless, writer, dropped)
-            _forget_old_deletions(connection)
+            forget_old_deletions(connection)
         return dropped
 
     def clear(self, writer: str, tenant: str | None = None) -> Dropped:
@@ -248,13 +215,13 @@ class Index:
                 connection.executemany("DELETE FROM nodes WHERE seq = ?", ((seq,) for seq, _ in nodes))
                 dropped.keys += [key for _, key in nodes]
             drop_entries(connection, [key for (key,) in keys], writer, dropped)
-            _forget_old_deletions(connection)
+            forget_old_deletions(connection)
         return dropped
 
     def touch(self, keys: Sequence[str], wait: bool) -> None:
         """Mark entries as used in this order, the last one latest; without `wait` an error if another process is writing."""
         with self._database.write(durable=False, wait=wait) as connection:
-            clock = _advance(connection, len(keys)) - len(keys)
+            clock = advance_clock(connection, len(keys)) - len(keys)
             connection.executemany(
                 "UPDATE entries SET last_used = ? WHERE key = ?", ((clock + 1 + n, key) for n, key in enumerate(keys))
             )
@@ -287,7 +254,7 @@ class Index:
     def deletions(self) -> int:
         """Return a number that grows whenever an entry is dropped, by whatever process."""
         with self._database.read() as connection:
-            return _last_deletion(connection)
+            return last_deletion(connection)
 
     def deleted_since(self, seen: int) -> list[str] | None:
         """Return the keys dropped after `deletions` was `seen`, or None if that is too long ago to know."""
@@ -296,138 +263,3 @@ class Index:
             if first is not None and first > seen + 1:
                 return None
             return [row[0] for row in connection.execute("SELECT key FROM deletions WHERE seq > ?", (seen,))]
-
-    # Soundness
-
-    def damage(self) -> list[str]:
-        """Return what is wrong with the database, apart from single names.
-
-        Raises
-        ------
-        StoreError
-            If it is too damaged to work with.
-        """
-        with self._database.read() as connection:
-            connection.execute("BEGIN")
-            try:
-                found = [str(row[0]) for row in connection.execute("PRAGMA integrity_check(20)") if row[0] != "ok"]
-                if found:
-                    raise sqlite3.DatabaseError(f"database disk image is malformed: {found[0]}")
-                counted = counter(connection, "entry_bytes"), counter(connection, "pinned_bytes")
-                total = connection.execute(f"SELECT {_BYTES}, {_PINNED_BYTES} FROM entries").fetchone()
-                shares = set(
-                    connection.execute("SELECT tenant, entries, bytes, names FROM tenants WHERE entries OR names")
-                )
-                counts = set(connection.execute(_SHARES))
-            finally:
-                connection.execute("ROLLBACK")
-        problems = []
-        if counted != total:
-            problems.append(f"the index counts {counted[0]} bytes, {counted[1]} pinned, where its entries have {total}")
-        elif shares != counts:
-            problems.append(
-                f"the index counts {sorted(shares)} as the tenants' shares where they have {sorted(counts)}"
-            )
-        return problems
-
-    def recount(self) -> None:
-        """Count anew what is counted on the way."""
-        with self._database.write() as connection:
-            for name, total in (("entry_bytes", _BYTES), ("pinned_bytes", _PINNED_BYTES)):
-                query = f"UPDATE counters SET value = (SELECT {total} FROM entries) WHERE name = ?"
-                connection.execute(query, (name,))
-            shares = connection.execute(_SHARES).fetchall()
-            connection.execute("DELETE FROM tenants")
-            connection.executemany("INSERT INTO tenants VALUES (?, ?, ?, ?)", shares)
-            connection.execute("INSERT OR IGNORE INTO tenants VALUES ('', 0, 0, 0)")
-
-
-_BYTES = "ifnull(sum(bytes), 0)"
-_PINNED_BYTES = "ifnull(sum(CASE WHEN pinned THEN bytes END), 0)"
-_SHARES = """
-SELECT tenant, sum(entries), sum(bytes), sum(names) FROM (
-    SELECT tenant, count(*) AS entries, sum(bytes) AS bytes, 0 AS names FROM entries GROUP BY tenant
-    UNION ALL
-    SELECT ifnull(tenant, ''), 0, 0, count(*) FROM nodes LEFT JOIN namespaces USING (namespace) GROUP BY 1
-) GROUP BY tenant
-"""
-
-
-def claim(connection: sqlite3.Connection, tenant: str) -> None:
-    """Give a tenant its row, in a transaction that has begun."""
-    connection.execute("INSERT OR IGNORE INTO tenants VALUES (?, 0, 0, 0)", (tenant,))
-
-
-def drop_entries(connection: sqlite3.Connection, keys: Iterable[str], writer: str, dropped: Dropped) -> None:
-    """Drop entries in a transaction that has begun, and add them to `dropped`; `writer` is to remove their files."""
-    for key in keys:
-        row = connection.execute("SELECT file FROM entries WHERE key = ?", (key,)).fetchone()
-        if row is not None:
-            connection.execute("INSERT OR REPLACE INTO pending VALUES (?, ?)", (row[0], writer))
-            connection.execute("DELETE FROM entries WHERE key = ?", (key,))
-            dropped.keys.append(key)
-            dropped.files.append(row[0])
-
-
-def counter(connection: sqlite3.Connection, name: str) -> int:
-    """Return the value of a counter."""
-    row = connection.execute("SELECT value FROM counters WHERE name = ?", (name,)).fetchone()
-    return 0 if row is None else int(row[0])
-
-
-def _entry(row: Sequence[Any]) -> Entry:
-    file, nbytes, digest, tenant, added_at, expires_at = row
-    # In a damaged database a value may even have another type. What then expires is a miss.
-    if not isinstance(expires_at, float | int | None):
-        expires_at = 0.0
-    return Entry(str(file), nbytes, digest, str(tenant), added_at, expires_at)
-
-
-def _insert(connection: sqlite3.Connection, key: str, entry: Entry) -> None:
-    claim(connection, entry.tenant)
-    connection.execute(
-        "INSERT INTO entries (key, file, bytes, digest, last_used, tenant, added_at, expires_at, pinned) "
-        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, EXISTS (SELECT 1 FROM nodes WHERE nodes.key = ? AND nodes.pinned))",
-        (
-            key,
-            entry.file,
-            entry.nbytes,
-            entry.digest,
-            _advance(connection, 1),
-            entry.tenant,
-            entry.added_at,
-            entry.expires_at,
-            key,
-        ),
-    )
-    connection.execute("DELETE FROM pending WHERE file = ?", (entry.file,))
-
-
-def _make_room(connection: sqlite3.Connection, key: str, limit_bytes: int, writer: str, dropped: Dropped) -> None:
-    over = counter(connection, "entry_bytes") - limit_bytes
-    victims = []
-    query = "SELECT key, bytes FROM entries WHERE pinned = 0 AND key != ? ORDER BY last_used"
-    oldest = connection.execute(query, (key,))
-    while over > 0 and (victim := oldest.fetchone()) is not None:
-        victims.append(victim[0])
-        over -= victim[1]
-    oldest.close()
-    if over > 0:
-        raise StoreFullError(
-            f"pinned KV takes {counter(connection, 'pinned_bytes')} bytes of the store's budget of {limit_bytes} (disk_bytes), "
-            f"and {over} bytes are wanting; unpin some, or raise the budget"
-        )
-    drop_entries(connection, victims, writer, dropped)
-
-
-def _forget_old_deletions(connection: sqlite3.Connection) -> None:
-    connection.execute("DELETE FROM deletions WHERE seq <= (SELECT max(seq) FROM deletions) - ?", (_DELETIONS_KEPT,))
-
-
-def _advance(connection: sqlite3.Connection, steps: int) -> int:
-    connection.execute("UPDATE counters SET value = value + ? WHERE name = 'clock'", (steps,))
-    return counter(connection, "clock")
-
-
-def _last_deletion(connection: sqlite3.Connection) -> int:
-    return int(connection.execute("SELECT ifnull(max(seq), 0) FROM deletions").fetchone()[0])

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import sqlite3
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from logging import getLogger
 
-from cacheblend_rag.errors import StoreError, StoreFullError
+from cacheblend_rag.errors import StoreError, StoreFullError, UnknownChunkError
 from cacheblend_rag.store.base import NodeRecord
 from cacheblend_rag.store.chunkfile import pack_tokens, unpack_tokens
 from cacheblend_rag.store.database import Database
-from cacheblend_rag.store.index import Dropped, claim, counter, drop_entries
+from cacheblend_rag.store.entries import Dropped, claim, counter, drop_entries
 
-__all__ = ["Names", "name_waiting"]
+__all__ = ["Names", "check_known", "name_waiting"]
 
 _log = getLogger(__name__)
 
@@ -94,16 +94,21 @@ class Names:
             return found, _drop_nameless(connection, keys, writer)
 
     def pin(self, namespace: str, ids: Iterable[str], pinned: bool, limit_bytes: int | None) -> list[str]:
-        """Pin names, or unpin them; return the keys of those that are known.
+        """Pin names, or unpin them; return the keys that they lead to.
 
         Raises
         ------
+        UnknownChunkError
+            If a name is unknown.
         StoreFullError
             If more would be pinned than `limit_bytes`.
         """
         nodes = list(dict.fromkeys(ids))
+        query = "SELECT key FROM nodes WHERE namespace = ? AND id = ?"
         with self._database.write() as connection:
-            keys = _keys_of(connection, namespace, nodes)
+            rows = [connection.execute(query, (namespace, node)).fetchone() for node in nodes]
+            check_known(nodes, [node for node, row in zip(nodes, rows, strict=True) if row is not None])
+            keys = [row[0] for row in rows]
             connection.executemany(
                 "UPDATE nodes SET pinned = ? WHERE namespace = ? AND id = ? AND pinned != ?",
                 ((pinned, namespace, node, pinned) for node in nodes),
@@ -115,6 +120,28 @@ class Names:
                     "pin fewer chunks, or raise the budget"
                 )
         return keys
+
+    def spaces_of(self, ids: Iterable[str], tenant: str | None = None) -> dict[str, list[str]]:
+        """Return which of the ids each namespace knows, of those that know any; looks through all names.
+
+        Parameters
+        ----------
+        ids : iterable of str
+            The ids.
+        tenant : str, optional
+            Only namespaces of this tenant; "" is for those of none.
+        """
+        query = (
+            "SELECT namespace, id FROM nodes LEFT JOIN namespaces USING (namespace) "
+            "WHERE (? IS NULL OR ifnull(namespaces.tenant, '') = ?)"
+        )
+        wanted = set(ids)
+        spaces: dict[str, list[str]] = {}
+        with self._database.read() as connection:
+            for namespace, node in connection.execute(query, (tenant, tenant)):
+                if node in wanted:
+                    spaces.setdefault(namespace, []).append(node)
+        return spaces
 
     def pinned(self, keys: Iterable[str]) -> list[str]:
         """Return those keys that a pinned name leads to."""
@@ -150,6 +177,16 @@ class Names:
         query = "SELECT namespace, id, key, text_hash, token_ids, checksum FROM nodes"
         with self._database.read() as connection:
             return [tuple(row[:2]) for row in connection.execute(query) if not _is_sound(*row)]
+
+
+def check_known(ids: Sequence[str], known: Collection[str]) -> None:
+    """Raise `UnknownChunkError` unless all ids are known."""
+    unknown = [repr(node) for node in ids if node not in known]
+    if unknown:
+        shown = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
+        raise UnknownChunkError(
+            f"no chunk has the id {shown}: it was never added for this model and tenant, or was deleted; nothing was changed"
+        )
 
 
 def name_waiting(

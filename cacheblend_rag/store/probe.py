@@ -12,11 +12,12 @@ from cacheblend_rag.codec import Codec, pack_kv
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store.base import KVReader
 from cacheblend_rag.store.chunkfile import ChunkFile, encode_chunk
+from cacheblend_rag.store.device import DeviceReader, DeviceTier
 from cacheblend_rag.store.folder import StoreFolder
 from cacheblend_rag.store.ram import RamReader
 from cacheblend_rag.store.writers import storing
 
-__all__ = ["OpenProbe", "TierProbe", "disk_probe", "forget_pages", "ram_probe"]
+__all__ = ["OpenProbe", "TierProbe", "device_probe", "disk_probe", "forget_pages", "ram_probe"]
 
 OpenProbe: TypeAlias = Callable[[], list[KVReader]]
 """Returns new readers of the chunks, cold: nothing of an earlier reading speeds them up."""
@@ -25,6 +26,13 @@ TierProbe: TypeAlias = Callable[[Sequence[ChunkKV]], AbstractContextManager[Open
 """Puts chunks into a tier for the duration of a ``with`` block, under no key and no name."""
 
 _KEY = "0" * 32
+
+
+@contextmanager
+def device_probe(tier: DeviceTier, chunks: Sequence[ChunkKV]) -> Iterator[OpenProbe]:
+    """Read chunks as the device tier does."""
+    resident = [tier.place_all(kv) for kv in chunks]
+    yield lambda: [DeviceReader(kv) for kv in resident]
 
 
 @contextmanager

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Iterable
 from dataclasses import replace
+from logging import getLogger
 
 from cacheblend_rag.codec import Codec, PackedKV, PackedLayer, make_codec, pack_kv, repack_layer, unpack_layer
 from cacheblend_rag.kv import ChunkKV, LayerKV
-from cacheblend_rag.store.locks import ForkSafeLock
+from cacheblend_rag.store.shelf import Shelf
 
 __all__ = ["RamReader", "RamTier"]
+
+_log = getLogger(__name__)
 
 
 class RamReader:
@@ -38,6 +39,11 @@ class RamReader:
         return self._kv.nbytes
 
     @property
+    def kv_bytes(self) -> int:
+        """Size of all layers as they are unpacked."""
+        return sum(layer.key_form.nbytes + layer.value_form.nbytes for layer in self._kv.layers)
+
+    @property
     def token_ids(self) -> tuple[int, ...]:
         """The tokens that the KV was computed from."""
         return self._kv.token_ids
@@ -57,7 +63,7 @@ class RamReader:
         return unpack_layer(self._kv.layers[index])
 
 
-class RamTier:
+class RamTier(Shelf[PackedKV]):
     """Chunk KV in memory, at most so many bytes of it.
 
     Parameters
@@ -66,145 +72,49 @@ class RamTier:
         Most bytes of KV held, as it is packed, reservations included. An entry that is bigger than this is not kept.
     codec : Codec, optional
         How KV is kept; by default as it is.
+    page_locked : bool
+        Whether KV is kept in page-locked memory, from which a CUDA device copies without the processor. Where there is none to be
+        had it is kept in ordinary memory, with one warning.
     """
 
-    def __init__(self, limit_bytes: int, codec: Codec | None = None) -> None:
-        self.limit_bytes = limit_bytes
+    def __init__(self, limit_bytes: int, codec: Codec | None = None, page_locked: bool = False) -> None:
+        super().__init__(limit_bytes)
         self.codec = make_codec("native") if codec is None else codec
-        self._lock = ForkSafeLock()
-        self._entries: OrderedDict[str, PackedKV] = OrderedDict()
-        self._used_bytes = 0
-        self._reserved_bytes = 0
-        # Reservations come back here, without the lock, since they may come back from a finalizer.
-        self._returned: deque[int] = deque()
-        self._evictions = 0
-        self._pinned: set[str] = set()
-        self._hidden: set[str] = set()
-
-    def get(self, key: str) -> PackedKV | None:
-        """Return the KV under `key` and mark it as recently used, or None."""
-        with self._lock:
-            kv = None if key in self._hidden else self._entries.get(key)
-            if kv is not None:
-                self._entries.move_to_end(key)
-            return kv
+        self._page_locked = page_locked
 
     def pack(self, kv: ChunkKV | PackedKV) -> PackedKV:
         """Return `kv` as this tier keeps it."""
         return pack_kv(kv, self.codec)
 
     def put(self, key: str, kv: ChunkKV | PackedKV, hidden: bool = False) -> bool:
-        """Keep `kv`, packed, dropping the least recently used for room; return whether it was kept.
-
-        With `hidden` nobody gets it until `reveal` is called, unless it is dropped before.
-        """
-        kv = _owned(self.pack(kv))
-        with self._lock:
-            self._drop(key)
-            if kv.nbytes > self.limit_bytes or not self._make_room(kv.nbytes):
-                return False
-            self._entries[key] = kv
-            if hidden:
-                self._hidden.add(key)
-            self._used_bytes += kv.nbytes
-            return True
+        """Keep `kv`, packed; see `Shelf.keep`."""
+        return self.keep(key, self._lock_pages(_owned(self.pack(kv))), hidden)
 
     def repack(self, layer: PackedLayer) -> PackedLayer:
         """Return one layer as this tier keeps it."""
         return repack_layer(layer, self.codec)
 
-    def reveal(self, key: str) -> None:
-        """Let others get what was put hidden."""
-        with self._lock:
-            self._hidden.discard(key)
-
-    def reserve(self, nbytes: int) -> bool:
-        """Set room aside for an entry that is still being read; return whether there is any."""
-        with self._lock:
-            if not self._make_room(nbytes):
-                return False
-            self._reserved_bytes += nbytes
-            return True
-
-    def give_back(self, nbytes: int) -> None:
-        """End a reservation; takes no lock."""
-        self._returned.append(nbytes)
-
-    def drop(self, keys: Iterable[str]) -> None:
-        """Forget these entries."""
-        with self._lock:
-            for key in keys:
-                self._drop(key)
-
-    def pin(self, keys: Iterable[str]) -> None:
-        """Never drop these for room, once they are held."""
-        with self._lock:
-            self._pinned.update(keys)
-
-    def unpin(self, keys: Iterable[str]) -> None:
-        """Let these be dropped for room again."""
-        with self._lock:
-            self._pinned.difference_update(keys)
-
-    def pinned(self) -> list[str]:
-        """Return the keys that are never dropped for room."""
-        with self._lock:
-            return sorted(self._pinned)
-
-    def nbytes(self, keys: Iterable[str]) -> int:
-        """Return the bytes held under these keys."""
-        with self._lock:
-            return sum(self._entries[key].nbytes for key in keys if key in self._entries)
-
-    def clear(self) -> None:
-        """Forget every entry, and what was pinned."""
-        with self._lock:
-            self._pinned.clear()
-            self._hidden.clear()
-            self._entries.clear()
-            self._used_bytes = 0
-
-    def keys(self) -> list[str]:
-        """Return the keys held, least recently used first."""
-        with self._lock:
-            return list(self._entries)
-
-    def holds(self, key: str) -> bool:
-        """Return whether `key` is held, without marking it as used."""
-        with self._lock:
-            return key in self._entries
-
-    def __len__(self) -> int:
-        with self._lock:
-            return len(self._entries)
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of KV held."""
-        with self._lock:
-            return self._used_bytes
-
-    @property
-    def evictions(self) -> int:
-        """Entries dropped for room."""
-        return self._evictions
-
-    def _make_room(self, nbytes: int) -> bool:
-        while self._returned:
-            self._reserved_bytes -= self._returned.popleft()
-        kept_bytes = sum(self._entries[key].nbytes for key in self._pinned if key in self._entries)
-        if kept_bytes + self._reserved_bytes + nbytes > self.limit_bytes:
-            return False
-        while self._used_bytes + self._reserved_bytes + nbytes > self.limit_bytes:
-            self._drop(next(key for key in self._entries if key not in self._pinned))
-            self._evictions += 1
-        return True
-
-    def _drop(self, key: str) -> None:
-        kv = self._entries.pop(key, None)
-        self._hidden.discard(key)
-        if kv is not None:
-            self._used_bytes -= kv.nbytes
+    def _lock_pages(self, kv: PackedKV) -> PackedKV:
+        """Move KV that is not bigger than this tier to page-locked memory, if that is wanted and to be had."""
+        if not self._page_locked or kv.nbytes > self.limit_bytes:
+            return kv
+        try:
+            return PackedKV(
+                kv.token_ids,
+                kv.start,
+                tuple(
+                    replace(layer, parts={name: part.pin_memory() for name, part in layer.parts.items()})
+                    for layer in kv.layers
+                ),
+            )
+        except RuntimeError as error:
+            self._page_locked = False
+            _log.warning(
+                "KV is kept in ordinary memory, page-locked memory is not to be had: %s (set page_locked=False, or a smaller "
+                "ram_bytes; this is said once)",
+                str(error).partition("\n")[0],
+            )
+            return kv
 
 
 def _owned(kv: PackedKV) -> PackedKV:

@@ -1,4 +1,4 @@
-"""The store: names, and RAM over disk over a remote tier."""
+"""The store: names, and the devices' memory over RAM over disk over a remote tier."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from logging import getLogger
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from cacheblend_rag.codec import PackedKV
 from cacheblend_rag.errors import StoreError, StoreFullError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store.base import KVReader, NodeRecord, StoreStats
 from cacheblend_rag.store.clock import StoreClock
+from cacheblend_rag.store.copies import Copies
 from cacheblend_rag.store.database import Database
+from cacheblend_rag.store.device import DeviceTier
 from cacheblend_rag.store.disk import DiskTier
+from cacheblend_rag.store.entries import Dropped
 from cacheblend_rag.store.folder import valid_key
-from cacheblend_rag.store.index import Dropped, Index
+from cacheblend_rag.store.index import Index
 from cacheblend_rag.store.names import Names, name_waiting
 from cacheblend_rag.store.offsite import Offsite
-from cacheblend_rag.store.probe import TierProbe, disk_probe, ram_probe
+from cacheblend_rag.store.probe import TierProbe, device_probe, disk_probe, ram_probe
 from cacheblend_rag.store.promote import PromotingReader
 from cacheblend_rag.store.ram import RamReader, RamTier
 from cacheblend_rag.store.tenants import Tenants
@@ -34,11 +37,11 @@ Result = TypeVar("Result")
 
 
 class TieredStore:
-    """A `KVStore` in RAM, or in RAM over a folder on disk, either of them over a remote tier.
+    """A `KVStore` in RAM, or in RAM over a folder on disk, either of them over a remote tier and below the device tier.
 
     With a folder, RAM holds copies of what is on disk, what waits to be written, and nothing else: KV is dropped on disk first
     and in RAM second, and what was put or read whole is checked against the index once it is in RAM. So no deletion, by this
-    process or another, leaves a copy.
+    process or another, leaves a copy. The device tier is to RAM and disk what RAM is to the disk.
 
     The remote tier gets a copy of what is put, in the background, and keeps it when the disk needs room. What is found there
     alone is read from there, and kept in RAM and on disk. Only KV without a time to live goes there.
@@ -55,6 +58,8 @@ class TieredStore:
         What tells when KV expires; a folder has its own.
     offsite : Offsite, optional
         The remote tier.
+    device : DeviceTier, optional
+        Memory of the devices that compute; without one nothing is kept there.
     """
 
     def __init__(
@@ -64,6 +69,7 @@ class TieredStore:
         write_back_bytes: int = 0,
         clock: StoreClock | None = None,
         offsite: Offsite | None = None,
+        device: DeviceTier | None = None,
     ) -> None:
         self._ram = ram
         self._disk = disk
@@ -74,10 +80,8 @@ class TieredStore:
         self._names = Names(self._database)
         self._tenants = Tenants(self._database)
         self._waiting = WriteBack(self._write, write_back_bytes)
-        # Of what is in RAM: when it expires, and whose it is, where it does and is somebody's.
-        self._expiry: dict[str, float] = {}
-        self._owner: dict[str, str] = {}
-        self._deletions_seen = self._index.deletions()
+        self._device = DeviceTier(0) if device is None else device
+        self._copies = Copies(ram, self._device, self._clock, self._names, disk)
         self._closed = False
 
     @property
@@ -86,46 +90,53 @@ class TieredStore:
         return self._disk is None and self._offsite is None
 
     @property
+    def evictions(self) -> int:
+        """Entries dropped for room since the store was opened."""
+        return self._disk.evictions if self._disk else self._ram.evictions
+
+    @property
     def path(self) -> Path | None:
         """The folder, if there is one and it may be written."""
         return self._disk.folder.path if self._disk and not self._disk.read_only else None
 
     def probes(self) -> list[TierProbe]:
         """Return what puts chunks into each tier only to measure how fast they are read."""
-        if self._disk is None or self._disk.read_only:
-            return [partial(ram_probe, self._ram.codec)]
-        return [partial(ram_probe, self._ram.codec), partial(disk_probe, self._disk.folder, self._disk.codec)]
+        probes: list[TierProbe] = [partial(device_probe, self._device)] if self._device.limit_bytes else []
+        probes.append(partial(ram_probe, self._ram.codec))
+        if self._disk and not self._disk.read_only:
+            probes.append(partial(disk_probe, self._disk.folder, self._disk.codec))
+        return probes
 
     def open(self, key: str) -> KVReader | None:
         """Return a reader of the KV under `key` and mark it as recently used, or None if it is not held."""
         valid_key(key)
         self._check_open()
-        self._notice_deletions()
+        self._copies.follow()
         waiting = self._waiting.get(key)
         if waiting is not None:
             return RamReader(waiting)
-        kv = self._ram.get(key)
-        if kv is not None and self._has_expired(key):
-            # On disk it may have been given a longer life.
-            self._ram.drop([key])
-        elif kv is not None:
+        copy = self._copies.open(key)
+        if copy is not None:
             if self._disk:
                 self._disk.touch(key)
-            return RamReader(kv)
+            return copy
         found = self._disk.find(key) if self._disk else None
         if found is not None:
             file, entry = found
+            note = partial(self._copies.note, key, entry.tenant, entry.expires_at)
             keep: Callable[[str, PackedKV], None] = partial(
-                self._keep, tenant=entry.tenant, expires_at=entry.expires_at
+                self._copies.keep, tenant=entry.tenant, expires_at=entry.expires_at
             )
         else:
             remote = self._offsite.open(key) if self._offsite else None
             if remote is None:
                 return None
-            file, keep = remote, self._bring_back
+            was_named = self._names.leading_to(key) is not None
+            file, keep, note = remote, partial(self._bring_back, was_named=was_named), None
         # Packing never makes KV larger, unpacking may.
         nbytes = file.kv_bytes if self._ram.codec.name == "native" else file.packed_bytes
-        return PromotingReader(file, self._ram, nbytes, keep) if self._ram.reserve(nbytes) else file
+        reader = PromotingReader(file, self._ram, nbytes, keep) if self._ram.reserve(nbytes) else file
+        return self._copies.rising(key, reader, file.kv_bytes, note)
 
     def put(self, key: str, kv: ChunkKV, *, tenant: str = "", ttl_s: float | None = None) -> None:
         """Keep `kv` under `key`; on return it is on disk, if there is a folder.
@@ -143,14 +154,14 @@ class TieredStore:
         if self._disk:
             # Packed once where both tiers use one codec.
             packed = self._ram.pack(kv) if self._ram.codec == self._disk.codec else kv
-            self._ram.drop(self._disk.put(key, packed, tenant, expires_at))
-            self._keep(key, packed, tenant, expires_at)
+            self._copies.drop(self._disk.put(key, packed, tenant, expires_at))
+            self._copies.keep(key, packed, tenant, expires_at)
             self._send(key, kv, expires_at)
             return
         if self._ram.holds(key):
-            self._prolong_in_ram(key, expires_at)
+            self._copies.prolong(key, expires_at)
         else:
-            self._note(key, tenant, expires_at)
+            self._copies.note(key, tenant, expires_at)
         if not self._ram.put(key, kv):
             nbytes = self._ram.pack(kv).nbytes
             raise StoreFullError(
@@ -204,7 +215,7 @@ class TieredStore:
     def cache(self, key: str, kv: ChunkKV, *, tenant: str = "", ttl_s: float | None = None) -> None:
         """Keep `kv` in RAM only, until room is needed; for KV that has no name by which it could be deleted."""
         self._check_open()
-        self._note(valid_key(key), tenant, self._expires_at(ttl_s))
+        self._copies.note(valid_key(key), tenant, self._expires_at(ttl_s))
         self._ram.put(key, kv)
 
     def holds(self, keys: Sequence[str], *, durable: bool = False) -> list[bool]:
@@ -214,7 +225,7 @@ class TieredStore:
         if self._disk:
             there = self._disk.holds(keys)
         else:
-            there = [self._ram.holds(key) and not self._has_expired(key) for key in keys]
+            there = [self._ram.holds(key) and not self._copies.has_expired(key) for key in keys]
         held = [one or other for one, other in zip(waiting, there, strict=True)]
         if self._offsite and not all(held):
             elsewhere = iter(self._offsite.holds([key for key, here in zip(keys, held, strict=True) if not here]))
@@ -228,7 +239,7 @@ class TieredStore:
         if self._disk:
             self._index.prolong(keys, expires_at)
         for key in keys:
-            self._prolong_in_ram(key, expires_at)
+            self._copies.prolong(key, expires_at)
 
     def discard(self, key: str) -> None:
         """Drop the KV under `key`, damaged or not wanted any more; names stay."""
@@ -236,7 +247,7 @@ class TieredStore:
         self._waiting.drop(key=key)
         if self._disk:
             self._disk.discard(key)
-        self._ram.drop([key])
+        self._copies.drop([key])
         if self._offsite:
             self._offsite.drop([key])
 
@@ -275,28 +286,33 @@ class TieredStore:
         """Return a number that every change to a name raises, by whatever process."""
         return self._names.revision() + self._waiting.changes
 
-    def pin(self, namespace: str, ids: Sequence[str]) -> int:
-        """Never evict the KV of these names, now held or later; return how many of them are known.
+    def pin(self, namespace: str, ids: Sequence[str]) -> None:
+        """Never evict the KV of these names, now held or later.
 
         Raises
         ------
+        UnknownChunkError
+            If a name is unknown; nothing is pinned then.
         StoreFullError
             If more would be pinned than the disk's byte budget.
         """
-        return self._pin(namespace, ids, True)
+        self._pin(namespace, ids, True)
 
-    def unpin(self, namespace: str, ids: Sequence[str]) -> int:
-        """Let the KV of these names be evicted again; return how many of them are known."""
-        return self._pin(namespace, ids, False)
+    def unpin(self, namespace: str, ids: Sequence[str]) -> None:
+        """Let the KV of these names be evicted again.
+
+        Raises
+        ------
+        UnknownChunkError
+            If a name is unknown; nothing is unpinned then.
+        """
+        self._pin(namespace, ids, False)
 
     def clear(self, tenant: str | None = None) -> None:
         """Drop all KV and all names, or those of one tenant; "" is for what is no tenant's."""
         self._waiting.drop(tenant=tenant)
         dropped = self._deleting(lambda: self._index.clear(self._writer(), tenant))
-        if tenant is None:
-            self._ram.clear()
-        else:
-            self._ram.drop(self._owned(tenant))
+        self._copies.clear(tenant)
         self._drop(dropped)
 
     def tenants(self) -> list[str]:
@@ -305,21 +321,24 @@ class TieredStore:
 
     def stats(self, tenant: str | None = None) -> StoreStats:
         """Return the store's figures, or one tenant's."""
-        self._notice_deletions()
+        self._copies.follow()
         disk = self._disk
         entries, nbytes, names = self._tenants.share(tenant)
         waiting, waiting_bytes = self._waiting.waiting
-        owned = self._owned(tenant)
+        copies = self._copies
         return StoreStats(
             nodes=names,
-            entries=entries if disk else len(owned),
-            ram_bytes=self._ram.used_bytes if tenant is None else self._ram.nbytes(owned),
+            entries=entries if disk else len(copies.owned(self._ram, tenant)),
+            ram_bytes=copies.nbytes(self._ram, tenant),
             disk_bytes=nbytes if disk else 0,
-            evictions=disk.evictions if disk else self._ram.evictions,
+            evictions=self.evictions,
             pinned_bytes=self._index.pinned_bytes() if disk else self._ram.nbytes(self._ram.pinned()),
             waiting=waiting,
             waiting_bytes=waiting_bytes,
             unwritten=self._waiting.refused,
+            device_bytes=copies.nbytes(self._device, tenant),
+            ram_evictions=self._ram.evictions,
+            device_evictions=self._device.evictions,
         )
 
     def close(self) -> None:
@@ -331,7 +350,7 @@ class TieredStore:
         self._waiting.settle()
         if self._offsite:
             self._offsite.close()
-        self._ram.clear()
+        self._copies.close()
         if self._disk:
             self._disk.close()
         else:
@@ -347,15 +366,22 @@ class TieredStore:
             return name_waiting(connection, chunk.namespace, chunk.tenant, chunk.records, known)
 
         if self._disk:
-            self._ram.drop(self._disk.put(chunk.key, chunk.kv, chunk.tenant, chunk.expires_at, wanted))
-            self._keep(chunk.key, chunk.kv, chunk.tenant, chunk.expires_at)
+            self._copies.drop(self._disk.put(chunk.key, chunk.kv, chunk.tenant, chunk.expires_at, wanted))
+            self._copies.keep(chunk.key, chunk.kv, chunk.tenant, chunk.expires_at)
             if not chunk.is_copy and self._disk.holds([chunk.key])[0]:
                 self._send(chunk.key, chunk.kv, chunk.expires_at)
-        else:
-            self._note(chunk.key, chunk.tenant, chunk.expires_at)
-            if self._ram.put(chunk.key, chunk.kv) and not self._index.transact(wanted):
-                self._ram.drop([chunk.key])
-            self._ram.pin(self._names.pinned([chunk.key]))
+            return
+        self._copies.note(chunk.key, chunk.tenant, chunk.expires_at)
+        if not self._ram.put(chunk.key, chunk.kv) and not self._offsite:
+            return
+        if not self._index.transact(wanted):
+            self._ram.drop([chunk.key])
+            return
+        self._ram.pin(self._names.pinned([chunk.key]))
+        self._send(chunk.key, chunk.kv, chunk.expires_at)
+        if self._offsite and self._names.leading_to(chunk.key) is None:
+            # Deleted between the two.
+            self._offsite.drop([chunk.key])
 
     def _send(self, key: str, kv: ChunkKV | PackedKV, expires_at: float | None) -> None:
         if self._offsite and expires_at is None:
@@ -364,33 +390,18 @@ class TieredStore:
                 # Deleted between the two.
                 self._offsite.drop([key])
 
-    def _bring_back(self, key: str, kv: PackedKV) -> None:
-        """Keep what was found in the remote tier alone: on disk if a name leads to it, else in RAM."""
+    def _bring_back(self, key: str, kv: PackedKV, was_named: bool) -> None:
+        """Keep what was found in the remote tier alone: on disk if a name leads to it, else in RAM, unless it lost its name."""
         named = self._names.leading_to(key)
+        if named is None and was_named:
+            return
         if named is None or not self._disk or not self._waiting.limit_bytes:
             self._ram.put(key, kv)
         elif not self._disk.read_only:
             namespace, tenant, ids = named
             self._waiting.offer(WaitingChunk(key, kv, namespace, tenant, [], ids, None, is_copy=True))
 
-    def _keep(self, key: str, kv: ChunkKV | PackedKV, tenant: str, expires_at: float | None) -> None:
-        """Keep a copy of what is on disk, which nobody sees before it is clear that it was not dropped there meanwhile."""
-        assert self._disk is not None
-        self._note(key, tenant, expires_at)
-        self._ram.put(key, kv, hidden=True)
-        try:
-            self._check_open()
-            # The disk's own word: what a remote tier holds does not count, and is not worth a round trip.
-            if self._disk.holds([key])[0]:
-                self._ram.pin(self._names.pinned([key]))
-                self._ram.reveal(key)
-                return
-        except StoreError:
-            # A reader may come to its end after the store was closed.
-            pass
-        self._ram.drop([key])
-
-    def _pin(self, namespace: str, ids: Sequence[str], pinned: bool) -> int:
+    def _pin(self, namespace: str, ids: Sequence[str], pinned: bool) -> None:
         self._check_open()
         self._waiting.settle()
         limit_bytes = self._disk.limit_bytes if self._disk else None
@@ -398,46 +409,10 @@ class TieredStore:
         if pinned:
             self._ram.pin(keys)
         else:
-            self._unpin_in_ram()
-        return len(keys)
-
-    def _unpin_in_ram(self) -> None:
-        """Let go in RAM of what no pinned name leads to any more."""
-        pinned = self._ram.pinned()
-        if pinned:
-            self._ram.unpin(set(pinned).difference(self._names.pinned(pinned)))
+            self._copies.unpin()
 
     def _expires_at(self, ttl_s: float | None) -> float | None:
         return None if ttl_s is None else self._clock.now() + ttl_s
-
-    def _has_expired(self, key: str) -> bool:
-        expires_at = self._expiry.get(key)
-        return expires_at is not None and expires_at <= self._clock.now()
-
-    def _note(self, key: str, tenant: str, expires_at: float | None) -> None:
-        self._expiry.pop(key, None)
-        self._owner.pop(key, None)
-        if expires_at is not None:
-            self._expiry[key] = expires_at
-        if tenant:
-            self._owner[key] = tenant
-        notes: dict[str, Any]
-        for notes in (self._expiry, self._owner):
-            if len(notes) > 2 * len(self._ram) + 1000:
-                for gone in set(list(notes)).difference(self._ram.keys(), [key]):
-                    notes.pop(gone, None)
-
-    def _owned(self, tenant: str | None) -> list[str]:
-        """Return the keys in RAM that are a tenant's, or all."""
-        keys = self._ram.keys()
-        return keys if tenant is None else [key for key in keys if self._owner.get(key, "") == tenant]
-
-    def _prolong_in_ram(self, key: str, expires_at: float | None) -> None:
-        until = self._expiry.get(key)
-        if until is not None and expires_at is None:
-            self._expiry.pop(key, None)
-        elif until is not None and expires_at is not None:
-            self._expiry[key] = max(until, expires_at)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -450,26 +425,9 @@ class TieredStore:
         return self._disk.deleting(delete) if self._disk else delete()
 
     def _drop(self, dropped: Dropped) -> None:
-        self._ram.drop(dropped.keys)
-        self._unpin_in_ram()
+        self._copies.drop(dropped.keys)
+        self._copies.unpin()
         if self._disk:
             self._disk.remove(dropped)
         if self._offsite and dropped.keys:
             self._offsite.drop(dropped.keys)
-
-    def _notice_deletions(self) -> None:
-        """Drop from RAM what other processes have deleted from the folder."""
-        if not self._disk:
-            return
-        seen = self._deletions_seen
-        now = self._index.deletions()
-        if now == seen:
-            return
-        gone = self._index.deleted_since(seen)
-        if gone is None:
-            held = self._ram.keys()
-            there = self._index.holds(held, self._clock.now())
-            gone = [key for key, held_on_disk in zip(held, there, strict=True) if not held_on_disk]
-        self._ram.drop(gone)
-        self._unpin_in_ram()
-        self._deletions_seen = now

@@ -40,3 +40,21 @@ def test_export_import_gc_and_clear_of_one_tenant(run: Command, tmp_path: Path) 
     assert check_store(one).entries == 1
     file.write_bytes(file.read_bytes()[:700])
     assert "is damaged" in run("store", "import", file, "--store", two, code=1).stderr
+
+
+def test_pin_and_unpin(run: Command, tmp_path: Path) -> None:
+    folder, figures = tmp_path / "store", tmp_path / "figures.json"
+    store = open_store(folder, 0)
+    store.put(key_of(1), make_kv(1))
+    store.name("ns", [record("n1", 1), record("n2", 1)])
+    size = store.stats().disk_bytes
+    assert "pinned 2 chunks" in run("store", "pin", "n1", "n2", "--store", folder, "--json", figures).stdout
+    assert read_rows(figures) == [{"store": str(folder), "pinned": 2, "pinned_bytes": size}]
+    out = run("store", "unpin", "n1", "nobody", "--store", folder, code=1).stderr
+    assert "no chunk has the id 'nobody'" in out and "Traceback" not in out
+    assert "unpinned 1 chunks" in run("store", "unpin", "n1", "--store", folder).stdout
+    assert store.stats().pinned_bytes == size
+    assert "'n2'" in run("store", "pin", "n2", "--store", folder, "--namespace", "acme", code=1).stderr
+    run("store", "unpin", "n2", "--store", folder, "--json", figures)
+    assert read_rows(figures) == [{"store": str(folder), "unpinned": 1, "pinned_bytes": 0}]
+    store.close()

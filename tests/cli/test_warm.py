@@ -100,6 +100,15 @@ def test_an_estimate_leaves_nothing_behind(warm: Any, store: Path) -> None:
     assert (again["to_encode"], again["tokens"], again["kv_bytes"], again["bytes_per_token"]) == (0, 0, 0, None)
 
 
+def test_an_estimate_counts_what_the_codec_makes_of_it(warm: Any, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    native = warm("--estimate")["kv_bytes"]
+    monkeypatch.setenv("CACHEBLEND_DISK_CODEC", "int8")
+    row = warm("--estimate")
+    assert native * 0.25 < row["kv_bytes"] < native * 0.6
+    # Most passages are shorter than the one that was tried, and beside the KV each file has a head.
+    assert 0.5 * row["kv_bytes"] < warm()["kv_bytes"] < 1.5 * row["kv_bytes"] + 8 * 4096
+
+
 def test_a_budget_stops_before_it_is_exceeded(
     warm: Any, run: Command, documents: Path, model_folder: Path, store: Path, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -23,8 +24,11 @@ from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import Decoder, inspect_model
 from cacheblend_rag.rope import shift_keys
 from cacheblend_rag.store import KVReader, KVStore, open_store
+from cacheblend_rag.store.device import DeviceReader, DeviceTier, ResidentKV
 from cacheblend_rag.store.ram import RamReader
+from cacheblend_rag.store.rise import RisingReader
 from tests.families import tiny_model, tiny_tokenizer, words
+from tests.store.kit import read, same
 
 CHUNKS = [Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate((20, 22, 20, 17))]
 PROMPT = BlendPrompt("t5", CHUNKS, "t6 t7")
@@ -49,10 +53,18 @@ class Prompt:
     layout: PromptLayout
     tiers: list[str]
 
-    def readers(self, ram: KVStore, disk: KVStore) -> list[KVReader]:
-        """Open every chunk: in RAM, on disk, or on disk on its way to RAM."""
+    def readers(self, ram: KVStore, disk: KVStore, risen: dict[int, ResidentKV]) -> list[KVReader]:
+        """Open every chunk: on its device, in RAM, on the way from there to its device, on disk, or on disk on its way to RAM."""
         found: list[KVReader] = []
+        device = DeviceTier(2**40)
         for number, (chunk, tier) in enumerate(zip(self.chunks, self.tiers, strict=True)):
+            if tier == "device":
+                found.append(DeviceReader(device.place_all(chunk)))
+                continue
+            if tier == "rising":
+                keep = partial(risen.__setitem__, number)
+                found.append(RisingReader(RamReader(chunk), device, chunk.nbytes, keep))
+                continue
             store = ram if tier == "promoted" else disk
             store.put(f"{number:08x}", chunk)
             if tier == "promoted":
@@ -101,7 +113,9 @@ def prompts(draw: st.DrawFn) -> tuple[list[int], list[int], list[str]]:
     return (
         draw(st.lists(st.integers(1, 40), min_size=count, max_size=count)),
         draw(st.lists(st.sampled_from([0, 0, 1, 7, 32, 33, 50]), min_size=count, max_size=count)),
-        draw(st.lists(st.sampled_from(["ram", "disk", "promoted"]), min_size=count, max_size=count)),
+        draw(
+            st.lists(st.sampled_from(["device", "ram", "rising", "disk", "promoted"]), min_size=count, max_size=count)
+        ),
     )
 
 
@@ -112,6 +126,7 @@ def prompts(draw: st.DrawFn) -> tuple[list[int], list[int], list[str]]:
     ahead=st.integers(1, 7),
     first_layer=st.integers(0, 5),
     room=st.integers(0, 9),
+    staged=st.booleans(),
 )
 def test_layers_are_those_of_the_naive_reference(
     decoder: Decoder,
@@ -120,13 +135,21 @@ def test_layers_are_those_of_the_naive_reference(
     ahead: int,
     first_layer: int,
     room: int,
+    staged: bool,
 ) -> None:
+    """With `staged`, layers go the way that they go to other devices than the CPU, some of them from page-locked memory."""
     prompt = make_prompt(*made, decoder)
     rows = prompt.layout.context_rows
-    with TemporaryDirectory() as folder:
+    risen: dict[int, ResidentKV] = {}
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cacheblend_rag.loader.assembly._is_staged", lambda device: staged)
+        locked = {
+            kv.layers[0].keys.shape[1] for kv, tier in zip(prompt.chunks, prompt.tiers, strict=True) if tier == "ram"
+        }
+        patch.setattr("cacheblend_rag.loader.assembly._is_page_locked", lambda part: part.keys.shape[1] in locked)
         ram = open_store(Path(folder) / "kv", ram_bytes=2**40)
         disk = open_store(Path(folder) / "kv", ram_bytes=0)
-        readers = prompt.readers(ram, disk)
+        readers = prompt.readers(ram, disk, risen)
         with LayerLoader(
             decoder, prompt.layout, readers, first_layer, len(prompt.layout) + room, ahead, threads
         ) as loader:
@@ -135,12 +158,21 @@ def test_layers_are_those_of_the_naive_reference(
                 assert loaded.keys.shape[2] == len(prompt.layout) + room
                 assert torch.equal(loaded.keys[:, :, rows], wanted.keys[:, :, rows])
                 assert torch.equal(loaded.values[:, :, rows], wanted.values[:, :, rows])
-        layer_bytes = sum(chunk.nbytes for chunk in prompt.chunks) // decoder.num_layers
+        loaded_bytes = [kv.nbytes for kv, tier in zip(prompt.chunks, prompt.tiers, strict=True) if tier != "device"]
+        layer_bytes = sum(loaded_bytes) // decoder.num_layers
         assert loader.load_bytes == layer_bytes * (decoder.num_layers - first_layer)
         # What was read from end to end is now in RAM, unless most of it was never asked for.
         promoted = {f"{n:08x}" for n, tier in enumerate(prompt.tiers) if tier == "promoted"}
         if first_layer * 2 <= decoder.num_layers:
             assert set(ram._ram.keys()) == promoted  # type: ignore[attr-defined]
+        # What was put on its device is there now, as it was stored; and what was there is what it was.
+        is_asked = first_layer * 2 <= decoder.num_layers
+        rising = {n for n, tier in enumerate(prompt.tiers) if tier == "rising"}
+        assert risen.keys() == (rising if is_asked else set())
+        resident = {n: reader for n, reader in enumerate(readers) if isinstance(reader, DeviceReader)}
+        resident |= {n: DeviceReader(kv) for n, kv in risen.items()}
+        for number, reader in resident.items():
+            assert same(read(reader), prompt.chunks[number])
         ram.close()
         disk.close()
 
@@ -250,7 +282,9 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open
 def test_closing_early_leaves_nothing(decoder: Decoder, tmp_path: Path, threads: int, asked: int) -> None:
     prompt = make_prompt([9, 8, 7], [0, 3, 40], ["disk"] * 3, decoder)
     store = open_store(tmp_path / "kv", ram_bytes=0)
-    with LayerLoader(decoder, prompt.layout, prompt.readers(store, store), 0, len(prompt.layout), 2, threads) as loader:
+    with LayerLoader(
+        decoder, prompt.layout, prompt.readers(store, store, {}), 0, len(prompt.layout), 2, threads
+    ) as loader:
         for layer in range(asked):
             loader.synchronize(layer)
         assert len(open_files()) == 3
@@ -268,7 +302,7 @@ def test_a_damaged_chunk_is_raised_and_nothing_is_left(
 ) -> None:
     prompt = make_prompt([9, 8, 7], [0, 3, 40], ["disk"] * 3, decoder)
     store = open_store(tmp_path / "kv", ram_bytes=0)
-    readers = prompt.readers(store, store)
+    readers = prompt.readers(store, store, {})
     (file,) = (tmp_path / "kv").rglob(f"{damaged:08x}.*.safetensors")
     with file.open("r+b") as opened:
         opened.seek(-3, os.SEEK_END)

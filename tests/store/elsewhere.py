@@ -11,6 +11,7 @@ from typing import Any
 
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store import KVStore, StoreClock, open_store
+from cacheblend_rag.store.rise import RisingReader
 from tests.store.kit import read, start_with_pipe
 
 
@@ -22,6 +23,7 @@ class Opened:
     ram_bytes: int
     disk_bytes: int | None
     write_back_bytes: int
+    device_bytes: int = 0
 
 
 class LocalStore:
@@ -37,6 +39,7 @@ class LocalStore:
             opened.disk_bytes,
             write_back_bytes=opened.write_back_bytes,
             clock=clock,
+            device_bytes=opened.device_bytes,
         )
 
     def passes(self, seconds: float) -> None:
@@ -50,11 +53,17 @@ class LocalStore:
         reader = self.store.open(key)
         if reader is None:
             return None
-        if layers >= reader.num_layers:
-            return read(reader)
-        for layer in range(layers):
-            reader.layer(layer)
-        return layers
+        if layers < reader.num_layers:
+            for layer in range(layers):
+                reader.layer(layer)
+            return layers
+        kv = read(reader)
+        if isinstance(reader, RisingReader):
+            # As the loader does where the first layer is computed in full.
+            for number in range(1, reader.num_layers):
+                reader.keep(number, kv.layers[number])
+            reader.finish()
+        return kv
 
     def end(self) -> None:
         self.store.close()

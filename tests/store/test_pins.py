@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag import BlendConfig, BlendEngine, Chunk
-from cacheblend_rag.errors import StoreFullError
-from cacheblend_rag.store import KVStore, check_store, open_store
+from cacheblend_rag.errors import StoreError, StoreFullError, UnknownChunkError
+from cacheblend_rag.store import KVStore, check_store, open_store, pin_chunks
 from tests.families import tiny_model, tiny_tokenizer, words
 from tests.store.kit import files_of, key_of, make_kv, record
 
@@ -35,14 +35,17 @@ def test_pinned_on_disk(tmp_path: Path) -> None:
     size = store.stats().disk_bytes // 3
     store.close()
     store = open_store(tmp_path, 10**6, 3 * size)
-    assert store.pin("ns", ["n1", "n2", "unknown"]) == 2
+    with pytest.raises(UnknownChunkError, match="no chunk has the id 'unknown', 'x'"):
+        store.pin("ns", ["n1", "unknown", "n2", "x"])
+    assert store.stats().pinned_bytes == 0
+    store.pin("ns", ["n1", "n2", "n1"])
     assert store.stats().pinned_bytes == 2 * size
     put(store, 4, 5)
     assert held(store, range(6)) == [1, 2, 5]
     with pytest.raises(StoreFullError, match=r"pinned KV would take .* more than the store's budget"):
         open_store(tmp_path, 0, size).pin("ns", ["n5"])
     assert store.stats().pinned_bytes == 2 * size
-    assert store.pin("ns", ["n5"]) == 1
+    store.pin("ns", ["n5"])
     with pytest.raises(StoreFullError, match=r"pinned KV takes \d+ bytes of the store's budget of \d+ \(disk_bytes\)"):
         store.put(key_of(6), make_kv(0))
     assert held(store, range(7)) == [1, 2, 5]
@@ -50,7 +53,9 @@ def test_pinned_on_disk(tmp_path: Path) -> None:
     store.close()
     # A pin outlives the process, the KV, and another text under the name.
     store = open_store(tmp_path, 10**6, 3 * size)
-    assert store.unpin("ns", ["n5", "n2"]) == 2
+    with pytest.raises(UnknownChunkError):
+        store.unpin("ns", ["n5", "x"])
+    store.unpin("ns", ["n5", "n2"])
     store.discard(key_of(1))
     put(store, 6, 7)
     store.name("ns", [record("n1", 7)])
@@ -74,7 +79,7 @@ def test_pinned_on_disk(tmp_path: Path) -> None:
 def test_pinned_in_ram() -> None:
     store = open_store(None, 3 * KV_BYTES)
     fill(store)
-    assert store.pin("ns", ["n1"]) == 1
+    store.pin("ns", ["n1"])
     put(store, 4, 5, 6)
     assert held(store, range(7)) == [1, 5, 6]
     assert store.stats().pinned_bytes == KV_BYTES
@@ -88,7 +93,7 @@ def test_pinned_in_ram() -> None:
     put(store, 8, 9, 10)
     assert held(store, range(11)) == [8, 9, 10]
     # What was pinned while it was not held is pinned when it comes back.
-    assert store.pin("ns", ["n3"]) == 1
+    store.pin("ns", ["n3"])
     put(store, 3, 11, 12, 13)
     assert held(store, range(14)) == [3, 12, 13]
     store.close()
@@ -116,9 +121,31 @@ def test_the_engines_pins(tmp_path: Path) -> None:
     with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config, store=tmp_path) as engine:
         engine.add(chunks[:1])
         assert engine.store.stats().disk_bytes < 20_000
-        assert engine.pin(["n0", "nobody"]) == 1
+        with pytest.raises(UnknownChunkError, match="nobody"):
+            engine.pin(["n0", "nobody"])
+        engine.pin(["n0"])
         engine.add(chunks[1:])
         records = engine.records([f"n{seed}" for seed in range(4)])
         assert engine.store.holds([each.key for each in records if each]) == [True, False, False, True]
-        assert engine.unpin(["n0"]) == 1
+        with pytest.raises(UnknownChunkError, match="nobody"):
+            engine.unpin(["n0", "nobody"])
+        engine.unpin(["n0"])
         assert engine.store.stats().pinned_bytes == 0
+
+
+def test_pins_of_a_folder(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 0)
+    for number, space, tenant in ((1, "x", ""), (2, "y", ""), (3, "z", "acme")):
+        store.put(key_of(number), make_kv(0), tenant=tenant)
+        store.name(space, [record("n", number), record(f"n{number}", number)], tenant=tenant)
+    size = store.stats().disk_bytes // 3
+    # Of every model, or of one tenant.
+    assert pin_chunks(tmp_path, ["n", "n"]) == store.stats().pinned_bytes == 3 * size
+    assert pin_chunks(tmp_path, ["n"], pinned=False, tenant="") == size
+    assert pin_chunks(tmp_path, ["n"], pinned=False, tenant="acme") == 0
+    with pytest.raises(UnknownChunkError, match="'n3'"):
+        pin_chunks(tmp_path, ["n1", "n3"], tenant="")
+    assert store.stats().pinned_bytes == 0
+    with pytest.raises(StoreError):
+        pin_chunks(tmp_path / "nowhere", ["n"])
+    store.close()

@@ -232,3 +232,47 @@ def test_file_of_another_write_is_a_miss(tmp_path: Path) -> None:
     files_of(tmp_path)[0].write_bytes(stale)
     assert store.open(key_of(1)) is None
     store.close()
+
+
+def test_page_locked_memory_is_used_where_there_is_any(caplog: pytest.LogCaptureFixture) -> None:
+    store = open_store(None, 10**6, ram_codec="int8", page_locked=True)
+    with caplog.at_level(logging.WARNING):
+        for number in range(3):
+            store.put(key_of(number), make_kv(number, tokens=64))
+    there_is = torch.cuda.is_available()
+    assert [record.message.count("ordinary memory") for record in caplog.records] == ([] if there_is else [1])
+    plain = open_store(None, 10**6, ram_codec="int8")
+    for number in range(3):
+        plain.put(key_of(number), make_kv(number, tokens=64))
+        one, other = store.open(key_of(number)), plain.open(key_of(number))
+        assert one is not None and other is not None
+        assert same(read(one), read(other))
+        held = store._ram.get(key_of(number))  # type: ignore[attr-defined]
+        assert {part.is_pinned() for layer in held.layers for part in layer.parts.values()} == {there_is}
+    assert store.stats().ram_bytes == plain.stats().ram_bytes
+    store.close()
+    plain.close()
+
+
+def test_page_locked_memory_that_runs_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    copied = []
+
+    def lock(tensor: torch.Tensor) -> torch.Tensor:
+        if len(copied) == 8:
+            raise RuntimeError("CUDA error: out of memory\nmore of it")
+        copied.append(tensor.clone())
+        return copied[-1]
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lock)
+    store = open_store(None, 10**6, page_locked=True)
+    with caplog.at_level(logging.WARNING):
+        for number in range(3):
+            # Its 6 tensors, 2 of the next, and then no more.
+            store.put(key_of(number), make_kv(number))
+    assert [record.message.count("out of memory (set") for record in caplog.records] == [1]
+    for number in range(3):
+        reader = store.open(key_of(number))
+        assert reader is not None and same(read(reader), make_kv(number))
+    assert len(copied) == 8
+    assert store.stats().ram_bytes == 3 * KV_BYTES
+    store.close()

@@ -97,7 +97,7 @@ def s3_endpoint() -> Iterator[str]:
     """An S3 endpoint over HTTP: moto's server in a process of its own, with one bucket."""
     for package in ("s3fs", "moto", "flask"):
         if not find_spec(package):
-            pytest.skip(f"{package} is not installed: pip install s3fs 'moto[server]'")
+            pytest.skip(f"{package} is not installed (extra dev)")
     import s3fs
 
     with socket.socket() as free:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import random
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag.errors import ChunkReadError
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.store.remote import RemoteTier, open_remote
 from tests.families import tiny_model, tiny_tokenizer, words
@@ -77,6 +80,63 @@ def test_without_a_folder(opener: Opener) -> None:
     assert again is not None and again.tier == "ram"
     store.close()
     other.close()
+
+
+def test_misses_and_additions_without_a_folder(opener: Opener) -> None:
+    tier = opener()
+    store = opened(None, opener(), ram_bytes=make_kv(1).nbytes)
+    chunks = [record(f"n{number}", number) for number in range(3)]
+    # The second does not fit into RAM beside the first, the third not at all.
+    for number, tokens in ((0, 6), (1, 6), (2, 60)):
+        kv = make_kv(number, tokens)
+        named = [dataclasses.replace(chunks[number], token_ids=kv.token_ids)]
+        assert store.put_later(key_of(number), kv, "ns", named)
+    assert store.put_later(key_of(3), make_kv(3), "ns", [record("n3", 3)], ttl_s=1000)
+    store.flush()
+    assert tier.holds([key_of(number) for number in range(4)]) == [True, True, True, False]
+    assert store.names("ns") == ["n0", "n1", "n2", "n3"]
+    reader = store.open(key_of(2))
+    assert reader is not None and same(read(reader), make_kv(2, 60))
+    store.forget("ns", ["n1"])
+    # Nobody wants it any more: its name was deleted while the KV was computed.
+    assert store.put_later(key_of(4), make_kv(4), "ns", [], ["gone"])
+    store.flush()
+    assert tier.holds([key_of(number) for number in range(5)]) == [True, False, True, False, False]
+    store.close()
+
+
+def test_what_is_deleted_while_it_is_read_is_not_kept(opener: Opener) -> None:
+    store, other = opened(None, opener()), opened(None, opener())
+    store.put(key_of(1), make_kv(1))
+    store.flush()
+    other.name("ns", [record("n1", 1)])
+    reader = other.open(key_of(1))
+    assert reader is not None
+    reader.layer(0)
+    other.forget("ns", ["n1"])
+    # A folder's file stays readable; elsewhere the layers are gone.
+    with suppress(ChunkReadError):
+        reader.layer(1)
+        reader.layer(2)
+    assert (other.open(key_of(1)), other.stats().ram_bytes) == (None, 0)
+    store.close()
+    other.close()
+
+
+def test_an_engine_without_a_folder_shares_what_it_computes(opener: Opener) -> None:
+    chunks = [Chunk(words(20, seed), f"n{seed}") for seed in range(2)]
+    store, tier = opened(None, opener()), opener()
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=store) as engine:
+        engine.add(chunks[:1])
+        assert engine.prefill(BlendPrompt("Read this:", chunks, "What?")).report.misses == 1
+        engine.flush()
+        keys = [each.key for each in engine.records(["n0", "n1"]) if each]
+        assert tier.holds(keys) == [True, True]
+    store.close()
+    store = opened(None, opener())
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=store) as other:
+        assert other.prefill(BlendPrompt("Read this:", chunks, "What?")).report.hits == 2
+    store.close()
 
 
 def test_deleting_deletes_there_too(tmp_path: Path, opener: Opener) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend_rag.errors import ChunkReadError, RemoteUnavailableError, StoreError
@@ -77,21 +77,26 @@ def test_a_layer_is_read_alone(opener: Opener) -> None:
     assert sum(asked) <= layer_bytes + 32 * 1024
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data(), part_bytes=st.integers(30, 3000), tokens=st.integers(1, 40))
-def test_any_range_in_any_parts(opener: Opener, data: st.DataObject, part_bytes: int, tokens: int) -> None:
-    tier = opener(part_bytes=part_bytes)
-    chunk = encode_chunk(key_of(9), make_kv(9, tokens=tokens))
-    tier.put(key_of(9), chunk)
-    whole = b"".join(chunk.buffers)
-    source = opener().open(key_of(9))
-    assert source is not None and source.size == len(whole)
-    for _ in range(5):
-        offset = data.draw(st.integers(0, len(whole) + 5))
-        view = memoryview(bytearray(data.draw(st.integers(0, len(whole)))))
-        count = source.read_into(view, offset)
-        assert bytes(view[:count]) == whole[offset : offset + len(view)]
-    tier.drop([key_of(9)])
+def test_any_range_in_any_parts(opener: Opener) -> None:
+    reader = opener()
+
+    @settings(max_examples=25, deadline=None)
+    @given(data=st.data(), part_bytes=st.integers(30, 3000), tokens=st.integers(1, 40))
+    def check(data: st.DataObject, part_bytes: int, tokens: int) -> None:
+        tier = opener(part_bytes=part_bytes)
+        chunk = encode_chunk(key_of(9), make_kv(9, tokens=tokens))
+        tier.put(key_of(9), chunk)
+        whole = b"".join(chunk.buffers)
+        source = reader.open(key_of(9))
+        assert source is not None and source.size == len(whole)
+        for _ in range(5):
+            offset = data.draw(st.integers(0, len(whole) + 5))
+            view = memoryview(bytearray(data.draw(st.integers(0, len(whole)))))
+            count = source.read_into(view, offset)
+            assert bytes(view[:count]) == whole[offset : offset + len(view)]
+        tier.drop([key_of(9)])
+
+    check()
 
 
 @given(sizes=st.lists(st.integers(0, 50), max_size=8), part_bytes=st.integers(1, 60))

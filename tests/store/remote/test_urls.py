@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -87,6 +88,11 @@ def test_a_missing_package(monkeypatch: pytest.MonkeyPatch, package: str, url: s
     for module in [name for name in sys.modules if name.split(".")[0] == package]:
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setitem(sys.modules, package, None)
+    if package == "s3fs" and find_spec("fsspec"):
+        # fsspec remembers the classes it has imported.
+        from fsspec.registry import _registry
+
+        monkeypatch.delitem(_registry, "s3", raising=False)
     monkeypatch.delitem(sys.modules, f"cacheblend_rag.store.remote.{package}", raising=False)
     with pytest.raises(ConfigError, match=rf"pip install 'cacheblend-rag\[{extra}\]'"):
         open_remote(url)

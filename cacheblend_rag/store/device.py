@@ -1,0 +1,177 @@
+"""The device tier: whole chunks in the memory of the devices that compute, least recently used dropped first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from logging import getLogger
+
+import torch
+
+from cacheblend_rag.kv import ChunkKV, LayerKV
+from cacheblend_rag.store.shelf import Shelf
+
+__all__ = ["DeviceReader", "DeviceTier", "ResidentKV", "Upload", "spare_bytes"]
+
+_log = getLogger(__name__)
+
+_SPARE_SHARE = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Upload:
+    """A layer on its way to a device, or there.
+
+    Attributes
+    ----------
+    layer : LayerKV
+        The device's tensors.
+    done : torch.cuda.Event or None
+        Recorded behind what writes them; None where that was over when the upload was made.
+    """
+
+    layer: LayerKV
+    done: torch.cuda.Event | None
+
+    def receive(self) -> LayerKV:
+        """Make the current stream wait for the layer, without waiting here, and hand it over."""
+        if self.done is not None:
+            stream = torch.cuda.current_stream(self.layer.keys.device)
+            stream.wait_event(self.done)
+            for tensor in self.layer:
+                # The memory belongs to the stream that wrote it: without this it could be given out again too early.
+                tensor.record_stream(stream)
+        return self.layer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ResidentKV:
+    """The KV of one chunk on the devices of its layers, unpacked.
+
+    Attributes
+    ----------
+    token_ids : tuple of int
+        The chunk's tokens.
+    start : int
+        The position of its first token when it was encoded; its keys are rotated accordingly.
+    layers : sequence of Upload
+        One for each decoder layer, ``(num_kv_heads, seq_len, head_dim)``. Nobody writes to them.
+    """
+
+    token_ids: tuple[int, ...]
+    start: int
+    layers: Sequence[Upload]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all layers in bytes."""
+        return sum(upload.layer.nbytes for upload in self.layers)
+
+
+class DeviceReader:
+    """Reads KV that is resident on devices.
+
+    Parameters
+    ----------
+    kv : ResidentKV
+        The KV.
+    """
+
+    tier = "device"
+    codec = "native"
+
+    def __init__(self, kv: ResidentKV) -> None:
+        self._kv = kv
+
+    @property
+    def packed_bytes(self) -> int:
+        """Size of all layers."""
+        return self._kv.nbytes
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens that the KV was computed from."""
+        return self._kv.token_ids
+
+    @property
+    def start(self) -> int:
+        """The position that the keys of its first token are rotated to."""
+        return self._kv.start
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers there are."""
+        return len(self._kv.layers)
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """Where each layer is."""
+        return tuple(upload.layer.keys.device for upload in self._kv.layers)
+
+    def resident(self, index: int) -> LayerKV:
+        """Return one layer where it is, for work in the current stream; the caller must not write to it."""
+        return self._kv.layers[index].receive()
+
+    def layer(self, index: int) -> LayerKV:
+        """Return one layer on the CPU, for who computes elsewhere; the caller must not write to it."""
+        return LayerKV(*(tensor.cpu() for tensor in self.resident(index)))
+
+
+class DeviceTier(Shelf[ResidentKV]):
+    """Chunk KV unpacked, each layer on the device that computes it, at most so many bytes of it on all devices together.
+
+    It holds copies only, of what slower tiers hold too. Pins do not reach it: what is pinned is never lost, but no device need
+    keep it.
+
+    Parameters
+    ----------
+    limit_bytes : int
+        Most bytes of KV held, reservations included; with 0 nothing is.
+    devices : sequence of torch.device
+        The device of each layer; the last one stands for all layers behind it.
+    """
+
+    def __init__(self, limit_bytes: int, devices: Sequence[torch.device] = (torch.device("cpu"),)) -> None:
+        super().__init__(limit_bytes)
+        self._devices = tuple(devices)
+        self._warned = False
+
+    def place(self, index: int, layer: LayerKV) -> Upload:
+        """Copy one layer, ``(num_kv_heads, seq_len, head_dim)``, to its device, in the current stream.
+
+        Parameters
+        ----------
+        index : int
+            The layer's number.
+        layer : LayerKV
+            The layer, on any device; it may be written to afterwards.
+        """
+        device = self._devices[min(index, len(self._devices) - 1)]
+        copied = LayerKV(
+            *(torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor) for tensor in layer)
+        )
+        if device.type != "cuda":
+            return Upload(copied, None)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record(torch.cuda.current_stream(device))
+        return Upload(copied, done)
+
+    def place_all(self, kv: ChunkKV) -> ResidentKV:
+        """Copy a chunk's KV to its devices."""
+        return ResidentKV(kv.token_ids, kv.start, [self.place(number, layer) for number, layer in enumerate(kv.layers)])
+
+    def tell_no_room(self, error: BaseException) -> None:
+        """Say once that a device has less memory than this tier may use."""
+        if not self._warned:
+            self._warned = True
+            _log.warning(
+                "KV is not kept on its device: %s; give a smaller device_bytes than %d (this is said once)",
+                str(error).partition("\n")[0] or type(error).__name__,
+                self.limit_bytes,
+            )
+
+
+def spare_bytes(devices: Sequence[torch.device]) -> int:
+    """Return an eighth of the memory that is free on the CUDA devices among these; 0 where there is none."""
+    cuda = {device for device in devices if device.type == "cuda"}
+    return sum(torch.cuda.mem_get_info(device)[0] for device in cuda) // _SPARE_SHARE

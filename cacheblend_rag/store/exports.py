@@ -1,0 +1,152 @@
+"""Writing a store to one file, from which another machine warms its own."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from logging import getLogger
+from pathlib import Path
+
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.store.archive import ArchiveWriter
+from cacheblend_rag.store.base import NodeRecord
+from cacheblend_rag.store.chunkfile import ChunkFile
+from cacheblend_rag.store.collect import existing_store
+from cacheblend_rag.store.disk import DiskTier
+from cacheblend_rag.store.entries import Entry
+from cacheblend_rag.store.names import Names
+from cacheblend_rag.store.writers import storing
+
+__all__ = ["ExportReport", "export_store"]
+
+_log = getLogger(__name__)
+
+# Entries, or names, in one list.
+_BATCH = 256
+
+
+@dataclass(slots=True)
+class ExportReport:
+    """What was written: chunks with KV, names, the file's bytes, and the damaged chunks left out."""
+
+    entries: int = 0
+    names: int = 0
+    nbytes: int = 0
+    damaged: int = 0
+
+
+def export_store(
+    location: str | Path, file: str | Path, tenant: str | None = None, ids: Collection[str] | None = None
+) -> ExportReport:
+    """Write the KV and names of a store to one file, which is there whole or not at all.
+
+    Other processes may go on using the store. What has expired or is damaged is left out; what expires takes its remaining time
+    with it. Pins are this machine's own business and stay here.
+
+    Parameters
+    ----------
+    location : str or Path
+        The store's folder, which is only read.
+    file : str or Path
+        Where to write; a file that is there is replaced.
+    tenant : str, optional
+        Only what is this tenant's; "" is for what is no tenant's.
+    ids : collection of str, optional
+        Only these names and their KV.
+
+    Returns
+    -------
+    ExportReport
+        What was written.
+
+    Raises
+    ------
+    StoreError
+        If the folder is no store, or the file cannot be written.
+    """
+    folder = existing_store(location)
+    path = Path(file).expanduser()
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+    tier = DiskTier(folder.path, None)
+    report = ExportReport()
+    try:
+        with storing(path.parent):
+            fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            with storing(path.parent), open(fd, "wb") as stream:
+                writer = ArchiveWriter(stream)
+                _export(tier, writer, report, tenant, ids)
+                writer.close(report.entries, report.names)
+                stream.flush()
+                os.fsync(stream.fileno())
+                report.nbytes = stream.tell()
+            part.rename(path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+    finally:
+        tier.close()
+    return report
+
+
+def _export(
+    tier: DiskTier, writer: ArchiveWriter, report: ExportReport, tenant: str | None, ids: Collection[str] | None
+) -> None:
+    names = Names(tier.database)
+
+    def chosen() -> Iterator[tuple[str, str, NodeRecord]]:
+        wanted = None if ids is None else set(ids)
+        for namespace, owner, record in names.all():
+            if tenant in (None, owner) and (wanted is None or record.id in wanted):
+                yield namespace, owner, record
+
+    keys = None if ids is None else {record.key for _, _, record in chosen()}
+    now = tier.clock.now()
+    entries = (
+        (key, entry)
+        for key, entry in tier.index.entries()
+        if entry.is_live(now) and tenant in (None, entry.tenant) and (keys is None or key in keys)
+    )
+    number = 0
+    while batch := list(islice(entries, _BATCH)):
+        listed = []
+        for key, entry in batch:
+            if not _is_sound(tier, key, entry):
+                report.damaged += 1
+                continue
+            path = tier.folder.file_path(entry.file)
+            try:
+                with open(path, "rb") as stream:
+                    writer.add(f"kv/{key}.safetensors", stream, entry.nbytes)
+            except FileNotFoundError:
+                # Dropped by another process just now.
+                continue
+            lives_s = None if entry.expires_at is None else entry.expires_at - now
+            listed.append({"key": key, "tenant": entry.tenant, "lives_s": lives_s})
+        report.entries += len(listed)
+        writer.add_json(f"entries/{number:06}.json", listed)
+        number += 1
+    records = chosen()
+    number = 0
+    while rows := [
+        [namespace, owner, record.id, record.key, record.text_hash, list(record.token_ids)]
+        for namespace, owner, record in islice(records, _BATCH)
+    ]:
+        report.names += len(rows)
+        writer.add_json(f"names/{number:06}.json", rows)
+        number += 1
+
+
+def _is_sound(tier: DiskTier, key: str, entry: Entry) -> bool:
+    try:
+        file = ChunkFile.open(tier.folder.file_path(entry.file), key)
+        file.verify()
+    except FileNotFoundError:
+        return True
+    except StoreError as error:
+        _log.warning("left out: %s", error)
+        return False
+    return file.digest == entry.digest and file.file_bytes == entry.nbytes

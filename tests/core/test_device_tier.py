@@ -1,0 +1,174 @@
+"""An engine with KV resident on its device answers as one without, and forgets what is deleted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.store import open_store
+from cacheblend_rag.store.device import spare_bytes
+from tests.families import tiny_model, tiny_tokenizer, words
+
+CHUNKS = [Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate((20, 22, 20, 17))]
+PROMPTS = [
+    BlendPrompt("t5", CHUNKS, "t6 t7"),
+    BlendPrompt("t5", CHUNKS[::-1], "t8"),
+    BlendPrompt("t5", [CHUNKS[1], CHUNKS[1], CHUNKS[0]], "t8"),
+]
+Make = Callable[..., BlendEngine]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    model, tokenizer = tiny_model("llama"), tiny_tokenizer()
+
+    def engine(folder: str | None = "kv", **settings: object) -> BlendEngine:
+        config = BlendConfig(strict=True, **settings)
+        return BlendEngine(model, tokenizer, config=config, store=None if folder is None else tmp_path / folder)
+
+    return engine
+
+
+def tiers(engine: BlendEngine, prompt: BlendPrompt = PROMPTS[0]) -> list[str | None]:
+    return [chunk.tier for chunk in engine.prefill(prompt).report.chunks]
+
+
+@pytest.mark.parametrize("folder", ["kv", None])
+@pytest.mark.parametrize("selector", ["none", "hkvd", "random"])
+@pytest.mark.parametrize("staged", [False, True])
+def test_answers_are_those_without_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch, folder: str | None, selector: str, staged: bool
+) -> None:
+    # With `staged`, layers go the way that they go to other devices than the CPU.
+    monkeypatch.setattr("cacheblend_rag.loader.assembly._is_staged", lambda device: staged)
+    monkeypatch.setattr("cacheblend_rag.loader.assembly._PIECE_BYTES", 1)
+    monkeypatch.setattr("cacheblend_rag.loader.layers._THREAD_PAYS_BYTES", 0)
+    ways = [{"pipeline": False}, {"load_threads": 1}, {"load_threads": 3, "prefetch_layers": 3}]
+    with make(folder, selector=selector) as plain:
+        plain.add(CHUNKS)
+        wanted = [plain.prefill(prompt).logits for prompt in PROMPTS]
+        text = plain.generate(PROMPTS[0], 8).text
+    for some_room in (10**8, 60_000):
+        with make(folder, selector=selector, device_bytes=some_room) as engine:
+            engine.add(CHUNKS)
+            for way in ways:
+                config = engine.config.replace(**way)
+                for prompt, logits in zip(PROMPTS, wanted, strict=True):
+                    result = engine.prefill(prompt, config=config)
+                    assert torch.equal(result.logits, logits)
+                    assert engine.store.stats().device_bytes <= some_room
+                    used = {chunk.tier for chunk in result.report.chunks}
+                    assert used <= {"device", "ram", "disk"}
+            assert engine.generate(PROMPTS[0], 8).text == text
+            if some_room > 10**6:
+                assert used == {"device"}
+                assert result.report.load_bytes == 0
+            else:
+                assert engine.store.stats().device_bytes > 0
+                assert engine.store.stats().device_evictions > 0
+
+
+def test_deletions_and_updates_reach_it(make: Make) -> None:
+    with make(device_bytes=10**8) as engine:
+        engine.add(CHUNKS)
+        assert tiers(engine) == ["ram"] * 4
+        assert tiers(engine) == ["device"] * 4
+        held = engine.store.stats().device_bytes
+        engine.delete(["n0"])
+        engine.add([Chunk(words(9, 77), "n1")])
+        gone = sum(len(engine.tokenizer(CHUNKS[n].text)["input_ids"]) for n in (0, 1)) / 79
+        assert engine.store.stats().device_bytes == pytest.approx(held * (1 - gone), rel=0.01)
+        fresh = engine.prefill(BlendPrompt("t5", CHUNKS[:2], "t6")).report
+        assert (fresh.hits, fresh.misses) == (0, 2)
+        engine.store.clear()
+        assert engine.store.stats().device_bytes == 0
+
+
+def test_figures(make: Make) -> None:
+    with make(device_bytes=10**8) as engine:
+        engine.add(CHUNKS)
+        engine.prefill(PROMPTS[0])
+        engine.prefill(PROMPTS[0])
+
+        def figure(name: str, **labels: str) -> float | None:
+            return engine.metrics.registry.get_sample_value(f"cacheblend_{name}", labels)
+
+        assert figure("chunks_total", tier="device") == 4
+        assert figure("store_bytes", tier="device") == engine.store.stats().device_bytes > 0
+        assert figure("store_copies_dropped_total", tier="device") == 0
+
+
+def test_tenants_do_not_share_it(make: Make, tmp_path: Path) -> None:
+    shared = open_store(tmp_path / "shared", 10**8, device_bytes=10**8)
+    plain = make()
+    acme, other = (
+        BlendEngine(plain.model, plain.tokenizer, config=BlendConfig(namespace=name, strict=True), store=shared)
+        for name in ("acme", "other")
+    )
+    acme.add(CHUNKS)
+    tiers(acme)
+    assert tiers(acme) == ["device"] * 4
+    assert tiers(other, BlendPrompt("t5", [Chunk(each.text) for each in CHUNKS], "t6")) == [None] * 4
+    assert shared.stats("other").device_bytes == 0 < shared.stats("acme").device_bytes
+    shared.clear("acme")
+    assert shared.stats().device_bytes == 0
+    for engine in (acme, other, plain):
+        engine.close()
+    shared.close()
+
+
+def test_a_store_for_other_devices_serves_from_the_cpu(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    with make(device_bytes=10**8) as engine:
+        engine.add(CHUNKS)
+        wanted = engine.prefill(PROMPTS[0]).logits
+        # What lies elsewhere than where the model computes is read like from RAM.
+        monkeypatch.setattr("cacheblend_rag.store.device.DeviceReader.devices", (torch.device("meta"),) * 6)
+        result = engine.prefill(PROMPTS[0])
+        assert torch.equal(result.logits, wanted)
+        assert result.report.load_bytes > 0
+
+
+def test_it_is_measured_like_any_tier(make: Make, tmp_path: Path) -> None:
+    with make(device_bytes=10**8, profile_path=tmp_path / "profile.json") as engine:
+        assert [cost.tier for cost in engine.profile(budget_s=0.5).loads] == ["device", "ram", "disk"]
+        engine.add(CHUNKS)
+        auto = engine.config.replace(recompute_ratio="auto")
+        assert {engine.prefill(PROMPTS[0], config=auto).report.hits for _ in range(3)} == {4}
+
+
+def test_how_much_by_default(make: Make) -> None:
+    with make() as engine:
+        assert engine.store._device.limit_bytes == 0  # type: ignore[attr-defined]
+        with pytest.raises(ConfigError, match="device_bytes=5 cannot be set for one call"):
+            engine.prefill(PROMPTS[0], config=BlendConfig(device_bytes=5))
+        assert not engine.store._ram._page_locked  # type: ignore[attr-defined]
+    with make(page_locked=True) as engine:
+        assert engine.store._ram._page_locked  # type: ignore[attr-defined]
+    assert spare_bytes([torch.device("cpu")]) == 0
+    with pytest.raises(ConfigError, match="device_bytes"):
+        BlendConfig(device_bytes=-1)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("threads", [1, 3])
+def test_on_a_cuda_device(make: Make, threads: int) -> None:
+    model = tiny_model("llama").to("cuda")  # type: ignore[arg-type]
+    config = BlendConfig(strict=True, load_threads=threads)
+    with BlendEngine(model, tiny_tokenizer(), config=config) as engine:
+        assert engine.store._device.limit_bytes > 0  # type: ignore[attr-defined]
+        assert engine.store._ram._page_locked  # type: ignore[attr-defined]
+        engine.add(CHUNKS)
+        first, second = engine.prefill(PROMPTS[0]), engine.prefill(PROMPTS[0])
+        assert [chunk.tier for chunk in second.report.chunks] == ["device"] * 4
+        assert second.report.load_bytes == 0
+        torch.testing.assert_close(first.logits, second.logits)
+        assert all(
+            each.layer.keys.is_cuda
+            for kv in engine.store._device._entries.values()
+            for each in kv.layers  # type: ignore[attr-defined]
+        )
