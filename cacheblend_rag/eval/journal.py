@@ -148,7 +148,7 @@ class Journal:
         if not end:
             if first and not _line(self._header).startswith(first):
                 raise ConfigError(
-                    f"{self.path} is no journal of an evaluation; name another file, or begin with --fresh"
+                    f"{self.path} is no journal of an evaluation; name another file, or use --fresh"
                 )
             return _line(self._header)
         self._check_header(first)
@@ -168,11 +168,11 @@ class Journal:
     def _check_header(self, line: bytes) -> None:
         header = _object(line)
         if header is None or "journal" not in header:
-            raise ConfigError(f"{self.path} is no journal of an evaluation; name another file, or begin with --fresh")
+            raise ConfigError(f"{self.path} is no journal of an evaluation; name another file, or use --fresh")
         differing = _differences(header, self._header)
         if differing:
             raise ConfigError(
-                f"{self.path} holds answers of another evaluation: {'; '.join(differing)}; name another file, or begin with --fresh"
+                f"{self.path} holds answers of another evaluation: {'; '.join(differing)}; name another file, or use --fresh"
             )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.eval.metrics import exact_match, f1_score
+from cacheblend_rag.eval.metrics import best_exact_match, best_f1
 from cacheblend_rag.eval.task import EvalContext, EvalQuestion, EvalTask
 from cacheblend_rag.reference.corpus import eval_examples, value_of
 from cacheblend_rag.reference.prompt import DEFAULT_FORMAT, FORMATS
@@ -57,7 +57,7 @@ def reference_task(
     return EvalTask(
         name="reference",
         contexts=tuple(contexts),
-        metrics={"exact_match": _exact_match, "f1": _f1},
+        metrics={"exact_match": best_exact_match, "f1": best_f1},
         head=form.prefix(),
         tail=form.suffix("{question}"),
         separator=form.separator,
@@ -65,11 +65,3 @@ def reference_task(
         max_new_tokens=_MAX_NEW_TOKENS,
         extract=value_of,
     )
-
-
-def _exact_match(answer: str, golds: tuple[str, ...]) -> float:
-    return float(any(exact_match(answer, gold) for gold in golds))
-
-
-def _f1(answer: str, golds: tuple[str, ...]) -> float:
-    return max(f1_score(answer, gold) for gold in golds)
