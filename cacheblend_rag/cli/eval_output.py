@@ -52,7 +52,11 @@ def write_markdown(path: Path | None, result: EvalResult, title: str, facts: Seq
     if path is None:
         return
     rows = [row for row in result.rows if row.kind == _ALL]
-    parts = [f"# {title}", " ".join(facts), _table(_columns(result.metrics), [_cells(result.metrics, row) for row in rows])]
+    parts = [
+        f"# {title}",
+        " ".join(facts),
+        _table(_columns(result.metrics), [_cells(result.metrics, row) for row in rows]),
+    ]
     kinds = list(dict.fromkeys(row.kind for row in result.rows))
     if len(kinds) > 1:
         for metric in result.metrics:

@@ -147,9 +147,7 @@ class Journal:
         first, end, rest = held.partition(b"\n")
         if not end:
             if first and not _line(self._header).startswith(first):
-                raise ConfigError(
-                    f"{self.path} is no journal of an evaluation; name another file, or use --fresh"
-                )
+                raise ConfigError(f"{self.path} is no journal of an evaluation; name another file, or use --fresh")
             return _line(self._header)
         self._check_header(first)
         kept = [first + end]

@@ -28,7 +28,9 @@ def test_prompts_are_those_the_model_was_trained_on(engine: BlendEngine) -> None
         wanted = engine.tokenizer(form.prefix(), add_special_tokens=False)["input_ids"]
         for number, ids in enumerate(chunks):
             wanted = wanted + (separator if number else []) + ids
-        wanted = wanted + engine.tokenizer(form.suffix(example.questions[0].text), add_special_tokens=False)["input_ids"]
+        wanted = (
+            wanted + engine.tokenizer(form.suffix(example.questions[0].text), add_special_tokens=False)["input_ids"]
+        )
         [context, *_] = task.contexts
         inquiry = Inquiry(task, (), context.questions[0].text, 4)
         assert list(engine.prompt_ids(inquiry.over(context.texts))) == wanted
