@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from cacheblend_rag.eval.datasets.answers import code_line, first_line
 from cacheblend_rag.eval.datasets.cut import cut, pack, split_before
+from cacheblend_rag.eval.datasets.subtasks import SUBTASKS
 
 texts = st.text(alphabet="ab .\n", max_size=200)
 
@@ -32,6 +33,17 @@ def test_splitting(text: str) -> None:
     pieces = split_before(re.compile(r"^a", re.MULTILINE), text)
     assert "".join(pieces) == text
     assert all(piece.startswith("a") for piece in pieces[1:])
+
+
+@given(code=st.text(alphabet="ab \n", max_size=5000).filter(str.strip))
+def test_code_is_cut_before_its_last_lines(code: str) -> None:
+    texts, question = SUBTASKS["lcc"].arrange(code, "")
+    assert len(question) <= 600
+    assert len(question) <= len(code) / 4
+    if code[0].strip():
+        # What is blank from the first character on is left out.
+        assert texts
+    assert "".join("".join(texts).split()) + "".join(question.split()) == "".join(code.split())
 
 
 def test_lines_come_before_sentences_and_words() -> None:

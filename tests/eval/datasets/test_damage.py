@@ -28,6 +28,12 @@ GOOD: dict[str, tuple[str, list[Fields], tuple[str, ...]]] = {
         [longbench("qasper"), longbench("qasper", 1)],
         ("_id", "context", "input", "answers", "dataset"),
     ),
+    "retrieval": (
+        "longbench",
+        [longbench("passage_retrieval_en"), longbench("passage_retrieval_en", 1)],
+        ("answers", "input"),
+    ),
+    "code": ("longbench", [longbench("lcc"), longbench("lcc", 1)], ("answers", "context", "input")),
     "trec": ("longbench", [longbench("trec"), longbench("trec", 1)], ("answers", "all_classes")),
 }
 NEEDED = [(case, field) for case, (_, _, fields) in GOOD.items() for field in fields]
