@@ -190,8 +190,9 @@ def _of_list(path: Path, text: str, start: int) -> Iterator[tuple[int, object]]:
             raise _not_json(path, text.count("\n", 0, at) + 1, "a comma or the end of the list is missing")
         ended = text[at] == "]"
         at = at if ended else _skip(text, at + 1)
-    if _skip(text, at + 1) != len(text):
-        raise _not_json(path, text.count("\n", 0, at) + 1, "more follows after the list's end")
+    rest = _skip(text, at + 1)
+    if rest != len(text):
+        raise _not_json(path, text.count("\n", 0, rest) + 1, "more follows after the list's end")
 
 
 def _decode(path: Path, text: str, at: int, first_line: int) -> tuple[object, int]:

@@ -37,8 +37,8 @@ def load_samsum(path: Path, limit: int | None, examples: Path | None) -> EvalTas
     """Load SAMSum's records (id, dialogue, summary), or records of ready passages (see `passages_of`).
 
     Every question gets `EXAMPLES` examples, or all if there are fewer, drawn by its id: the same in every run. They are
-    packed into chunks of whole examples. Records without a dialogue, of which the published training set is known to hold one, are
-    left out and counted in the log.
+    packed into chunks of whole examples. Records without a dialogue, of which the published training set is known to hold one,
+    are left out and counted in the log.
 
     Parameters
     ----------
