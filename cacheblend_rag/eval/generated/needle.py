@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,7 +16,7 @@ from cacheblend_rag.eval.generated.ruler import at_least_one, generated_task
 from cacheblend_rag.eval.task import EvalTask
 from cacheblend_rag.figures import new_figure, save_figure
 
-__all__ = ["DEPTHS", "LENGTHS", "needle_heat_map", "needle_task"]
+__all__ = ["DEPTHS", "LENGTHS", "draw_needle_heat_map", "needle_heat_map", "needle_task"]
 
 DEPTHS: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
 LENGTHS: tuple[int, ...] = (1024, 2048, 3072, 4096)
@@ -82,7 +83,7 @@ def needle_task(
 
 
 def needle_heat_map(recall: Mapping[str, Mapping[str, float]], path: Path) -> Path:
-    """Draw what was found at each depth and length, one map for each method.
+    """Write `draw_needle_heat_map`'s figure to a file.
 
     Parameters
     ----------
@@ -101,12 +102,33 @@ def needle_heat_map(recall: Mapping[str, Mapping[str, float]], path: Path) -> Pa
     ConfigError
         If there is nothing to draw, matplotlib is not installed, or the file cannot be written.
     """
+    return save_figure(draw_needle_heat_map(recall), path)
+
+
+def draw_needle_heat_map(recall: Mapping[str, Mapping[str, float]]) -> Any:
+    """Draw what was found at each depth and length, one map for each method.
+
+    Parameters
+    ----------
+    recall : mapping of str to mapping of str to float
+        As `needle_heat_map` takes it. A cell without a figure stays blank.
+
+    Returns
+    -------
+    matplotlib Figure
+        The figure.
+
+    Raises
+    ------
+    ConfigError
+        If there is nothing to draw, or matplotlib is not installed.
+    """
     maps = {method: cells for method, kinds in recall.items() if (cells := _cells(kinds))}
     if not maps:
         raise ConfigError('there is no kind of the form "LENGTH @ DEPTH" to draw; evaluate the task "needle" first')
     lengths = sorted({length for cells in maps.values() for length, _ in cells})
     depths = sorted({depth for cells in maps.values() for _, depth in cells})
-    figure, panels = new_figure(len(maps), width=1.5 + 0.6 * len(lengths), height=1.6 + 0.35 * len(depths))
+    figure, panels = new_figure(len(maps), width=1.8 + 0.6 * len(lengths), height=1.8 + 0.35 * len(depths))
     for axes, (method, cells) in zip(panels, maps.items(), strict=True):
         rows = [[cells.get((length, depth), float("nan")) for length in lengths] for depth in depths]
         image = axes.imshow(rows, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
@@ -114,7 +136,7 @@ def needle_heat_map(recall: Mapping[str, Mapping[str, float]], path: Path) -> Pa
         axes.set_yticks(range(len(depths)), [f"{100 * depth:g} %" for depth in depths])
         axes.set(title=method, xlabel="tokens", ylabel="depth")
     figure.colorbar(image, ax=panels, label="recall")
-    return save_figure(figure, path)
+    return figure
 
 
 def _cells(kinds: Mapping[str, float]) -> dict[tuple[int, float], float]:
