@@ -49,9 +49,10 @@ def noise() -> Iterator[str]:
 
 
 def stories(rng: random.Random) -> Iterator[str]:
-    """Yield what is told of ever new people and companies: the place of RULER's essays."""
+    """Yield, sentence by sentence, what is told of ever new people and companies: they stand for RULER's essays."""
     while True:
-        yield from build_world(rng, _STYLE, "held_out").chunks
+        for chunk in build_world(rng, _STYLE, "held_out").chunks:
+            yield from (f"{sentence.removesuffix('.')}." for sentence in chunk.split(". "))
 
 
 def place(haystack: Sequence[Unit], needles: Sequence[Sequence[Unit]], depths: Sequence[float]) -> list[Unit]:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.eval.generated.facts import fact_puzzle
 from cacheblend_rag.eval.generated.needles import NeedleSetting, across_puzzle, needle_puzzle
 from cacheblend_rag.eval.generated.packing import Puzzle, TokenCounter
 from cacheblend_rag.eval.generated.ruler import at_least_one, generated_task
 from cacheblend_rag.eval.task import EvalTask
 from cacheblend_rag.figures import new_figure, save_figure
+from cacheblend_rag.reference.prompt import FORMATS
 
 __all__ = ["DEPTHS", "LENGTHS", "draw_needle_heat_map", "needle_heat_map", "needle_task"]
 
@@ -31,6 +34,7 @@ def needle_task(
     seed: int = 0,
     chunk_tokens: int = 512,
     across: bool = False,
+    hidden: Literal["number", "fact"] = "number",
 ) -> EvalTask:
     """Generate needles in haystacks, over depth and length.
 
@@ -49,7 +53,10 @@ def needle_task(
     chunk_tokens : int
         Most tokens of a chunk.
     across : bool
-        Whether the needle's key ends one chunk and its value begins the next, behind "It", beside three others of the kind.
+        Whether the needle's key ends one chunk and its value begins the next, behind "It", "She" or "He".
+    hidden : "number" or "fact"
+        A secret number, as everywhere (across a border, beside three others); or what a person of the fictional world does,
+        asked in a form that the reference model was trained on.
 
     Returns
     -------
@@ -59,27 +66,38 @@ def needle_task(
     Raises
     ------
     ConfigError
-        If a depth is not between 0 and 1, there is none, a number is less than 1, or a text does not fit.
+        If a depth is not between 0 and 1, there is none, a number is less than 1, `hidden` is unknown, or a text does not fit.
     """
     if not depths or not lengths:
         raise ConfigError("a needle needs at least one depth and one length; give depths and lengths")
     for depth in depths:
         if not 0 <= depth <= 1:
             raise ConfigError(f"depth {depth} is outside 0 to 1; give a share of the text, such as 0.5")
+    if hidden not in ("number", "fact"):
+        raise ConfigError(f"hidden={hidden!r} is unknown; choose number or fact")
     at_least_one(num_per_cell=num_per_cell, chunk_tokens=chunk_tokens)
     for length in lengths:
         at_least_one(length=length)
+
+    def draw(rng: random.Random, depth: float) -> Puzzle:
+        if hidden == "fact":
+            return fact_puzzle(rng, depth, across)
+        return across_puzzle(rng, [depth]) if across else needle_puzzle(rng, NeedleSetting(), [depth])
 
     def puzzles() -> Iterator[tuple[str, str, int, Puzzle]]:
         for length in dict.fromkeys(lengths):
             for written, depth in {f"{depth:g}": depth for depth in depths}.items():
                 for number in range(num_per_cell):
                     rng = random.Random(f"{seed}/{length}/{written}/{number}")
-                    puzzle = across_puzzle(rng, [depth]) if across else needle_puzzle(rng, NeedleSetting(), [depth])
+                    puzzle = draw(rng, depth)
                     yield f"{length}-{written}-{number}", f"{length} @ {written}", length, puzzle
 
-    name = "needle-across" if across else "needle"
-    return generated_task(name, TokenCounter(tokenizer), chunk_tokens, puzzles(), max_new_tokens=32)
+    name = "-".join(["needle", *(["fact"] if hidden == "fact" else []), *(["across"] if across else [])])
+    task = generated_task(name, TokenCounter(tokenizer), chunk_tokens, puzzles(), max_new_tokens=32)
+    if hidden == "number":
+        return task
+    form = FORMATS["plain_answer"]
+    return replace(task, head=form.head, tail=form.suffix("{question}"), separator=form.separator)
 
 
 def needle_heat_map(recall: Mapping[str, Mapping[str, float]], path: Path) -> Path:
