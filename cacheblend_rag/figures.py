@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +11,24 @@ from cacheblend_rag.errors import ConfigError
 __all__ = ["new_figure", "save_figure"]
 
 
-def new_figure(panels: int = 1, *, width: float = 5.5, height: float = 4.2) -> tuple[Any, list[Any]]:
-    """Return a figure with so many axes side by side.
+def new_figure(
+    panels: int = 1, *, width: float = 5.5, height: float = 4.2, stacked: Sequence[float] = ()
+) -> tuple[Any, list[Any]]:
+    """Return a figure with so many axes side by side, or one below the other.
 
     Parameters
     ----------
     panels : int
         How many axes.
     width, height : float
-        Inches of each.
+        Inches of each; of all of them where they are stacked.
+    stacked : sequence of float, optional
+        Shares of the height, one for each axes: they stand one below the other, over the same places.
 
     Returns
     -------
     tuple of (matplotlib Figure, list of Axes)
-        The figure, and its axes from left to right.
+        The figure, and its axes from left to right, or from top to bottom.
 
     Raises
     ------
@@ -36,8 +41,11 @@ def new_figure(panels: int = 1, *, width: float = 5.5, height: float = 4.2) -> t
     except ImportError:
         raise ConfigError("drawing needs matplotlib; install it with: pip install 'cacheblend-rag[plot]'") from None
     # Without pyplot there is no window, no display, and no list of figures that must be closed.
-    figure = matplotlib.figure.Figure(figsize=(panels * width, height), layout="constrained")
+    across = 1 if stacked else panels
+    figure = matplotlib.figure.Figure(figsize=(across * width, height), layout="constrained")
     matplotlib.backends.backend_agg.FigureCanvasAgg(figure)
+    if stacked:
+        return figure, list(figure.subplots(panels, 1, sharex=True, squeeze=False, height_ratios=stacked)[:, 0])
     return figure, list(figure.subplots(1, panels, squeeze=False)[0])
 
 

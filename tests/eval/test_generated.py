@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -203,10 +204,43 @@ def test_a_needle_across_a_border_has_its_value_in_the_next_chunk(seed: int, chu
     assert value not in context.texts[place]
 
 
+def subject_of(question: str) -> str:
+    """The key, or the person's name, that a question asks about."""
+    found = re.search(r"[a-z]+-[a-z]+|[A-Z][a-z]+ [A-Z][a-z]+", question)
+    assert found
+    return found[0]
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10**6), depth=st.floats(0, 1), chunk_tokens=st.integers(40, 200))
+def test_a_fact_across_a_border_stands_behind_a_pronoun(seed: int, depth: float, chunk_tokens: int) -> None:
+    task = needle_task(
+        tokenizer(),
+        depths=[depth],
+        lengths=[500],
+        num_per_cell=1,
+        seed=seed,
+        chunk_tokens=chunk_tokens,
+        across=True,
+        hidden="fact",
+    )
+    (context,) = task.contexts
+    (question,) = context.questions
+    person = subject_of(question.text)
+    (place,) = [place for place, text in enumerate(context.texts) if person in text]
+    assert person in context.texts[place].split(". ")[-1]
+    first = context.texts[place + 1].split(". ")[0].removesuffix(".")
+    assert first.startswith(("She ", "He "))
+    assert first.endswith(question.answers[0])
+
+
+@pytest.mark.parametrize("hidden", ["number", "fact"])
 @pytest.mark.parametrize("across", [False, True])
-def test_needles_stand_at_their_depth(across: bool) -> None:
+def test_needles_stand_at_their_depth(across: bool, hidden: Literal["number", "fact"]) -> None:
     depths, lengths = (0, 0.3, 1.0), (800, 1600)
-    task = needle_task(tokenizer(), depths=depths, lengths=lengths, num_per_cell=2, chunk_tokens=200, across=across)
+    task = needle_task(
+        tokenizer(), depths=depths, lengths=lengths, num_per_cell=2, chunk_tokens=200, across=across, hidden=hidden
+    )
     assert [context.questions[0].kind for context in task.contexts] == [
         f"{length} @ {depth:g}" for length in lengths for depth in depths for _ in range(2)
     ]
@@ -215,7 +249,8 @@ def test_needles_stand_at_their_depth(across: bool) -> None:
         (question,) = context.questions
         length, depth = question.kind.split(" @ ")
         text = text_of(context)
-        place = text.index(question.answers[0])
+        # A value of the fictional world may be another's too; the needle's sentence is the one after the asked name.
+        place = text.index(question.answers[0], text.index(subject_of(question.text)))
         # Other needles stand in the text too, where depths are counted without them.
         assert place / len(text) == pytest.approx(float(depth), abs=0.08)
         assert int(length) - 60 <= sum(map(tokens, context.texts)) <= int(length)
@@ -249,6 +284,8 @@ def test_what_cannot_be_generated_is_said() -> None:
         ruler_task(tokenizer(), subtasks=["niah_multivalue"], num_questions=1, context_tokens=50)
     with pytest.raises(ConfigError, match=r"depth 1\.5 is outside 0 to 1"):
         needle_task(tokenizer(), depths=[1.5])
+    with pytest.raises(ConfigError, match="hidden='name' is unknown"):
+        needle_task(tokenizer(), hidden="name")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="at least one depth"):
         needle_task(tokenizer(), lengths=[])
 

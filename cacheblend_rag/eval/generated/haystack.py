@@ -12,7 +12,7 @@ from cacheblend_rag.eval.generated.packing import Unit
 from cacheblend_rag.reference.vocabulary import HEADS_AND_TAILS, PLAIN_PAIRS
 from cacheblend_rag.reference.world import Style, build_world
 
-__all__ = ["Haystack", "Names", "invented_words", "noise", "place", "stories"]
+__all__ = ["Haystack", "Names", "invented_words", "noise", "place", "random_depths", "stories"]
 
 _TUNE = (
     "The road is long.",
@@ -21,6 +21,7 @@ _TUNE = (
     "We walk on.",
     "Then we turn round and come home.",
 )
+_DEPTHS = 40
 _STYLE = Style(people=(2, 4), firms=(0, 2), fillers=0.25)
 
 
@@ -49,9 +50,10 @@ def noise() -> Iterator[str]:
 
 
 def stories(rng: random.Random) -> Iterator[str]:
-    """Yield what is told of ever new people and companies: the place of RULER's essays."""
+    """Yield, sentence by sentence, what is told of ever new people and companies: they stand for RULER's essays."""
     while True:
-        yield from build_world(rng, _STYLE, "held_out").chunks
+        for chunk in build_world(rng, _STYLE, "held_out").chunks:
+            yield from (f"{sentence.removesuffix('.')}." for sentence in chunk.split(". "))
 
 
 def place(haystack: Sequence[Unit], needles: Sequence[Sequence[Unit]], depths: Sequence[float]) -> list[Unit]:
@@ -81,6 +83,11 @@ def place(haystack: Sequence[Unit], needles: Sequence[Sequence[Unit]], depths: S
         units += [*haystack[done:spot], *needle]
         done = spot
     return [*units, *haystack[done:]]
+
+
+def random_depths(rng: random.Random, number: int) -> list[float]:
+    """Draw so many different ones of RULER's 40 depths, which are evenly spaced from 0 to 1."""
+    return [depth / (_DEPTHS - 1) for depth in rng.sample(range(_DEPTHS), number)]
 
 
 class Names:

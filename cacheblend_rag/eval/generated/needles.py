@@ -6,14 +6,12 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from cacheblend_rag.eval.generated.haystack import Haystack, Names, noise, place, stories
+from cacheblend_rag.eval.generated.haystack import Haystack, Names, noise, place, random_depths, stories
 from cacheblend_rag.eval.generated.packing import Puzzle, Unit
 
 __all__ = ["NEEDLES", "NeedleSetting", "across_puzzle", "needle_puzzle"]
 
 _NUMBER_DIGITS = 7
-_DEPTHS = 40
-"""RULER puts needles at 40 depths, evenly spaced over the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +79,7 @@ def needle_puzzle(rng: random.Random, setting: NeedleSetting, depths: Sequence[f
     needles = [[Unit(_needle(what, *each))] for each in hidden]
     rng.shuffle(needles)
     if depths is None:
-        depths = _random_depths(rng, len(needles))
+        depths = random_depths(rng, len(needles))
     haystack = Haystack(_haystack(setting.haystack, rng, what, key, value))
     several = len(asked) * setting.values > 1
     return Puzzle(
@@ -116,9 +114,9 @@ def across_puzzle(rng: random.Random, depths: Sequence[float] | None = None) -> 
         for key, value in hidden
     ]
     if depths is None:
-        depths = _random_depths(rng, len(needles))
+        depths = random_depths(rng, len(needles))
     elif len(depths) < len(needles):
-        depths = [*depths, *_random_depths(rng, len(needles) - len(depths))]
+        depths = [*depths, *random_depths(rng, len(needles) - len(depths))]
     haystack = Haystack(stories(rng))
     key, value = hidden[0]
     return Puzzle(
@@ -126,10 +124,6 @@ def across_puzzle(rng: random.Random, depths: Sequence[float] | None = None) -> 
         answers=(value,),
         build=lambda number: place(haystack.take(number), needles, depths),
     )
-
-
-def _random_depths(rng: random.Random, number: int) -> list[float]:
-    return [depth / (_DEPTHS - 1) for depth in rng.sample(range(_DEPTHS), number)]
 
 
 def _haystack(

@@ -6,13 +6,12 @@ import random
 from itertools import pairwise
 from string import ascii_uppercase
 
-from cacheblend_rag.eval.generated.haystack import Haystack, Names, noise, place
+from cacheblend_rag.eval.generated.haystack import Haystack, Names, noise, place, random_depths
 from cacheblend_rag.eval.generated.packing import Puzzle, Unit
 
 __all__ = ["tracking_puzzle"]
 
 _HOPS = 4
-_DEPTHS = 40
 
 
 def tracking_puzzle(rng: random.Random) -> Puzzle:
@@ -24,7 +23,7 @@ def tracking_puzzle(rng: random.Random) -> Puzzle:
         f"VAR {variables[0]} = {value}.",
         *(f"VAR {later} = VAR {earlier}." for earlier, later in pairwise(variables)),
     ]
-    depths = sorted(depth / (_DEPTHS - 1) for depth in rng.sample(range(_DEPTHS), len(lines)))
+    depths = sorted(random_depths(rng, len(lines)))
     haystack = Haystack(noise())
     return Puzzle(
         question=(
