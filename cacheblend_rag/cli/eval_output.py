@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,9 +14,10 @@ from cacheblend_rag.errors import ConfigError
 if TYPE_CHECKING:
     from cacheblend_rag.eval import EvalResult, EvalRow, Interval
 
-__all__ = ["json_rows", "show_result", "write_markdown"]
+__all__ = ["draw_result", "json_rows", "show_result", "write_markdown"]
 
 _ALL = "all"
+_AMOUNT = re.compile(r"@?[0-9.]+")
 
 
 def show_result(result: EvalResult, title: str) -> None:
@@ -65,6 +67,56 @@ def write_markdown(path: Path | None, result: EvalResult, title: str, facts: Seq
         path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--markdown {path} cannot be written: {error.strerror}") from error
+
+
+def draw_result(folder: Path, result: EvalResult, title: str) -> list[Path]:
+    """Draw quality against time to first token (CacheBlend, Figures 12, 13 and 16), and for `needle` a heat map.
+
+    Parameters
+    ----------
+    folder : Path
+        Where the files go; it is made where it is missing.
+    result : EvalResult
+        The figures.
+    title : str
+        What stands above.
+
+    Returns
+    -------
+    list of Path
+        The files.
+
+    Raises
+    ------
+    ConfigError
+        If matplotlib is not installed, or a file cannot be written.
+    """
+    from cacheblend_rag.eval.generated import needle_heat_map
+    from cacheblend_rag.eval.plots import Quality, draw_quality_against_ttft
+    from cacheblend_rag.figures import save_figure
+
+    metric = result.metrics[0]
+    lines: dict[str, list[Quality]] = {}
+    cells: dict[str, dict[str, float]] = {}
+    for row in result.rows:
+        if not row.metrics:
+            continue
+        found = row.metrics[metric]
+        if row.kind != _ALL:
+            cells.setdefault(row.method, {})[row.kind] = found.mean
+            continue
+        # The ratios of one selector are one line.
+        amounts = [word for word in row.method.split() if _AMOUNT.fullmatch(word)]
+        label = " ".join(word for word in row.method.split() if word not in amounts)
+        point = Quality(found.mean, found.low, found.high, row.ttft_s, " ".join(amounts))
+        lines.setdefault(label, []).append(point)
+    for points in lines.values():
+        points.sort(key=lambda point: point.ttft_s or 0.0)
+    figure = draw_quality_against_ttft({title: lines}, metric)
+    files = [save_figure(figure, folder / "quality-against-ttft.png")]
+    if any(" @ " in kind for kinds in cells.values() for kind in kinds):
+        files.append(needle_heat_map(cells, folder / "needle.png"))
+    return files
 
 
 def json_rows(result: EvalResult) -> list[dict[str, Any]]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import time
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from cacheblend_rag.cli.eval_output import json_rows, show_result, write_markdown
+from cacheblend_rag.cli.eval_output import draw_result, json_rows, show_result, write_markdown
 from cacheblend_rag.cli.eval_tasks import TASKS, TaskMaker, TaskRequest
 from cacheblend_rag.cli.models import open_engine
 from cacheblend_rag.cli.options import JsonOption, MarkdownOption, ModelOption
@@ -69,6 +70,15 @@ def _shared(
     ] = None,
     json_file: JsonOption = None,
     markdown: MarkdownOption = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot",
+            metavar="DIR",
+            file_okay=False,
+            help="Draw quality against time to first token into DIR, and for needle what is found by depth and length.",
+        ),
+    ] = None,
     fresh: Annotated[
         bool,
         typer.Option(
@@ -153,6 +163,9 @@ def _run(name: str, maker: TaskMaker, own: dict[str, Any], shared: dict[str, Any
     facts.append(f"Intervals are 95 %, from {setting.resamples} bootstrap samples of the {result.resampled}.")
     for fact in facts:
         typer.echo(fact)
+    if shared["plot"] is not None:
+        for file in draw_result(shared["plot"], result, title):
+            typer.echo(f"drawn: {file}")
     # Neither the time nor what was resumed is part of what was found.
     write_markdown(shared["markdown"], result, title, facts[-1 - len(result.skipped) :])
     write_json(
@@ -170,7 +183,7 @@ def _run(name: str, maker: TaskMaker, own: dict[str, Any], shared: dict[str, Any
     )
 
 
-_PLACES = ("json_file", "markdown", "fresh", "workers", "model")
+_PLACES = ("json_file", "markdown", "plot", "fresh", "workers", "model")
 
 
 def _setting(shared: dict[str, Any]) -> EvalSetting:

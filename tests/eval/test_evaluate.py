@@ -153,8 +153,11 @@ def test_the_command_writes_its_tables(model_folder: Path, tmp_path: Path) -> No
     arguments = _arguments(
         model_folder, file, "--markdown", str(markdown), "--charges", "0.01,0.5", "--codecs", "native,int4"
     )
-    result = CliRunner().invoke(app, [*arguments, "--questions", "4", "--methods", "full"])
+    result = CliRunner().invoke(
+        app, [*arguments, "--questions", "4", "--methods", "full", "--plot", str(tmp_path / "plots")]
+    )
     assert result.exit_code == 0, result.output
+    assert (tmp_path / "plots" / "quality-against-ttft.png").stat().st_size > 1000
     assert "exact_match by kind of question" in result.stdout
     whole = json.loads(file.read_text())
     assert whole["setting"]["questions"] == 4
@@ -171,6 +174,26 @@ def test_the_command_writes_its_tables(model_folder: Path, tmp_path: Path) -> No
     assert line.count("n/a") == line.count("|") - 3
     head = next(line for line in table if line.startswith("| method | n |"))
     assert all(row.count("|") == head.count("|") for row in table if row.startswith("| full | 4 |"))
+
+
+def test_needles_are_drawn(model_folder: Path, tmp_path: Path) -> None:
+    sizes = [
+        "--questions",
+        "1",
+        "--lengths",
+        "200",
+        "--depths",
+        "0,1",
+        "--chunk-tokens",
+        "100",
+        "--max-new-tokens",
+        "2",
+    ]
+    where = ["--model", str(model_folder), "--workers", "1", "--plot", str(tmp_path)]
+    result = CliRunner().invoke(app, ["eval", "needle", *sizes, *where, "--ratios", ""])
+    assert result.exit_code == 0, result.output
+    assert "2 of 2 questions answered" in result.stdout
+    assert (tmp_path / "needle.png").exists()
 
 
 @pytest.mark.parametrize(
