@@ -172,8 +172,8 @@ def _ask(context: EvalContext, wanted: list[str]) -> list[Asked]:
 
 def _header(engine: BlendEngine, model: str, task: EvalTask, setting: EvalSetting) -> dict[str, Any]:
     """Return what answers depend on, as plain values."""
-    # The address of a remote tier may hold a password, and a profile's place says nothing.
-    settings = engine.config.model_dump(mode="json", exclude={"remote", "profile_path"})
+    # The address of a remote tier may hold a password; where a profile is, and how many threads load, changes no answer.
+    settings = engine.config.model_dump(mode="json", exclude={"remote", "profile_path", "load_threads"})
     contexts = [asdict(context) for context in task.contexts]
     frame = [task.head, task.tail, task.separator, task.chunked]
     return {
