@@ -51,6 +51,21 @@ class BlendConfig(BaseSettings):
     ratio_schedule : tuple of float, optional
         The multiple of `recompute_ratio` that each check layer keeps, never rising, instead of the linear schedule that
         `gradual_start` gives.
+    segment_tokens : int, optional
+        Tokens of a chunk that are chosen together, at most; 1 chooses each token for itself. By default what suits the selector.
+    boundary : {"first", "both"}
+        Whether the boundary selector takes the first tokens of each chunk, or the last ones as well.
+    look_layers : tuple of int, optional
+        Layers in which the query selector looks at the question's attention, ascending; by default those from a quarter to three
+        quarters of the depth.
+    stop_layer : int, optional
+        The layer from which on the query selector recomputes nothing any more, so that more tokens can be recomputed before it;
+        by default they are recomputed in all layers.
+    repair_ratio : float
+        Most work that decode-time repair may do while one answer is written, as a share of what recomputing all chunk tokens
+        would take. 0, the default, repairs nothing.
+    repair_limit : float
+        The share of a step's attention that must go to a stale segment for it to be repaired.
     min_tokens : int
         Prompts with fewer chunk tokens than this are prefilled as a whole.
     encoding_prefix : str or tuple of int, optional
@@ -101,13 +116,23 @@ class BlendConfig(BaseSettings):
     profile_budget_s : float
         About how long "auto" may measure when it is first used and finds no such file; 0 never measures, and takes
         `quality_ratio` throughout.
+    guard_rate : float
+        Share of the answers that are compared with full prefill in the background, when the model is idle; 0, the default,
+        compares none and costs nothing.
+    guard_limit : float
+        The average distance of the compared answers from full prefill's past which the guard acts, 0 (all the same) to 1.
+    guard_window : int
+        How many compared answers that average is taken over; the guard acts when there are as many, and then begins anew.
+    guard_action : {"report", "raise", "full"}
+        What it does past the limit: log a warning; raise the ratio step by step, up to full prefill; or prefill every prompt
+        as a whole from then on.
     self_check : bool
         Whether a new engine verifies blending on its model with random tokens, which takes a few small forward passes.
     strict : bool
         Whether a model that cannot be blended is an error; by default its prompts are prefilled as a whole and the
         report says why.
     seed : int
-        Seed of the random selector.
+        Seed of the random selector, and of what the guard draws.
 
     Raises
     ------
@@ -125,6 +150,12 @@ class BlendConfig(BaseSettings):
     deviation: Literal["value", "key", "both"] = "value"
     gradual_start: float = Field(default=1.5, ge=1.0)
     ratio_schedule: tuple[float, ...] | None = None
+    segment_tokens: int | None = Field(default=None, ge=1)
+    boundary: Literal["first", "both"] = "first"
+    look_layers: tuple[int, ...] | None = None
+    stop_layer: int | None = Field(default=None, ge=1)
+    repair_ratio: float = 0.0
+    repair_limit: float = Field(default=0.05, ge=0, le=1, allow_inf_nan=False)
     min_tokens: int = Field(default=0, ge=0)
     encoding_prefix: str | tuple[int, ...] | None = None
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
@@ -145,6 +176,10 @@ class BlendConfig(BaseSettings):
     pipeline: bool = True
     profile_path: Path | None = None
     profile_budget_s: float = Field(default=5.0, ge=0, allow_inf_nan=False)
+    guard_rate: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
+    guard_limit: float = Field(default=0.1, ge=0, le=1, allow_inf_nan=False)
+    guard_window: int = Field(default=20, ge=1)
+    guard_action: Literal["report", "raise", "full"] = "report"
     self_check: bool = True
     strict: bool = False
     seed: int = 0
@@ -167,7 +202,7 @@ class BlendConfig(BaseSettings):
             raise ValueError('must be a number from 0 (plain reuse) to 1 (full prefill), or "auto"') from None
         return cls._ratio_in_range(number)
 
-    @field_validator("quality_ratio")
+    @field_validator("quality_ratio", "repair_ratio")
     @classmethod
     def _ratio_in_range(cls, ratio: float) -> float:
         if not math.isfinite(ratio) or not 0 <= ratio <= 1:
@@ -192,6 +227,13 @@ class BlendConfig(BaseSettings):
             )
         if layers[0] < 0 or any(a >= b for a, b in pairwise(layers)):
             raise ValueError("must be layer indices in ascending order, each once")
+        return layers
+
+    @field_validator("look_layers")
+    @classmethod
+    def _looks_ascend(cls, layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if layers is not None and (not layers or layers[0] < 0 or any(a >= b for a, b in pairwise(layers))):
+            raise ValueError("must be layer indices in ascending order, each once, at least one; or None")
         return layers
 
     @model_validator(mode="after")

@@ -62,7 +62,7 @@ class BlendReport:
         The ratio that was asked for, or that "auto" chose; 1 where the whole prompt was computed.
     charged_ratio : float
         Work done on chunk tokens over (chunk tokens x layers): a whole decoder-block row counts 1, a probe its share of
-        a block's arithmetic. Encoding misses is not part of it.
+        a block's arithmetic. What was done to select and to repair is part of it, encoding misses is not.
     hits, misses : int
         Chunks whose KV was stored, and was not.
     selector : str
@@ -75,6 +75,11 @@ class BlendReport:
         Tokens generated so far.
     load_bytes : int
         Bytes of stored KV that were loaded, as the model takes them. Layers that are computed in full are not loaded.
+    repaired_tokens : int
+        Chunk tokens that were recomputed while the answer was written.
+    guard : str or None
+        What the online guard changed in the settings of this request, and why: a raised ratio, or full prefill (then it is
+        `fallback_reason` too).
     """
 
     ttft_s: float
@@ -93,6 +98,8 @@ class BlendReport:
     chunks: tuple[ChunkReport, ...] = field(default=())
     output_tokens: int = 0
     load_bytes: int = 0
+    repaired_tokens: int = 0
+    guard: str | None = None
 
     def __str__(self) -> str:
         """Return the figures that people look for first, on one line."""

@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 from cacheblend_rag import __version__
 from cacheblend_rag.cli.ask import ask
 from cacheblend_rag.cli.bench import bench_app
+from cacheblend_rag.cli.calibrate import calibrate
 from cacheblend_rag.cli.demo import demo
 from cacheblend_rag.cli.evaluate import eval_app
 from cacheblend_rag.cli.profile import auto, profile
@@ -62,6 +63,7 @@ app.command()(demo)
 app.command()(warm)
 app.command()(ask)
 app.command()(profile)
+app.command()(calibrate)
 bench_app.command()(auto)
 app.add_typer(store_app, name="store")
 app.add_typer(bench_app, name="bench")

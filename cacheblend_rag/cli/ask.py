@@ -51,7 +51,15 @@ def ask(
 ) -> None:
     """Answer a question from what was warmed, by blended prefill."""
     from cacheblend_rag.chunk import Chunk
-    from cacheblend_rag.documents import Embedding, Library, LibrarySettings, is_library, kv_folder, question_prompt
+    from cacheblend_rag.documents import (
+        Embedding,
+        Library,
+        LibrarySettings,
+        is_library,
+        kv_folder,
+        question_prompt,
+        reading_order,
+    )
 
     if not question.strip():
         raise typer.BadParameter("the question is empty", param_hint="QUESTION")
@@ -63,9 +71,7 @@ def ask(
         with Library(store, engine, Embedding(known.embedding)) as library:
             if not len(library):
                 raise ConfigError(f"{store} holds no passages; run: cacheblend-rag warm PATH --store {store}")
-            found = library.search(question, top_k)
-        # In reading order: what a passage leans on should stand before it.
-        found.sort(key=lambda match: (match.passage.source, match.passage.position))
+            found = reading_order(library.search(question, top_k))
         prompt = question_prompt(
             engine.tokenizer, question, [Chunk(match.passage.text, match.passage.id) for match in found]
         )

@@ -8,13 +8,19 @@ from typing import TYPE_CHECKING, Any
 from cacheblend_rag.errors import ConfigError
 
 if TYPE_CHECKING:
+    from cacheblend_rag.config import BlendConfig
     from cacheblend_rag.engine import BlendEngine
 
 __all__ = ["open_engine"]
 
 
 def open_engine(
-    model: str, *, store: Path | None = None, kind: type[BlendEngine] | None = None, **settings: Any
+    model: str,
+    *,
+    store: Path | None = None,
+    kind: type[BlendEngine] | None = None,
+    config: BlendConfig | None = None,
+    **settings: Any,
 ) -> BlendEngine:
     """Load a model for blending, quietly.
 
@@ -26,8 +32,10 @@ def open_engine(
         The folder of its KV; by default RAM.
     kind : type[BlendEngine], optional
         The class of engine to make.
+    config : BlendConfig, optional
+        The settings; by default the environment's.
     **settings : Any
-        Settings (`BlendConfig`) that differ from the environment's; None means not given.
+        Settings that differ from those; None means not given.
 
     Returns
     -------
@@ -46,5 +54,6 @@ def open_engine(
     if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
         raise ConfigError(f"model {model} cannot be loaded: there is no such folder")
     make_quiet()
-    config = BlendConfig(**{name: value for name, value in settings.items() if value is not None})
+    changes = {name: value for name, value in settings.items() if value is not None}
+    config = BlendConfig(**changes) if config is None else config.replace(**changes)
     return (kind or BlendEngine).from_pretrained(model, config=config, store=store)

@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from cacheblend_rag.documents import Passage
     from cacheblend_rag.engine import BlendEngine
 
-__all__ = ["warm"]
+__all__ = ["CHUNK_TOKENS", "token_counter", "warm"]
 
-_CHUNK_TOKENS = 256
+CHUNK_TOKENS = 256
+"""Most tokens of a passage, unless the store or an option says otherwise."""
 
 
 def warm(
@@ -46,7 +47,7 @@ def warm(
     ] = None,
     embedding: EmbeddingOption = None,
     chunk_tokens: Annotated[
-        int | None, typer.Option(min=1, help=f"Most tokens of a passage; by default the store's, or {_CHUNK_TOKENS}.")
+        int | None, typer.Option(min=1, help=f"Most tokens of a passage; by default the store's, or {CHUNK_TOKENS}.")
     ] = None,
     estimate: Annotated[
         bool, typer.Option("--estimate", help="Say what it would take, in bytes and time, and stop.")
@@ -69,7 +70,7 @@ def warm(
     settings = LibrarySettings(
         model or (known.model if known else "reference"),
         Embedding(embedding or (known.embedding if known else None)).name,
-        chunk_tokens or (known.chunk_tokens if known else _CHUNK_TOKENS),
+        chunk_tokens or (known.chunk_tokens if known else CHUNK_TOKENS),
     )
     # Asking what it would take must leave nothing behind, so a store that is not there is not made for it.
     exists = kv_folder(store).is_dir()
@@ -82,7 +83,7 @@ def warm(
         make_quiet()
         embedding_model.load()
     with open_engine(settings.model, store=kv_folder(store) if exists or not estimate else None) as engine:
-        passages, skipped = read_passages(paths, _token_counter(engine), settings.chunk_tokens)
+        passages, skipped = read_passages(paths, token_counter(engine), settings.chunk_tokens)
         for note in skipped:
             typer.echo(note, err=True)
         if not passages:
@@ -121,7 +122,8 @@ def warm(
         raise typer.Exit(1)
 
 
-def _token_counter(engine: BlendEngine) -> Callable[[str], int]:
+def token_counter(engine: BlendEngine) -> Callable[[str], int]:
+    """Return what counts the tokens of a text."""
     tokenizer = engine.tokenizer
     # Long texts are meant to be counted here, so no warning that one exceeds the model's window.
     return lambda text: len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

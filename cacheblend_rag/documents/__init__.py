@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cacheblend_rag.documents.embedding import Embedding
 from cacheblend_rag.documents.folder import LibrarySettings, clear_library, is_library, kv_folder
-from cacheblend_rag.documents.library import Library, Match, WarmResult
+from cacheblend_rag.documents.library import Library, Match, WarmResult, reading_order
 from cacheblend_rag.documents.prompt import question_prompt
 from cacheblend_rag.documents.splitter import Passage, read_passages
 
@@ -20,4 +20,5 @@ __all__ = [
     "kv_folder",
     "question_prompt",
     "read_passages",
+    "reading_order",
 ]

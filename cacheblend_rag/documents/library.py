@@ -20,7 +20,7 @@ from cacheblend_rag.errors import ConfigError
 if TYPE_CHECKING:
     from chromadb import Collection
 
-__all__ = ["Library", "Match", "WarmResult"]
+__all__ = ["Library", "Match", "WarmResult", "reading_order"]
 
 # Passages encoded, embedded and shown together; what a killed run has to do again at most.
 _GROUP = 64
@@ -78,6 +78,11 @@ class Library:
     embedding : Embedding
         What passages are found by.
 
+    Attributes
+    ----------
+    embedding : Embedding
+        The same.
+
     Raises
     ------
     ConfigError
@@ -87,7 +92,7 @@ class Library:
     def __init__(self, folder: Path, engine: BlendEngine, embedding: Embedding) -> None:
         self._folder = folder
         self._engine = engine
-        self._embedding = embedding
+        self.embedding = embedding
         self._client = open_chroma(folder)
         self._passages = self._open()
 
@@ -161,7 +166,7 @@ class Library:
 
     def search(self, question: str, top_k: int) -> list[Match]:
         """Return the `top_k` passages nearest to the question, nearest first."""
-        vectors = self._embedding.embed([question])
+        vectors = self.embedding.embed([question])
         with chroma_of(self._folder):
             found = self._passages.query(
                 query_embeddings=vectors,  # type: ignore[arg-type]  # a list of lists is taken as well
@@ -188,12 +193,12 @@ class Library:
                 PASSAGES,
                 embedding_function=None,
                 configuration={"hnsw": {"space": "cosine", "ef_search": 200}},
-                metadata={"embedding": self._embedding.name},
+                metadata={"embedding": self.embedding.name},
             )
         filled_by = (passages.metadata or {}).get("embedding")
-        if filled_by != self._embedding.name:
+        if filled_by != self.embedding.name:
             raise ConfigError(
-                f"the passages in {self._folder} were embedded by {filled_by}, not by {self._embedding.name}; name that one with "
+                f"the passages in {self._folder} were embedded by {filled_by}, not by {self.embedding.name}; name that one with "
                 "--embedding, or warm into another folder"
             )
         return passages
@@ -244,7 +249,7 @@ class Library:
         ]
         if new:
             texts = [passage.text for passage in new]
-            vectors = self._embedding.embed(texts)
+            vectors = self.embedding.embed(texts)
             self._passages.upsert(
                 ids=[passage.id for passage in new],
                 documents=texts,
@@ -256,6 +261,11 @@ class Library:
                 ids=[passage.id for passage in moved],
                 metadatas=[{"source": passage.source, "position": passage.position} for passage in moved],
             )
+
+
+def reading_order(matches: Iterable[Match]) -> list[Match]:
+    """Return passages as they stand in their files: what one leans on should come before it."""
+    return sorted(matches, key=lambda match: (match.passage.source, match.passage.position))
 
 
 def _is_below(source: str, roots: list[str]) -> bool:

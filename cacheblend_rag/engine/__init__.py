@@ -2,7 +2,17 @@
 
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PrefillResult
+from cacheblend_rag.engine.guard import GuardStatus
 from cacheblend_rag.engine.ingest import WarmEstimate
 from cacheblend_rag.engine.jobs import AddJob, AddResult
 
-__all__ = ["AddJob", "AddResult", "BlendEngine", "BlendStream", "GenerationResult", "PrefillResult", "WarmEstimate"]
+__all__ = [
+    "AddJob",
+    "AddResult",
+    "BlendEngine",
+    "BlendStream",
+    "GenerationResult",
+    "GuardStatus",
+    "PrefillResult",
+    "WarmEstimate",
+]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, StoppingCriteriaList
 
+from cacheblend_rag.engine.firsttoken import FirstLogits
 from cacheblend_rag.engine.generation import GenerationResult, TokenWatch
 from cacheblend_rag.engine.run import PromptRun, Runner
 from cacheblend_rag.errors import ConfigError
@@ -63,6 +65,7 @@ def decode(
     options: dict[str, Any],
     stop: threading.Event,
     streamer: Any,
+    first: FirstLogits | None = None,
 ) -> GenerationResult:
     """Generate an answer to one prompt.
 
@@ -84,6 +87,8 @@ def decode(
         Ends the generation at the next token.
     streamer : Any
         A transformers streamer, or None.
+    first : FirstLogits, optional
+        Notes the logits of the first token.
 
     Returns
     -------
@@ -113,15 +118,16 @@ def decode(
         if streamer is not None:
             # A second attempt, after damaged KV, hands the streamer the prompt again, which is not to be shown.
             streamer.next_tokens_are_prompt = True
-        output = model.generate(  # type: ignore[operator]  # transformers' stubs take it for a tensor
-            **inputs,
-            attention_mask=torch.ones_like(inputs["input_ids"]),
-            past_key_values=cache,
-            max_new_tokens=limit,
-            stopping_criteria=criteria,
-            streamer=streamer,
-            **options,
-        )
+        with first or nullcontext():
+            output = model.generate(  # type: ignore[operator]  # transformers' stubs take it for a tensor
+                **inputs,
+                attention_mask=torch.ones_like(inputs["input_ids"]),
+                past_key_values=cache,
+                max_new_tokens=limit,
+                stopping_criteria=criteria,
+                streamer=streamer,
+                **options,
+            )
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         return sequences[0, len(layout) :].cpu()
 

@@ -18,7 +18,9 @@ from cacheblend_rag.chunk import BlendPrompt, Chunk
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.controller import Profile, check_selector
 from cacheblend_rag.engine.decode import check_options, decode
+from cacheblend_rag.engine.firsttoken import FirstLogits
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PrefillResult
+from cacheblend_rag.engine.guard import Guard
 from cacheblend_rag.engine.identity import engine_identity
 from cacheblend_rag.engine.ingest import Ingest, WarmEstimate
 from cacheblend_rag.engine.jobs import AddJob, AddResult
@@ -56,6 +58,10 @@ _ENGINE_SETTINGS = frozenset(
         "encode_on",
         "profile_path",
         "profile_budget_s",
+        "guard_rate",
+        "guard_limit",
+        "guard_window",
+        "guard_action",
         "self_check",
         "strict",
     }
@@ -84,6 +90,8 @@ class BlendEngine:
     ----------
     metrics : EngineMetrics
         What the engine has done, for Prometheus.
+    guard : Guard
+        Compares some answers with full prefill in the background, if ``config.guard_rate`` is above 0.
 
     Raises
     ------
@@ -126,7 +134,6 @@ class BlendEngine:
             if store is None or isinstance(store, str | Path)
             else store
         )
-        self.metrics = EngineMetrics(self.store.stats)
         identity = engine_identity(model, tokenizer, private=self.store.is_private)
         defers = self.config.encode_on == "second_use"
         self._assembler = Assembler(
@@ -147,6 +154,8 @@ class BlendEngine:
             self._assembler.prefix_ids,
             self.config,
         )
+        self.guard = Guard(model, tokenizer, self.decoder, self._runner, self.config)
+        self.metrics = EngineMetrics(self.store.stats, self.guard.status if self.guard.active else None)
         self._ingest = Ingest(self._assembler, self._runner, self.store, self.decoder, self.config)
 
     @classmethod
@@ -205,7 +214,7 @@ class BlendEngine:
     def close(self, *, wait: bool = True) -> None:
         """Write what waits to be written and close the store, unless it was handed in.
 
-        A computation under way ends first; calls that wait for it fail.
+        A computation under way ends first; calls that wait for it fail. Answers that the guard has not compared yet are not.
 
         Nothing that `add` returned for is lost either way: a chunk that is not encoded yet keeps its name, and is a miss. What
         fails in the background meanwhile is logged; call `flush` first to have it raised.
@@ -216,6 +225,7 @@ class BlendEngine:
             Whether chunks that were added in the background are encoded first, as at the end of a ``with`` block; a block that
             ends by an error does not wait.
         """
+        self.guard.close()
         self._ingest.close(wait)
         with self._runner.lock:
             if not self._closed:
@@ -513,7 +523,7 @@ class BlendEngine:
         """
         check_options(max_new_tokens, generation_kwargs)
         run = self._begin(prompt, config)
-        return self._decode(run, max_new_tokens, generation_kwargs, threading.Event(), None)
+        return self._decode(run, max_new_tokens, generation_kwargs, threading.Event(), None, self.guard.watch(run))
 
     def stream(
         self,
@@ -532,9 +542,10 @@ class BlendEngine:
         """
         check_options(max_new_tokens, generation_kwargs)
         run = self._begin(prompt, config)
+        first = self.guard.watch(run)
 
         def generate(streamer: Any, stop: threading.Event) -> GenerationResult:
-            return self._decode(run, max_new_tokens, generation_kwargs, stop, streamer)
+            return self._decode(run, max_new_tokens, generation_kwargs, stop, streamer, first)
 
         return BlendStream(generate, self.tokenizer)
 
@@ -545,11 +556,15 @@ class BlendEngine:
         generation_kwargs: dict[str, Any],
         stop: threading.Event,
         streamer: Any,
+        first: FirstLogits | None,
     ) -> GenerationResult:
         result = decode(
-            self.model, self.tokenizer, self._runner, run, max_new_tokens, generation_kwargs, stop, streamer
+            self.model, self.tokenizer, self._runner, run, max_new_tokens, generation_kwargs, stop, streamer, first
         )
         self._observe(result.report)
+        # An answer that was cut short would differ for that reason alone.
+        if first is not None and not stop.is_set():
+            self.guard.offer(run, result, first, max_new_tokens, generation_kwargs)
         return result
 
     def _observe(self, report: BlendReport) -> None:
@@ -565,11 +580,12 @@ class BlendEngine:
             raise ConfigError(
                 f"the prompt is a {type(prompt).__name__}; give a BlendPrompt, as in BlendPrompt(text, chunks)"
             )
-        if config is None:
-            config = self.config
-        else:
-            self._check_call_settings(config)
-            check_selector(config, num_decoder_layers(self.model))
+        if config is None or config is self.config:
+            order = self.guard.order
+            assembled = self._assembler.assemble(prompt, retrieving=order.config.enabled)
+            return PromptRun(assembled, order.config, started, guard_level=order.level, guard_action=order.action)
+        self._check_call_settings(config)
+        check_selector(config, num_decoder_layers(self.model))
         return PromptRun(self._assembler.assemble(prompt, retrieving=config.enabled), config, started)
 
     def _inspect(self) -> Decoder | None:

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from cacheblend_rag.engine.guard import GuardStatus
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.store import StoreStats
@@ -25,6 +26,8 @@ class EngineMetrics:
     ----------
     stats : callable
         Returns the store's figures; called when the registry is read.
+    guard : callable, optional
+        Returns the online guard's figures; called when the registry is read.
 
     Attributes
     ----------
@@ -32,7 +35,7 @@ class EngineMetrics:
         What ``prometheus_client.start_http_server(port, registry=...)`` serves.
     """
 
-    def __init__(self, stats: Callable[[], StoreStats]) -> None:
+    def __init__(self, stats: Callable[[], StoreStats], guard: Callable[[], GuardStatus] | None = None) -> None:
         self.registry = CollectorRegistry()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -57,6 +60,8 @@ class EngineMetrics:
             registry=self.registry,
         )
         self.registry.register(_StoreCollector(stats))
+        if guard is not None:
+            self.registry.register(_GuardCollector(guard))
 
     def observe(self, report: BlendReport) -> None:
         """Count one answered prompt."""
@@ -108,4 +113,45 @@ class _StoreCollector(Collector):
         yield CounterMetricFamily("cacheblend_store_evictions", "Entries dropped for room.", stats.evictions)
         yield CounterMetricFamily(
             "cacheblend_store_unwritten", "Misses that found no room to wait in.", stats.unwritten
+        )
+
+
+class _GuardCollector(Collector):
+    """Reads the online guard's figures when it is asked for them."""
+
+    def __init__(self, status: Callable[[], GuardStatus]) -> None:
+        self._status = status
+
+    def describe(self) -> Iterator[Metric]:
+        """Yield nothing: the names do not depend on the figures."""
+        yield from ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the figures."""
+        status = self._status()
+        samples = CounterMetricFamily(
+            "cacheblend_guard_samples", "Answers drawn for comparison, by what came of it.", labels=["outcome"]
+        )
+        for outcome in ("compared", "dropped", "failed"):
+            samples.add_metric([outcome], getattr(status, outcome))
+        yield samples
+        yield CounterMetricFamily(
+            "cacheblend_guard_differing", "Compared answers that are not full prefill's.", status.differing
+        )
+        yield GaugeMetricFamily("cacheblend_guard_pending", "Answers that wait to be compared.", status.pending)
+        if status.divergence is not None and status.first_token_kl is not None:
+            yield GaugeMetricFamily(
+                "cacheblend_guard_divergence", "Average distance from full prefill's answers.", status.divergence
+            )
+            yield GaugeMetricFamily(
+                "cacheblend_guard_first_token_kl",
+                "Average divergence of the first token's distribution, in nats.",
+                status.first_token_kl,
+            )
+        if status.recompute_ratio != "auto":
+            yield GaugeMetricFamily(
+                "cacheblend_guard_recompute_ratio", "The ratio in force; 1 after a fallback.", status.recompute_ratio
+            )
+        yield GaugeMetricFamily(
+            "cacheblend_guard_acted", "1 while the guard has changed the settings.", float(status.action is not None)
         )

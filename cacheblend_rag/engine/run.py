@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from cacheblend_rag.encode import Encoder
 from cacheblend_rag.engine.prompt import AssembledPrompt, PromptChunk
 from cacheblend_rag.engine.turn import Turn
 from cacheblend_rag.errors import ChunkReadError, StoreError
-from cacheblend_rag.fuse import BlendCache, Steering
+from cacheblend_rag.fuse import BlendCache, Repair, Steering
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import Decoder, num_decoder_layers
@@ -60,7 +60,13 @@ class PromptRun:
     charge : float
         Work done on chunk rows, in decoder-block rows; None when the whole prompt was computed.
     recomputed : torch.Tensor or None
-        The chunk rows computed by the last layers; None when the whole prompt was computed.
+        The chunk rows recomputed by the prefill; None when the whole prompt was computed.
+    repaired_tokens : int
+        Chunk tokens recomputed while the answer was written.
+    guard_level : int or None
+        Which settings of the online guard these are; None for settings that the guard has nothing to do with.
+    guard_action : str or None
+        What the guard changed in them.
     """
 
     prompt: AssembledPrompt
@@ -76,6 +82,9 @@ class PromptRun:
     forward_started: float = 0.0
     charge: float = 0.0
     recomputed: torch.Tensor | None = None
+    repaired_tokens: int = 0
+    guard_level: int | None = None
+    guard_action: str | None = None
 
     def report(self, num_layers: int, first_output: float, output_tokens: int) -> BlendReport:
         """Return the figures.
@@ -99,6 +108,8 @@ class PromptRun:
         fallback = self.plan.fallback_reason
         if deferred and not self.prompt.chunks and fallback:
             fallback = "all of its chunks are retrieved for the first time"
+        if self.guard_action is not None and not self.config.enabled:
+            fallback = self.guard_action
         tiers = self.tiers or [None] * len(self.hits)
         for chunk, span, hit, tier in zip(self.prompt.chunks, layout.chunks, self.hits, tiers, strict=True):
             inside = int(((rows >= span.start) & (rows < span.stop)).sum())
@@ -127,6 +138,8 @@ class PromptRun:
             chunks=tuple(chunks),
             output_tokens=output_tokens,
             load_bytes=self.load_bytes,
+            repaired_tokens=self.repaired_tokens,
+            guard=self.guard_action,
         )
 
 
@@ -270,10 +283,12 @@ class Runner:
             run.config.reposition,
         ) as loader:
             steering = Steering(self._decoder, cache, layout, selection, loader)
-            with steering():
+            repair = Repair(self._decoder, cache, layout, steering, run.config)
+            with steering(), repair() if run.config.repair_ratio else nullcontext():
                 yield cache
         run.wait_s, run.load_bytes = loader.wait_s, loader.load_bytes
-        run.charge, run.recomputed = steering.charge, steering.recomputed_rows.cpu()
+        run.charge, run.recomputed = steering.charge + repair.charge, steering.recomputed_rows.cpu()
+        run.repaired_tokens = repair.repaired_rows
 
     def plan(self, lengths: Sequence[int]) -> list[list[int]]:
         """Return the batches in which chunks of these lengths are encoded; see `Encoder.plan`."""

@@ -41,6 +41,11 @@ class Turn:
     ) -> None:
         self._leave()
 
+    @property
+    def wanted(self) -> bool:
+        """Whether a thread waits in line."""
+        return bool(self._line)
+
     @contextmanager
     def after_others(self) -> Iterator[None]:
         """Take the model when nobody else waits for it."""

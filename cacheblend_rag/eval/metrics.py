@@ -7,13 +7,12 @@ they take an answer and all right answers, give the best that any of these gives
 from __future__ import annotations
 
 import re
-import string
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
+from cacheblend_rag.answers import exact_match, f1_score, normalize_answer
 from cacheblend_rag.errors import ConfigError
 
 __all__ = [
@@ -31,29 +30,8 @@ __all__ = [
     "rouge_l",
 ]
 
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _NUMBER = re.compile(r"[0-9]+")
 _PARAGRAPH = re.compile(r"\bParagraph ([0-9]+)")
-
-
-def normalize_answer(text: str) -> str:
-    """Return a text in lower case without punctuation, articles and extra white space."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
-
-
-def exact_match(answer: str, gold: str) -> bool:
-    """Return whether two answers are the same once normalised."""
-    return normalize_answer(answer) == normalize_answer(gold)
-
-
-def f1_score(answer: str, gold: str) -> float:
-    """Return the harmonic mean of precision and recall over the words of two normalised answers."""
-    words, wanted = normalize_answer(answer).split(), normalize_answer(gold).split()
-    if not words or not wanted:
-        return float(words == wanted)
-    shared = sum((Counter(words) & Counter(wanted)).values())
-    return 2 * shared / (len(words) + len(wanted))
 
 
 def best_exact_match(answer: str, answers: tuple[str, ...]) -> float:

@@ -8,7 +8,7 @@ layer is re-implemented, so whatever the model does (norms, soft caps, experts, 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,22 +16,13 @@ import torch
 from torch import nn
 
 from cacheblend_rag.errors import UnsupportedModelError
-from cacheblend_rag.fuse.mask import RowMask, row_mask
+from cacheblend_rag.fuse.cut import RowCutter
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import PromptLayout
-from cacheblend_rag.model import Decoder, KVCache
-from cacheblend_rag.selection import Selection
+from cacheblend_rag.model import AttentionCall, Decoder, KVCache, attention_weights, watch_attention
+from cacheblend_rag.selection import LayerProbe, Selection
 
 __all__ = ["BlendCache", "LayerSource", "Steering"]
-
-# The axis along which each argument of a decoder layer is cut; negative ones count from the end.
-_ROW_AXIS = {
-    "hidden_states": 1,
-    "position_ids": -1,
-    "cache_position": -1,
-    "position_embeddings": -2,
-    "attention_mask": -2,
-}
 
 
 class LayerSource(Protocol):
@@ -66,20 +57,34 @@ class BlendCache(KVCache):
 
 
 class _Probed(Exception):
-    """Carries a layer's fresh KV out of its forward."""
+    """Carries out of a layer's forward what its attention was about to be called with."""
 
-    def __init__(self, kv: LayerKV) -> None:
+    def __init__(self, kv: LayerKV, call: AttentionCall | None = None) -> None:
         super().__init__()
         self.kv = kv
+        self.call = call
 
 
 class _ProbeCache(KVCache):
     """Leaves the layer as soon as it has computed its keys and values, before its attention and MLP are paid for."""
 
+    def __init__(self, num_layers: int, *, with_queries: bool) -> None:
+        super().__init__(num_layers)
+        self._with_queries = with_queries
+        self.kv_fresh: LayerKV | None = None
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        raise _Probed(LayerKV(key_states, value_states))
+        self.kv_fresh = LayerKV(key_states, value_states)
+        if self._with_queries:
+            return key_states, value_states
+        raise _Probed(self.kv_fresh)
+
+    def leave(self, call: AttentionCall) -> None:
+        """Leave the layer with what its attention is called with."""
+        assert self.kv_fresh is not None
+        raise _Probed(self.kv_fresh, call)
 
 
 class Steering:
@@ -97,35 +102,47 @@ class Steering:
         Chooses the rows.
     source : LayerSource
         The chunks' stored KV.
+    text_rows : torch.Tensor, optional
+        The rows that are computed whatever is selected, ascending; by default all that are not of a chunk. All others must be in
+        the source.
 
     Attributes
     ----------
     charge : float
-        Work done on chunk rows so far, in decoder-block rows.
+        Work done on chunk rows so far, in decoder-block rows; what was done on text only to select is part of it.
     recomputed_rows : torch.Tensor
-        The chunk rows computed by the last layer so far.
+        The chunk rows that the last layer to compute any has computed, ascending.
     """
 
     def __init__(
-        self, decoder: Decoder, cache: BlendCache, layout: PromptLayout, selection: Selection, source: LayerSource
+        self,
+        decoder: Decoder,
+        cache: BlendCache,
+        layout: PromptLayout,
+        selection: Selection,
+        source: LayerSource,
+        text_rows: torch.Tensor | None = None,
     ) -> None:
         self._decoder = decoder
         self._cache = cache
-        self._layout = layout
         self._selection = selection
         self._source = source
         self._context_tokens = layout.context_tokens
-        self._text_rows = layout.text_rows.to(decoder.device)
-        self._chosen = layout.candidate_rows.to(decoder.device)
+        self._length = len(layout)
+        self._question_tokens = len(layout) - layout.chunks[-1].stop
+        self._candidates = layout.candidate_rows.to(decoder.device)
+        self._text_rows = (layout.text_rows if text_rows is None else text_rows).to(decoder.device)
+        self._chosen = self._candidates
         self._rows: torch.Tensor | None = None  # None: every row of the prompt is computed
         self._stored: dict[int, LayerKV] = {}
-        self._cut_arguments: dict[tuple[str, int], tuple[Any, Any]] = {}
+        self._cutter = RowCutter(type(decoder.model).__name__, len(layout))
+        looks = selection.look_layers
+        self._choose_at = looks[-1] + 1 if looks else 0
+        # While it looks: what each layer was called with, for the rows that have to make up for it.
+        self._passed: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._looking_at: int | None = None
         self.charge = 0.0
-
-    @property
-    def recomputed_rows(self) -> torch.Tensor:
-        """The chunk rows that the current layer computes, ascending."""
-        return self._chosen
+        self.recomputed_rows = self._candidates
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -136,9 +153,11 @@ class Steering:
         ]
         self._cache.steering = self
         try:
-            yield
+            with watch_attention(self._look) if self._selection.look_layers else nullcontext():
+                yield
         finally:
             self._cache.steering = None
+            self._passed.clear()
             for hook in hooks:
                 hook.remove()
 
@@ -172,26 +191,41 @@ class Steering:
         dict
             What it is to be called with.
         """
+        selection = self._selection
         before = self._rows
-        if layer in self._selection.check_layers:
+        if layer in selection.check_layers:
             self._check(layer, module, arguments)
-        elif layer == 0 and not self._selection.check_layers:
-            self._go_on_with(self._selection.rows().to(self._decoder.device))
-        computed = self._context_tokens if self._rows is None else self._chosen.numel()
-        self.charge += computed
-        return self._cut(arguments, before, self._rows)
+        elif layer == 0 and not selection.check_layers:
+            self._go_on_with(self._candidates[:0] if selection.look_layers else self._rows_of_selection())
+        if layer < self._choose_at:
+            self._passed.append((module, arguments))
+        elif layer == self._choose_at and selection.look_layers:
+            self._go_on_with(self._rows_of_selection())
+            arguments = arguments | {"hidden_states": self._catch_up(arguments["hidden_states"])}
+            before = self._rows
+        if layer == selection.stop_layer:
+            self._rows = self._text_rows
+            self._chosen = self._candidates[:0]
+        self._looking_at = layer if layer in selection.look_layers else None
+        self.charge += self._context_tokens if self._rows is None else self._chosen.numel()
+        return self._cutter.cut(arguments, before, self._rows)
+
+    def _rows_of_selection(self) -> torch.Tensor:
+        return self._selection.rows().to(self._decoder.device)
 
     def _check(self, layer: int, module: nn.Module, arguments: dict[str, Any]) -> None:
         """Compute this layer's KV for every row in the race, and let the selection compare it with the stored KV."""
-        probe = _ProbeCache(self._decoder.num_layers)
+        wants_attention = self._selection.wants_attention
+        probe = _ProbeCache(self._decoder.num_layers, with_queries=wants_attention)
         probed = {
             name: probe if value is self._cache else value
-            for name, value in self._cut(arguments, self._rows, self._rows).items()
+            for name, value in self._cutter.cut(arguments, self._rows, self._rows).items()
         }
         try:
-            module.forward(**probed)
+            with watch_attention(probe.leave, before=True) if wants_attention else nullcontext():
+                module.forward(**probed)
         except _Probed as caught:
-            fresh = caught.kv
+            fresh, call = caught.kv, caught.call
         else:
             raise UnsupportedModelError(
                 f"{type(self._decoder.model).__name__}, layer {layer}: it did not hand its KV to the cache"
@@ -200,22 +234,60 @@ class Steering:
         self.charge += self._decoder.probe_share * (self._context_tokens if self._rows is None else candidates.numel())
         stored = self._source.synchronize(layer)
         device = stored.keys.device
-        where = candidates if self._rows is None else torch.searchsorted(self._rows, candidates)
+        where = (candidates if self._rows is None else torch.searchsorted(self._rows, candidates)).to(device)
         kept = self._selection.narrow(
-            layer,
-            candidates,
-            LayerKV(*(tensor.index_select(2, where.to(device)) for tensor in fresh)),
-            LayerKV(*(tensor.index_select(2, candidates.to(device)) for tensor in stored)),
+            LayerProbe(
+                layer,
+                candidates,
+                LayerKV(*(tensor.index_select(2, where) for tensor in fresh)),
+                LayerKV(*(tensor.index_select(2, candidates.to(device)) for tensor in stored)),
+                None if call is None else self._attention(call, where),
+            )
         )
         # What the probe computed is fresher than what is stored, for the rows that drop out as well.
         self._write(stored, self._rows, fresh)
         self._stored[layer] = stored
         self._go_on_with(kept)
 
+    def _look(self, call: AttentionCall) -> None:
+        """Show the selection what the question attends to in the layer that has just attended."""
+        if self._looking_at is None or self._cache.steering is not self:
+            return
+        layer, self._looking_at = self._looking_at, None
+        self._selection.look(layer, self._attention(call, self._candidates.to(call.key.device)))
+
+    def _attention(self, call: AttentionCall, columns: torch.Tensor) -> torch.Tensor:
+        """Return the question's attention to some columns, and charge the scores, which were computed for this alone."""
+        heads, _, width = call.query.shape[1:]
+        scores = 2 * heads * width * self._question_tokens * call.key.shape[2]
+        self.charge += scores / self._decoder.row_flops
+        return attention_weights(call, self._question_tokens).index_select(2, columns)
+
+    def _catch_up(self, text_states: torch.Tensor) -> torch.Tensor:
+        """Take the chosen rows through the layers that they have missed; return the states of all rows now computed."""
+        assert self._rows is not None
+        chosen = self._chosen
+        self.charge += self._choose_at * chosen.numel()
+        states, before = self._passed[0][1]["hidden_states"], None
+        passed, self._passed = self._passed, []
+        self._rows = chosen
+        for module, arguments in passed:
+            if not chosen.numel():
+                break
+            cut = self._cutter.cut(arguments | {"hidden_states": states}, before, chosen)
+            output = module.forward(**cut)
+            states, before = output[0] if isinstance(output, tuple) else output, chosen
+        self._go_on_with(chosen)
+        merged = text_states.new_empty(1, self._rows.numel(), *text_states.shape[2:])
+        for rows, part in ((self._text_rows, text_states), (chosen, states)):
+            if rows.numel():
+                where = torch.searchsorted(self._rows, rows).to(part.device)
+                merged.index_copy_(1, where.to(merged.device), part.to(merged.device))
+        return merged
+
     def _go_on_with(self, chosen: torch.Tensor) -> None:
-        self._chosen = chosen
+        self._chosen = self.recomputed_rows = chosen
         self._rows = torch.cat((self._text_rows, chosen)).sort().values
-        self._cut_arguments.clear()
 
     def scatter(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Merge freshly computed rows into the layer's chunk KV and return the layer's KV for the whole prompt.
@@ -235,11 +307,15 @@ class Steering:
         held = self._cache.kv_layers[layer]
         if self._rows is None:
             return held.update(keys, values)
+        if held.keys is not None and held.values is not None:
+            # A layer that is passed a second time, by the rows that were chosen after the first.
+            self._write(LayerKV(held.keys, held.values), self._rows, LayerKV(keys, values))
+            return held.keys, held.values
         whole = self._stored.pop(layer, None) or self._source.synchronize(layer)
         self._write(whole, self._rows, LayerKV(keys, values))
         if layer == self._decoder.num_layers - 1:
             self._cache.steering = None
-        return held.hold(whole, len(self._layout))
+        return held.hold(whole, self._length)
 
     @staticmethod
     def _write(whole: LayerKV, rows: torch.Tensor | None, fresh: LayerKV) -> None:
@@ -248,63 +324,3 @@ class Steering:
                 into[:, :, : new.shape[2]] = new
             else:
                 into.index_copy_(2, rows.to(into.device), new)
-
-    def _cut(self, arguments: dict[str, Any], before: torch.Tensor | None, rows: torch.Tensor | None) -> dict[str, Any]:
-        """Cut to `rows` every argument with a row axis; hidden states hold the rows `before`, all others the whole prompt."""
-        if rows is None:
-            return arguments
-        cut: dict[str, Any] = {}
-        for name, value in arguments.items():
-            if name == "hidden_states":
-                if before is rows:
-                    cut[name] = value
-                else:
-                    keep = rows if before is None else torch.searchsorted(before, rows)
-                    cut[name] = value.index_select(1, keep.to(value.device))
-            elif name == "attention_mask":
-                cut[name] = self._cut_once(
-                    name, value, partial(self._cut_mask, value, rows, arguments["hidden_states"].device)
-                )
-            else:
-                cut[name] = self._cut_once(name, value, partial(self._cut_value, name, value, rows))
-        return cut
-
-    def _cut_once(self, name: str, value: Any, cut: partial[Any]) -> Any:
-        # The model hands the same objects to every layer; the reference kept here keeps the id from being reused.
-        known = (name, id(value))
-        if known not in self._cut_arguments:
-            self._cut_arguments[known] = (value, cut())
-        return self._cut_arguments[known][1]
-
-    def _cut_mask(self, mask: Any, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
-        if mask is None:
-            # The model relied on the attention kernel's causal flag, which is wrong for rows that are not contiguous.
-            return RowMask.over(row_mask(rows.to(device), len(self._layout)), rows)
-        if isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[-2] == len(self._layout):
-            return RowMask.over(mask.index_select(2, rows.to(mask.device)), rows)
-        raise UnsupportedModelError(
-            f"{type(self._decoder.model).__name__}: its layers take a mask of an unknown form, {_describe(mask)}"
-        )
-
-    def _cut_value(self, name: str, value: Any, rows: torch.Tensor) -> Any:
-        if isinstance(value, torch.Tensor):
-            axis = _ROW_AXIS.get(name)
-            if axis is None or value.shape[axis] != len(self._layout):
-                raise UnsupportedModelError(
-                    f"{type(self._decoder.model).__name__}: its layers take {name}, {_describe(value)}, which cannot be"
-                    " cut to rows"
-                )
-            return value.index_select(axis, rows.to(value.device))
-        if isinstance(value, tuple | list) and any(isinstance(item, torch.Tensor) for item in value):
-            return type(value)(self._cut_value(name, item, rows) for item in value)
-        if isinstance(value, dict) and any(isinstance(item, torch.Tensor) for item in value.values()):
-            raise UnsupportedModelError(
-                f"{type(self._decoder.model).__name__}: its layers take {name} as a mapping of tensors"
-            )
-        return value
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-    return f"a {type(value).__name__}"

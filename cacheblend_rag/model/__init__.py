@@ -1,7 +1,18 @@
 """What blending needs to know of a Hugging Face model."""
 
+from cacheblend_rag.model.attention import AttentionCall, attention_weights, watch_attention
 from cacheblend_rag.model.cache import KVCache
 from cacheblend_rag.model.decoder import Decoder, inspect_model, model_window, num_decoder_layers
 from cacheblend_rag.model.fingerprint import model_fingerprint
 
-__all__ = ["Decoder", "KVCache", "inspect_model", "model_fingerprint", "model_window", "num_decoder_layers"]
+__all__ = [
+    "AttentionCall",
+    "Decoder",
+    "KVCache",
+    "attention_weights",
+    "inspect_model",
+    "model_fingerprint",
+    "model_window",
+    "num_decoder_layers",
+    "watch_attention",
+]

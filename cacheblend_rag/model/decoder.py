@@ -41,6 +41,8 @@ class Decoder:
         How each layer rotates its keys; None where it does not.
     probe_share : float
         Share of a decoder block's arithmetic that is done when it hands over its keys and values.
+    row_flops : int
+        Floating-point operations of a decoder block on one row.
     kv_bytes_per_token : int
         Bytes of KV of one token over all layers.
     """
@@ -50,6 +52,7 @@ class Decoder:
     layer_parameters: tuple[str, ...]
     rotations: tuple[Rotation | None, ...]
     probe_share: float
+    row_flops: int
     kv_bytes_per_token: int
 
     @property
@@ -101,11 +104,11 @@ def inspect_model(model: PreTrainedModel) -> Decoder:
     layers = _decoder_layers(model)
     singles = {position: _run_alone(model, layers, position) for position in (0, 5, 37)}
     rotations = find_rotations(model, singles)
-    share = _probe_share(model, layers)
+    share, flops = _block_arithmetic(model, layers)
     bytes_per_token = sum(LayerKV(keys[:1], values[:1]).nbytes for keys, values in singles[0].kv())
     signature = inspect.signature(type(layers[0]).forward).parameters.values()
     names = tuple(p.name for p in signature if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))[1:]
-    return Decoder(model, layers, names, rotations, share, bytes_per_token)
+    return Decoder(model, layers, names, rotations, share, flops, bytes_per_token)
 
 
 def _refuse_by_configuration(model: PreTrainedModel) -> None:
@@ -184,7 +187,8 @@ class _FlopCache(KVCache):
 
 
 @torch.no_grad()
-def _probe_share(model: PreTrainedModel, layers: Sequence[nn.Module]) -> float:
+def _block_arithmetic(model: PreTrainedModel, layers: Sequence[nn.Module]) -> tuple[float, int]:
+    """Return the share of a block's arithmetic behind which its KV is there, and the operations that it does on one row."""
     starts: list[int] = []
     counter = FlopCounterMode(display=False)
     cache = _FlopCache(len(layers), counter)
@@ -199,5 +203,6 @@ def _probe_share(model: PreTrainedModel, layers: Sequence[nn.Module]) -> float:
         for hook in hooks:
             hook.remove()
     if len(starts) < 2 or starts[1] <= starts[0]:
-        return 1.0
-    return (cache.at_update[0] - starts[0]) / (starts[1] - starts[0])
+        return 1.0, 1
+    whole = starts[1] - starts[0]
+    return (cache.at_update[0] - starts[0]) / whole, whole // ids.shape[1]

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.selection.base import Selection, SelectionTask, Selector
+from cacheblend_rag.selection.base import LayerProbe, Selection, SelectionTask, Selector
+from cacheblend_rag.selection.boundary import BoundarySelector
 from cacheblend_rag.selection.fixed import FixedSelection, FullSelector, NoneSelector, RandomSelector
 from cacheblend_rag.selection.hkvd import HKVDSelector
+from cacheblend_rag.selection.question import A3Selector, QuerySelector
 
 __all__ = [
     "FixedSelection",
+    "LayerProbe",
     "Selection",
     "SelectionTask",
     "Selector",
@@ -48,7 +51,15 @@ def register_selector(selector: type[Selector]) -> type[Selector]:
     return selector
 
 
-for _selector in (NoneSelector, FullSelector, RandomSelector, HKVDSelector):
+for _selector in (
+    NoneSelector,
+    FullSelector,
+    RandomSelector,
+    BoundarySelector,
+    HKVDSelector,
+    A3Selector,
+    QuerySelector,
+):
     register_selector(_selector)
 
 _AUTO = HKVDSelector.name

@@ -12,7 +12,7 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import PromptLayout
 
-__all__ = ["Selection", "SelectionTask", "Selector"]
+__all__ = ["LayerProbe", "Selection", "SelectionTask", "Selector"]
 
 
 @dataclass(frozen=True)
@@ -35,38 +35,67 @@ class SelectionTask:
     budget: int
 
 
-class Selection:
-    """The running selection for one prompt.
+@dataclass(frozen=True, eq=False)
+class LayerProbe:
+    """What was found out at a check layer.
 
-    The loop computes all rows in the layers before the first of `check_layers`, calls `narrow` at each of them, and
-    computes the kept rows from there on. A selection without check layers is asked once, by `rows`, before layer 0.
+    Attributes
+    ----------
+    layer : int
+        The layer.
+    rows : torch.Tensor
+        The candidates still in the race, ascending, int64.
+    fresh, stored : LayerKV
+        This layer's KV of those rows, as just computed and as stored (moved into place),
+        ``(1, num_kv_heads, len(rows), head_dim)``.
+    attention : torch.Tensor or None
+        What the question's tokens attend to over the fresh KV of the whole prompt, for a selection that asked for it by
+        `Selection.wants_attention`: float32, ``(num_heads, question_len, len(rows))``.
+    """
+
+    layer: int
+    rows: torch.Tensor
+    fresh: LayerKV
+    stored: LayerKV
+    attention: torch.Tensor | None = None
+
+
+class Selection:
+    """The running selection for one prompt, in one of three forms.
+
+    Without layers of either kind, `rows` is asked once, before layer 0. With `check_layers`, all rows are computed in the
+    layers before the first of them, `narrow` is asked at each, and the kept rows are computed from there on. With
+    `look_layers`, only the text of the prompt is computed up to the last of them, over stored KV; `look` is shown what the
+    question attends to in each of them, and then `rows` is asked: its rows make up for the layers they have missed, and are
+    computed together with the text from there on.
     """
 
     check_layers: tuple[int, ...] = ()
+    wants_attention: bool = False
+    look_layers: tuple[int, ...] = ()
+    stop_layer: int | None = None
+    """The layer from which on no chunk row is computed any more; None computes the rows to the end."""
 
     def rows(self) -> torch.Tensor:
-        """Return the rows to recompute in every layer, ascending; only asked when there are no check layers."""
+        """Return the rows to recompute, ascending; not asked where there are check layers."""
         raise AssertionError(f"{type(self).__name__} selects at its check layers")
 
-    def narrow(self, layer: int, rows: torch.Tensor, fresh: LayerKV, stored: LayerKV) -> torch.Tensor:
-        """Return which of `rows` to go on with.
+    def narrow(self, probe: LayerProbe) -> torch.Tensor:
+        """Return which rows of a probe to go on with, ascending."""
+        raise AssertionError(f"{type(self).__name__} has no check layers")
+
+    def look(self, layer: int, attention: torch.Tensor) -> None:
+        """Take note of what the question attends to in one of `look_layers`.
 
         Parameters
         ----------
         layer : int
-            One of `check_layers`.
-        rows : torch.Tensor
-            The candidates still in the race, ascending, int64.
-        fresh, stored : LayerKV
-            This layer's KV of those rows, as just computed and as stored (moved into place),
-            ``(1, num_kv_heads, len(rows), head_dim)``.
-
-        Returns
-        -------
-        torch.Tensor
-            A subset of `rows`, ascending.
+            The layer.
+        attention : torch.Tensor
+            Attention weights of the question's tokens over the candidates, float32,
+            ``(num_heads, question_len, num_candidates)``.
         """
-        raise AssertionError(f"{type(self).__name__} has no check layers")
+        raise AssertionError(f"{type(self).__name__} has no look layers")
 
 
 class Selector(ABC):

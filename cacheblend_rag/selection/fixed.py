@@ -12,16 +12,19 @@ __all__ = ["FixedSelection", "FullSelector", "NoneSelector", "RandomSelector"]
 
 
 class FixedSelection(Selection):
-    """The same rows in every layer.
+    """The same rows in every layer, or in the layers before one.
 
     Parameters
     ----------
     rows : torch.Tensor
         The rows to recompute, ascending, int64.
+    stop_layer : int, optional
+        The layer from which on they are not computed any more.
     """
 
-    def __init__(self, rows: torch.Tensor) -> None:
+    def __init__(self, rows: torch.Tensor, stop_layer: int | None = None) -> None:
         self._rows = rows
+        self.stop_layer = stop_layer
 
     def rows(self) -> torch.Tensor:
         """Return the rows."""

@@ -7,7 +7,8 @@ import torch
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv import LayerKV
-from cacheblend_rag.selection.base import Selection, SelectionTask, Selector
+from cacheblend_rag.selection.base import LayerProbe, Selection, SelectionTask, Selector
+from cacheblend_rag.selection.segments import pick
 
 __all__ = ["HKVDSelector", "gradual_schedule", "kv_deviation"]
 
@@ -104,12 +105,13 @@ class _HKVDSelection(Selection):
     def __init__(self, task: SelectionTask, config: BlendConfig) -> None:
         self.check_layers = config.check_layers
         self._deviation = config.deviation
+        self._layout = task.layout
+        self._segment_tokens = config.segment_tokens or 1
         multiples = gradual_schedule(config, task.num_layers)
         self._keep = {
             layer: round(task.budget * multiple) for layer, multiple in zip(self.check_layers, multiples, strict=True)
         }
 
-    def narrow(self, layer: int, rows: torch.Tensor, fresh: LayerKV, stored: LayerKV) -> torch.Tensor:
-        deviation = kv_deviation(fresh, stored, self._deviation)
-        kept = deviation.topk(min(self._keep[layer], rows.numel()), sorted=False).indices
-        return rows[kept.sort().values]
+    def narrow(self, probe: LayerProbe) -> torch.Tensor:
+        deviation = kv_deviation(probe.fresh, probe.stored, self._deviation)
+        return pick(deviation, probe.rows, self._keep[probe.layer], self._layout, self._segment_tokens)

@@ -28,6 +28,7 @@ from .conftest import Command
         "bench auto",
         "bench index",
         "profile",
+        "calibrate",
         "eval reference",
         "eval musique",
         "eval 2wikimqa",

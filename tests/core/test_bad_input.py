@@ -142,7 +142,10 @@ def test_settings_that_mean_nothing(settings: dict[str, object], message: str) -
 def test_settings_that_do_not_fit_the_model(engine: BlendEngine) -> None:
     for changes, message in (
         ({"check_layers": (6,)}, "beyond the model's last layer; choose from 1 to 5"),
-        ({"selector": "best"}, "selector='best' is unknown; choose one of auto, full, hkvd, none, random"),
+        (
+            {"selector": "best"},
+            "selector='best' is unknown; choose one of auto, a3, boundary, full, hkvd, none, query, random",
+        ),
         ({"check_layers": (1, 2), "gradual_start": 6.0}, "leaves nothing for the last"),
     ):
         config = BlendConfig(**changes)  # type: ignore[arg-type]

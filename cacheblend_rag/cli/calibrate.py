@@ -1,0 +1,250 @@
+"""``cacheblend-rag calibrate``: the smallest ratio whose answers are full prefill's, on somebody's own documents."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cacheblend_rag.cli.models import open_engine
+from cacheblend_rag.cli.options import EmbeddingOption, JsonOption, StoreOption
+from cacheblend_rag.cli.output import console, parse_ratios, progress_bar, say_seconds, show_table, write_json
+from cacheblend_rag.cli.warm import CHUNK_TOKENS, token_counter
+from cacheblend_rag.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cacheblend_rag.chunk import BlendPrompt
+    from cacheblend_rag.config import BlendConfig
+    from cacheblend_rag.documents import Library
+    from cacheblend_rag.engine import BlendEngine
+    from cacheblend_rag.eval import Calibration
+
+__all__ = ["calibrate"]
+
+
+def calibrate(
+    questions: Annotated[
+        Path,
+        typer.Option(
+            "--questions",
+            metavar="FILE",
+            help='Questions, one a line; in a .jsonl file strings or {"question": "..."}.',
+        ),
+    ],
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[PATH...]",
+            help="Documents, as warm takes them, read into a store that is removed afterwards; by default what was warmed.",
+        ),
+    ] = None,
+    config_file: Annotated[
+        Path,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            help="The YAML file of settings to read, and to write the ratio to; made if need be.",
+        ),
+    ] = Path("blend.yaml"),
+    store: StoreOption = Path(".cacheblend"),
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="NAME",
+            help='Hugging Face id, folder or "reference"; by default the store\'s, or "reference".',
+        ),
+    ] = None,
+    embedding: EmbeddingOption = None,
+    chunk_tokens: Annotated[
+        int | None, typer.Option(min=1, help=f"Most tokens of a passage of PATH; by default {CHUNK_TOKENS}.")
+    ] = None,
+    top_k: Annotated[int, typer.Option(min=1, help="How many passages each question is answered from.")] = 6,
+    selector: Annotated[
+        str | None, typer.Option(help="Which tokens to recompute; by default what the settings say.")
+    ] = None,
+    ratios: Annotated[
+        str, typer.Option(help="Recompute ratios below 1 to try, comma-separated.")
+    ] = "0,0.02,0.05,0.1,0.15,0.25,0.4,0.6",
+    agreement: Annotated[float, typer.Option(help="Least share of answers that are full prefill's, below 1.")] = 0.95,
+    confidence: Annotated[float, typer.Option(help="Confidence of that, below 1.")] = 0.95,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 32,
+    write: Annotated[bool, typer.Option("--write/--no-write", help="Whether to write the settings.")] = True,
+    disable: Annotated[
+        bool,
+        typer.Option("--disable", help="Write enabled: false if no ratio agrees; by default nothing is written then."),
+    ] = False,
+    json_file: JsonOption = None,
+) -> None:
+    """Find the smallest recompute ratio whose answers are full prefill's on your own documents and questions, and keep it.
+
+    Exits with 1 if there is none and nothing is written.
+    """
+    from cacheblend_rag.config import BlendConfig
+    from cacheblend_rag.eval import calibrate as run
+    from cacheblend_rag.eval import read_questions
+
+    tried = parse_ratios(ratios)
+    asked = read_questions(questions)
+    if not config_file.absolute().parent.is_dir():
+        raise typer.BadParameter(f"the folder {config_file.absolute().parent} does not exist", param_hint="--config")
+    for path in paths or []:
+        if not path.exists():
+            raise typer.BadParameter(f"there is no file or folder {path}", param_hint="PATH")
+    config = BlendConfig.from_yaml(config_file) if config_file.exists() else BlendConfig()
+    started = time.perf_counter()
+    opened = (
+        _read(paths, config, model, embedding, chunk_tokens)
+        if paths
+        else _warmed(store, config, model, embedding, chunk_tokens)
+    )
+    with opened as (engine, library, name):
+        prompts = [_prompt(engine, library, question, top_k) for question in asked]
+        screen = console(stderr=True)
+        with screen.status("calibrating") as status:
+            found = run(
+                engine,
+                prompts,
+                selector=selector,
+                ratios=tried,
+                agreement=agreement,
+                confidence=confidence,
+                max_new_tokens=max_new_tokens,
+                progress=status.update,
+            )
+        embedded = library.embedding.name
+    _show(found, time.perf_counter() - started)
+    changes = _changes(found, config, selector, disable)
+    if write:
+        _write(config_file, changes)
+    write_json(
+        json_file,
+        "calibrate",
+        [asdict(row) for row in found.rows],
+        model=name,
+        embedding=embedded,
+        top_k=top_k,
+        selector=found.selector,
+        agreement=found.target,
+        confidence=found.confidence,
+        questions=found.questions,
+        skipped=found.skipped,
+        recompute_ratio=found.recompute_ratio,
+        reason=found.reason,
+        changes=changes,
+    )
+    if not changes:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _read(
+    paths: list[Path], config: BlendConfig, model: str | None, embedding: str | None, chunk_tokens: int | None
+) -> Iterator[tuple[BlendEngine, Library, str]]:
+    """Read documents into a store that is there for as long as they are asked about."""
+    from cacheblend_rag.documents import Embedding, Library, kv_folder, read_passages
+
+    name = model or "reference"
+    with tempfile.TemporaryDirectory(prefix="cacheblend-calibrate-") as folder:
+        # What is removed afterwards should not be left in a remote tier, nor be looked for there.
+        quiet = config.replace(remote=None, guard_rate=0.0)
+        with open_engine(name, store=kv_folder(Path(folder)), config=quiet) as engine:
+            passages, skipped = read_passages(paths, token_counter(engine), chunk_tokens or CHUNK_TOKENS)
+            for note in skipped:
+                typer.echo(note, err=True)
+            if not passages:
+                raise ConfigError(
+                    f"no text was found in {', '.join(map(str, paths))}: .txt, .md and .rst files are read"
+                )
+            with Library(Path(folder), engine, Embedding(embedding)) as library:
+                with progress_bar("warming") as progress:
+                    library.warm(passages, paths, progress=progress)
+                yield engine, library, name
+
+
+@contextmanager
+def _warmed(
+    store: Path, config: BlendConfig, model: str | None, embedding: str | None, chunk_tokens: int | None
+) -> Iterator[tuple[BlendEngine, Library, str]]:
+    """Open what was warmed."""
+    from cacheblend_rag.documents import Embedding, Library, LibrarySettings, is_library, kv_folder
+
+    if chunk_tokens is not None:
+        raise typer.BadParameter("passages that were warmed have their length", param_hint="--chunk-tokens")
+    known = LibrarySettings.load(store)
+    if known is None or not is_library(store):
+        raise ConfigError(
+            f"nothing was warmed into {store}; name documents, or run: cacheblend-rag warm PATH --store {store}"
+        )
+    name = model or known.model
+    with (
+        open_engine(name, store=kv_folder(store), config=config.replace(guard_rate=0.0)) as engine,
+        Library(store, engine, Embedding(embedding or known.embedding)) as library,
+    ):
+        if not len(library):
+            raise ConfigError(f"{store} holds no passages; run: cacheblend-rag warm PATH --store {store}")
+        yield engine, library, name
+
+
+def _prompt(engine: BlendEngine, library: Library, question: str, top_k: int) -> BlendPrompt:
+    from cacheblend_rag.chunk import Chunk
+    from cacheblend_rag.documents import question_prompt, reading_order
+
+    found = reading_order(library.search(question, top_k))
+    chunks = [Chunk(match.passage.text, match.passage.id) for match in found]
+    return question_prompt(engine.tokenizer, question, chunks)
+
+
+def _show(found: Calibration, seconds: float) -> None:
+    lines = [
+        (
+            f"{row.recompute_ratio:g}",
+            f"{row.charged_ratio:.3f}",
+            row.questions,
+            f"{row.agreement:.3f}",
+            f"{row.agreement_low:.3f}",
+            f"{row.f1:.3f}",
+            f"{row.first_token_kl:.3g}",
+            f"{row.ttft_ratio:.3f}",
+            "yes" if row.reached else "no",
+        )
+        for row in found.rows
+    ]
+    columns = ("ratio", "charged", "questions", "agreement", "at least", "F1", "KL", "first token", "reached")
+    show_table(f"{found.selector} against full prefill, target {found.target:g}", columns, lines)
+    skipped = f"; {found.skipped} more are prefilled as a whole at any ratio" if found.skipped else ""
+    typer.echo(f"{found.questions} questions in {say_seconds(seconds)}{skipped}")
+    typer.echo(found.reason)
+
+
+def _changes(
+    found: Calibration, config: BlendConfig, selector: str | None, disable: bool
+) -> dict[str, bool | int | float | str]:
+    """Return the settings to write."""
+    if found.recompute_ratio is None:
+        return {"enabled": False} if disable else {}
+    # "auto" chooses ratios from quality_ratio on.
+    name = "quality_ratio" if config.recompute_ratio == "auto" else "recompute_ratio"
+    changes: dict[str, bool | int | float | str] = {name: found.recompute_ratio}
+    if selector is not None and selector != config.selector:
+        changes["selector"] = selector
+    if not config.enabled:
+        changes["enabled"] = True
+    return changes
+
+
+def _write(path: Path, changes: dict[str, bool | int | float | str]) -> None:
+    from cacheblend_rag.eval import write_settings
+
+    if not changes:
+        typer.echo(f"nothing is written to {path}; --disable would switch blending off there")
+        return
+    write_settings(path, changes)
+    written = ", ".join(f"{name}: {str(value).lower()}" for name, value in changes.items())
+    typer.echo(f"{path} says {written}")

@@ -1,0 +1,116 @@
+"""Cutting what a decoder layer is called with to some rows of the prompt."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.fuse.mask import RowMask, row_mask
+
+__all__ = ["RowCutter"]
+
+# The axis along which each argument of a decoder layer is cut; negative ones count from the end.
+_ROW_AXIS = {
+    "hidden_states": 1,
+    "position_ids": -1,
+    "cache_position": -1,
+    "position_embeddings": -2,
+    "attention_mask": -2,
+}
+
+
+class RowCutter:
+    """Cuts the arguments of decoder layers that were made for a whole prompt.
+
+    Parameters
+    ----------
+    model_name : str
+        For messages.
+    length : int
+        Rows of the whole prompt.
+    """
+
+    def __init__(self, model_name: str, length: int) -> None:
+        self._model_name = model_name
+        self._length = length
+        self._rows: torch.Tensor | None = None
+        self._known: dict[tuple[str, int], tuple[Any, Any]] = {}
+
+    def cut(self, arguments: dict[str, Any], before: torch.Tensor | None, rows: torch.Tensor | None) -> dict[str, Any]:
+        """Cut to `rows` every argument with a row axis.
+
+        Parameters
+        ----------
+        arguments : dict
+            What the layer was called with, by name. All but the hidden states are of the whole prompt.
+        before : torch.Tensor or None
+            The rows that the hidden states hold; None for all.
+        rows : torch.Tensor or None
+            The rows wanted, ascending, some of `before`; None for all.
+
+        Returns
+        -------
+        dict
+            What it is to be called with.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If an argument cannot be cut.
+        """
+        if rows is None:
+            return arguments
+        if rows is not self._rows:
+            self._rows = rows
+            self._known.clear()
+        cut: dict[str, Any] = {}
+        for name, value in arguments.items():
+            if name == "hidden_states":
+                if before is rows:
+                    cut[name] = value
+                else:
+                    keep = rows if before is None else torch.searchsorted(before, rows)
+                    cut[name] = value.index_select(1, keep.to(value.device))
+            elif name == "attention_mask":
+                cut[name] = self._once(name, value, partial(self._mask, value, rows, arguments["hidden_states"].device))
+            else:
+                cut[name] = self._once(name, value, partial(self._value, name, value, rows))
+        return cut
+
+    def _once(self, name: str, value: Any, cut: partial[Any]) -> Any:
+        # The model hands the same objects to every layer; the reference kept here keeps the id from being reused.
+        known = (name, id(value))
+        if known not in self._known:
+            self._known[known] = (value, cut())
+        return self._known[known][1]
+
+    def _mask(self, mask: Any, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
+        if mask is None:
+            # The model relied on the attention kernel's causal flag, which is wrong for rows that are not contiguous.
+            return RowMask.over(row_mask(rows.to(device), self._length), rows)
+        if isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[-2] == self._length:
+            return RowMask.over(mask.index_select(2, rows.to(mask.device)), rows)
+        raise UnsupportedModelError(f"{self._model_name}: its layers take a mask of an unknown form, {_describe(mask)}")
+
+    def _value(self, name: str, value: Any, rows: torch.Tensor) -> Any:
+        if isinstance(value, torch.Tensor):
+            axis = _ROW_AXIS.get(name)
+            if axis is None or value.shape[axis] != self._length:
+                raise UnsupportedModelError(
+                    f"{self._model_name}: its layers take {name}, {_describe(value)}, which cannot be cut to rows"
+                )
+            return value.index_select(axis, rows.to(value.device))
+        if isinstance(value, tuple | list) and any(isinstance(item, torch.Tensor) for item in value):
+            return type(value)(self._value(name, item, rows) for item in value)
+        if isinstance(value, dict) and any(isinstance(item, torch.Tensor) for item in value.values()):
+            raise UnsupportedModelError(f"{self._model_name}: its layers take {name} as a mapping of tensors")
+        return value
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,185 @@
+"""Decode-time repair: chunk rows that an output token attends to are recomputed while the answer is written.
+
+At the end of a prompt it is not yet visible which stale rows matter: the position that writes a value is the one that looks
+for it. So each step of decoding is watched. Where it attends to rows whose stored KV has not seen its neighbours, the heaviest
+of them are recomputed in one forward together with the newest token, whose step that redoes. What was repaired stays repaired.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.fuse.steer import BlendCache, Steering
+from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.layout import PromptLayout
+from cacheblend_rag.model import AttentionCall, Decoder, attention_weights, watch_attention
+from cacheblend_rag.selection import FixedSelection
+from cacheblend_rag.selection.question import look_layers, stop_layer
+from cacheblend_rag.selection.segments import pick, segment_numbers
+
+__all__ = ["Repair"]
+
+_SEGMENT_TOKENS = 32
+
+
+class _Held:
+    """The KV of a cache as a layer source; what is written into it is written into the cache."""
+
+    def __init__(self, cache: BlendCache) -> None:
+        self._layers = cache.kv()
+
+    def synchronize(self, layer: int) -> LayerKV:
+        """Return the layer itself, not a copy."""
+        return self._layers[layer]
+
+
+class Repair:
+    """Watches one answer being decoded and repairs the chunk KV that it depends on.
+
+    Parameters
+    ----------
+    decoder : Decoder
+        The model.
+    cache : BlendCache
+        The cache of the prompt that is being answered.
+    layout : PromptLayout
+        The prompt.
+    prefill : Steering
+        The blended prefill; what it has not recomputed by the first step is stale.
+    config : BlendConfig
+        `repair_ratio` bounds the work, over the whole answer.
+
+    Attributes
+    ----------
+    charge : float
+        Work done so far, in decoder-block rows, redone steps and the scores of watched layers included.
+    repaired_rows : int
+        Chunk rows recomputed so far.
+    """
+
+    def __init__(
+        self, decoder: Decoder, cache: BlendCache, layout: PromptLayout, prefill: Steering, config: BlendConfig
+    ) -> None:
+        self._decoder = decoder
+        self._cache = cache
+        self._layout = layout
+        self._prefill = prefill
+        self._stale: torch.Tensor | None = None
+        self._ids = list(layout.token_ids)
+        self._positions = list(layout.positions)
+        self._watched = look_layers(config, decoder.num_layers)
+        self._stop_layer = stop_layer(config, decoder.num_layers)
+        self._segment_tokens = config.segment_tokens or _SEGMENT_TOKENS
+        self._limit = config.repair_limit
+        self._budget = config.repair_ratio * layout.context_tokens * decoder.num_layers
+        self._mass: torch.Tensor | None = None
+        self._layer = 0
+        self._busy = False
+        self.charge = 0.0
+        self.repaired_rows = 0
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Watch and repair for the duration of a ``with`` block, from the first step behind the prefill on."""
+        model = self._decoder.model
+        hooks = [
+            model.register_forward_pre_hook(self._before_step, with_kwargs=True),
+            model.register_forward_hook(self._after_step, with_kwargs=True),
+        ]
+        try:
+            with watch_attention(self._watch):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _before_step(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_step(kwargs):
+            if self._stale is None:
+                rows = self._layout.candidate_rows.to(self._decoder.device)
+                self._stale = rows[~torch.isin(rows, self._prefill.recomputed_rows)]
+            self._layer = 0
+            self._mass = torch.zeros(len(self._layout), device=self._decoder.device)
+
+    def _is_step(self, kwargs: dict[str, Any]) -> bool:
+        ids = kwargs.get("input_ids")
+        return (
+            not self._busy
+            and kwargs.get("past_key_values") is self._cache
+            and self._cache.steering is None
+            and isinstance(ids, torch.Tensor)
+            and ids.shape[1] == 1
+        )
+
+    def _watch(self, call: AttentionCall) -> None:
+        if self._mass is None or self._busy:
+            return
+        layer, self._layer = self._layer, self._layer + 1
+        if layer in self._watched:
+            heads, _, width = call.query.shape[1:]
+            self.charge += 2 * heads * width * call.key.shape[2] / self._decoder.row_flops
+            weights = attention_weights(call, 1)[:, 0, : len(self._layout)].mean(dim=0)
+            self._mass += weights.to(self._mass.device) / len(self._watched)
+
+    def _after_step(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if not self._is_step(kwargs):
+            return None
+        assert self._mass is not None
+        mass, self._mass = self._mass, None
+        positions = kwargs.get("position_ids")
+        self._ids.append(int(kwargs["input_ids"][0, 0]))
+        self._positions.append(self._positions[-1] + 1 if positions is None else int(positions.flatten()[-1]))
+        rows = self._rows_to_repair(mass)
+        if not rows.numel():
+            return None
+        output.logits = self._redo(rows)
+        return output
+
+    def _rows_to_repair(self, mass: torch.Tensor) -> torch.Tensor:
+        """Return the stale rows of the heaviest segments, as far as the budget goes; none where little attention goes there."""
+        stale = self._stale
+        assert stale is not None
+        if not stale.numel():
+            return stale
+        weights = mass[stale]
+        depth = self._stop_layer or self._decoder.num_layers
+        affordable = int((self._budget - self.charge - self._decoder.num_layers) // depth)
+        segments = segment_numbers(self._layout, stale, self._segment_tokens)
+        totals = torch.zeros(int(segments[-1]) + 1, device=weights.device).index_add_(0, segments, weights)
+        heavy = totals > self._limit
+        wanted = int(heavy[segments].sum())
+        if affordable <= 0 or not wanted:
+            return stale[:0]
+        return pick(weights, stale, min(wanted, affordable), self._layout, self._segment_tokens)
+
+    def _redo(self, rows: torch.Tensor) -> torch.Tensor:
+        """Recompute chunk rows and the newest token in one forward; return the logits behind the newest token."""
+        decoder = self._decoder
+        assert self._stale is not None
+        layout = PromptLayout(tuple(self._ids), tuple(self._positions), self._layout.chunks, self._layout.exact_chunks)
+        newest = torch.tensor([len(self._ids) - 1])
+        selection = FixedSelection(rows, self._stop_layer)
+        cache = BlendCache(decoder.num_layers)
+        steering = Steering(decoder, cache, layout, selection, _Held(self._cache), text_rows=newest)
+        inputs: dict[str, Any] = {
+            "input_ids": torch.tensor([self._ids], device=decoder.device),
+            "position_ids": torch.tensor([self._positions], device=decoder.device),
+        }
+        if decoder.model._supports_logits_to_keep():  # type: ignore[operator]  # as generate asks
+            inputs["logits_to_keep"] = 1
+        self._busy = True
+        try:
+            with steering():
+                logits: torch.Tensor = decoder.model(**inputs, past_key_values=cache, use_cache=True).logits[:, -1:]
+        finally:
+            self._busy = False
+        self.charge += steering.charge + decoder.num_layers
+        self.repaired_rows += rows.numel()
+        self._stale = self._stale[~torch.isin(self._stale, rows)]
+        return logits

@@ -1,0 +1,166 @@
+"""Seeing what a model's own attention is called with, whatever the model and its attention implementation."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+__all__ = ["AttentionCall", "attention_weights", "watch_attention"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionCall:
+    """What a layer's attention was called with.
+
+    Attributes
+    ----------
+    query : torch.Tensor
+        Rotated queries of the computed rows, ``(batch, num_heads, rows, head_dim)``.
+    key : torch.Tensor
+        ``(batch, num_kv_heads, seq_len, head_dim)``; the object that the cache returned.
+    mask : torch.Tensor or None
+        Boolean (True where a row may attend) or additive, ``(batch, 1 or num_heads, rows, seq_len)``; None where the kernel's
+        causal flag is relied on.
+    scaling : float
+        What queries times keys are multiplied with.
+    softcap : float or None
+        The bound that scores are bent to by a hyperbolic tangent.
+    sinks : torch.Tensor or None
+        A score for each head that takes attention from all tokens, ``(num_heads,)``.
+    position_bias : torch.Tensor or None
+        What is added to the scores because of the distance of two tokens.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    mask: torch.Tensor | None
+    scaling: float
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    position_bias: torch.Tensor | None = None
+
+
+Watcher = Callable[[AttentionCall], None]
+
+
+def attention_weights(call: AttentionCall, window: int) -> torch.Tensor:
+    """Return what the last rows attend to, computed from the layer's own queries and keys.
+
+    Parameters
+    ----------
+    call : AttentionCall
+        The layer's attention call, of one sequence; its last row is the last token of that sequence.
+    window : int
+        How many of the last rows; without a mask they must be the last tokens of the sequence.
+
+    Returns
+    -------
+    torch.Tensor
+        float32, ``(num_heads, window, seq_len)``; query heads that share a key head stand next to each other.
+    """
+    key = call.key[0]
+    kv_heads, columns, width = key.shape
+    query = call.query[0, :, -window:]
+    heads, window = query.shape[:2]
+    scores = query.reshape(kv_heads, heads // kv_heads * window, width) @ key.transpose(1, 2)
+    scores = scores.view(heads, window, columns).float() * call.scaling
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    if call.position_bias is not None:
+        scores = scores + call.position_bias[0, :, -window:, :columns].float()
+    if call.mask is None or call.mask.ndim != 4:
+        later = torch.ones(window, window, dtype=torch.bool, device=scores.device).triu(1)
+        scores[..., columns - window :].masked_fill_(later, -torch.inf)
+    else:
+        mask = call.mask[0, :, -window:, :columns]
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.float()
+    total = scores.logsumexp(dim=-1, keepdim=True)
+    if call.sinks is not None:
+        total = torch.logaddexp(total, call.sinks.float().view(heads, 1, 1))
+    return (scores - total).exp()
+
+
+class _Watchers(threading.local):
+    def __init__(self) -> None:
+        self.before: list[Watcher] = []
+        self.after: list[Watcher] = []
+
+
+_watchers = _Watchers()
+_lock = threading.Lock()
+_open = 0
+_original = AttentionInterface.get_interface
+
+
+@contextmanager
+def watch_attention(watcher: Watcher, *, before: bool = False) -> Iterator[None]:
+    """Have `watcher` called at every attention call of this thread, for the duration of a ``with`` block.
+
+    All models of transformers ask one table for their attention function, eager attention included; the table's answer is
+    wrapped while any block is open, and only in the threads that opened one.
+
+    Parameters
+    ----------
+    watcher : callable
+        Called with an `AttentionCall`.
+    before : bool
+        Whether it is called before the attention is computed, rather than after; it may then leave the layer by raising.
+    """
+    global _open
+    with _lock:
+        if _open == 0:
+            AttentionInterface.get_interface = _get_interface  # type: ignore[assignment, method-assign]
+        _open += 1
+    watchers = _watchers.before if before else _watchers.after
+    watchers.append(watcher)
+    try:
+        yield
+    finally:
+        watchers.remove(watcher)
+        with _lock:
+            _open -= 1
+            if _open == 0:
+                AttentionInterface.get_interface = _original  # type: ignore[method-assign]
+
+
+def _get_interface(
+    table: AttentionInterface, attn_implementation: str, default: Callable[..., Any]
+) -> Callable[..., Any]:
+    function: Callable[..., Any] = _original(table, attn_implementation, default)
+    return partial(_watched, function) if _watchers.before or _watchers.after else function
+
+
+def _watched(
+    function: Callable[..., Any],
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    scaling = kwargs.get("scaling")
+    call = AttentionCall(
+        query,
+        key,
+        attention_mask,
+        query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        kwargs.get("softcap"),
+        kwargs.get("s_aux"),
+        kwargs.get("position_bias"),
+    )
+    for watcher in list(_watchers.before):
+        watcher(call)
+    result = function(module, query, key, value, attention_mask, *args, **kwargs)
+    for watcher in list(_watchers.after):
+        watcher(call)
+    return result

@@ -1,0 +1,77 @@
+"""Picking rows by score, one by one or in segments: neighbouring tokens of one chunk that are taken together."""
+
+from __future__ import annotations
+
+import torch
+
+from cacheblend_rag.layout import PromptLayout
+
+__all__ = ["pick", "segment_numbers"]
+
+
+def segment_numbers(layout: PromptLayout, rows: torch.Tensor, segment_tokens: int) -> torch.Tensor:
+    """Return which segment each row belongs to.
+
+    Parameters
+    ----------
+    layout : PromptLayout
+        The prompt. Each of its chunks is cut into as few segments as possible, all of like length.
+    rows : torch.Tensor
+        Chunk rows, ascending, int64.
+    segment_tokens : int
+        Most tokens of a segment.
+
+    Returns
+    -------
+    torch.Tensor
+        Numbers from 0 on, ascending, int64, ``(len(rows),)``.
+    """
+    starts: list[int] = []
+    for span in layout.chunks:
+        count = -(-len(span) // segment_tokens)
+        starts += [span.start + number * len(span) // count for number in range(count)]
+    return torch.searchsorted(torch.tensor(starts, device=rows.device), rows, right=True) - 1
+
+
+def pick(
+    scores: torch.Tensor, rows: torch.Tensor, budget: int, layout: PromptLayout, segment_tokens: int = 1
+) -> torch.Tensor:
+    """Return the rows of the highest scores.
+
+    A token's KV is computed from the tokens before it in its sentence as much as from other chunks. Recomputed alone among stale
+    neighbours, it stays stale; recomputed with them, it does not. So whole segments are taken, by their mean score, and the best
+    tokens of the one that does not fit any more.
+
+    Parameters
+    ----------
+    scores : torch.Tensor
+        One for each row, ``(len(rows),)``.
+    rows : torch.Tensor
+        Chunk rows, ascending, int64.
+    budget : int
+        How many rows to return, at most all of them.
+    layout : PromptLayout
+        The prompt.
+    segment_tokens : int
+        Most tokens of a segment; 1 takes each token for itself.
+
+    Returns
+    -------
+    torch.Tensor
+        `budget` of `rows`, ascending.
+    """
+    budget = min(budget, rows.numel())
+    if segment_tokens > 1 and budget:
+        segment = segment_numbers(layout, rows, segment_tokens)
+        count = int(segment[-1]) + 1
+        total = torch.zeros(count, dtype=torch.float64, device=scores.device).index_add_(0, segment, scores.double())
+        mean = total / torch.bincount(segment, minlength=count).clamp_min(1)
+        # Rank by segment first; a token's own score decides within the last one, where not all tokens fit.
+        place = torch.empty_like(mean).index_copy_(
+            0, mean.argsort(descending=True, stable=True), torch.arange(count, device=mean.device, dtype=mean.dtype)
+        )
+        order = scores.double().argsort(descending=True, stable=True)
+        chosen = order[place[segment[order]].argsort(stable=True)][:budget]
+    else:
+        chosen = scores.topk(budget, sorted=False).indices
+    return rows[chosen.sort().values.to(rows.device)]

@@ -1,0 +1,332 @@
+"""The online guard: it finds answers that reuse spoils, acts on them, and is in nobody's way."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag.engine.firsttoken import TokenDistribution
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.reference import load_model, load_tokenizer
+from cacheblend_rag.reference.corpus import eval_examples
+from cacheblend_rag.reference.prompt import DEFAULT_FORMAT, FORMATS
+from tests.families import tiny_model, tiny_tokenizer, words
+
+THREAD = "cacheblend-guard"
+
+
+def tiny_engine(**changes: Any) -> BlendEngine:
+    config = BlendConfig(**({"recompute_ratio": 0.0, "selector": "random", "guard_rate": 1.0} | changes))
+    engine = BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config)
+    engine.add([Chunk(id=name, text=words(8, number)) for number, name in enumerate("abcd")])
+    return engine
+
+
+@pytest.fixture
+def engine() -> Iterator[BlendEngine]:
+    with tiny_engine() as engine:
+        yield engine
+
+
+def prompt(number: int = 0) -> BlendPrompt:
+    return BlendPrompt(words(3, 50 + number), ["a", "b", "c"], words(4, 90 + number))
+
+
+def guard_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == THREAD]
+
+
+def metric(engine: BlendEngine, name: str, **labels: str) -> float | None:
+    return engine.metrics.registry.get_sample_value(f"cacheblend_guard_{name}", labels)
+
+
+@pytest.fixture(scope="module")
+def reference() -> tuple[Any, Any]:
+    return load_model(), load_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def pronoun_prompts() -> list[BlendPrompt]:
+    """Questions whose answer stands in a chunk that says only "he" or "she"."""
+    form = FORMATS[DEFAULT_FORMAT]
+    return [
+        BlendPrompt(form.prefix(), [Chunk(text) for text in each.chunks], form.suffix(question.text), form.separator)
+        for each in eval_examples(40, seed=3)
+        for question in each.questions
+        if question.kind == "pronoun"
+    ]
+
+
+def guarded(reference: tuple[Any, Any], action: str, **changes: Any) -> BlendEngine:
+    values = {"recompute_ratio": 0.0, "guard_rate": 1.0, "guard_window": 3, "guard_limit": 0.01} | changes
+    return BlendEngine(*reference, config=BlendConfig(guard_action=action, self_check=False, **values))
+
+
+def ask_until_it_acts(engine: BlendEngine, prompts: list[BlendPrompt]) -> int:
+    """Ask, each answer compared before the next question; return how many questions it took."""
+    for number, each in enumerate(prompts, 1):
+        engine.generate(each, 32)
+        assert engine.guard.wait(120)
+        if engine.guard.status().action is not None:
+            return number
+    raise AssertionError("the guard never acted")
+
+
+def test_it_raises_the_ratio_where_reuse_spoils_answers(
+    reference: tuple[Any, Any], pronoun_prompts: list[BlendPrompt], caplog: pytest.LogCaptureFixture
+) -> None:
+    with guarded(reference, "raise") as engine:
+        asked = ask_until_it_acts(engine, pronoun_prompts)
+        status = engine.guard.status()
+        assert status.compared == status.sampled == asked >= 3
+        assert 0 < status.differing <= asked
+        assert (status.recompute_ratio, status.window) == (0.05, 0)
+        assert status.action is not None and status.action.startswith("recompute_ratio raised from 0 to 0.05")
+        report = engine.generate(pronoun_prompts[0], 2).report
+        assert (report.recompute_ratio, report.guard, report.fallback_reason) == (0.05, status.action, None)
+        assert metric(engine, "recompute_ratio") == 0.05
+        assert metric(engine, "acted") == 1
+        # Settings that a call brings itself are its own business.
+        own = engine.generate(pronoun_prompts[0], 2, config=engine.config.replace()).report
+        assert (own.recompute_ratio, own.guard) == (0.0, None)
+        engine.guard.reset()
+        assert engine.generate(pronoun_prompts[0], 2).report.recompute_ratio == 0.0
+    (warning,) = (record for record in caplog.records if record.name.endswith(".guard"))
+    assert status.action in warning.getMessage()
+
+
+def test_it_falls_back_to_full_prefill(reference: tuple[Any, Any], pronoun_prompts: list[BlendPrompt]) -> None:
+    with guarded(reference, "full") as engine:
+        ask_until_it_acts(engine, pronoun_prompts)
+        compared = engine.guard.status().compared
+        result = engine.generate(pronoun_prompts[0], 32)
+        assert result.report.selector == "full"
+        assert result.report.guard == result.report.fallback_reason == engine.guard.status().action
+        full = engine.generate(pronoun_prompts[0], 32, config=engine.config.replace(enabled=False))
+        assert result.text == full.text
+        assert engine.guard.wait(120)
+        assert engine.guard.status().compared == compared
+        assert metric(engine, "recompute_ratio") == 1
+        assert engine.metrics.registry.get_sample_value("cacheblend_fallbacks_total") == 1
+
+
+def test_it_reports_once_and_says_nothing_of_prompts(
+    reference: tuple[Any, Any], pronoun_prompts: list[BlendPrompt], caplog: pytest.LogCaptureFixture
+) -> None:
+    with guarded(reference, "report", guard_window=2, guard_limit=0.0) as engine:
+        for each in pronoun_prompts[:5]:
+            engine.generate(each, 32)
+            assert engine.guard.wait(120)
+        status = engine.guard.status()
+        assert (status.compared, status.window, status.action, status.recompute_ratio) == (5, 2, None, 0.0)
+    warnings = [record.getMessage() for record in caplog.records if record.name.endswith(".guard")]
+    assert 1 <= len(warnings) <= 2
+    assert all(warning.startswith("guard: the last 2 answers compared differ") for warning in warnings)
+
+
+def test_it_is_off_by_default(caplog: pytest.LogCaptureFixture) -> None:
+    with tiny_engine(guard_rate=0.0) as engine:
+        assert not engine.guard.active
+        assert engine.generate(prompt(), 3).report.guard is None
+        assert engine.guard.status().sampled == 0
+        assert metric(engine, "pending") is None
+        assert not guard_threads()
+        assert not any(module._forward_hooks for module in engine.model.modules())
+
+
+def test_an_exact_blend_is_no_divergence(engine: BlendEngine) -> None:
+    # The only chunk stands right behind its encoding prefix.
+    engine.generate(BlendPrompt("", ["a"], words(4, 7)), 5)
+    assert engine.guard.wait(120)
+    status = engine.guard.status()
+    assert (status.compared, status.differing, status.divergence) == (1, 0, 0.0)
+    assert status.first_token_kl == pytest.approx(0, abs=1e-6)
+
+
+def test_concurrent_queries_keep_their_answers() -> None:
+    with tiny_engine() as guarded, tiny_engine(guard_rate=0.0) as plain:
+        wanted = [plain.generate(prompt(number), 6).token_ids for number in range(16)]
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda number: guarded.generate(prompt(number), 6).token_ids, range(16)))
+        assert found == wanted
+        assert guarded.guard.wait(120)
+        status = guarded.guard.status()
+        assert (status.sampled, status.failed, status.pending) == (16, 0, 0)
+        assert status.compared + status.dropped == 16
+        assert metric(guarded, "samples_total", outcome="compared") == status.compared > 0
+        assert metric(guarded, "divergence") == status.divergence
+
+
+def test_too_many_samples_are_dropped_and_closing_does_not_wait_for_them(engine: BlendEngine) -> None:
+    # Whoever has the model may take it again, and the guard waits.
+    with engine._runner.lock:
+        for number in range(11):
+            engine.generate(prompt(number), 2)
+        status = engine.guard.status()
+        assert (status.sampled, status.pending, status.dropped, status.compared) == (11, 8, 3, 0)
+        assert not engine.guard.wait(0)
+        engine.close()
+        assert engine.guard.status().dropped == 11
+    for thread in guard_threads():
+        thread.join(120)
+    assert engine.guard.status().compared == 0
+    assert engine.guard.wait(0)
+
+
+def test_it_gives_way_to_a_prompt(engine: BlendEngine) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    attempts = []
+
+    def hold(*_: Any) -> None:
+        if threading.current_thread().name == THREAD:
+            attempts.append(engine._runner.lock.wanted)
+            begun.set()
+            assert go_on.wait(120)
+
+    engine.model.model.layers[1].register_forward_pre_hook(hold)
+    engine.generate(prompt(), 2)
+    assert begun.wait(120)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(engine.generate, prompt(1), 2, config=engine.config.replace())
+        while not engine._runner.lock.wanted:
+            pass
+        go_on.set()
+        assert answer.result(120).token_ids
+    assert engine.guard.wait(120)
+    # The first attempt got no further than the next layer: one more than the two forwards of the whole comparison.
+    assert len(attempts) == 3
+    assert engine.guard.status().compared == 1
+
+
+def test_streams_are_compared_and_cancelled_ones_are_not(engine: BlendEngine) -> None:
+    stream = engine.stream(prompt(), 4)
+    assert "".join(stream) and stream.result()
+    assert engine.guard.wait(120)
+    assert engine.guard.status().compared == 1
+    with engine._runner.lock:
+        cancelled = engine.stream(prompt(1), 4)
+        cancelled.close()
+    assert cancelled.result().token_ids == ()
+    assert engine.guard.wait(120)
+    assert engine.guard.status().sampled == 1
+
+
+def test_of_answers_drawn_at_random_the_first_token_is_compared(engine: BlendEngine) -> None:
+    engine.generate(prompt(), 4, do_sample=True)
+    assert engine.guard.wait(120)
+    status = engine.guard.status()
+    assert (status.compared, status.differing) == (1, 0)
+    assert status.divergence is not None and 0 < status.divergence <= 1
+
+
+def test_a_comparison_that_fails_is_counted(engine: BlendEngine, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(*_: Any) -> None:
+        if threading.current_thread().name == THREAD:
+            raise RuntimeError("secret words")
+
+    engine.model.model.layers[2].register_forward_pre_hook(fail)
+    engine.generate(prompt(), 2)
+    assert engine.guard.wait(120)
+    assert engine.guard.status().failed == 1
+    assert "RuntimeError" in caplog.text and "secret" not in caplog.text
+    assert engine.generate(prompt(1), 2).token_ids
+
+
+def test_what_is_drawn_follows_from_the_seed() -> None:
+    def drawn(seed: int) -> list[int]:
+        with tiny_engine(guard_rate=0.4, seed=seed) as engine:
+            counts = []
+            for number in range(12):
+                engine.generate(prompt(number), 1)
+                assert engine.guard.wait(120)
+                counts.append(engine.guard.status().sampled)
+            return counts
+
+    assert drawn(1) == drawn(1) != drawn(2)
+    assert 0 < drawn(1)[-1] < 12
+
+
+def test_it_raises_up_to_full_prefill_and_the_floor_of_auto() -> None:
+    def orders(**changes: Any) -> list[str]:
+        with tiny_engine(guard_action="raise", **changes) as engine:
+            found = []
+            while engine.guard.order.config.enabled:
+                engine.guard._adopt(engine.guard._next("why"))
+                found.append(str(engine.guard.order.action))
+            return found
+
+    assert orders(recompute_ratio=0.5) == ["recompute_ratio raised from 0.5 to 0.75: why", "full prefill: why"]
+    assert orders(recompute_ratio="auto", quality_ratio=0.75) == ["full prefill: why"]
+    assert orders(recompute_ratio="auto", quality_ratio=0.6)[0] == "quality_ratio raised from 0.6 to 0.75: why"
+    assert orders(selector="none") == ["full prefill: why"]
+
+
+def test_an_interpreter_that_ends_does_not_wait_for_comparisons() -> None:
+    script = """
+import threading, time
+from tests.core.test_guard import prompt, tiny_engine
+engine = tiny_engine()
+slow = lambda *_: time.sleep(1.0 if threading.current_thread().name == "cacheblend-guard" else 0)
+engine.model.model.layers[1].register_forward_pre_hook(slow)
+engine.generate(prompt(), 400, min_new_tokens=400)
+print(engine.guard.status().pending)
+"""
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stdout.strip()) == (0, "1"), done.stderr
+
+
+@pytest.mark.parametrize(
+    "values", [{"guard_rate": 1.5}, {"guard_limit": -0.1}, {"guard_window": 0}, {"guard_action": "pray"}]
+)
+def test_settings_without_meaning_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(values))):
+        BlendConfig(**values)
+
+
+def test_it_is_set_for_an_engine(engine: BlendEngine) -> None:
+    with pytest.raises(ConfigError, match=r"guard_rate=0\.5 cannot be set for one call"):
+        engine.generate(prompt(), 1, config=engine.config.replace(guard_rate=0.5))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(2, 700), st.integers(0, 2**31), st.floats(0.1, 20), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_distances_of_distributions(vocabulary: int, seed: int, scale: float, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    one, other = ((scale * torch.randn(vocabulary, generator=generator)).to(dtype) for _ in range(2))
+    p, q = (logits.double().softmax(-1) for logits in (one, other))
+    distribution = TokenDistribution.of(one)
+    kl, distance = distribution.kl_to(other), distribution.distance_to(other)
+    whole_kl, whole_distance = float((p * (p.log() - q.log())).sum()), float((p - q).abs().sum() / 2)
+    assert 0 <= kl <= whole_kl + 1e-6
+    assert 0 <= distance <= whole_distance + 1e-9
+    if vocabulary <= 256 and float(q.min()) > 1e-11 and float(p.min()) > 1e-11:
+        assert kl == pytest.approx(whole_kl, abs=1e-6)
+        assert distance == pytest.approx(whole_distance, abs=1e-9)
+    assert distribution.kl_to(one) == pytest.approx(0, abs=1e-9)
+
+
+def test_a_token_that_is_ruled_out_leaves_the_divergence_finite() -> None:
+    one, other = torch.zeros(4), torch.tensor([0.0, 0.0, 0.0, -torch.inf])
+    assert 0 < TokenDistribution.of(one).kl_to(other) < 10
+    assert TokenDistribution.of(other).kl_to(one) == pytest.approx(torch.tensor(4 / 3).log().item())
+
+
+def test_nothing_is_logged_at_info_for_a_comparison(engine: BlendEngine, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="cacheblend_rag"):
+        engine.generate(prompt(), 2)
+        assert engine.guard.wait(120)
+    assert sum(hasattr(record, "blend") for record in caplog.records) == 1
+    assert engine.metrics.registry.get_sample_value("cacheblend_ttft_seconds_count") == 1

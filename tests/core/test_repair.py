@@ -1,0 +1,109 @@
+"""Decode-time repair: exact over true KV, and against a dense reference over stale KV."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef
+from cacheblend_rag.engine.selfcheck import TrueKV
+from cacheblend_rag.fuse import BlendCache, Repair, Steering
+from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.layout import ChunkSpan, PromptLayout
+from cacheblend_rag.model import inspect_model
+from cacheblend_rag.selection import FixedSelection
+from tests.core.dense import RecordingCache, own_kv, stale_kv
+from tests.families import CASES, tiny_model, tiny_tokenizer, words
+
+TOLERANCE = 1e-4
+SPANS = ((5, 25), (25, 47), (50, 70))
+LENGTH = 76
+
+
+@pytest.fixture(params=CASES, ids="-".join)
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return tiny_model(*request.param)
+
+
+@torch.no_grad()
+def test_repairing_true_kv_changes_nothing(model: PreTrainedModel) -> None:
+    decoder = inspect_model(model)
+    ids = torch.randint(3, 97, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    layout = PromptLayout(tuple(ids[0].tolist()), tuple(range(LENGTH)), tuple(ChunkSpan(a, b, a) for a, b in SPANS))
+    own = TrueKV([LayerKV(*kv) for kv in own_kv(model, ids[0].tolist())])
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}
+    scored = {"return_dict_in_generate": True, "output_logits": True}
+    wanted = model.generate(ids, **options, **scored)
+    cache = BlendCache(decoder.num_layers)
+    steering = Steering(decoder, cache, layout, FixedSelection(torch.tensor([], dtype=torch.int64)), own)
+    config = BlendConfig(repair_ratio=0.6, repair_limit=0.0, segment_tokens=5)
+    repair = Repair(decoder, cache, layout, steering, config)
+    with steering(), repair():
+        got = model.generate(ids, past_key_values=cache, **options, **scored)
+    assert 0 < repair.repaired_rows < 62
+    assert got.sequences.tolist() == wanted.sequences.tolist()
+    for one, other in zip(got.logits, wanted.logits, strict=True):
+        assert (one - other).abs().max() < TOLERANCE
+    # Every repaired row cost a block in every layer, and so did the step that was redone.
+    assert repair.charge >= decoder.num_layers * (repair.repaired_rows + 1)
+
+
+class _Replacing(RecordingCache):
+    """Puts given KV in place of the rows that are not computed."""
+
+    def __init__(self, kv: list[tuple[torch.Tensor, torch.Tensor]], computed: list[int]) -> None:
+        super().__init__()
+        self._kv = kv
+        self._computed = computed
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: object, **kwargs: object):
+        mixed = []
+        for given, new in zip(self._kv[layer], (keys, values), strict=True):
+            whole = torch.zeros_like(new)
+            whole[:, :, : given.shape[2]] = given
+            whole[:, :, self._computed] = new[:, :, self._computed]
+            mixed.append(whole)
+        return super().update(*mixed, layer)
+
+
+@torch.no_grad()
+def test_a_repaired_step_is_the_dense_reference() -> None:
+    model = tiny_model("llama", "eager")
+    config = BlendConfig(
+        selector="none", repair_ratio=0.25, repair_limit=0.0, segment_tokens=1, look_layers=(1, 2), strict=True
+    )
+    with BlendEngine(model, tiny_tokenizer(), config=config) as engine:
+        engine.add([Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate((20, 22, 20))])
+        refs = [ChunkRef(f"n{number}") for number in range(3)]
+        prompt = BlendPrompt(segments=[words(4, 10), *refs[:2], words(3, 11), refs[2], words(6, 12)])
+        ids = list(engine.prompt_ids(prompt))
+        result = engine.generate(prompt, 2, do_sample=False, min_new_tokens=2)
+    rows = [row for a, b in SPANS for row in range(a, b)]
+    text = [row for row in range(LENGTH) if row not in rows]
+    # The prefill without any recompute, and the first step behind it.
+    prefill = _Replacing(stale_kv(model, ids, SPANS, [1]), text)
+    first = int(model(input_ids=torch.tensor([ids]), past_key_values=prefill, use_cache=True).logits[0, -1].argmax())
+    held = [(layer.keys, layer.values) for layer in prefill.layers]
+    ids.append(first)
+    step = model(
+        input_ids=torch.tensor([ids]),
+        past_key_values=_Replacing(held, [LENGTH]),
+        use_cache=True,
+        output_attentions=True,
+    )
+    mass = sum(step.attentions[layer][0, :, -1][:, rows].mean(dim=0) for layer in (1, 2))
+    repaired = result.report.repaired_tokens
+    # A quarter of the work, less the newest token's own redone step and what was spent on looking.
+    assert 10 < repaired < 0.25 * 62
+    chosen = [rows[index] for index in mass.topk(repaired).indices.tolist()]
+    redone = model(input_ids=torch.tensor([ids]), past_key_values=_Replacing(held, [*chosen, LENGTH]), use_cache=True)
+    assert result.token_ids == (first, int(redone.logits[0, -1].argmax()))
+    assert result.report.charged_ratio <= 0.25
+
+
+def test_without_a_budget_nothing_is_watched() -> None:
+    with BlendEngine(tiny_model("llama", "sdpa"), tiny_tokenizer(), config=BlendConfig(selector="none")) as engine:
+        engine.add([Chunk(words(20, 0), "n0")])
+        report = engine.generate(BlendPrompt(words(4, 1), ["n0"], words(5, 2)), 4).report
+        assert report.repaired_tokens == 0 and report.charged_ratio == 0

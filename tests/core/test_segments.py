@@ -1,0 +1,67 @@
+"""Picking rows by score: against a naive count, over drawn layouts."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cacheblend_rag import BlendConfig
+from cacheblend_rag.layout import ChunkSpan, PromptLayout
+from cacheblend_rag.selection import SelectionTask, make_selector
+from cacheblend_rag.selection.segments import pick, segment_numbers
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> PromptLayout:
+    spans, at = [], draw(st.integers(1, 4))
+    for _ in range(draw(st.integers(1, 5))):
+        length = draw(st.integers(1, 30))
+        spans.append(ChunkSpan(at, at + length, at))
+        at += length + draw(st.integers(0, 3))
+    return PromptLayout(tuple(range(at + 2)), tuple(range(at + 2)), tuple(spans), draw(st.integers(0, 1)))
+
+
+@given(layouts(), st.integers(1, 12))
+def test_segments_never_leave_a_chunk_and_are_of_like_length(layout: PromptLayout, most: int) -> None:
+    rows = layout.context_rows
+    numbers = segment_numbers(layout, rows, most)
+    counts = torch.bincount(numbers)
+    assert counts.max() <= most and int((counts == 0).sum()) == 0
+    for span in layout.chunks:
+        inside = (rows >= span.start) & (rows < span.stop)
+        own = numbers[inside]
+        assert not torch.isin(numbers[~inside], own).any()
+        lengths = torch.bincount(own - own[0])
+        assert lengths.max() - lengths.min() <= 1 and lengths.numel() == -(-len(span) // most)
+
+
+@given(layouts(), st.integers(1, 12), st.integers(0, 40), st.randoms(use_true_random=False))
+def test_whole_segments_are_picked_by_their_mean_score(layout: PromptLayout, most: int, budget: int, draw) -> None:
+    rows = layout.candidate_rows
+    scores = torch.tensor([draw.random() for _ in rows])
+    picked = pick(scores, rows, budget, layout, most).tolist()
+    members: dict[int, list[int]] = {}
+    for index, number in enumerate(segment_numbers(layout, rows, most).tolist()):
+        members.setdefault(number, []).append(index)
+    wanted: list[int] = []
+    for indices in sorted(members.values(), key=lambda each: -sum(float(scores[i]) for i in each) / len(each)):
+        best = sorted(indices, key=lambda i: -float(scores[i]))
+        wanted += best[: max(0, budget - len(wanted))]
+    assert picked == sorted(int(rows[index]) for index in wanted)
+
+
+@given(layouts(), st.floats(0, 1), st.sampled_from(["first", "both"]))
+def test_boundary_takes_what_is_nearest_to_a_border(layout: PromptLayout, ratio: float, boundary: str) -> None:
+    budget = round(ratio * layout.candidate_rows.numel())
+    selector = make_selector(BlendConfig(selector="boundary", boundary=boundary))  # type: ignore[arg-type]
+    rows = selector.begin(SelectionTask(layout, 4, budget)).rows().tolist()
+    assert rows == sorted(set(rows)) and len(rows) == budget
+    assert set(rows) <= set(layout.candidate_rows.tolist())
+
+    def distance(row: int) -> int:
+        span = next(span for span in layout.chunks if span.start <= row < span.stop)
+        return row - span.start if boundary == "first" else min(2 * (row - span.start), 2 * (span.stop - 1 - row) + 1)
+
+    left = [distance(row) for row in layout.candidate_rows.tolist() if row not in rows]
+    assert not rows or not left or max(map(distance, rows)) <= min(left)

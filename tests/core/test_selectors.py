@@ -1,0 +1,174 @@
+"""Selectors that let the question choose, and recomputing in some layers only: against dense references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef
+from cacheblend_rag.engine.selfcheck import TrueKV
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.fuse import BlendCache, Steering
+from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.layout import ChunkSpan, PromptLayout
+from cacheblend_rag.model import inspect_model
+from cacheblend_rag.selection import SelectionTask, make_selector
+from tests.core.dense import RecordingCache, own_kv, stale_kv
+from tests.families import CASES, tiny_model, tiny_tokenizer, words
+
+TOLERANCE = 1e-4
+SPANS = ((5, 25), (25, 47), (50, 70))
+LENGTH = 76
+QUESTION = LENGTH - SPANS[-1][1]
+SETTINGS = [
+    {"selector": "query"},
+    {"selector": "query", "stop_layer": 4},
+    {"selector": "query", "segment_tokens": 1, "look_layers": (0, 2)},
+    {"selector": "a3"},
+    {"selector": "a3", "segment_tokens": 8},
+    {"selector": "boundary"},
+    {"selector": "hkvd", "segment_tokens": 8},
+]
+
+
+def _ids(seed: int) -> list[int]:
+    return torch.randint(3, 97, (LENGTH,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def _layout(ids: list[int]) -> PromptLayout:
+    return PromptLayout(tuple(ids), tuple(range(len(ids))), tuple(ChunkSpan(a, b, a) for a, b in SPANS))
+
+
+@pytest.fixture(params=CASES, ids="-".join)
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return tiny_model(*request.param)
+
+
+@torch.no_grad()
+def test_every_selector_over_true_kv_gives_the_models_own_logits(model: PreTrainedModel) -> None:
+    decoder = inspect_model(model)
+    ids = _ids(1)
+    layout = _layout(ids)
+    own = [LayerKV(*kv) for kv in own_kv(model, ids)]
+    wanted = model(input_ids=torch.tensor([ids])).logits[0, -1]
+    for settings in SETTINGS:
+        selection = make_selector(BlendConfig(**settings)).begin(SelectionTask(layout, decoder.num_layers, 9))
+        cache = BlendCache(decoder.num_layers)
+        steering = Steering(decoder, cache, layout, selection, TrueKV(own))
+        with steering():
+            got = model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0, -1]
+        assert (got - wanted).abs().max() < TOLERANCE, settings
+        assert steering.recomputed_rows.numel() == (14 if "stop_layer" in settings else 9)
+        assert all((kv.keys - true.keys).abs().max() < TOLERANCE for kv, true in zip(cache.kv(), own, strict=True))
+
+
+class _Layered(RecordingCache):
+    """Puts given KV in place of some rows' own, layer by layer."""
+
+    def __init__(self, kv: list[tuple[torch.Tensor, torch.Tensor]], replaced: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._kv = kv
+        self._replaced = replaced
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: object, **kwargs: object):
+        where = torch.zeros(keys.shape[2], dtype=torch.bool)
+        where[self._replaced[layer]] = True
+        given = self._kv[layer]
+        mixed = [
+            torch.where(where[None, None, :, None], old, new) for old, new in zip(given, (keys, values), strict=True)
+        ]
+        return super().update(*mixed, layer)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("stop", [None, 4])
+def test_the_question_chooses_as_in_the_dense_reference(stop: int | None) -> None:
+    model = tiny_model("llama", "eager")
+    looks, budget = (1, 2), 12
+    config = BlendConfig(
+        selector="query", recompute_ratio=budget / 62, look_layers=looks, stop_layer=stop, segment_tokens=1, strict=True
+    )
+    with BlendEngine(model, tiny_tokenizer(), config=config) as engine:
+        lengths = (20, 22, 20)
+        engine.add([Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate(lengths)])
+        refs = [ChunkRef(f"n{number}") for number in range(3)]
+        prompt = BlendPrompt(segments=[words(4, 10), *refs[:2], words(3, 11), refs[2], words(6, 12)])
+        ids = list(engine.prompt_ids(prompt))
+        result = engine.prefill(prompt)
+    layers = model.config.num_hidden_layers
+    stale = stale_kv(model, ids, SPANS, [1])
+    chunk_rows = torch.cat([torch.arange(a, b) for a, b in SPANS])
+    text_rows = torch.tensor([row for row in range(len(ids)) if row not in set(chunk_rows.tolist())])
+    # First pass: the text over stale KV everywhere.
+    first = _Layered(stale, [chunk_rows] * layers)
+    states: list[torch.Tensor] = []
+    hook = model.get_decoder().layers[looks[-1] + 1].register_forward_pre_hook(lambda _, args: states.append(args[0]))
+    seen = model(
+        input_ids=torch.tensor([ids]), past_key_values=first, use_cache=True, output_attentions=True
+    ).attentions
+    hook.remove()
+    scores = torch.zeros(chunk_rows.numel())
+    for layer in looks:
+        mass = seen[layer][0, :, -QUESTION:][..., chunk_rows].sum(dim=(0, 1))
+        scores += mass / mass.sum()
+    count = round(budget * layers / (stop or layers))
+    chosen = chunk_rows[scores.topk(count).indices.sort().values]
+    # Second pass: the chosen rows through the layers they have missed, over the text as it was, and then all of them.
+    given = [
+        tuple(
+            torch.where(torch.isin(torch.arange(len(ids)), text_rows)[None, None, :, None], kept, old)
+            for kept, old in zip((entry.keys, entry.values), pair, strict=True)
+        )
+        for entry, pair in zip(first.layers, stale, strict=True)
+    ]
+    unchosen = chunk_rows[~torch.isin(chunk_rows, chosen)]
+    missed = torch.cat((unchosen, text_rows)).sort().values
+    replaced = [
+        missed if layer <= looks[-1] else unchosen if layer < (stop or layers) else chunk_rows
+        for layer in range(layers)
+    ]
+    given = [given[layer] if layer <= looks[-1] else stale[layer] for layer in range(layers)]
+
+    def put_text_back(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (args[0].index_copy(1, text_rows, states[0][:, text_rows]), *args[1:])
+
+    hook = model.get_decoder().layers[looks[-1] + 1].register_forward_pre_hook(put_text_back)
+    wanted = model(input_ids=torch.tensor([ids]), past_key_values=_Layered(given, replaced), use_cache=True).logits[
+        0, -1
+    ]
+    hook.remove()
+    assert (result.logits - wanted).abs().max() < TOLERANCE
+    assert result.report.recomputed_tokens == count
+    assert result.report.charged_ratio == pytest.approx(budget / 62, rel=0.1)
+
+
+@torch.no_grad()
+def test_a3_chooses_by_the_fresh_keys_of_layer_1() -> None:
+    model = tiny_model("llama", "eager")
+    config = BlendConfig(selector="a3", recompute_ratio=9 / 62, strict=True)
+    with BlendEngine(model, tiny_tokenizer(), config=config) as engine:
+        chunks = [Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate((20, 22, 20))]
+        engine.add(chunks)
+        refs = [ChunkRef(f"n{number}") for number in range(3)]
+        prompt = BlendPrompt(segments=[words(4, 10), *refs[:2], words(3, 11), refs[2], words(6, 12)])
+        ids = list(engine.prompt_ids(prompt))
+        report = engine.prefill(prompt).report
+    chunk_rows = torch.cat([torch.arange(a, b) for a, b in SPANS])
+    attention = model(input_ids=torch.tensor([ids]), output_attentions=True).attentions[1][0]
+    mass = attention[:, -QUESTION:].sum(dim=(0, 1))[chunk_rows]
+    chosen = set(chunk_rows[mass.topk(9).indices].tolist())
+    wanted = [len(chosen & set(range(a, b))) for a, b in SPANS]
+    assert [chunk.recomputed_tokens for chunk in report.chunks] == wanted
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"selector": "query", "look_layers": (2, 5)}, "look_layers=.*must end before the model's last layer, 5"),
+        ({"selector": "query", "stop_layer": 6}, "stop_layer=6 is beyond the model's last layer, 5"),
+    ],
+)
+def test_layers_that_are_not_there(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        BlendEngine(tiny_model("llama", "sdpa"), tiny_tokenizer(), config=BlendConfig(**settings))  # type: ignore[arg-type]
