@@ -143,6 +143,11 @@ class _Engine:
 
         def measure(tokens: int) -> float:
             config = self._config.replace(recompute_ratio=tokens / count)
+            if config.repair_ratio:
+                # What is repaired while decoding is part of the charge, and only known then.
+                return self._engine.generate(
+                    inquiry.prompt, inquiry.max_new_tokens, config=config, do_sample=False
+                ).report.charged_ratio
             return self._engine.prefill(inquiry.prompt, config=config).report.charged_ratio
 
         tokens = budget_for_charge(charge, count, measure)
