@@ -121,6 +121,9 @@ class BlendConfig(BaseSettings):
     load_threads : int
         Threads that read, check and decode stored KV beside the computation; by default one for every two cores, at
         most 4.
+    reposition : bool
+        False leaves stored keys at the positions that they were encoded at (FullReuse in A3, section 5); for comparison, since
+        the answers are worse.
     pipeline : bool
         False loads every layer only when it is asked for, in the thread of the computation, one read after the other;
         for comparison.
@@ -191,6 +194,7 @@ class BlendConfig(BaseSettings):
     encode_on: Literal["add", "second_use"] = "add"
     prefetch_layers: int = Field(default=2, ge=1)
     load_threads: int = Field(default_factory=lambda: max(1, min(4, _cores() // 2)), ge=1)
+    reposition: bool = True
     pipeline: bool = True
     profile_path: Path | None = None
     profile_budget_s: float = Field(default=5.0, ge=0, allow_inf_nan=False)

@@ -8,6 +8,7 @@
     │   ├── UnknownChunkError     a chunk id that was never added, or was deleted (also a KeyError)
     │   ├── EmptyChunkError       a chunk without text, or whose text has no tokens
     │   └── PromptTooLongError    more tokens than the model's window holds
+    ├── DatasetError              a data set of an evaluation cannot be read; the message says where (also a ValueError)
     ├── UnsupportedModelError     a model whose KV cannot be blended; the message says which part and why
     └── StoreError                the chunk KV store cannot do what it was asked
         ├── StoreFormatError      the folder was written in a format that this version does not read
@@ -23,6 +24,7 @@ __all__ = [
     "CacheBlendError",
     "ChunkReadError",
     "ConfigError",
+    "DatasetError",
     "EmptyChunkError",
     "PromptError",
     "PromptTooLongError",
@@ -62,6 +64,10 @@ class EmptyChunkError(PromptError):
 
 class PromptTooLongError(PromptError):
     """A prompt has more tokens than the model's window holds."""
+
+
+class DatasetError(CacheBlendError, ValueError):
+    """A data set of an evaluation cannot be read: its file, its format or one of its records; the message says where."""
 
 
 class UnsupportedModelError(CacheBlendError):

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from cacheblend_rag.bench.auto import AutoRun
 from cacheblend_rag.controller import Profile, Work, choose, layer_compute_s, layer_load_s
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.figures import new_figure, save_figure
 
 __all__ = ["plot_profile", "plot_runs"]
 
@@ -39,8 +39,7 @@ def plot_profile(profile: Profile, works: Mapping[str, Work], quality_ratio: flo
     ConfigError
         If matplotlib is not installed, or the file cannot be written.
     """
-    plt = _pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    figure, (left, right) = new_figure(2)
     ratios = [number / 100 for number in range(101)]
     any_work = next(iter(works.values()))
     left.plot(ratios, [1e3 * layer_compute_s(profile, any_work, ratio) for ratio in ratios], "k", label="recompute")
@@ -70,7 +69,7 @@ def plot_profile(profile: Profile, works: Mapping[str, Work], quality_ratio: flo
     right.set(ylabel="ms per layer", title="(b) the device, at the quality floor")
     right.legend(fontsize="small")
     figure.suptitle(f"{any_work.context_tokens} chunk tokens")
-    return _save(plt, figure, folder / "figure10.png")
+    return save_figure(figure, folder / "figure10.png")
 
 
 def plot_runs(runs: Sequence[AutoRun], folder: Path) -> tuple[list[Path], list[str]]:
@@ -96,7 +95,6 @@ def plot_runs(runs: Sequence[AutoRun], folder: Path) -> tuple[list[Path], list[s
     """
     if not runs:
         raise ConfigError("there are no runs to draw; measure some with `cacheblend-rag bench auto --json FILE`")
-    plt = _pyplot()
     tier = runs[0].tier
     here = [run for run in runs if run.tier == tier]
     files, lacks = [], []
@@ -110,25 +108,25 @@ def plot_runs(runs: Sequence[AutoRun], folder: Path) -> tuple[list[Path], list[s
         if len({along(run) for run in chosen}) < 2:
             lacks.append(f"figure {name}: prompts that differ in the number of {what} alone")
             continue
-        figure, axes = plt.subplots(figsize=(5.5, 4.2), layout="constrained")
+        figure, [axes] = new_figure()
         for label, points in _lines(chosen, along).items():
             axes.plot(*zip(*points, strict=True), marker="o", label=label)
         other = "tokens each" if what == "chunks" else "chunks"
         axes.set(xlabel=what, ylabel="TTFT (s)", title=f"{value} {other}, from {tier}")
         axes.set_ylim(bottom=0)
         axes.legend(fontsize="small")
-        files.append(_save(plt, figure, folder / f"figure{name}.png"))
+        files.append(save_figure(figure, folder / f"figure{name}.png"))
     largest = max((run.chunks * run.chunk_tokens, run.chunks) for run in runs)
     chosen = [run for run in runs if (run.chunks * run.chunk_tokens, run.chunks) == largest]
     if len({run.recompute_ratio for run in chosen if run.method == "blend"}) < 2:
         lacks.append("figure 17: runs at two fixed ratios at least")
     else:
-        files.append(_figure17(plt, chosen, folder))
+        files.append(_figure17(chosen, folder))
     return files, lacks
 
 
-def _figure17(plt: Any, runs: Sequence[AutoRun], folder: Path) -> Path:
-    figure, axes = plt.subplots(figsize=(5.5, 4.2), layout="constrained")
+def _figure17(runs: Sequence[AutoRun], folder: Path) -> Path:
+    figure, [axes] = new_figure()
     for number, tier in enumerate(dict.fromkeys(run.tier for run in runs)):
         here = [run for run in runs if run.tier == tier]
         points = sorted((run.recompute_ratio, run.ttft_s) for run in here if run.method == "blend")
@@ -145,7 +143,7 @@ def _figure17(plt: Any, runs: Sequence[AutoRun], folder: Path) -> Path:
     )
     axes.set_ylim(bottom=0)
     axes.legend(fontsize="small")
-    return _save(plt, figure, folder / "figure17.png")
+    return save_figure(figure, folder / "figure17.png")
 
 
 def _most_varied(runs: Sequence[AutoRun], along: Callable[[AutoRun], int], fixed: Callable[[AutoRun], int]) -> int:
@@ -159,26 +157,3 @@ def _lines(runs: Sequence[AutoRun], along: Callable[[AutoRun], int]) -> dict[str
         label = f"blend {run.recompute_ratio:g}" if run.method == "blend" else run.method
         lines.setdefault(label, []).append((along(run), run.ttft_s))
     return lines
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError("drawing needs matplotlib; install it with: pip install 'cacheblend-rag[plot]'") from None
-    # Files only: no window, and no display needed.
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def _save(plt: Any, figure: Any, path: Path) -> Path:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from error
-    finally:
-        plt.close(figure)
-    return path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from tempfile import TemporaryDirectory
 from types import TracebackType
 
 import torch
-from transformers import DynamicCache
 
 from cacheblend_rag.bench.coldfiles import cached_share, drop_cached, stored_files
 from cacheblend_rag.bench.rounds import in_alternation
@@ -22,6 +20,7 @@ from cacheblend_rag.chunk import BlendPrompt, Chunk
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.eval.prefix import PrefixCache
 from cacheblend_rag.report import BlendReport
 
 __all__ = ["TTFTBench", "TTFTRow", "TTFTSetting"]
@@ -215,7 +214,7 @@ class TTFTBench:
         self._ids = torch.tensor([self.token_ids], device=setting.device)
         # The BOS and the first chunk.
         self._cached_tokens = 1 + setting.chunk_tokens
-        self._cached = self._cache_of(self._ids[:, : self._cached_tokens])
+        self._cached = PrefixCache(model, self.token_ids[: self._cached_tokens])
 
     def __enter__(self) -> TTFTBench:
         return self
@@ -292,12 +291,8 @@ class TTFTBench:
         logits = self.engine.model(input_ids=self._ids, use_cache=True, logits_to_keep=1).logits
         int(logits[0, -1].argmax())
 
-    @torch.no_grad()
     def _prefix_cache(self) -> None:
-        cache = copy.deepcopy(self._cached)
-        rest = self._ids[:, self._cached_tokens :]
-        logits = self.engine.model(input_ids=rest, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-        int(logits[0, -1].argmax())
+        int(self._cached.logits(self._ids[:, self._cached_tokens :]).argmax())
 
     def _blend(self, tier: str, selector: str, ratio: float, pipeline: bool) -> BlendReport:
         engine = self._disk_engine if tier == "disk" else self.engine
@@ -306,12 +301,6 @@ class TTFTBench:
         result = engine.prefill(self.prompt, config=config)
         int(result.logits.argmax())
         return result.report
-
-    @torch.no_grad()
-    def _cache_of(self, ids: torch.Tensor) -> DynamicCache:
-        cache = DynamicCache(config=self.engine.model.config)
-        self.engine.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        return cache
 
     def _synchronize(self) -> None:
         if torch.device(self.setting.device).type == "cuda":

@@ -14,8 +14,8 @@ import typer
 
 from cacheblend_rag.cli.models import open_engine
 from cacheblend_rag.cli.options import EmbeddingOption, JsonOption, StoreOption
-from cacheblend_rag.cli.output import console, parse_ratios, say_seconds, show_table, write_json
-from cacheblend_rag.cli.warm import CHUNK_TOKENS, token_counter, warming_bar
+from cacheblend_rag.cli.output import console, parse_ratios, progress_bar, say_seconds, show_table, write_json
+from cacheblend_rag.cli.warm import CHUNK_TOKENS, token_counter
 from cacheblend_rag.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def _read(
                     f"no text was found in {', '.join(map(str, paths))}: .txt, .md and .rst files are read"
                 )
             with Library(Path(folder), engine, Embedding(embedding)) as library:
-                with warming_bar(len(passages)) as progress:
+                with progress_bar("warming") as progress:
                     library.warm(passages, paths, progress=progress)
                 yield engine, library, name
 

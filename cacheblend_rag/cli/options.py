@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["EmbeddingOption", "FolderOption", "JsonOption", "ModelOption", "StoreOption"]
+__all__ = ["EmbeddingOption", "FolderOption", "JsonOption", "MarkdownOption", "ModelOption", "StoreOption"]
 
 
 def _writable(path: Path | None) -> Path | None:
@@ -26,6 +26,17 @@ JsonOption = Annotated[
         writable=True,
         callback=_writable,
         help="Write the figures to FILE as JSON too.",
+    ),
+]
+MarkdownOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--markdown",
+        metavar="FILE",
+        dir_okay=False,
+        writable=True,
+        callback=_writable,
+        help="Write the tables to FILE as Markdown too.",
     ),
 ]
 ModelOption = Annotated[

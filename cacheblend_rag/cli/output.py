@@ -7,7 +7,8 @@ import math
 import platform
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,6 +28,7 @@ __all__ = [
     "parse_counts",
     "parse_ratios",
     "plain_values",
+    "progress_bar",
     "say_bytes",
     "say_cached",
     "say_seconds",
@@ -51,6 +53,19 @@ def console(*, stderr: bool = False) -> Console:
     """Return a console on the stream as it is now; a terminal's width where there is one, else wide enough for every table."""
     stream = sys.stderr if stderr else sys.stdout
     return Console(stderr=stderr, width=None if stream.isatty() else 160, highlight=False)
+
+
+@contextmanager
+def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on a terminal; yields what is called with the number of things done and of all."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    screen = console(stderr=True)
+    # Without a terminal a bar would be a line of noise in a log.
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:
+        task = progress.add_task(label, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def make_quiet() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,13 +12,21 @@ import typer
 
 from cacheblend_rag.cli.models import open_engine
 from cacheblend_rag.cli.options import EmbeddingOption, JsonOption, StoreOption
-from cacheblend_rag.cli.output import console, make_quiet, parse_bytes, say_bytes, say_seconds, show_table, write_json
+from cacheblend_rag.cli.output import (
+    make_quiet,
+    parse_bytes,
+    progress_bar,
+    say_bytes,
+    say_seconds,
+    show_table,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from cacheblend_rag.documents import Passage
     from cacheblend_rag.engine import BlendEngine
 
-__all__ = ["CHUNK_TOKENS", "token_counter", "warm", "warming_bar"]
+__all__ = ["CHUNK_TOKENS", "token_counter", "warm"]
 
 CHUNK_TOKENS = 256
 """Most tokens of a passage, unless the store or an option says otherwise."""
@@ -90,7 +97,7 @@ def warm(
             return
         settings.save(store)
         started = time.perf_counter()
-        with Library(store, engine, embedding_model) as library, warming_bar(len(passages)) as progress:
+        with Library(store, engine, embedding_model) as library, progress_bar("warming") as progress:
             result = library.warm(passages, paths, budget_bytes=budget_bytes, progress=progress)
         seconds = time.perf_counter() - started
     files = len({passage.source for passage in passages})
@@ -163,16 +170,3 @@ def _estimate(
     if budget_bytes is not None and held_bytes + cost.kv_bytes > budget_bytes:
         typer.echo(f"this exceeds the budget of {say_bytes(budget_bytes)}; warming would stop before it does", err=True)
     write_json(json_file, "warm --estimate", [row], model=model)
-
-
-@contextmanager
-def warming_bar(total: int) -> Iterator[Callable[[int, int], None]]:
-    """Show how many of so many passages are warmed; gives what is told how many are."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("warming"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    screen = console(stderr=True)
-    # Without a terminal a bar would be a line of noise in a log.
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:
-        task = progress.add_task("warming", total=total)
-        yield lambda done, _: progress.update(task, completed=done)

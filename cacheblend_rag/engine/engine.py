@@ -205,6 +205,11 @@ class BlendEngine:
         loaded, tokenizer = load_pretrained(model, config, model_kwargs)
         return cls(loaded, tokenizer, config=config, store=store, namespace=namespace)
 
+    @staticmethod
+    def is_settled(name: str) -> bool:
+        """Return whether the setting of this name is settled when an engine is made, so that no single call can change it."""
+        return name in _ENGINE_SETTINGS
+
     def __enter__(self) -> BlendEngine:
         return self
 

@@ -295,7 +295,14 @@ class Runner:
         run.forward_started = time.perf_counter()
         threads = run.config.load_threads if run.config.pipeline else 0
         with LayerLoader(
-            self._decoder, layout, readers, first_layer, capacity, run.config.prefetch_layers, threads
+            self._decoder,
+            layout,
+            readers,
+            first_layer,
+            capacity,
+            run.config.prefetch_layers,
+            threads,
+            run.config.reposition,
         ) as loader:
             steering = Steering(self._decoder, cache, layout, selection, loader)
             repair = Repair(self._decoder, cache, layout, steering, run.config)

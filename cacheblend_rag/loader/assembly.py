@@ -39,16 +39,25 @@ class Assembly:
         Rows of the buffers.
     shares : int
         In how many pieces of like size a layer is cut, where it is large enough.
+    reposition : bool
+        Whether keys are turned to their position in the prompt.
     """
 
     def __init__(
-        self, decoder: Decoder, layout: PromptLayout, readers: Sequence[KVReader], capacity: int, shares: int
+        self,
+        decoder: Decoder,
+        layout: PromptLayout,
+        readers: Sequence[KVReader],
+        capacity: int,
+        shares: int,
+        reposition: bool = True,
     ) -> None:
         self._decoder = decoder
         self._layout = layout
         self._readers = readers
         self._capacity = capacity
         self._devices = decoder.devices
+        self._reposition = reposition
         row_bytes = max(decoder.kv_bytes_per_token // decoder.num_layers, 1)
         self.pieces = cut_pieces(
             layout,
@@ -191,7 +200,7 @@ class Assembly:
         )
 
     def _shift(self, layer: int, piece: Piece, keys: torch.Tensor) -> None:
-        rotation = self._decoder.rotations[layer]
+        rotation = self._decoder.rotations[layer] if self._reposition else None
         table = None if rotation is None else self._table(piece, rotation, keys.device)
         if table is not None:
             shift_keys(keys[0, :, piece.rows], table)

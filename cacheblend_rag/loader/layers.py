@@ -56,6 +56,8 @@ class LayerLoader:
     threads : int
         How many threads load; 0 loads every layer when it is asked for, one read after the other. Small layers are
         loaded so in any case.
+    reposition : bool
+        Whether keys are turned to their position in the prompt; False leaves them as they were stored.
 
     Attributes
     ----------
@@ -72,11 +74,12 @@ class LayerLoader:
         capacity: int,
         ahead: int,
         threads: int,
+        reposition: bool = True,
     ) -> None:
         assert len(readers) == len(layout.chunks) and capacity >= len(layout)
         if not loads_ahead(layout.context_tokens * decoder.kv_bytes_per_token // decoder.num_layers):
             threads = 0
-        self._assembly = Assembly(decoder, layout, readers, capacity, max(2 * threads, 1))
+        self._assembly = Assembly(decoder, layout, readers, capacity, max(2 * threads, 1), reposition)
         self._ahead = ahead if threads else 0
         self._changed = threading.Condition()
         # All of these are guarded by `_changed`.

@@ -31,6 +31,13 @@ from .conftest import Command
         "profile",
         "calibrate",
         "eval reference",
+        "eval musique",
+        "eval 2wikimqa",
+        "eval samsum",
+        "eval multinews",
+        "eval longbench",
+        "eval ruler",
+        "eval needle",
     ],
 )
 def test_every_command_explains_itself(run: Command, command: str) -> None:

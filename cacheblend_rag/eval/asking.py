@@ -1,0 +1,159 @@
+"""Asking the questions of one context by every method."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from cacheblend_rag.chunk import Chunk
+from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.errors import ConfigError, PromptTooLongError, UnsupportedModelError
+from cacheblend_rag.eval.journal import Answer, Asked
+from cacheblend_rag.eval.methods import WHOLE_WAYS, EvalMethod, order_methods
+from cacheblend_rag.eval.retrieve import RetrievalSetting, Retriever
+from cacheblend_rag.eval.task import EvalContext, EvalTask
+from cacheblend_rag.eval.ways import Inquiry, make_way
+
+__all__ = ["Asker", "EvalSetting"]
+
+
+@dataclass(frozen=True)
+class EvalSetting:
+    """How a task is evaluated.
+
+    Attributes
+    ----------
+    methods : tuple of EvalMethod
+        How questions are answered; full prefill is always among them, and first.
+    retrieval : RetrievalSetting
+        How contexts that are no chunks yet are cut and searched.
+    max_new_tokens : int, optional
+        Most tokens of an answer, instead of the task's.
+    resamples : int
+        Bootstrap replicates.
+    seed : int
+        The bootstrap's draws follow from it.
+    """
+
+    methods: tuple[EvalMethod, ...]
+    retrieval: RetrievalSetting = field(default_factory=RetrievalSetting)
+    max_new_tokens: int | None = None
+    resamples: int = 2_000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "methods", order_methods(self.methods))
+        for name in ("max_new_tokens", "resamples"):
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise ConfigError(f"{name}={number} must be at least 1")
+
+
+class Asker:
+    """Asks questions by every method, on engines over one model whose stores hold the chunks of the context in question.
+
+    Parameters
+    ----------
+    engine : BlendEngine
+        The engine; its store should be in RAM.
+    task : EvalTask
+        What stands around chunks and questions; its contexts, metrics and `extract` are not used.
+    setting : EvalSetting
+        How it is evaluated.
+
+    Raises
+    ------
+    ConfigError
+        If a method has a setting without meaning.
+    UnsupportedModelError
+        If a method blends and the model cannot be blended.
+    """
+
+    def __init__(self, engine: BlendEngine, task: EvalTask, setting: EvalSetting) -> None:
+        self._engine = engine
+        self._task = task
+        self._max_new_tokens = setting.max_new_tokens or task.max_new_tokens
+        self._retriever = Retriever(engine.tokenizer, setting.retrieval)
+        self._engines: dict[str, BlendEngine] = {"": engine}
+        if engine.unsupported_reason is not None and any(m.way not in WHOLE_WAYS for m in setting.methods):
+            raise UnsupportedModelError(
+                f"{engine.unsupported_reason}; evaluate it by {', '.join(WHOLE_WAYS)} only, or choose another model"
+            )
+        self._ways = {method.name: make_way(method, self._engine_for(method)) for method in setting.methods}
+
+    def close(self) -> None:
+        """Close the engines that were made for methods; the one that was given stays open."""
+        for engine in self._engines.values():
+            if engine is not self._engine:
+                engine.close()
+
+    def ask(self, context: EvalContext, wanted: Collection[str] | None = None) -> Iterator[Asked]:
+        """Ask questions of one context by every method, and forget its chunks.
+
+        Parameters
+        ----------
+        context : EvalContext
+            The context.
+        wanted : collection of str, optional
+            Ids of the questions to ask; by default all of them.
+
+        Yields
+        ------
+        Asked
+            Each question with its answers; one whose prompt does not fit the model's window is skipped.
+        """
+        if self._task.chunked:
+            texts = [text for text in context.texts if text.strip()]
+            rows: Sequence[Sequence[int]] = [range(len(texts)) for _ in context.questions]
+        else:
+            # All questions of the context, whichever are wanted: the same batch gives the same vectors.
+            texts, rows = self._retriever.retrieve(context)
+        chosen = [
+            (question, numbers)
+            for question, numbers in zip(context.questions, rows, strict=True)
+            if wanted is None or question.id in wanted
+        ]
+        if not texts:
+            yield from (Asked(question.id, skipped="its context has no text") for question, _ in chosen)
+            return
+        used = sorted({number for _, numbers in chosen for number in numbers})
+        chunks = {number: Chunk(texts[number], f"chunk {number}") for number in used}
+        ids = [str(chunk.id) for chunk in chunks.values()]
+        try:
+            try:
+                for engine in self._engines.values():
+                    engine.add(chunks.values())
+            except PromptTooLongError as error:
+                yield from (Asked(question.id, skipped=str(error)) for question, _ in chosen)
+                return
+            for question, numbers in chosen:
+                names = tuple(str(chunks[number].id) for number in numbers)
+                yield self._answers(question.id, Inquiry(self._task, names, question.text, self._max_new_tokens))
+        finally:
+            for engine in self._engines.values():
+                engine.delete(ids)
+
+    def _answers(self, question: str, inquiry: Inquiry) -> Asked:
+        answers: dict[str, Answer | None] = {}
+        try:
+            for name, way in self._ways.items():
+                answers[name] = way.answer(inquiry, answers)
+        except PromptTooLongError as error:
+            return Asked(question, skipped=str(error))
+        return Asked(question, answers)
+
+    def _engine_for(self, method: EvalMethod) -> BlendEngine:
+        """Return the engine whose settled settings are those of a method.
+
+        A key names KV whatever its codec, so settings that no call can change want a store, and an engine, of their own.
+        """
+        config = self._engine.config.replace(**{"self_check": False} | method.settings())
+        changed = {
+            name: value
+            for name, value in config.model_dump().items()
+            if BlendEngine.is_settled(name) and name != "self_check" and value != getattr(self._engine.config, name)
+        }
+        label = repr(sorted(changed.items())) if changed else ""
+        if label not in self._engines:
+            self._engines[label] = BlendEngine(self._engine.model, self._engine.tokenizer, config=config)
+        return self._engines[label]
