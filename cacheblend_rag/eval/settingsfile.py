@@ -98,13 +98,18 @@ def edit_settings(text: str, changes: Mapping[str, Scalar], *, name: str = "sett
             f"settings file {name} holds a {type(values).__name__}; it must be a mapping of names to values"
         )
     wanted = values | dict(changes)
+    # What has its value already stays as somebody wrote it.
+    changes = {key: value for key, value in changes.items() if key not in values or repr(values[key]) != repr(value)}
     for edited in _edits(text, root if isinstance(root, yaml.MappingNode) else None, changes):
         try:
             if _items(yaml.safe_load(edited)) == _items(wanted):
                 return edited
         except (yaml.YAMLError, ValueError, TypeError):
             continue
-    return yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True)
+    anew = yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True)
+    # A few characters that YAML takes for line breaks do not survive unless they are escaped.
+    readable = _items(yaml.safe_load(anew)) == _items(wanted)
+    return anew if readable else yaml.safe_dump(wanted, sort_keys=False)
 
 
 def _edits(text: str, root: yaml.MappingNode | None, changes: Mapping[str, Scalar]) -> Iterator[str]:

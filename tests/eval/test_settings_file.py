@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cacheblend_rag import BlendConfig
@@ -41,6 +41,7 @@ def meaning(text: str, changes: dict[str, Any]) -> set[str]:
     return shown((yaml.safe_load(text) or {}) | changes)
 
 
+@example({"recompute_ratio": [None], "selector": "\x85"}, {"recompute_ratio": False}, False, False, "")
 @settings(deadline=None, max_examples=300)
 @given(MAPPINGS, CHANGES, st.booleans(), st.booleans(), st.sampled_from(["", "# by hand\n", "---\n", "\ufeff"]))
 def test_everything_else_means_what_it_did(
