@@ -22,7 +22,6 @@ head and one layer is enough to know that this layer is right.
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import json
 import math
@@ -359,7 +358,7 @@ class ChunkFile:
             return None
         try:
             values = tuple(np.frombuffer(base64.b64decode(text, validate=True), dtype="<f2").tolist())
-        except (binascii.Error, ValueError, TypeError) as error:
+        except (ValueError, TypeError) as error:
             raise ChunkReadError(self.key, "the sensitivity of its tokens is no list of numbers") from error
         if len(values) != len(self._token_ids):
             raise ChunkReadError(
