@@ -39,17 +39,22 @@ class Chunk:
     id : str, optional
         The name under which the chunk can be asked for, the node id of a vector store for example. A chunk without an
         id can be blended, but not named, contained or deleted.
+    neighbours : sequence of str
+        Ids of chunks that it is likely to be retrieved with, in reading order, added in the same call or before. Where the engine
+        measures how much its tokens depend on what stands before it, it is put behind these, or without any behind the chunks
+        before it in the same call. They are no part of what the chunk is, and may be unknown.
 
     Raises
     ------
     EmptyChunkError
         If `text` is empty.
     ConfigError
-        If `id` is an empty string.
+        If `id` is an empty string, or `neighbours` is no sequence of ids.
     """
 
     text: str
     id: str | None = None
+    neighbours: Sequence[str] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if not self.text:
@@ -63,6 +68,17 @@ class Chunk:
             )
         if self.id == "":
             raise ConfigError("a chunk's id is the empty string; give it a name, or None for a chunk without one")
+        if isinstance(self.neighbours, str) or not isinstance(self.neighbours, Sequence):
+            raise ConfigError(
+                f"the neighbours of chunk {self.id!r} are the {type(self.neighbours).__name__} {self.neighbours!r:.40}; give a "
+                "list of ids"
+            )
+        for neighbour in self.neighbours:
+            if not isinstance(neighbour, str) or not neighbour:
+                raise ConfigError(
+                    f"the neighbours of chunk {self.id!r} hold {neighbour!r:.40}; give the ids of chunks, none empty"
+                )
+        object.__setattr__(self, "neighbours", tuple(self.neighbours))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from cacheblend_rag.codec import make_codec
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.store import KVReader, KVStore
 from cacheblend_rag.store.probe import TierProbe, ram_probe
+from cacheblend_rag.store.reader import PassingReader
 
 __all__ = ["SlowReader", "SlowStore"]
 
@@ -37,7 +38,7 @@ class _Line:
         time.sleep(max(arrives - time.perf_counter(), 0.0))
 
 
-class SlowReader:
+class SlowReader(PassingReader[KVReader]):
     """Reads another reader's KV no faster than the device.
 
     Parameters
@@ -51,26 +52,14 @@ class SlowReader:
     """
 
     def __init__(self, reader: KVReader, tier: str, line: _Line) -> None:
-        self._reader = reader
+        super().__init__(reader)
+        self._tier = tier
         self._line = line
-        self.tier = tier
-        self.codec = reader.codec
-        self.packed_bytes = reader.packed_bytes
 
     @property
-    def token_ids(self) -> tuple[int, ...]:
-        """The tokens that the KV was computed from."""
-        return self._reader.token_ids
-
-    @property
-    def start(self) -> int:
-        """The position that the keys of its first token are rotated to."""
-        return self._reader.start
-
-    @property
-    def num_layers(self) -> int:
-        """How many layers there are."""
-        return self._reader.num_layers
+    def tier(self) -> str:
+        """The name of the device."""
+        return self._tier
 
     def layer(self, index: int) -> LayerKV:
         """Return one layer, when it has come."""

@@ -22,6 +22,7 @@ from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.eval.prefix import PrefixCache
 from cacheblend_rag.report import BlendReport
+from cacheblend_rag.selection import make_selector
 
 __all__ = ["TTFTBench", "TTFTRow", "TTFTSetting"]
 
@@ -172,8 +173,11 @@ class TTFTBench:
     def __init__(self, setting: TTFTSetting) -> None:
         self.setting = setting
         shape = shape_config(setting.shape)
+        # Whatever is chosen takes as long, but values that were measured are read and put together first.
+        measured = any(make_selector(BlendConfig(selector=name)).needs_sensitivity for name in setting.selectors)
         # Named where the environment could keep prompts from being blended at all.
         config = BlendConfig(
+            neighbours=int(measured),
             enabled=True,
             min_tokens=0,
             dtype=setting.dtype,

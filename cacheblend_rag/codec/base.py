@@ -62,11 +62,14 @@ class PackedKV:
         The position of its first token when it was encoded.
     layers : sequence of PackedLayer
         One for each decoder layer.
+    sensitivity : tuple of float or None
+        How much each token's KV depends on its neighbours.
     """
 
     token_ids: tuple[int, ...]
     start: int
     layers: Sequence[PackedLayer]
+    sensitivity: tuple[float, ...] | None = None
 
     @property
     def nbytes(self) -> int:

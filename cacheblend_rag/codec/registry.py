@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from cacheblend_rag.codec.base import Codec, PackedKV, PackedLayer
@@ -78,5 +80,5 @@ def repack_layer(packed: PackedLayer, codec: Codec) -> PackedLayer:
 def pack_kv(kv: ChunkKV | PackedKV, codec: Codec) -> PackedKV:
     """Return a chunk's KV as `codec` keeps it; see `repack_layer` for KV that is packed already."""
     if isinstance(kv, ChunkKV):
-        return PackedKV(kv.token_ids, kv.start, tuple(codec.pack(layer) for layer in kv.layers))
-    return PackedKV(kv.token_ids, kv.start, tuple(repack_layer(layer, codec) for layer in kv.layers))
+        return PackedKV(kv.token_ids, kv.start, tuple(codec.pack(layer) for layer in kv.layers), kv.sensitivity)
+    return replace(kv, layers=tuple(repack_layer(layer, codec) for layer in kv.layers))

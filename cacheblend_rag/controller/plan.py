@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+import torch
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.layout import PromptLayout
@@ -46,8 +49,10 @@ def check_selector(config: BlendConfig, num_layers: int) -> Selector:
     return selector
 
 
-def whole_plan(config: BlendConfig, layout: PromptLayout, unsupported: str | None) -> Plan | None:
-    """Return the plan of a prompt that is computed as a whole whatever the ratio, or None.
+def whole_plan(
+    config: BlendConfig, layout: PromptLayout, unsupported: str | None, ratio: float | Literal["auto"]
+) -> Plan | None:
+    """Return the plan of a prompt that is computed as a whole, or None if it is to be blended.
 
     Parameters
     ----------
@@ -57,6 +62,8 @@ def whole_plan(config: BlendConfig, layout: PromptLayout, unsupported: str | Non
         The prompt.
     unsupported : str or None
         Why the model cannot be blended, if it cannot.
+    ratio : float or "auto"
+        Share of the chunk tokens to recompute, from 0 to 1; "auto" while it is not decided.
 
     Raises
     ------
@@ -75,12 +82,19 @@ def whole_plan(config: BlendConfig, layout: PromptLayout, unsupported: str | Non
             "full",
             fallback_reason=f"the chunks have {layout.context_tokens} tokens, fewer than min_tokens={config.min_tokens}",
         )
-    if make_selector(config).name == "full":
+    selector = make_selector(config).name
+    if selector == "full" or (ratio == 1 and selector != "none"):
         return Plan(None, "full")
     return None
 
 
-def make_plan(config: BlendConfig, layout: PromptLayout, num_layers: int, ratio: float) -> Plan:
+def make_plan(
+    config: BlendConfig,
+    layout: PromptLayout,
+    num_layers: int,
+    ratio: float,
+    sensitivity: torch.Tensor | None = None,
+) -> Plan:
     """Lay out how a prompt is blended at a ratio, after `whole_plan` had nothing against it.
 
     Parameters
@@ -93,6 +107,8 @@ def make_plan(config: BlendConfig, layout: PromptLayout, num_layers: int, ratio:
         Decoder layers of the model.
     ratio : float
         Share of the chunk tokens to recompute, from 0 to 1.
+    sensitivity : torch.Tensor, optional
+        How much each row depends on what stands before its chunk; see `SelectionTask`.
 
     Returns
     -------
@@ -105,7 +121,5 @@ def make_plan(config: BlendConfig, layout: PromptLayout, num_layers: int, ratio:
         If the selector is unknown or cannot work on this model.
     """
     selector = check_selector(config, num_layers)
-    if ratio == 1 and selector.name != "none":
-        return Plan(None, "full")
     budget = min(round(ratio * layout.context_tokens), layout.candidate_rows.numel())
-    return Plan(selector.begin(SelectionTask(layout, num_layers, budget)), selector.name, ratio)
+    return Plan(selector.begin(SelectionTask(layout, num_layers, budget, sensitivity)), selector.name, ratio)

@@ -59,6 +59,7 @@ _ENGINE_SETTINGS = frozenset(
         "ttl_s",
         "encode_batch_tokens",
         "encode_on",
+        "neighbours",
         "profile_path",
         "profile_budget_s",
         "guard_rate",
@@ -289,6 +290,9 @@ class BlendEngine:
         batch whenever no prompt waits for the model. Until a chunk's turn comes it is a miss; if it is deleted or replaced
         before, it is not encoded. With ``encode_on="second_use"`` chunks are only named.
 
+        Where the settings ask for it (`neighbours`), each chunk that is encoded is measured as well: how much its tokens depend
+        on the chunks that it is likely to stand behind (`Chunk.neighbours`, or those before it in this call).
+
         Parameters
         ----------
         chunks : iterable of Chunk
@@ -412,6 +416,11 @@ class BlendEngine:
         """A number that every added, replaced or deleted chunk raises, by whatever process; equal numbers: no change."""
         self._check_open()
         return self.store.revision()
+
+    @property
+    def neighbours(self) -> int:
+        """Behind how many of its neighbours each new chunk is encoded a second time, to measure its sensitivity; 0: it is not."""
+        return self._ingest.neighbours
 
     @property
     def namespace(self) -> str:

@@ -11,12 +11,14 @@ from cacheblend_rag.chunk import Chunk
 from cacheblend_rag.codec import make_codec, pack_kv
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.jobs import AddJob, AddResult, Jobs
+from cacheblend_rag.engine.neighbours import Neighbours
 from cacheblend_rag.engine.prompt import Assembler
 from cacheblend_rag.engine.run import Runner
 from cacheblend_rag.engine.writer import BatchWriter
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.model import Decoder
+from cacheblend_rag.selection import num_neighbours
 from cacheblend_rag.store import KVStore, NodeRecord
 
 __all__ = ["Ingest", "WarmEstimate"]
@@ -28,7 +30,7 @@ Group = list[NodeRecord]
 @dataclass(frozen=True, slots=True)
 class WarmEstimate:
     """What encoding some chunks would take: how many are not stored yet, their tokens, about how many bytes their KV has on disk,
-    packed as the setting `disk_codec` says, and seconds.
+    packed as the setting `disk_codec` says, and seconds, what is spent on measuring their sensitivity included.
     """
 
     chunks: int
@@ -39,11 +41,12 @@ class WarmEstimate:
 
 @dataclass(slots=True)
 class _Todo:
-    """Chunks to add: how many, which records are not stored exactly so, those of them whose KV is missing, by text, and the keys
-    of KV that is there.
+    """Chunks to add: how many, behind what they are measured, which records are not stored exactly so, those of them whose KV is
+    missing, by text, and the keys of KV that is there.
     """
 
     total: int
+    neighbours: Neighbours
     records: list[NodeRecord] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
     held: list[str] = field(default_factory=list)
@@ -72,7 +75,13 @@ class Ingest:
     decoder : Decoder or None
         The model, or None if it cannot be blended: chunks are then known by their tokens, and have no KV.
     config : BlendConfig
-        Whose chunks they are, how long their KV lives, and whether they are only named until they are retrieved.
+        Whose chunks they are, how long their KV lives, whether they are only named until they are retrieved, and behind how many
+        others their sensitivity is measured.
+
+    Attributes
+    ----------
+    neighbours : int
+        Behind how many others each new chunk is measured; 0 where none is.
     """
 
     def __init__(
@@ -86,6 +95,8 @@ class Ingest:
         self._ttl_s = config.ttl_s
         self._disk_codec = make_codec(config.disk_codec)
         self._names_only = config.encode_on == "second_use"
+        # What has no KV, or gets it from a prompt, is never measured.
+        self.neighbours = 0 if decoder is None or self._names_only else num_neighbours(config)
         self._jobs = Jobs()
 
     def add(
@@ -110,7 +121,7 @@ class Ingest:
         finished += len(ready)
         with BatchWriter() as writer:
             keep = partial(self._store_and_name, ttl_s=ttl_s)
-            encoded, tokens = self._encode(todo.groups, writer, keep, advance)
+            encoded, tokens = self._encode(todo, writer, keep, advance)
         return AddResult(encoded, len(todo.records), todo.unchanged, tokens)
 
     def add_later(
@@ -135,7 +146,7 @@ class Ingest:
 
             advance(0)
             encoded, tokens = self._encode(
-                todo.groups,
+                todo,
                 writer,
                 partial(self._store_if_wanted, ttl_s=ttl_s),
                 advance,
@@ -157,18 +168,25 @@ class Ingest:
 
     def estimate(self, chunks: Iterable[Chunk]) -> WarmEstimate:
         """Say what `add` would cost; see `BlendEngine.estimate`."""
-        todo = [group[0].token_ids for group in self._todo(chunks).groups]
-        tokens = sum(map(len, todo))
-        if self._decoder is None or not todo:
-            return WarmEstimate(len(todo), tokens, 0, 0.0)
-        longest = max(todo, key=len)
+        todo = self._todo(chunks)
+        texts = [group[0] for group in todo.groups]
+        tokens = sum(len(record.token_ids) for record in texts)
+        if self._decoder is None or not texts:
+            return WarmEstimate(len(texts), tokens, 0, 0.0)
+        before = [todo.neighbours.num_tokens(record) for record in texts]
+        # One that is measured, where any is.
+        count, longest = max(zip(before, texts, strict=True), key=lambda each: (each[0] > 0, len(each[1].token_ids)))
+        share = tokens / len(longest.token_ids)
         started = time.perf_counter()
-        packed_bytes = 0
-        for batch in self._runner.encode([longest]):
-            packed_bytes += sum(pack_kv(kv, self._disk_codec).nbytes for _, kv in batch)
-        share = tokens / len(longest)
+        [[(_, kv)]] = self._runner.encode([longest.token_ids])
+        packed_bytes = pack_kv(kv, self._disk_codec).nbytes
         seconds = (time.perf_counter() - started) * share
-        return WarmEstimate(len(todo), tokens, round(packed_bytes * share), seconds)
+        if count:
+            started = time.perf_counter()
+            self._runner.measure(kv, todo.neighbours.tokens(longest))
+            measured = sum(more + len(record.token_ids) for more, record in zip(before, texts, strict=True) if more)
+            seconds += (time.perf_counter() - started) * measured / (count + len(longest.token_ids))
+        return WarmEstimate(len(texts), tokens, round(packed_bytes * share), seconds)
 
     def _todo(self, chunks: Iterable[Chunk]) -> _Todo:
         """Tokenise chunks and find out which are not stored exactly so, and whose KV is there all the same."""
@@ -191,7 +209,7 @@ class Ingest:
             if self._decoder is None or self._names_only
             else self._store.holds([record.key for record in records], durable=True)
         )
-        todo = _Todo(len(wanted))
+        todo = _Todo(len(wanted), Neighbours(self._assembler, {}))
         groups: dict[str, Group] = {}
         for record, there in zip(records, held, strict=True):
             if there:
@@ -201,22 +219,23 @@ class Ingest:
             if not there or (record.id and known[record.id] != record):
                 todo.records.append(record)
         todo.groups = list(groups.values())
+        todo.neighbours = Neighbours.find(self._assembler, self._store, self.neighbours, wanted, records, groups)
         return todo
 
     def _encode(
         self,
-        groups: Sequence[Group],
+        todo: _Todo,
         writer: BatchWriter,
         keep: Callable[[Sequence[tuple[Group, ChunkKV]]], None],
         advance: Callable[[int], None],
         still: Callable[[Sequence[Group]], list[Group]] | None = None,
         given_up: Callable[[], bool] | None = None,
     ) -> tuple[int, int]:
-        """Encode texts batch by batch, while the writer stores the batch before.
+        """Encode texts batch by batch, and measure them, while the writer stores the batch before.
 
         Parameters
         ----------
-        groups : sequence of Group
+        todo : _Todo
             The texts.
         writer : BatchWriter
             Runs `keep`; nothing is left in it on return.
@@ -235,6 +254,7 @@ class Ingest:
             How many texts were encoded, and their tokens.
         """
         encoded = tokens = storing = 0
+        groups, patient = todo.groups, still is not None
         for batch in self._runner.plan([len(group[0].token_ids) for group in groups]) if groups else ():
             if given_up is not None and given_up():
                 break
@@ -245,11 +265,11 @@ class Ingest:
             if skipped:
                 advance(skipped)
             # Planned again, texts of one batch are one batch still.
-            for part in self._runner.encode([group[0].token_ids for group in chosen], patient=still is not None):
+            for part in self._runner.encode([group[0].token_ids for group in chosen], patient=patient):
+                fresh = [(chosen[index], self._measured(chosen[index][0], kv, todo, patient)) for index, kv in part]
                 writer.drain()
                 if storing:
                     advance(storing)
-                fresh = [(chosen[index], kv) for index, kv in part]
                 writer.submit(partial(keep, fresh))
                 storing = sum(len(group) for group, _ in fresh)
                 encoded += len(fresh)
@@ -260,6 +280,11 @@ class Ingest:
         if storing:
             advance(storing)
         return encoded, tokens
+
+    def _measured(self, record: NodeRecord, kv: ChunkKV, todo: _Todo, patient: bool) -> ChunkKV:
+        """Return KV with its sensitivity, or as it is where it stands behind nothing."""
+        before = todo.neighbours.tokens(record)
+        return self._runner.measure(kv, before, patient=patient) if before else kv
 
     def _store_and_name(self, batch: Sequence[tuple[Group, ChunkKV]], ttl_s: float | None) -> None:
         evictions = self._store.evictions

@@ -113,7 +113,7 @@ class Assembler:
     ) -> None:
         self.tokenizer = tokenizer
         self._store = store
-        self._window = window
+        self.window = window
         self._first_uses = first_uses
         bos = getattr(tokenizer, "bos_token_id", None)
         self._bos: tuple[int, ...] = () if bos is None else (bos,)
@@ -151,10 +151,10 @@ class Assembler:
             raise EmptyChunkError(
                 f"the text of chunk {chunk.id!r}, {chunk.text[:40]!r}, has no tokens; leave the chunk out"
             )
-        if self._window is not None and len(self.prefix_ids) + len(ids) > self._window:
+        if self.window is not None and len(self.prefix_ids) + len(ids) > self.window:
             raise PromptTooLongError(
                 f"chunk {chunk.id!r} has {len(ids)} tokens; behind the encoding prefix that is more than the "
-                f"model's window of {self._window}; split it"
+                f"model's window of {self.window}; split it"
             )
         return NodeRecord(chunk.id or "", self.key(ids), text_hash(chunk.text), ids)
 
@@ -231,10 +231,10 @@ class Assembler:
         if not ids:
             raise PromptError("the prompt has no tokens; give it a question at least")
         end = max(places) + 1
-        if self._window is not None and max(len(ids), end) >= self._window:
+        if self.window is not None and max(len(ids), end) >= self.window:
             raise PromptTooLongError(
                 f"the prompt has {len(ids)} tokens and ends at position {end}; the model's window is "
-                f"{self._window}, one of which is needed for the answer: retrieve fewer or shorter chunks"
+                f"{self.window}, one of which is needed for the answer: retrieve fewer or shorter chunks"
             )
         exact = (
             bool(chunks)

@@ -23,6 +23,7 @@ from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import Decoder, num_decoder_layers
 from cacheblend_rag.report import BlendReport, ChunkReport
+from cacheblend_rag.selection import make_selector
 from cacheblend_rag.snapkv import Eviction
 from cacheblend_rag.store import KVReader, KVStore
 from cacheblend_rag.store.ram import RamReader
@@ -205,6 +206,7 @@ class Runner:
         self._tenant = config.namespace or ""
         self._num_layers = num_decoder_layers(model)
         self._warned_of_no_hit = False
+        self._warned_of_no_sensitivity = False
         self._controller: Controller | None = None
         self.lock = Turn()
 
@@ -257,32 +259,54 @@ class Runner:
     def _prepare(self, run: PromptRun) -> list[KVReader] | None:
         """Decide how a prompt is prefilled; return readers of its chunks' KV, or None where it is computed as a whole."""
         layout, config = run.prompt.layout, run.config
-        keys = [chunk.key for chunk in run.prompt.chunks]
-        run.plan = whole_plan(config, layout, self._unsupported)
-        if run.plan is not None:
-            run.hits = self._store.holds(keys)
-            return None
         ratio = config.recompute_ratio
-        if ratio == "auto":
+        found: dict[str, KVReader | None] = {}
+        run.plan = whole_plan(config, layout, self._unsupported, ratio)
+        if run.plan is None and ratio == "auto":
             # If not even free loading makes blending pay, nothing need be opened.
             choice = self.controller().choose(config, layout, None)
             if choice.fallback_reason is None:
                 found = self._open_all(run)
-                readers = [found[key] for key in keys]
-                choice = self.controller().choose(config, layout, [each for each in readers if each is not None])
-            else:
-                run.hits = self._store.holds(keys)
+                opened = [found[chunk.key] for chunk in run.prompt.chunks]
+                choice = self.controller().choose(config, layout, [each for each in opened if each is not None])
+            ratio = choice.ratio
             if choice.fallback_reason is not None:
                 run.plan = Plan(None, "full", fallback_reason=choice.fallback_reason)
-                return None
-            ratio = choice.ratio
-        else:
-            found = {}
-        run.plan = make_plan(config, layout, self._num_layers, ratio)
-        if run.plan.selection is None:
-            run.hits = self._store.holds(keys)
+            else:
+                run.plan = whole_plan(config, layout, None, ratio)
+        if run.plan is not None:
+            run.hits = run.hits or self._store.holds([chunk.key for chunk in run.prompt.chunks])
             return None
-        return self._readers(run, found or self._open_all(run))
+        assert ratio != "auto"
+        readers = self._readers(run, found or self._open_all(run))
+        run.plan = make_plan(config, layout, self._num_layers, ratio, self._sensitivity(run, readers))
+        return readers
+
+    def _sensitivity(self, run: PromptRun, readers: Sequence[KVReader]) -> torch.Tensor | None:
+        """Return how much each row depends on its neighbours, as `SelectionTask` has it; None where the selector does not ask."""
+        selector = make_selector(run.config)
+        if not selector.needs_sensitivity:
+            return None
+        known = [
+            (span, reader.sensitivity)
+            for span, reader in zip(run.prompt.layout.chunks, readers, strict=True)
+            if reader.sensitivity is not None
+        ]
+        if not known and not self._warned_of_no_sensitivity:
+            self._warned_of_no_sensitivity = True
+            logger.warning(
+                "selector=%r goes by what is measured when chunks are added, and of this prompt's %d chunks none was: all their "
+                "tokens count the same. Delete the chunks and add them to an engine made with neighbours=2, or choose another "
+                "selector (this is said once)",
+                selector.name,
+                len(readers),
+            )
+        if not known:
+            return None
+        rows = torch.full((len(run.prompt.layout),), torch.nan)
+        for span, values in known:
+            rows[span.start : span.stop] = torch.tensor(values)
+        return rows
 
     @contextmanager
     def _steered(self, run: PromptRun, readers: Sequence[KVReader], headroom: int) -> Iterator[BlendCache]:
@@ -360,6 +384,22 @@ class Runner:
             if batch is None:
                 return
             yield batch
+
+    def measure(self, kv: ChunkKV, neighbours: Sequence[int], *, patient: bool = False) -> ChunkKV:
+        """Return a chunk's KV with how much each token's changes behind other chunks; see `Encoder.sensitivity`.
+
+        Parameters
+        ----------
+        kv : ChunkKV
+            The KV of the chunk alone.
+        neighbours : sequence of int
+            Token ids of what it is likely to stand behind.
+        patient : bool
+            Whether all prompts that wait go first, rather than those that came first.
+        """
+        assert self._encoder is not None
+        with self.lock.after_others() if patient else self.lock:
+            return kv.measured(self._encoder.sensitivity(kv, neighbours))
 
     def _open_all(self, run: PromptRun) -> dict[str, KVReader | None]:
         """Open the stored KV of every chunk, by its key; None where there is none."""

@@ -13,6 +13,7 @@ from cacheblend_rag.eval.methods import WHOLE_WAYS, EvalMethod, order_methods
 from cacheblend_rag.eval.retrieve import RetrievalSetting, Retriever
 from cacheblend_rag.eval.task import EvalContext, EvalTask
 from cacheblend_rag.eval.ways import Inquiry, make_way
+from cacheblend_rag.selection import num_neighbours
 
 __all__ = ["Asker", "EvalSetting"]
 
@@ -148,6 +149,10 @@ class Asker:
         A key names KV whatever its codec, so settings that no call can change want a store, and an engine, of their own.
         """
         config = self._engine.config.replace(**{"self_check": False} | method.settings())
+        # A selector that goes by what is measured when chunks are added wants a store where it was.
+        neighbours = num_neighbours(config)
+        if neighbours > num_neighbours(self._engine.config):
+            config = config.replace(neighbours=neighbours)
         changed = {
             name: value
             for name, value in config.model_dump().items()

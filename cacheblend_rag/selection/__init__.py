@@ -21,6 +21,7 @@ __all__ = [
     "SelectionTask",
     "Selector",
     "make_selector",
+    "num_neighbours",
     "register_selector",
     "selector_names",
 ]
@@ -68,6 +69,8 @@ for _selector in (
 _AUTO = HKVDSelector.name
 """What "auto" stands for: CacheBlend's own, until one has been found that measures better."""
 
+_NEIGHBOURS = 2
+
 
 def selector_names() -> tuple[str, ...]:
     """Return the names that `BlendConfig.selector` accepts."""
@@ -86,3 +89,16 @@ def make_selector(config: BlendConfig) -> Selector:
     if name not in _SELECTORS:
         raise ConfigError(f"selector={config.selector!r} is unknown; choose one of {', '.join(selector_names())}")
     return _SELECTORS[name](config)
+
+
+def num_neighbours(config: BlendConfig) -> int:
+    """Return behind how many chunks a new chunk is encoded to measure its sensitivity; 0 where it is not measured.
+
+    Raises
+    ------
+    ConfigError
+        If there is no selector of the name that the settings give.
+    """
+    if config.neighbours is not None:
+        return config.neighbours
+    return _NEIGHBOURS if make_selector(config).needs_sensitivity else 0

@@ -33,6 +33,7 @@ class IngestSelector(Selector):
     """
 
     name = "ingest"
+    needs_sensitivity = True
 
     def begin(self, task: SelectionTask) -> Selection:
         """Return the most sensitive candidates."""
@@ -55,6 +56,7 @@ class QueryIngestSelector(QuerySelector):
     """
 
     name = "query_ingest"
+    needs_sensitivity = True
 
     def begin(self, task: SelectionTask) -> Selection:
         """Return a selection that looks at the question's attention, weighted by sensitivity."""

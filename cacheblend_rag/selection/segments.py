@@ -79,5 +79,6 @@ def pick(
         order = order[numbers[order].argsort(stable=True)]
         chosen = order[means[order].argsort(descending=True, stable=True)][:budget]
     else:
-        chosen = scores.topk(budget, sorted=False).indices
+        # Not topk, which takes any of equals: where nothing was measured all are.
+        chosen = scores.argsort(descending=True, stable=True)[:budget]
     return rows[chosen.sort().values.to(rows.device)]

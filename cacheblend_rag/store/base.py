@@ -35,6 +35,10 @@ class KVReader(Protocol):
         """The position that the keys of its first token are rotated to."""
 
     @property
+    def sensitivity(self) -> tuple[float, ...] | None:
+        """How much each token's KV depends on its neighbours, if that was measured when the chunk was added."""
+
+    @property
     def num_layers(self) -> int:
         """How many layers there are."""
 

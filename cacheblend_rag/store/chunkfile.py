@@ -4,7 +4,8 @@ Layout, in file order::
 
     8 bytes           length of the header
     header            JSON: the tensors' types, shapes and places, and ``__metadata__`` with the format, the store key,
-                      the start position, one checksum (xxh3, 64 bits) a layer, and how each layer is unpacked
+                      the start position, one checksum (xxh3, 64 bits) a layer, how each layer is unpacked, and, where it was
+                      measured, how much each token depends on its neighbours (float16, little-endian, in base64)
     token_ids         int32
     header_digest     16 bytes, blake2b of everything before it
     layer.0.keys, layer.0.values, layer.1.keys, ...
@@ -20,6 +21,7 @@ head and one layer is enough to know that this layer is right.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import math
@@ -42,13 +44,14 @@ from cacheblend_rag.codec import (
     unpack_layer,
 )
 from cacheblend_rag.errors import ChunkReadError, StoreError
-from cacheblend_rag.kv import ChunkKV, LayerKV
+from cacheblend_rag.kv import ChunkKV, LayerKV, in_float16
 from cacheblend_rag.store.source import ByteSource, FileSource
 
 __all__ = ["ChunkFile", "EncodedChunk", "encode_chunk", "pack_tokens", "unpack_tokens"]
 
 _FORMAT = "cacheblend-rag chunk kv 2"
 _FORMAT_WITHOUT_CODECS = "cacheblend-rag chunk kv 1"
+_SENSITIVITY = "sensitivity"
 _DIGEST_BYTES = 16
 # One read fetches the whole head of a quantised chunk of about a thousand tokens in fifty layers; longer heads take a second.
 _HEAD_GUESS_BYTES = 32 * 1024
@@ -121,9 +124,13 @@ def encode_chunk(key: str, kv: ChunkKV | PackedKV) -> EncodedChunk:
     Raises
     ------
     StoreError
-        If a tensor is of a type that the format does not know.
+        If a tensor is of a type that the format does not know, or the sensitivity is not of as many tokens as there are.
     """
     tokens = pack_tokens(kv.token_ids)
+    if kv.sensitivity is not None and len(kv.sensitivity) != len(kv.token_ids):
+        raise StoreError(
+            f"{len(kv.sensitivity)} values of sensitivity for {len(kv.token_ids)} tokens; measure the chunk again"
+        )
     packed = pack_kv(kv, make_codec("native")) if isinstance(kv, ChunkKV) else kv
     tensors: dict[str, Any] = {}
     place = 0
@@ -160,6 +167,9 @@ def encode_chunk(key: str, kv: ChunkKV | PackedKV) -> EncodedChunk:
         "forms": f"[{','.join(forms)}]",
         "layers": ",".join(form_of_layer),
     }
+    if kv.sensitivity is not None:
+        values = in_float16(kv.sensitivity).tobytes()
+        tensors["__metadata__"][_SENSITIVITY] = base64.b64encode(values).decode("ascii")
     header = json.dumps(tensors, separators=(",", ":")).encode("ascii")
     header += b" " * (-len(header) % 8)
     head = len(header).to_bytes(8, "little") + header + tokens
@@ -240,6 +250,11 @@ class ChunkFile:
         return self._start
 
     @property
+    def sensitivity(self) -> tuple[float, ...] | None:
+        """How much each token's KV depends on its neighbours; None where it was not measured."""
+        return self._sensitivity
+
+    @property
     def num_layers(self) -> int:
         """How many layers there are."""
         return len(self._checksums)
@@ -312,6 +327,7 @@ class ChunkFile:
             raise ChunkReadError(self.key, "its header does not match its digest")
         self._parse(header, body)
         self._token_ids = unpack_tokens(data[body:tokens_end])
+        self._sensitivity = self._unpack_sensitivity(header["__metadata__"].get(_SENSITIVITY))
         if size != self.file_bytes:
             raise ChunkReadError(self.key, f"the file has {size} bytes where {self.file_bytes} were written")
 
@@ -336,6 +352,19 @@ class ChunkFile:
         self.packed_bytes = sum(layer.nbytes for layer in self._layers)
         self.kv_bytes = sum(layer.key_form.nbytes + layer.value_form.nbytes for layer in self._layers)
         self.file_bytes = body + int(header["header_digest"]["data_offsets"][1]) + self.packed_bytes
+
+    def _unpack_sensitivity(self, text: str | None) -> tuple[float, ...] | None:
+        if text is None:
+            return None
+        try:
+            values = tuple(np.frombuffer(base64.b64decode(text, validate=True), dtype="<f2").tolist())
+        except (ValueError, TypeError) as error:
+            raise ChunkReadError(self.key, "the sensitivity of its tokens is no list of numbers") from error
+        if len(values) != len(self._token_ids):
+            raise ChunkReadError(
+                self.key, f"it holds {len(values)} values of sensitivity for {len(self._token_ids)} tokens"
+            )
+        return values
 
     def _read_exactly(self, begin: int, end: int) -> bytes:
         data = bytearray(end - begin)

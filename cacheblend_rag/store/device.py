@@ -9,6 +9,7 @@ from logging import getLogger
 import torch
 
 from cacheblend_rag.kv import ChunkKV, LayerKV
+from cacheblend_rag.store.reader import HoldingReader
 from cacheblend_rag.store.shelf import Shelf
 
 __all__ = ["DeviceReader", "DeviceTier", "ResidentKV", "Upload", "spare_bytes"]
@@ -56,11 +57,14 @@ class ResidentKV:
         The position of its first token when it was encoded; its keys are rotated accordingly.
     layers : sequence of Upload
         One for each decoder layer, ``(num_kv_heads, seq_len, head_dim)``. Nobody writes to them.
+    sensitivity : tuple of float or None
+        How much each token's KV depends on its neighbours.
     """
 
     token_ids: tuple[int, ...]
     start: int
     layers: Sequence[Upload]
+    sensitivity: tuple[float, ...] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -68,7 +72,7 @@ class ResidentKV:
         return sum(upload.layer.nbytes for upload in self.layers)
 
 
-class DeviceReader:
+class DeviceReader(HoldingReader[ResidentKV]):
     """Reads KV that is resident on devices.
 
     Parameters
@@ -79,29 +83,6 @@ class DeviceReader:
 
     tier = "device"
     codec = "native"
-
-    def __init__(self, kv: ResidentKV) -> None:
-        self._kv = kv
-
-    @property
-    def packed_bytes(self) -> int:
-        """Size of all layers."""
-        return self._kv.nbytes
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """The tokens that the KV was computed from."""
-        return self._kv.token_ids
-
-    @property
-    def start(self) -> int:
-        """The position that the keys of its first token are rotated to."""
-        return self._kv.start
-
-    @property
-    def num_layers(self) -> int:
-        """How many layers there are."""
-        return len(self._kv.layers)
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -158,7 +139,8 @@ class DeviceTier(Shelf[ResidentKV]):
 
     def place_all(self, kv: ChunkKV) -> ResidentKV:
         """Copy a chunk's KV to its devices."""
-        return ResidentKV(kv.token_ids, kv.start, [self.place(number, layer) for number, layer in enumerate(kv.layers)])
+        layers = [self.place(number, layer) for number, layer in enumerate(kv.layers)]
+        return ResidentKV(kv.token_ids, kv.start, layers, kv.sensitivity)
 
     def tell_no_room(self, error: BaseException) -> None:
         """Say once that a device has less memory than this tier may use."""

@@ -11,19 +11,20 @@ from cacheblend_rag.errors import ChunkReadError
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.store.chunkfile import ChunkFile
 from cacheblend_rag.store.ram import RamTier
+from cacheblend_rag.store.reader import PassingReader
 
 __all__ = ["PromotingReader"]
 
 _log = getLogger(__name__)
 
 
-class PromotingReader:
+class PromotingReader(PassingReader[ChunkFile]):
     """Reads a file layer by layer, and hands its KV to RAM when the last one was read."""
 
     def __init__(
         self, file: ChunkFile, ram: RamTier, reserved_bytes: int, keep: Callable[[str, PackedKV], None]
     ) -> None:
-        self._file = file
+        super().__init__(file)
         self._ram = ram
         self._keep = keep
         self._lock = threading.Lock()
@@ -34,36 +35,6 @@ class PromotingReader:
 
     def __del__(self) -> None:
         self._ram.give_back(self._reserved_bytes)
-
-    @property
-    def tier(self) -> str:
-        """Where the bytes are read from."""
-        return self._file.tier
-
-    @property
-    def codec(self) -> str:
-        """How its layers are packed there, most of them if not all alike."""
-        return self._file.codec
-
-    @property
-    def packed_bytes(self) -> int:
-        """Size of all layers as they are packed there."""
-        return self._file.packed_bytes
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """The tokens that the KV was computed from."""
-        return self._file.token_ids
-
-    @property
-    def start(self) -> int:
-        """The position that the keys of its first token are rotated to."""
-        return self._file.start
-
-    @property
-    def num_layers(self) -> int:
-        """How many layers there are."""
-        return self._file.num_layers
 
     def layer(self, index: int) -> LayerKV:
         """Return one layer, read once; the caller must not write to it.
@@ -80,7 +51,7 @@ class PromotingReader:
         if held is not None:
             return unpack_layer(held)
         try:
-            packed = self._file.packed_layer(index)
+            packed = self._reader.packed_layer(index)
             layer = self._ram.repack(packed) if self._reserved_bytes else packed
         finally:
             with self._lock:
@@ -108,10 +79,11 @@ class PromotingReader:
         if len(missing) * 2 > self.num_layers:
             return
         try:
-            layers.update((number, self._file.packed_layer(number)) for number in missing)
+            layers.update((number, self._reader.packed_layer(number)) for number in missing)
         except ChunkReadError as error:
             _log.warning("%s", error)
             return
         self._keep(
-            self._file.key, PackedKV(self.token_ids, self.start, tuple(layers[n] for n in range(self.num_layers)))
+            self._reader.key,
+            PackedKV(self.token_ids, self.start, tuple(layers[n] for n in range(self.num_layers)), self.sensitivity),
         )

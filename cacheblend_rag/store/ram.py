@@ -7,6 +7,7 @@ from logging import getLogger
 
 from cacheblend_rag.codec import Codec, PackedKV, PackedLayer, make_codec, pack_kv, repack_layer, unpack_layer
 from cacheblend_rag.kv import ChunkKV, LayerKV
+from cacheblend_rag.store.reader import HoldingReader
 from cacheblend_rag.store.shelf import Shelf
 
 __all__ = ["RamReader", "RamTier"]
@@ -14,7 +15,7 @@ __all__ = ["RamReader", "RamTier"]
 _log = getLogger(__name__)
 
 
-class RamReader:
+class RamReader(HoldingReader[PackedKV]):
     """Reads KV that is held in RAM.
 
     Parameters
@@ -26,7 +27,7 @@ class RamReader:
     tier = "ram"
 
     def __init__(self, kv: PackedKV | ChunkKV) -> None:
-        self._kv = kv if isinstance(kv, PackedKV) else pack_kv(kv, make_codec("native"))
+        super().__init__(kv if isinstance(kv, PackedKV) else pack_kv(kv, make_codec("native")))
 
     @property
     def codec(self) -> str:
@@ -34,29 +35,9 @@ class RamReader:
         return self._kv.codec
 
     @property
-    def packed_bytes(self) -> int:
-        """Size of all layers as they are packed."""
-        return self._kv.nbytes
-
-    @property
     def kv_bytes(self) -> int:
         """Size of all layers as they are unpacked."""
         return sum(layer.key_form.nbytes + layer.value_form.nbytes for layer in self._kv.layers)
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """The tokens that the KV was computed from."""
-        return self._kv.token_ids
-
-    @property
-    def start(self) -> int:
-        """The position that the keys of its first token are rotated to."""
-        return self._kv.start
-
-    @property
-    def num_layers(self) -> int:
-        """How many layers there are."""
-        return len(self._kv.layers)
 
     def layer(self, index: int) -> LayerKV:
         """Return one layer, unpacked; the caller must not write to it."""
@@ -99,10 +80,9 @@ class RamTier(Shelf[PackedKV]):
         if not self._page_locked or kv.nbytes > self.limit_bytes:
             return kv
         try:
-            return PackedKV(
-                kv.token_ids,
-                kv.start,
-                tuple(
+            return replace(
+                kv,
+                layers=tuple(
                     replace(layer, parts={name: part.pin_memory() for name, part in layer.parts.items()})
                     for layer in kv.layers
                 ),
@@ -130,4 +110,4 @@ def _owned(kv: PackedKV) -> PackedKV:
         }
         return replace(layer, parts=parts)
 
-    return PackedKV(kv.token_ids, kv.start, tuple(map(compact, kv.layers)))
+    return replace(kv, layers=tuple(map(compact, kv.layers)))

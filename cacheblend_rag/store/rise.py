@@ -13,13 +13,14 @@ from cacheblend_rag.errors import ChunkReadError
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.store.base import KVReader
 from cacheblend_rag.store.device import DeviceTier, ResidentKV, Upload
+from cacheblend_rag.store.reader import PassingReader
 
 __all__ = ["RisingReader"]
 
 _log = getLogger(__name__)
 
 
-class RisingReader:
+class RisingReader(PassingReader[KVReader]):
     """Reads KV from a slower tier, and is told what its layers are on their devices, which it keeps there.
 
     Who reads calls `keep` with each layer once it is on its device, and `finish` at the end. Whoever does not leaves the device
@@ -39,7 +40,7 @@ class RisingReader:
     """
 
     def __init__(self, reader: KVReader, tier: DeviceTier, kv_bytes: int, keep: Callable[[ResidentKV], None]) -> None:
-        self._reader = reader
+        super().__init__(reader)
         self._tier = tier
         self._kv_bytes = kv_bytes
         self._reserved_bytes = 0
@@ -50,36 +51,6 @@ class RisingReader:
 
     def __del__(self) -> None:
         self._tier.give_back(self._reserved_bytes)
-
-    @property
-    def tier(self) -> str:
-        """Where the bytes are read from."""
-        return self._reader.tier
-
-    @property
-    def codec(self) -> str:
-        """How its layers are packed there, most of them if not all alike."""
-        return self._reader.codec
-
-    @property
-    def packed_bytes(self) -> int:
-        """Size of all layers as they are packed there."""
-        return self._reader.packed_bytes
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """The tokens that the KV was computed from."""
-        return self._reader.token_ids
-
-    @property
-    def start(self) -> int:
-        """The position that the keys of its first token are rotated to."""
-        return self._reader.start
-
-    @property
-    def num_layers(self) -> int:
-        """How many layers there are."""
-        return self._reader.num_layers
 
     def layer(self, index: int) -> LayerKV:
         """Return one layer on the CPU; the caller must not write to it.
@@ -119,7 +90,8 @@ class RisingReader:
                 with self._within_memory():
                     layers.update((number, self._tier.place(number, self._reader.layer(number))) for number in missing)
                     self._give_back()
-                    self._keep(ResidentKV(self.token_ids, self.start, [layers[n] for n in range(self.num_layers)]))
+                    uploads = [layers[number] for number in range(self.num_layers)]
+                    self._keep(ResidentKV(self.token_ids, self.start, uploads, self.sensitivity))
         self._give_back()
 
     def _begin(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,16 @@ def test_every_method_answers_the_same_prompt(bench: TTFTBench) -> None:
     )
     assert blended.token_ids == bench.token_ids
     torch.testing.assert_close(blended.logits, own, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("selectors", [("hkvd",), ("hkvd", "query_ingest")])
+def test_what_a_selector_needs_is_measured_beforehand(selectors: tuple[str, ...]) -> None:
+    with TTFTBench(replace(SETTING, selectors=selectors)) as bench:
+        [record] = bench.engine.records(["chunk 1"])
+        assert record is not None
+        reader = bench.engine.store.open(record.key)
+        assert reader is not None
+        assert (reader.sensitivity is not None) == (len(selectors) == 2)
 
 
 def test_the_rows_are_complete(bench: TTFTBench) -> None:

@@ -69,7 +69,7 @@ class BlendVectorStore(SearchesInner):
         texts = list(texts)
         # Not every store takes ids=None as if it were left out.
         named = kwargs if ids is None else kwargs | {"ids": ids}
-        return self._encode(self.inner.add_texts(texts, metadatas, **named), texts)
+        return self._encode(self.inner.add_texts(texts, metadatas, **named), texts, metadatas)
 
     async def aadd_texts(
         self,
@@ -83,18 +83,16 @@ class BlendVectorStore(SearchesInner):
         texts = list(texts)
         named = kwargs if ids is None else kwargs | {"ids": ids}
         given = await self.inner.aadd_texts(texts, metadatas, **named)
-        return await run_in_executor(None, self._encode, given, texts)
+        return await run_in_executor(None, self._encode, given, texts, metadatas)
 
     def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
         """Add documents to the inner store, then encode them; see `add_texts`."""
-        return self._encode(
-            self.inner.add_documents(documents, **kwargs), [document.page_content for document in documents]
-        )
+        return self._encode_documents(self.inner.add_documents(documents, **kwargs), documents)
 
     async def aadd_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
         """Add documents to the inner store, then encode them in another thread."""
         given = await self.inner.aadd_documents(documents, **kwargs)
-        return await run_in_executor(None, self._encode, given, [document.page_content for document in documents])
+        return await run_in_executor(None, self._encode_documents, given, documents)
 
     def update_document(self, document_id: str, document: Document) -> None:
         """Replace a document, in stores that have this method."""
@@ -103,7 +101,7 @@ class BlendVectorStore(SearchesInner):
     def update_documents(self, ids: list[str], documents: list[Document]) -> None:
         """Replace documents, in stores that have this method."""
         self._inner_method("update_documents")(ids, documents)
-        self._encode(ids, [document.page_content for document in documents])
+        self._encode_documents(ids, documents)
 
     @classmethod
     def from_texts(
@@ -203,13 +201,20 @@ class BlendVectorStore(SearchesInner):
             )
         return method
 
-    def _encode(self, ids: list[str], texts: list[str]) -> list[str]:
+    def _encode_documents(self, ids: list[str], documents: Sequence[Document]) -> list[str]:
+        texts = [document.page_content for document in documents]
+        return self._encode(ids, texts, [document.metadata for document in documents])
+
+    def _encode(
+        self, ids: list[str], texts: Sequence[str], metadatas: Sequence[dict[str, Any]] | None = None
+    ) -> list[str]:
         if len(ids) != len(texts):
             name = type(self.inner).__name__
             raise ConfigError(f"{name} gave {len(ids)} ids for {len(texts)} texts, so the chunks cannot be named")
         # A store may hold documents without text; there is nothing to encode in them.
         blank = [id for id, text in zip(ids, texts, strict=True) if not text.strip()]
-        chunks = [Chunk(text, id) for id, text in zip(ids, texts, strict=True) if text.strip()]
+        beside = self._same_source(ids, metadatas)
+        chunks = [Chunk(text, id, beside.get(id, ())) for id, text in zip(ids, texts, strict=True) if text.strip()]
         if blank:
             self.engine.delete(blank)
         try:
@@ -224,6 +229,24 @@ class BlendVectorStore(SearchesInner):
             )
             raise
         return ids
+
+    def _same_source(self, ids: Sequence[str], metadatas: Sequence[dict[str, Any]] | None) -> dict[str, list[str]]:
+        """Return of each document the ones before it that have the same "source", of the first one those behind it.
+
+        Where there are none the engine takes the documents before it, whatever they are from: searching the inner store by text
+        would embed the text once more.
+        """
+        count = self.engine.neighbours
+        sources: dict[str, list[str]] = {}
+        for id, metadata in zip(ids, metadatas or (), strict=False):
+            source = metadata.get("source") if metadata and count else None
+            if isinstance(source, str):
+                sources.setdefault(source, []).append(id)
+        return {
+            id: same[max(place - count, 0) : place] or same[1 : 1 + count]
+            for same in sources.values()
+            for place, id in enumerate(same)
+        }
 
     def _forget(self, ids: Sequence[str], *, certain: bool) -> None:
         self.engine.delete(ids if certain else set(ids).difference(self._present(ids)))

@@ -40,6 +40,12 @@ class Inventory:
         """Remember nodes that were added."""
         self._documents.update({node.node_id: node.ref_doc_id for node in nodes})
 
+    def in_order(self, node_ids: Sequence[str]) -> list[str]:
+        """Return node ids in the order in which this process added them, behind those that it did not add."""
+        wanted = set(node_ids)
+        places = {node_id: place for place, node_id in enumerate(self._documents) if node_id in wanted}
+        return sorted(node_ids, key=lambda node_id: places.get(node_id, -1))
+
     def forget(self, node_ids: Iterable[str]) -> None:
         """Drop what was remembered of nodes."""
         for node_id in node_ids:

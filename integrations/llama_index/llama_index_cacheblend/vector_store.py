@@ -21,6 +21,7 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError, StoreError
 from llama_index_cacheblend.inventory import Inventory
+from llama_index_cacheblend.neighbours import NeighbourFinder
 from llama_index_cacheblend.nodes import node_chunks
 
 __all__ = ["BlendVectorStore"]
@@ -60,6 +61,7 @@ class BlendVectorStore(BasePydanticVectorStore):
     _show_progress: bool = PrivateAttr()
     _background: bool = PrivateAttr()
     _inventory: Inventory = PrivateAttr()
+    _finder: NeighbourFinder = PrivateAttr()
 
     def __init__(
         self,
@@ -79,6 +81,7 @@ class BlendVectorStore(BasePydanticVectorStore):
         self._show_progress = show_progress
         self._background = background
         self._inventory = Inventory(inner)
+        self._finder = NeighbourFinder(inner, engine, self._inventory)
 
     @classmethod
     def class_name(cls) -> str:
@@ -243,7 +246,7 @@ class BlendVectorStore(BasePydanticVectorStore):
         self._engine.flush()
 
     def _encode(self, nodes: Sequence[BaseNode]) -> None:
-        chunks = node_chunks(nodes)
+        chunks = self._finder.with_neighbours(node_chunks(nodes), nodes)
         # An update may have left a node without text.
         self._engine.delete({node.node_id for node in nodes} - {chunk.id for chunk in chunks})
         hidden = self._background or not self._show_progress
