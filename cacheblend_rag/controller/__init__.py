@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cacheblend_rag.controller.control import Controller, ProbedStore, prompt_work, stored_kv
 from cacheblend_rag.controller.measure import Measurement
-from cacheblend_rag.controller.plan import Plan, check_selector, make_plan, whole_plan
+from cacheblend_rag.controller.plan import Plan, check_attention, check_selector, make_plan, whole_plan
 from cacheblend_rag.controller.policy import (
     Choice,
     StoredKV,
@@ -34,6 +34,7 @@ __all__ = [
     "Work",
     "blend_s",
     "cheapest_tier",
+    "check_attention",
     "check_selector",
     "choose",
     "full_s",

@@ -8,10 +8,12 @@ from typing import Literal
 import torch
 
 from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.layout import PromptLayout
+from cacheblend_rag.model import Decoder
 from cacheblend_rag.selection import Selection, SelectionTask, Selector, make_selector
 
-__all__ = ["Plan", "check_selector", "make_plan", "whole_plan"]
+__all__ = ["Plan", "check_attention", "check_selector", "make_plan", "whole_plan"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,28 @@ def check_selector(config: BlendConfig, num_layers: int) -> Selector:
     selector = make_selector(config)
     selector.validate(num_layers)
     return selector
+
+
+def check_attention(config: BlendConfig, decoder: Decoder) -> None:
+    """See that a model shows its attention, where the settings need to see it.
+
+    Raises
+    ------
+    ConfigError
+        If it does not.
+    """
+    if decoder.shows_attention or not config.enabled:
+        return
+    name = type(decoder.model).__name__
+    if make_selector(config).needs_attention:
+        raise ConfigError(
+            f"selector={config.selector!r} goes by what the question attends to, which {name} does not show; choose hkvd or"
+            " ingest"
+        )
+    if config.repair_ratio:
+        raise ConfigError(
+            f"repair_ratio={config.repair_ratio} goes by what the answer attends to, which {name} does not show; leave it at 0"
+        )
 
 
 def whole_plan(

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.controller import Profile, check_selector
+from cacheblend_rag.controller import Profile, check_attention, check_selector
 from cacheblend_rag.engine.decode import check_options, decode
 from cacheblend_rag.engine.firsttoken import FirstLogits
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PrefillResult
@@ -124,6 +124,8 @@ class BlendEngine:
         check_selector(self.config, num_decoder_layers(model))
         self.unsupported_reason: str | None = None
         self.decoder = self._inspect()
+        if self.decoder is not None:
+            check_attention(self.config, self.decoder)
         self._owns_store = store is None or isinstance(store, str | Path)
         devices = [torch.device("cpu")] if self.decoder is None else self.decoder.devices
         self.store: KVStore = (
@@ -605,6 +607,8 @@ class BlendEngine:
             return PromptRun(assembled, order.config, started, guard_level=order.level, guard_action=order.action)
         self._check_call_settings(config)
         check_selector(config, num_decoder_layers(self.model))
+        if self.decoder is not None:
+            check_attention(config, self.decoder)
         return PromptRun(self._assembler.assemble(prompt, retrieving=config.enabled), config, started)
 
     def _inspect(self) -> Decoder | None:

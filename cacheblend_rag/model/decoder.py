@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.model.attention import AttentionCall, watch_attention
 from cacheblend_rag.model.cache import KVCache
 from cacheblend_rag.model.rotation import find_rotations
 from cacheblend_rag.rope import Rotation
@@ -45,6 +46,8 @@ class Decoder:
         Floating-point operations of a decoder block on one row.
     kv_bytes_per_token : int
         Bytes of KV of one token over all layers.
+    shows_attention : bool
+        Whether what its layers attend to can be watched (`watch_attention`).
     """
 
     model: PreTrainedModel
@@ -54,6 +57,7 @@ class Decoder:
     probe_share: float
     row_flops: int
     kv_bytes_per_token: int
+    shows_attention: bool
 
     @property
     def num_layers(self) -> int:
@@ -107,13 +111,16 @@ def inspect_model(model: PreTrainedModel) -> Decoder:
     """
     _refuse_by_configuration(model)
     layers = _decoder_layers(model)
-    singles = {position: _run_alone(model, layers, position) for position in (0, 5, 37)}
+    calls: list[AttentionCall] = []
+    with watch_attention(calls.append):
+        singles = {position: _run_alone(model, layers, position) for position in (0, 5, 37)}
+    shown = len(calls) == len(singles) * len(layers)
     rotations = find_rotations(model, singles)
     share, flops = _block_arithmetic(model, layers)
     bytes_per_token = sum(LayerKV(keys[:1], values[:1]).nbytes for keys, values in singles[0].kv())
     signature = inspect.signature(type(layers[0]).forward).parameters.values()
     names = tuple(p.name for p in signature if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))[1:]
-    return Decoder(model, layers, names, rotations, share, flops, bytes_per_token)
+    return Decoder(model, layers, names, rotations, share, flops, bytes_per_token, shown)
 
 
 def _refuse_by_configuration(model: PreTrainedModel) -> None:

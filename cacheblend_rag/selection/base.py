@@ -106,6 +106,8 @@ class Selector(ABC):
     """A way to choose the rows that are recomputed; stateless, one object serves all prompts."""
 
     name: ClassVar[str]
+    needs_attention: ClassVar[bool] = False
+    """Whether it must see what the question attends to."""
     needs_sensitivity: ClassVar[bool] = False
     """Whether it looks at `SelectionTask.sensitivity`, which is then worth measuring when chunks are added."""
 

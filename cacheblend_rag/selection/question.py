@@ -26,6 +26,7 @@ class A3Selector(Selector):
     """
 
     name = "a3"
+    needs_attention = True
 
     def begin(self, task: SelectionTask) -> Selection:
         """Return a selection that narrows once."""
@@ -60,6 +61,7 @@ class QuerySelector(Selector):
     """
 
     name = "query"
+    needs_attention = True
 
     def begin(self, task: SelectionTask) -> Selection:
         """Return a selection that looks at the question's attention."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.engine.selfcheck import TrueKV
@@ -172,3 +172,19 @@ def test_a3_chooses_by_the_fresh_keys_of_layer_1() -> None:
 def test_layers_that_are_not_there(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         BlendEngine(tiny_model("llama", "sdpa"), tiny_tokenizer(), config=BlendConfig(**settings))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("settings", [{"selector": "query"}, {"selector": "a3"}, {"repair_ratio": 0.1}])
+def test_a_model_that_does_not_show_its_attention(settings: dict[str, object]) -> None:
+    config = CONFIG_MAPPING["falcon"](
+        hidden_size=32, num_attention_heads=4, num_hidden_layers=6, vocab_size=97, alibi=False, parallel_attn=True
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ConfigError, match="FalconForCausalLM does not show"):
+        BlendEngine(model, tiny_tokenizer(), config=BlendConfig(strict=True, **settings))  # type: ignore[arg-type]
+    with BlendEngine(model, tiny_tokenizer(), config=BlendConfig(strict=True, selector="hkvd")) as engine:
+        engine.add([Chunk(words(20, 0), "n0"), Chunk(words(20, 1), "n1")])
+        prompt = BlendPrompt(words(4, 10), ["n0", "n1"], words(6, 12))
+        assert engine.prefill(prompt).report.selector == "hkvd"
+        with pytest.raises(ConfigError, match="FalconForCausalLM does not show"):
+            engine.prefill(prompt, config=engine.config.replace(**settings))
