@@ -39,7 +39,8 @@ class BlendConfig(BaseSettings):
     quality_ratio : float
         The smallest ratio that "auto" chooses, r* in CacheBlend (section 5).
     selector : str
-        Which tokens to recompute: "hkvd", "random", "none", "full", or "auto", which is "hkvd" today.
+        Which tokens to recompute: "hkvd", "query", "ingest", "query_ingest", "a3", "boundary", "random", "none", "full", any
+        that was registered, or "auto", which is "hkvd".
     check_layers : tuple of int
         Layers at which hkvd compares fresh KV with stored KV, ascending. Layer 0 measures nothing, since its KV depends
         on no other token.
