@@ -197,7 +197,8 @@ def write_json(path: Path | None, command: str, rows: Sequence[dict[str, Any]], 
     keys = list(dict.fromkeys(key for row in rows for key in row))
     whole = {
         "command": command,
-        "arguments": sys.argv[1:],
+        # Figures are shared: where somebody keeps files is nobody's business.
+        "arguments": [Path(each).name if Path(each).is_absolute() else each for each in sys.argv[1:]],
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version(), **_versions()},
         "machine": _machine(),
