@@ -23,6 +23,7 @@ from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import Decoder, num_decoder_layers
 from cacheblend_rag.report import BlendReport, ChunkReport
+from cacheblend_rag.selection import FixedSelection
 from cacheblend_rag.snapkv import Eviction
 from cacheblend_rag.store import KVReader, KVStore
 from cacheblend_rag.store.ram import RamReader
@@ -65,6 +66,8 @@ class PromptRun:
         The chunk rows recomputed by the prefill; None when the whole prompt was computed.
     repaired_tokens : int
         Chunk tokens recomputed while the answer was written.
+    rows : torch.Tensor or None
+        The chunk rows to recompute, ascending, where no selector is to choose them.
     guard_level : int or None
         Which settings of the online guard these are; None for settings that the guard has nothing to do with.
     guard_action : str or None
@@ -91,6 +94,7 @@ class PromptRun:
     charge: float = 0.0
     recomputed: torch.Tensor | None = None
     repaired_tokens: int = 0
+    rows: torch.Tensor | None = None
     guard_level: int | None = None
     guard_action: str | None = None
     kv_bytes: int = 0
@@ -262,6 +266,9 @@ class Runner:
         if run.plan is not None:
             run.hits = self._store.holds(keys)
             return None
+        if run.rows is not None:
+            run.plan = Plan(FixedSelection(run.rows), "given", run.rows.numel() / layout.context_tokens)
+            return self._readers(run, self._open_all(run))
         ratio = config.recompute_ratio
         if ratio == "auto":
             # If not even free loading makes blending pay, nothing need be opened.
