@@ -50,6 +50,10 @@ FileArgument = Annotated[
 def reference(
     request: TaskRequest,
     min_chunks: Annotated[int, typer.Option(min=1, help="Least chunks of a context.")] = 12,
+    people: Annotated[
+        int | None,
+        typer.Option(min=1, help="People of a context, each in four or five chunks; by default as in training."),
+    ] = None,
     format: Annotated[
         str, typer.Option("--format", help="How prompts are written; chat is the project's own.")
     ] = "chat",
@@ -60,7 +64,9 @@ def reference(
     """
     from cacheblend_rag.eval import reference_task
 
-    return reference_task(request.questions or 500, min_chunks=min_chunks, seed=request.seed, format=format)
+    return reference_task(
+        request.questions or 500, min_chunks=min_chunks, seed=request.seed, format=format, people=people
+    )
 
 
 def musique(request: TaskRequest, path: FileArgument) -> EvalTask:

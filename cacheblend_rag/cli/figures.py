@@ -43,14 +43,17 @@ def figures(
     selectors: Annotated[
         str,
         typer.Option(
-            help="Selectors, comma-separated; and oracle_deviation, oracle_attention: the tokens whose KV deviates most, and those "
-            "that the question attends to most, both as only full prefill knows them."
+            help="Selectors, comma-separated; and oracle_deviation, oracle_attention: the tokens whose KV deviates most, and "
+            "those that the question attends to most, both as only full prefill knows them."
         ),
     ] = "hkvd,random,query",
     ratios: Annotated[str, typer.Option(help="Recompute ratios, comma-separated.")] = "0,0.05,0.1,0.15,0.2,0.3,0.5,1",
     shown_ratio: Annotated[
-        float, typer.Option(help="The one of them at which overlap and attention loss by layer are drawn.")
-    ] = 0.15,
+        float | None,
+        typer.Option(
+            help="The one of them at which overlap and attention loss by layer are drawn; by default the nearest to 0.15."
+        ),
+    ] = None,
     chunk_tokens: Annotated[
         int, typer.Option(min=1, help="Most tokens of a chunk, where texts are cut or generated.")
     ] = 512,
@@ -74,10 +77,11 @@ def figures(
     from cacheblend_rag.eval.inside_result import InsideSetting, look_inside
     from cacheblend_rag.eval.methods import split_names
 
+    asked = parse_ratios(ratios)
     setting = InsideSetting(
         tuple(split_names(selectors)),
-        parse_ratios(ratios),
-        shown_ratio,
+        asked,
+        min(asked, key=lambda ratio: abs(ratio - 0.15)) if shown_ratio is None else shown_ratio,
         RetrievalSetting(chunk_tokens, top_k, embeddings),
     )
     if task not in TASKS:
@@ -104,12 +108,13 @@ def figures(
         setting={
             "selectors": list(setting.selectors),
             "ratios": list(setting.ratios),
-            "shown_ratio": shown_ratio,
+            "shown_ratio": setting.shown_ratio,
             "seed": seed,
         },
         questions=list(result.questions),
         tokens=list(result.tokens),
         skipped=result.skipped,
+        attention_norm=_plain(result.attention_norm),
         kv_deviation=_plain({str(layer): values for layer, values in result.kv_deviation.items()}),
         rank_correlation=_plain({str(layer): asdict(values) for layer, values in result.correlation.items()}),
         overlap={
@@ -137,7 +142,7 @@ def draw(
     ] = "",
     ending: EndingOption = "svg",
 ) -> None:
-    """Draw runs side by side: quality over the number of chunks (CacheBlend, Figure 2), TTFT over length (Prompt Cache, Figure 5).
+    """Draw runs side by side: quality over chunks (CacheBlend, Figure 2), TTFT over length (Prompt Cache, Figure 5).
 
     Evaluations differ in their number of chunks (--min-chunks, --top-k), runs of bench ttft in --chunks or --chunk-tokens.
     """

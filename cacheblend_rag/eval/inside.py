@@ -69,6 +69,8 @@ class PromptInside:
     attention : NDArray
         What the tokens behind the last chunk attend to in the candidates under full prefill, mean over heads and layers,
         ``(question_tokens, candidates)``.
+    attention_norm : NDArray
+        For each layer, the L2 norm of full prefill's forward attention matrix, float64, ``(num_layers,)``.
     kv_deviation : NDArray
         How far the stored KV of each candidate is from full prefill's: L2 distance over heads and dimensions, of keys and values
         with equal weight, over the mean of the layer, ``(num_layers, candidates)``. Layer 0 has seen no neighbour; what is there
@@ -98,13 +100,16 @@ class PromptInside:
         self._question_tokens = max(1, len(self.layout) - self.layout.chunks[-1].stop)
         candidates = self.layout.candidate_rows
         total = np.zeros((self._question_tokens, candidates.numel()))
+        norms: dict[int, float] = {}
 
         def remember(layer: int, call: AttentionCall) -> None:
             self._calls[layer] = _last_rows(call, self._question_tokens)
             seen = attention_weights(self._calls[layer], self._question_tokens).cpu()
+            norms[layer] = float(seen.index_select(2, self.layout.context_rows).double().norm())
             np.add(total, seen.index_select(2, candidates).mean(dim=0).double().numpy(), out=total)
 
         whole = engine.watch_prefill(prompt, remember, config=engine.config.replace(enabled=False))
+        self.attention_norm: NDArray[np.float64] = np.array([norms[layer] for layer in sorted(norms)])
         self.attention: NDArray[np.float64] = total / len(self._calls)
         self.reuse, stored = self._measure(_REUSE, None)
         self.kv_deviation: NDArray[np.float64] = np.stack(

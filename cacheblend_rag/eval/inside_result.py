@@ -114,6 +114,8 @@ class InsideResult:
     ----------
     rows : tuple of InsideRow
         Plain reuse, then every selector at every ratio.
+    attention_norm : tuple of float
+        The L2 norm of full prefill's forward attention matrix of each layer, mean over the questions.
     kv_deviation : dict of int to tuple of float
         For each layer from 1 on, the percentiles 0 to 100 of the tokens' KV deviation, all questions together; each layer of each
         prompt is divided by its mean.
@@ -132,6 +134,7 @@ class InsideResult:
     """
 
     rows: tuple[InsideRow, ...]
+    attention_norm: tuple[float, ...]
     kv_deviation: dict[int, tuple[float, ...]]
     correlation: dict[int, Spread]
     overlap: TokenOverlap
@@ -198,6 +201,7 @@ class _Sums:
     def __init__(self, cells: Sequence[tuple[str, float]]) -> None:
         self._passes: dict[tuple[str, float], list[tuple[InsidePass, float | None]]] = {cell: [] for cell in cells}
         self._deviations: list[NDArray[np.float64]] = []
+        self._norms: list[NDArray[np.float64]] = []
         self._questions: list[str] = []
         self._overlap: TokenOverlap | None = None
         self.skipped: dict[str, int] = {}
@@ -220,6 +224,7 @@ class _Sums:
                     shown[name] = found
         self._overlap = self._overlap or prompt.overlap(shown, shown_ratio)
         self._deviations.append(prompt.kv_deviation)
+        self._norms.append(prompt.attention_norm)
         self._questions.append(question)
 
     def result(self, shown_ratio: float) -> InsideResult:
@@ -232,6 +237,7 @@ class _Sums:
         pairs = range(1, pooled.shape[0] - 1)
         return InsideResult(
             rows=tuple(_row(name, ratio, passes, reuse) for (name, ratio), passes in self._passes.items()),
+            attention_norm=tuple(np.mean(self._norms, axis=0).tolist()),
             kv_deviation={
                 layer: tuple(np.percentile(pooled[layer], _PERCENTILES).tolist()) for layer in range(1, pooled.shape[0])
             },

@@ -40,8 +40,8 @@ def read_runs(files: Sequence[Path], methods: Sequence[str] = ()) -> Runs:
     files : sequence of Path
         The files.
     methods : sequence of str
-        The methods to keep, in this order: those of evaluations by their names, those of ``bench ttft`` as "full", "prefix_cache",
-        "reuse" and "hkvd 0.15"; by default all.
+        The methods to keep, in this order: those of evaluations by their names, those of ``bench ttft`` as "full",
+        "prefix_cache", "reuse" and "hkvd 0.15"; by default all.
 
     Raises
     ------

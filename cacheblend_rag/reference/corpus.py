@@ -12,6 +12,7 @@ from cacheblend_rag.reference.vocabulary import Split
 from cacheblend_rag.reference.world import Document, Fact, Style, World, build_world
 
 __all__ = [
+    "EVAL_STYLE",
     "KINDS",
     "Document",
     "Example",
