@@ -162,14 +162,17 @@ def draw(
 
 
 def _own(task: str, data: Path | None) -> dict[str, Any]:
-    """Return the options of a task's own that are needed: the file, where it is a data set."""
-    wants_file = "path" in inspect.signature(TASKS[task]).parameters
-    if wants_file != (data is not None):
+    """Return those options of a task's own that are needed here; as a function, a command has plain defaults for the others."""
+    names = inspect.signature(TASKS[task]).parameters
+    if ("path" in names) != (data is not None):
         raise ConfigError(
-            f"task {task!r} is read from a file; name it by --data" if wants_file else f"task {task!r} takes no --data"
+            f"task {task!r} is read from a file; name it by --data"
+            if "path" in names
+            else f"task {task!r} takes no --data"
         )
-    # Called as a function, a command's options have their plain defaults.
-    return {"path": data} if wants_file else {}
+    # All questions about one context see the same KV: one each says more about the spread.
+    needed = {"path": data, "per_context": 1}
+    return {name: value for name, value in needed.items() if name in names}
 
 
 def _show(result: InsideResult, title: str) -> None:

@@ -22,6 +22,7 @@ def reference_task(
     seed: int = 7,
     format: str = DEFAULT_FORMAT,
     people: int | None = None,
+    per_context: int = 8,
 ) -> EvalTask:
     """Return held-out questions about fictional people; names, values and templates are none that training has seen.
 
@@ -37,6 +38,8 @@ def reference_task(
         How prompts are written (`cacheblend_rag.reference.prompt.FORMATS`).
     people : int, optional
         People of each context: the more, the more chunks, four or five for each. By default as many as in training.
+    per_context : int
+        Most questions about one context.
 
     Returns
     -------
@@ -49,7 +52,12 @@ def reference_task(
     ConfigError
         If a number is below 1, or there is no such format.
     """
-    for name, number in (("num_questions", num_questions), ("min_chunks", min_chunks), ("people", people)):
+    for name, number in (
+        ("num_questions", num_questions),
+        ("min_chunks", min_chunks),
+        ("people", people),
+        ("per_context", per_context),
+    ):
         if number is not None and number < 1:
             raise ConfigError(f"{name}={number} must be at least 1")
     if format not in FORMATS:
@@ -58,7 +66,7 @@ def reference_task(
     contexts = []
     asked = 0
     style = None if people is None else replace(EVAL_STYLE, people=(people, people))
-    for example in eval_examples(num_questions, seed, min_chunks, style):
+    for example in eval_examples(num_questions, seed, min_chunks, style, per_context):
         questions = []
         for question in example.questions:
             questions.append(EvalQuestion(f"{seed}-{asked}", question.text, (question.answer,), question.kind))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.cli import app
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
-from cacheblend_rag.eval import EvalContext, EvalQuestion, EvalTask
+from cacheblend_rag.eval import EvalContext, EvalQuestion, EvalTask, reference_task
 from cacheblend_rag.eval.inside import PromptInside
 from cacheblend_rag.eval.inside_result import InsideSetting, look_inside
 from cacheblend_rag.eval.metrics import best_f1
@@ -218,6 +219,15 @@ def test_a_spread_is_the_median_and_the_quartiles() -> None:
     assert np.isnan(spread([float("nan")]).median)
     with pytest.raises(ConfigError, match="as many of each"):
         rank_correlation([1.0], [1.0, 2.0])
+
+
+def test_the_reference_task_takes_people_and_questions_of_a_context() -> None:
+    small, large = (reference_task(3, per_context=1, people=people, min_chunks=1) for people in (1, 4))
+    assert [len(context.questions) for context in small.contexts] == [1, 1, 1]
+    assert small.mean_chunks(6) < large.mean_chunks(6)
+    assert replace(small, chunked=False).mean_chunks(6) == 6
+    with pytest.raises(ConfigError, match="per_context=0 must be at least 1"):
+        reference_task(3, per_context=0)
 
 
 def test_the_command_draws_and_writes(model_folder: Path, tmp_path: Path) -> None:
