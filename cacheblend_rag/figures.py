@@ -69,9 +69,13 @@ def save_figure(figure: Any, path: Path) -> Path:
     ConfigError
         If the file cannot be written, or matplotlib does not know the format.
     """
+    from matplotlib import rc_context
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150)
+        # The same figure is the same file, and text in it stays text.
+        with rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}):
+            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from error
     except ValueError as error:

@@ -50,6 +50,11 @@ FileArgument = Annotated[
 def reference(
     request: TaskRequest,
     min_chunks: Annotated[int, typer.Option(min=1, help="Least chunks of a context.")] = 12,
+    people: Annotated[
+        int | None,
+        typer.Option(min=1, help="People of a context, each in four or five chunks; by default as in training."),
+    ] = None,
+    per_context: Annotated[int, typer.Option(min=1, help="Most questions about one context.")] = 8,
     format: Annotated[
         str, typer.Option("--format", help="How prompts are written; chat is the project's own.")
     ] = "chat",
@@ -60,7 +65,14 @@ def reference(
     """
     from cacheblend_rag.eval import reference_task
 
-    return reference_task(request.questions or 500, min_chunks=min_chunks, seed=request.seed, format=format)
+    return reference_task(
+        request.questions or 500,
+        min_chunks=min_chunks,
+        seed=request.seed,
+        format=format,
+        people=people,
+        per_context=per_context,
+    )
 
 
 def musique(request: TaskRequest, path: FileArgument) -> EvalTask:

@@ -12,6 +12,7 @@ import typer
 
 from cacheblend_rag.cli.eval_output import draw_result, json_rows, show_result, write_markdown
 from cacheblend_rag.cli.eval_tasks import TASKS, TaskMaker, TaskRequest
+from cacheblend_rag.cli.figures import draw, figures
 from cacheblend_rag.cli.models import open_engine
 from cacheblend_rag.cli.options import JsonOption, MarkdownOption, ModelOption
 from cacheblend_rag.cli.output import parse_ratios, plain_values, progress_bar, say_seconds, write_json
@@ -119,6 +120,10 @@ for _name, _maker in TASKS.items():
     _command(_name, _maker)
 
 
+eval_app.command()(figures)
+eval_app.command()(draw)
+
+
 def _run(name: str, maker: TaskMaker, own: dict[str, Any], shared: dict[str, Any]) -> None:
     from cacheblend_rag.eval import default_workers, evaluate
 
@@ -177,6 +182,7 @@ def _run(name: str, maker: TaskMaker, own: dict[str, Any], shared: dict[str, Any
         setting=plain_values(own | {key: value for key, value in shared.items() if key not in _PLACES}),
         methods=[method.describe() for method in setting.methods],
         questions=result.questions,
+        chunks=task.mean_chunks(setting.retrieval.top_k),
         skipped=result.skipped,
         resampled=result.resampled,
         seconds=seconds,

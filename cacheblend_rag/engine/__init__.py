@@ -5,6 +5,7 @@ from cacheblend_rag.engine.generation import BlendStream, GenerationResult, Pref
 from cacheblend_rag.engine.guard import GuardStatus
 from cacheblend_rag.engine.ingest import WarmEstimate
 from cacheblend_rag.engine.jobs import AddJob, AddResult
+from cacheblend_rag.engine.watch import WatchedPrefill
 
 __all__ = [
     "AddJob",
@@ -15,4 +16,5 @@ __all__ = [
     "GuardStatus",
     "PrefillResult",
     "WarmEstimate",
+    "WatchedPrefill",
 ]

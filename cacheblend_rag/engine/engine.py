@@ -30,8 +30,10 @@ from cacheblend_rag.engine.prompt import Assembler
 from cacheblend_rag.engine.run import PromptRun, Runner
 from cacheblend_rag.engine.selfcheck import check_blending
 from cacheblend_rag.engine.uses import FirstUses
+from cacheblend_rag.engine.watch import LayerWatcher, WatchedForward, WatchedPrefill
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache
+from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import Decoder, inspect_model, model_window, num_decoder_layers
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.store import KVStore, NodeRecord, open_store
@@ -471,8 +473,12 @@ class BlendEngine:
 
     def prompt_ids(self, prompt: BlendPrompt) -> tuple[int, ...]:
         """Return the token ids that the model is given for `prompt`."""
+        return self.prompt_layout(prompt).token_ids
+
+    def prompt_layout(self, prompt: BlendPrompt) -> PromptLayout:
+        """Return where the chunks of `prompt` stand among its tokens."""
         self._check_open()
-        return self._assembler.assemble(prompt).layout.token_ids
+        return self._assembler.assemble(prompt).layout
 
     def prefill(self, prompt: BlendPrompt, *, config: BlendConfig | None = None) -> PrefillResult:
         """Prefill a prompt, blending its chunks.
@@ -507,6 +513,59 @@ class BlendEngine:
         report = run.report(num_decoder_layers(self.model), time.perf_counter(), 0)
         self._observe(report)
         return PrefillResult(logits, run.prompt.layout.token_ids, report)
+
+    def watch_prefill(
+        self,
+        prompt: BlendPrompt,
+        watcher: LayerWatcher,
+        *,
+        config: BlendConfig | None = None,
+        rows: torch.Tensor | None = None,
+    ) -> WatchedPrefill:
+        """Prefill a prompt as `prefill` does, and show what each layer attends to; nothing is evicted.
+
+        Parameters
+        ----------
+        prompt : BlendPrompt
+            The prompt.
+        watcher : callable
+            Called with each layer's number and its `AttentionCall`, as the layers come. Where stored KV turns out damaged, the
+            prompt is run again, and the layers come again from the first.
+        config : BlendConfig, optional
+            Blending settings for this call.
+        rows : torch.Tensor, optional
+            The rows of chunk tokens to recompute, ascending, int64, instead of those that the selector would choose.
+
+        Returns
+        -------
+        WatchedPrefill
+            The result, the layout of the prompt, which rows were recomputed, and the KV.
+
+        Raises
+        ------
+        PromptError
+            If the prompt cannot be served.
+        ConfigError
+            If the settings do not fit the model, or `rows` are not rows of chunks, each once and in order.
+        UnsupportedModelError
+            If the model's attention cannot be watched.
+        """
+        config = (self.config if config is None else config).replace(kv_capacity=None)
+        run = self._begin(prompt, config)
+        layout = run.prompt.layout
+        if rows is not None and not (
+            bool((rows[1:] > rows[:-1]).all()) and bool(torch.isin(rows, layout.context_rows).all())
+        ):
+            raise ConfigError(
+                "rows must be rows of chunk tokens, each once and ascending; `WatchedPrefill.layout.context_rows` are all of them"
+            )
+        run.rows = rows
+        forward = WatchedForward(self.model, watcher)
+        logits = self._runner.run(run, 0, forward)
+        report = run.report(num_decoder_layers(self.model), time.perf_counter(), 0)
+        self._observe(report)
+        recomputed = layout.context_rows if run.recomputed is None else run.recomputed
+        return WatchedPrefill(PrefillResult(logits, layout.token_ids, report), layout, recomputed, forward.kv)
 
     def generate(
         self,

@@ -23,7 +23,7 @@ from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import Decoder, num_decoder_layers
 from cacheblend_rag.report import BlendReport, ChunkReport
-from cacheblend_rag.selection import make_selector
+from cacheblend_rag.selection import FixedSelection, make_selector
 from cacheblend_rag.snapkv import Eviction
 from cacheblend_rag.store import KVReader, KVStore
 from cacheblend_rag.store.ram import RamReader
@@ -66,6 +66,8 @@ class PromptRun:
         The chunk rows recomputed by the prefill; None when the whole prompt was computed.
     repaired_tokens : int
         Chunk tokens recomputed while the answer was written.
+    rows : torch.Tensor or None
+        The chunk rows to recompute, ascending, where no selector is to choose them.
     guard_level : int or None
         Which settings of the online guard these are; None for settings that the guard has nothing to do with.
     guard_action : str or None
@@ -92,6 +94,7 @@ class PromptRun:
     charge: float = 0.0
     recomputed: torch.Tensor | None = None
     repaired_tokens: int = 0
+    rows: torch.Tensor | None = None
     guard_level: int | None = None
     guard_action: str | None = None
     kv_bytes: int = 0
@@ -261,7 +264,11 @@ class Runner:
         layout, config = run.prompt.layout, run.config
         ratio = config.recompute_ratio
         found: dict[str, KVReader | None] = {}
-        run.plan = whole_plan(config, layout, self._unsupported, ratio)
+        given = run.rows
+        run.plan = whole_plan(config, layout, self._unsupported, ratio if given is None else 0.0)
+        if run.plan is None and given is not None:
+            run.plan = Plan(FixedSelection(given), "given", given.numel() / layout.context_tokens)
+            return self._readers(run, self._open_all(run))
         if run.plan is None and ratio == "auto":
             # If not even free loading makes blending pay, nothing need be opened.
             choice = self.controller().choose(config, layout, None)

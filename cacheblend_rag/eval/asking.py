@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
-from cacheblend_rag.chunk import Chunk
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError, PromptTooLongError, UnsupportedModelError
+from cacheblend_rag.eval.inquiry import Inquiry, inquire
 from cacheblend_rag.eval.journal import Answer, Asked
 from cacheblend_rag.eval.methods import WHOLE_WAYS, EvalMethod, order_methods
 from cacheblend_rag.eval.retrieve import RetrievalSetting, Retriever
 from cacheblend_rag.eval.task import EvalContext, EvalTask
-from cacheblend_rag.eval.ways import Inquiry, make_way
+from cacheblend_rag.eval.ways import make_way
 from cacheblend_rag.selection import num_neighbours
 
 __all__ = ["Asker", "EvalSetting"]
@@ -103,36 +103,12 @@ class Asker:
         Asked
             Each question with its answers; one whose prompt does not fit the model's window is skipped.
         """
-        if self._task.chunked:
-            texts = [text for text in context.texts if text.strip()]
-            rows: Sequence[Sequence[int]] = [range(len(texts)) for _ in context.questions]
-        else:
-            # All questions of the context, whichever are wanted: the same batch gives the same vectors.
-            texts, rows = self._retriever.retrieve(context)
-        chosen = [
-            (question, numbers)
-            for question, numbers in zip(context.questions, rows, strict=True)
-            if wanted is None or question.id in wanted
-        ]
-        if not texts:
-            yield from (Asked(question.id, skipped="its context has no text") for question, _ in chosen)
-            return
-        used = sorted({number for _, numbers in chosen for number in numbers})
-        chunks = {number: Chunk(texts[number], f"chunk {number}") for number in used}
-        ids = [str(chunk.id) for chunk in chunks.values()]
-        try:
-            try:
-                for engine in self._engines.values():
-                    engine.add(chunks.values())
-            except PromptTooLongError as error:
-                yield from (Asked(question.id, skipped=str(error)) for question, _ in chosen)
-                return
-            for question, numbers in chosen:
-                names = tuple(str(chunks[number].id) for number in numbers)
-                yield self._answers(question.id, Inquiry(self._task, names, question.text, self._max_new_tokens))
-        finally:
-            for engine in self._engines.values():
-                engine.delete(ids)
+        engines = self._engines.values()
+        for question, inquiry in inquire(self._task, context, self._retriever, engines, self._max_new_tokens, wanted):
+            if isinstance(inquiry, str):
+                yield Asked(question.id, skipped=inquiry)
+            else:
+                yield self._answers(question.id, inquiry)
 
     def _answers(self, question: str, inquiry: Inquiry) -> Asked:
         answers: dict[str, Answer | None] = {}

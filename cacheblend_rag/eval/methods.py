@@ -12,7 +12,16 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.selection import selector_names
 
-__all__ = ["FULL", "WHOLE_WAYS", "EvalMethod", "grid_methods", "order_methods", "parse_method", "parse_methods"]
+__all__ = [
+    "FULL",
+    "WHOLE_WAYS",
+    "EvalMethod",
+    "grid_methods",
+    "order_methods",
+    "parse_method",
+    "parse_methods",
+    "split_names",
+]
 
 FULL = "full"
 WHOLE_WAYS = ("full", "prefix", "map_reduce", "map_rerank")
@@ -129,6 +138,11 @@ def parse_methods(text: str) -> tuple[EvalMethod, ...]:
     ConfigError
         If one is unknown.
     """
+    return tuple(parse_method(part) for part in split_names(text))
+
+
+def split_names(text: str) -> list[str]:
+    """Return the names of a list that is separated by commas, empty ones left out; commas inside brackets separate nothing."""
     parts, depth = [""], 0
     for letter in text:
         depth += (letter in "[{") - (letter in "]}")
@@ -136,7 +150,7 @@ def parse_methods(text: str) -> tuple[EvalMethod, ...]:
             parts.append("")
         else:
             parts[-1] += letter
-    return tuple(parse_method(part) for part in parts if part.strip())
+    return [part.strip() for part in parts if part.strip()]
 
 
 def grid_methods(

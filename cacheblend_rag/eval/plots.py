@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.eval.spread import Spread
 from cacheblend_rag.figures import new_figure
 
 __all__ = [
@@ -88,29 +89,37 @@ def draw_quality_over_chunks(quality: Mapping[str, Mapping[int, Quality]], metri
     return figure
 
 
-def draw_attention_deviation(deviation: Mapping[str, Mapping[float, float]]) -> Any:
+def draw_attention_deviation(
+    deviation: Mapping[str, Mapping[float, float | Spread]], xlabel: str = "recompute ratio"
+) -> Any:
     """Draw how far attention is from full prefill, over the recompute ratio (CacheBlend, Figure 6).
 
     Parameters
     ----------
-    deviation : mapping of str to mapping of float to float
-        For each selector or model, the mean attention deviation by ratio.
+    deviation : mapping of str to mapping of float to (float or Spread)
+        For each selector or model, the attention deviation by ratio.
+    xlabel : str
+        What it is drawn over, where that is not the ratio.
 
     Returns
     -------
     matplotlib Figure
         The figure.
     """
-    return _lines(deviation, xlabel="recompute ratio", ylabel="attention deviation")
+    return _lines(deviation, xlabel=xlabel, ylabel="attention deviation")
 
 
-def draw_kv_deviation(deviation: Mapping[str, Sequence[float] | NDArray[np.floating[Any]]]) -> Any:
+def draw_kv_deviation(
+    deviation: Mapping[str, Sequence[float] | NDArray[np.floating[Any]]], xlabel: str = "KV deviation"
+) -> Any:
     """Draw the distribution of the tokens' KV deviation (CacheBlend, Figure 7).
 
     Parameters
     ----------
     deviation : mapping of str to sequence of float
-        For each layer, or model, the KV deviation of every token.
+        For each layer, or model, the KV deviation of every token, or as many of its percentiles.
+    xlabel : str
+        What the deviation is measured in.
 
     Returns
     -------
@@ -122,25 +131,24 @@ def draw_kv_deviation(deviation: Mapping[str, Sequence[float] | NDArray[np.float
     for label, values in deviation.items():
         ordered = np.sort(np.asarray(values, dtype=float))
         axes.step(ordered, np.arange(1, ordered.size + 1) / ordered.size, where="post", label=label)
-    _finish(axes, xlabel="KV deviation", ylabel="share of tokens, up to this")
+    _finish(axes, xlabel=xlabel, ylabel="share of tokens, up to this")
     return figure
 
 
-def draw_rank_correlation(correlation: Mapping[str, Sequence[float] | NDArray[np.floating[Any]]]) -> Any:
+def draw_rank_correlation(correlation: Mapping[str, Mapping[int, float | Spread]]) -> Any:
     """Draw how alike neighbouring layers rank the tokens by KV deviation (CacheBlend, Figure 8).
 
     Parameters
     ----------
-    correlation : mapping of str to sequence of float
-        For each model, Spearman's rank correlation of layers 0 and 1, of 1 and 2, and so on.
+    correlation : mapping of str to mapping of int to (float or Spread)
+        For each model, Spearman's rank correlation of a layer and the next, by the first of the two.
 
     Returns
     -------
     matplotlib Figure
         The figure.
     """
-    layers = {label: dict(enumerate(values)) for label, values in correlation.items()}
-    figure = _lines(layers, xlabel="layer, and the next", ylabel="rank correlation of KV deviation")
+    figure = _lines(correlation, xlabel="layer, and the next", ylabel="rank correlation of KV deviation")
     figure.axes[0].set_ylim(top=1)
     _whole_numbers(figure.axes[0])
     return figure
@@ -225,18 +233,26 @@ def draw_ttft_over_length(ttft_s: Mapping[str, Mapping[int, float]]) -> Any:
     return figure
 
 
-def _lines(lines: Mapping[str, Mapping[Any, float]], *, xlabel: str, ylabel: str) -> Any:
+def _lines(lines: Mapping[str, Mapping[Any, float | Spread]], *, xlabel: str, ylabel: str) -> Any:
     _check(lines)
     figure, [axes] = new_figure()
     for number, (label, points) in enumerate(lines.items()):
         places = sorted(points)
         marker = _MARKERS[number % len(_MARKERS)]
-        axes.plot(places, [float(points[place]) for place in places], marker=marker, markersize=4, label=label)
+        middle = [_middle(points[place]) for place in places]
+        axes.plot(places, middle, color=f"C{number}", marker=marker, markersize=4, label=label)
+        spreads = [(place, point.low, point.high) for place in places if isinstance(point := points[place], Spread)]
+        if spreads:
+            axes.fill_between(*zip(*spreads, strict=True), color=f"C{number}", alpha=0.15, linewidth=0)
     _finish(axes, xlabel=xlabel, ylabel=ylabel)
     # What is drawn here has no negative values but correlations, which keep their own lower end.
-    if all(value >= 0 for points in lines.values() for value in points.values()):
+    if all(_middle(value) >= 0 for points in lines.values() for value in points.values()):
         axes.set_ylim(bottom=0)
     return figure
+
+
+def _middle(value: float | Spread) -> float:
+    return value.median if isinstance(value, Spread) else float(value)
 
 
 def _finish(axes: Any, **labels: str) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.eval.metrics import best_exact_match, best_f1
 from cacheblend_rag.eval.task import EvalContext, EvalQuestion, EvalTask
-from cacheblend_rag.reference.corpus import eval_examples, value_of
+from cacheblend_rag.reference.corpus import EVAL_STYLE, eval_examples, value_of
 from cacheblend_rag.reference.prompt import DEFAULT_FORMAT, FORMATS
 
 __all__ = ["reference_task"]
@@ -14,7 +16,13 @@ _MAX_NEW_TOKENS = 64
 
 
 def reference_task(
-    num_questions: int = 500, *, min_chunks: int = 12, seed: int = 7, format: str = DEFAULT_FORMAT
+    num_questions: int = 500,
+    *,
+    min_chunks: int = 12,
+    seed: int = 7,
+    format: str = DEFAULT_FORMAT,
+    people: int | None = None,
+    per_context: int = 8,
 ) -> EvalTask:
     """Return held-out questions about fictional people; names, values and templates are none that training has seen.
 
@@ -28,6 +36,10 @@ def reference_task(
         The questions follow from it.
     format : str
         How prompts are written (`cacheblend_rag.reference.prompt.FORMATS`).
+    people : int, optional
+        People of each context: the more, the more chunks, four or five for each. By default as many as in training.
+    per_context : int
+        Most questions about one context.
 
     Returns
     -------
@@ -40,15 +52,21 @@ def reference_task(
     ConfigError
         If a number is below 1, or there is no such format.
     """
-    for name, number in (("num_questions", num_questions), ("min_chunks", min_chunks)):
-        if number < 1:
+    for name, number in (
+        ("num_questions", num_questions),
+        ("min_chunks", min_chunks),
+        ("people", people),
+        ("per_context", per_context),
+    ):
+        if number is not None and number < 1:
             raise ConfigError(f"{name}={number} must be at least 1")
     if format not in FORMATS:
         raise ConfigError(f"prompt format {format!r} is unknown; choose one of {', '.join(FORMATS)}")
     form = FORMATS[format]
     contexts = []
     asked = 0
-    for example in eval_examples(num_questions, seed, min_chunks):
+    style = None if people is None else replace(EVAL_STYLE, people=(people, people))
+    for example in eval_examples(num_questions, seed, min_chunks, style, per_context):
         questions = []
         for question in example.questions:
             questions.append(EvalQuestion(f"{seed}-{asked}", question.text, (question.answer,), question.kind))

@@ -83,3 +83,18 @@ class EvalTask:
     chunked: bool = False
     max_new_tokens: int = 32
     extract: Callable[[str], str] = field(default=str.strip)
+
+    def mean_chunks(self, top_k: int) -> float:
+        """Return how many chunks a question's prompt has, on average: those retrieved, where texts are cut, and else all.
+
+        Parameters
+        ----------
+        top_k : int
+            How many are retrieved where texts are cut.
+        """
+        if not self.chunked:
+            return float(top_k)
+        counts = [
+            sum(bool(text.strip()) for text in context.texts) for context in self.contexts for _ in context.questions
+        ]
+        return sum(counts) / max(1, len(counts))

@@ -5,62 +5,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.controller import check_selector
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.eval.charge import budget_for_charge
+from cacheblend_rag.eval.inquiry import Inquiry
 from cacheblend_rag.eval.journal import Answer
 from cacheblend_rag.eval.methods import EvalMethod
 from cacheblend_rag.eval.prefix import PrefixAnswer, PrefixCache
-from cacheblend_rag.eval.task import EvalTask
 from cacheblend_rag.model import num_decoder_layers
 
-__all__ = ["Inquiry", "Way", "make_way"]
-
-
-@dataclass(frozen=True)
-class Inquiry:
-    """One question with the chunks that it is answered from.
-
-    Attributes
-    ----------
-    task : EvalTask
-        What stands around them.
-    ids : tuple of str
-        The ids of the chunks in the store, in order.
-    question : str
-        What is asked.
-    max_new_tokens : int
-        Most tokens of the answer.
-    """
-
-    task: EvalTask
-    ids: tuple[str, ...]
-    question: str
-    max_new_tokens: int
-
-    @property
-    def tail(self) -> str:
-        """What stands behind the chunks, the question in it."""
-        # Not str.format: braces of code in a tail or a question stand for themselves.
-        return self.task.tail.replace("{question}", self.question)
-
-    @property
-    def prompt(self) -> BlendPrompt:
-        """The prompt with its chunks by their ids."""
-        return BlendPrompt(self.task.head, self.ids, self.tail, self.task.separator)
-
-    def over(self, texts: Sequence[str]) -> BlendPrompt:
-        """Return the prompt with other texts in place of the chunks, none of them stored."""
-        segments: list[str] = [self.task.head] if self.task.head else []
-        for number, text in enumerate(texts):
-            if number and self.task.separator:
-                segments.append(self.task.separator)
-            segments.append(text)
-        return BlendPrompt(segments=[*segments, self.tail])
+__all__ = ["Way", "make_way"]
 
 
 class Way(Protocol):

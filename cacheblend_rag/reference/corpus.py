@@ -12,6 +12,7 @@ from cacheblend_rag.reference.vocabulary import Split
 from cacheblend_rag.reference.world import Document, Fact, Style, World, build_world
 
 __all__ = [
+    "EVAL_STYLE",
     "KINDS",
     "Document",
     "Example",
@@ -86,7 +87,9 @@ def training_examples(seed: int, style: Style, max_questions: int = 10) -> Itera
         yield make_example(rng, style, "train", max_questions)
 
 
-def eval_examples(num_questions: int, seed: int = 0, min_chunks: int = 12, style: Style | None = None) -> list[Example]:
+def eval_examples(
+    num_questions: int, seed: int = 0, min_chunks: int = 12, style: Style | None = None, per_context: int = 8
+) -> list[Example]:
     """Return held-out examples with exactly `num_questions` questions in all.
 
     Names, values and templates of both statements and questions are none that training has seen.
@@ -101,12 +104,14 @@ def eval_examples(num_questions: int, seed: int = 0, min_chunks: int = 12, style
         Contexts with fewer chunks are not used.
     style
         How rich the contexts are; by default three people and up to one company.
+    per_context
+        Most questions of one example.
     """
     rng = random.Random(f"eval:{seed}")
     examples: list[Example] = []
     missing = num_questions
     while missing > 0:
-        example = make_example(rng, style or EVAL_STYLE, "held_out", min(missing, 8))
+        example = make_example(rng, style or EVAL_STYLE, "held_out", min(missing, per_context))
         if len(example.chunks) >= min_chunks and example.questions:
             examples.append(example)
             missing -= len(example.questions)

@@ -38,6 +38,8 @@ from .conftest import Command
         "eval longbench",
         "eval ruler",
         "eval needle",
+        "eval figures",
+        "eval draw",
     ],
 )
 def test_every_command_explains_itself(run: Command, command: str) -> None:
@@ -73,6 +75,9 @@ def test_the_version(run: Command) -> None:
         ("bench ttft --shape tiny --device toaster", "device 'toaster' cannot be used"),
         ("bench ttft --shape tiny --chunk-tokens 9 --selectors best", "selector='best' is unknown"),
         ("eval reference --ratios inf", "ratio inf must be a finite number"),
+        ("eval figures --out x --task round", "task 'round' is unknown"),
+        ("eval figures --out x --selectors best", "method 'best 0' is unknown"),
+        ("eval figures --out x --shown-ratio 0.7", "shown_ratio=0.7 among the ratios"),
     ],
 )
 def test_a_mistake_is_answered_in_one_line(

@@ -22,6 +22,7 @@ from cacheblend_rag.eval.plots import (
     draw_rank_correlation,
     draw_ttft_over_length,
 )
+from cacheblend_rag.eval.spread import Spread
 from cacheblend_rag.figures import save_figure
 
 
@@ -56,11 +57,25 @@ def test_lines_by_place(draw: Callable[..., Any], tmp_path: Path) -> None:
     assert axes.get_ylim()[0] == 0
 
 
-@pytest.mark.parametrize("draw", [draw_rank_correlation, draw_attention_loss])
-def test_lines_by_layer(draw: Callable[..., Any], tmp_path: Path) -> None:
-    axes = saved(draw({"model": np.array([0.5, -0.25, 1.0])}), tmp_path)
+@pytest.mark.parametrize(
+    ("draw", "values"),
+    [
+        (draw_rank_correlation, {1: -0.25, 0: 0.5, 2: 1.0}),
+        (draw_rank_correlation, {0: 0.5, 1: Spread(-0.25, -0.5, 0.0), 2: 1.0}),
+        (draw_attention_loss, np.array([0.5, -0.25, 1.0])),
+    ],
+)
+def test_lines_by_layer(draw: Callable[..., Any], values: Any, tmp_path: Path) -> None:
+    axes = saved(draw({"model": values}), tmp_path)
     assert lines_of(axes) == {"model": [(0, 0.5), (1, -0.25), (2, 1.0)]}
     assert axes.get_ylim()[0] < -0.25
+
+
+def test_a_spread_is_a_band(tmp_path: Path) -> None:
+    axes = saved(draw_attention_deviation({"hkvd": {0.5: Spread(2, 1, 4), 0.0: Spread(5, 3, 6)}}), tmp_path)
+    assert lines_of(axes) == {"hkvd": [(0, 5), (0.5, 2)]}
+    (band,) = axes.collections
+    assert {tuple(point) for point in band.get_paths()[0].vertices} >= {(0, 3), (0, 6), (0.5, 1), (0.5, 4)}
 
 
 def test_the_distribution_of_kv_deviation(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from cacheblend_rag import BlendConfig, BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.eval import EvalSetting, evaluate, grid_methods, parse_methods, reference_task
 from cacheblend_rag.eval.asking import Asker
-from cacheblend_rag.eval.ways import Inquiry
+from cacheblend_rag.eval.inquiry import Inquiry
 from cacheblend_rag.reference.corpus import KINDS, eval_examples
 from cacheblend_rag.reference.prompt import FORMATS
 

@@ -13,9 +13,10 @@ from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.eval import EvalSetting, evaluate, parse_method, parse_methods, reference_task
 from cacheblend_rag.eval.asking import Asker
 from cacheblend_rag.eval.charge import budget_for_charge
+from cacheblend_rag.eval.inquiry import Inquiry
 from cacheblend_rag.eval.journal import parse_asked
 from cacheblend_rag.eval.prefix import PrefixCache
-from cacheblend_rag.eval.ways import Inquiry, make_way
+from cacheblend_rag.eval.ways import make_way
 from tests.families import CASES, tiny_model, tiny_tokenizer, words
 
 
