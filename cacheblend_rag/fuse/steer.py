@@ -265,11 +265,10 @@ class Steering:
 
     def _catch_up(self, text_states: torch.Tensor) -> torch.Tensor:
         """Take the chosen rows through the layers that they have missed; return the states of all rows now computed."""
-        assert self._rows is not None
         chosen = self._chosen
-        self.charge += self._choose_at * chosen.numel()
         states, before = self._passed[0][1]["hidden_states"], None
-        passed, self._passed = self._passed, []
+        passed, self._passed = self._passed[: self._selection.stop_layer], []
+        self.charge += len(passed) * chosen.numel()
         self._rows = chosen
         for module, arguments in passed:
             if not chosen.numel():
@@ -277,6 +276,10 @@ class Steering:
             cut = self._cutter.cut(arguments | {"hidden_states": states}, before, chosen)
             output = module.forward(**cut)
             states, before = output[0] if isinstance(output, tuple) else output, chosen
+        if len(passed) < self._choose_at:
+            # The rows need not go any further.
+            self._chosen, self._rows = chosen[:0], self._text_rows
+            return text_states
         self._go_on_with(chosen)
         merged = text_states.new_empty(1, self._rows.numel(), *text_states.shape[2:])
         for rows, part in ((self._text_rows, text_states), (chosen, states)):
