@@ -15,7 +15,7 @@ import torch
 from cacheblend_rag.bench.coldfiles import drop_cached, stored_files
 from cacheblend_rag.bench.rounds import in_alternation
 from cacheblend_rag.bench.shapes import random_model, shape_config, word_tokenizer
-from cacheblend_rag.bench.slow import SlowStore
+from cacheblend_rag.bench.slow import SlowStore, device_rate
 from cacheblend_rag.chunk import BlendPrompt, Chunk
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.controller import Profile
@@ -73,7 +73,7 @@ class AutoSetting:
         if not self.tiers or not self.prompts:
             raise ConfigError("give at least one tier and one prompt to measure")
         for tier in self.tiers:
-            _rate(tier)
+            device_rate(tier)
         for chunks, tokens in self.prompts:
             if chunks < 1 or tokens < 1:
                 raise ConfigError(f"a prompt of {chunks} chunks of {tokens} tokens has none; give at least 1 of each")
@@ -193,7 +193,7 @@ class AutoBench:
     @contextmanager
     def _engine(self, tier: str, place: Path) -> Iterator[BlendEngine]:
         config = self._config.replace(profile_path=place.with_suffix(".profile"))
-        rate = _rate(tier)
+        rate = device_rate(tier)
         store: KVStore = open_store(place if tier == "disk" else None, ram_bytes=0 if tier == "disk" else _NO_LIMIT)
         with ExitStack() as stack:
             stack.callback(store.close)
@@ -268,16 +268,3 @@ def _fixed_s(fixed: Sequence[AutoRun], ratio: float) -> float:
 
 def _called(run: AutoRun) -> str:
     return "full" if run.recompute_ratio == 1 else f"blend {run.recompute_ratio:g}"
-
-
-def _rate(tier: str) -> float | None:
-    """Return the bytes per second of an emulated device, or None for a real one."""
-    if tier in ("ram", "disk"):
-        return None
-    try:
-        rate = float(tier.removesuffix("MB/s"))
-    except ValueError:
-        rate = 0.0
-    if not tier.endswith("MB/s") or not 0 < rate < float("inf"):
-        raise ConfigError(f"tier {tier!r} is unknown; give ram, disk, or a rate such as 200MB/s")
-    return rate * 1e6

@@ -14,12 +14,32 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.codec import make_codec
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.store import KVReader, KVStore
 from cacheblend_rag.store.probe import TierProbe, ram_probe
 from cacheblend_rag.store.reader import PassingReader
 
-__all__ = ["SlowReader", "SlowStore"]
+__all__ = ["SlowReader", "SlowStore", "device_rate"]
+
+
+def device_rate(tier: str) -> float | None:
+    """Return the bytes per second of the device that a name such as "200MB/s" emulates, or None for "ram" and "disk".
+
+    Raises
+    ------
+    ConfigError
+        If it is neither.
+    """
+    if tier in ("ram", "disk"):
+        return None
+    try:
+        rate = float(tier.removesuffix("MB/s"))
+    except ValueError:
+        rate = 0.0
+    if not tier.endswith("MB/s") or not 0 < rate < float("inf"):
+        raise ConfigError(f"tier {tier!r} is unknown; give ram, disk, or a rate such as 200MB/s")
+    return rate * 1e6
 
 
 class _Line:

@@ -16,6 +16,7 @@ import torch
 from cacheblend_rag.bench.coldfiles import cached_share, drop_cached, stored_files
 from cacheblend_rag.bench.rounds import in_alternation
 from cacheblend_rag.bench.shapes import random_model, shape_config, word_tokenizer
+from cacheblend_rag.bench.slow import SlowStore, device_rate
 from cacheblend_rag.chunk import BlendPrompt, Chunk
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
@@ -23,13 +24,13 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.eval.prefix import PrefixCache
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.selection import make_selector
+from cacheblend_rag.store import open_store
 
 __all__ = ["TTFTBench", "TTFTRow", "TTFTSetting"]
 
 _FULL = "full"
 _PREFIX_CACHE = "prefix_cache"
 _NO_PIPELINE = "-no-pipeline"
-_TIERS = ("ram", "disk", f"ram{_NO_PIPELINE}", f"disk{_NO_PIPELINE}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,8 @@ class TTFTSetting:
     selectors : tuple of str
         Selectors measured at each ratio above 0.
     tiers : tuple of str
-        Where stored KV is read from: "ram", "disk" (with nothing in the page cache), and either with "-no-pipeline" behind it.
+        Where stored KV is read from: "ram", "disk" (with nothing in the page cache), or a rate such as "100MB/s" (a slower
+        device, emulated), each with "-no-pipeline" behind it or without.
     folder : Path or None
         Where the disk tier's files are for the time of the measurement; the system's folder for temporary files by default.
     repeats : int
@@ -78,8 +80,7 @@ class TTFTSetting:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         for tier in self.tiers or ("",):
-            if tier not in _TIERS:
-                raise ConfigError(f"tier {tier!r} is not measured; choose among {', '.join(_TIERS)}")
+            device_rate(tier.removesuffix(_NO_PIPELINE))
         try:
             known = torch.empty(0, device=self.device).device.type in ("cpu", "cuda")
         except (RuntimeError, AssertionError) as error:
@@ -199,10 +200,15 @@ class TTFTBench:
             )
             location = Path(self._temporary.name) / "kv"
         self.engine = BlendEngine(model, tokenizer, config=config, store=location)
-        # The same files, of which nothing is ever kept in RAM.
-        self._disk_engine = (
-            BlendEngine(model, tokenizer, config=config.replace(ram_bytes=0), store=location) if location else None
-        )
+        # The same files, of which nothing is ever kept in RAM, and the same KV from devices that are emulated.
+        self._engines = {"ram": self.engine}
+        if location is not None:
+            self._engines["disk"] = BlendEngine(model, tokenizer, config=config.replace(ram_bytes=0), store=location)
+        for tier in dict.fromkeys(each.removesuffix(_NO_PIPELINE) for each in setting.tiers):
+            rate = device_rate(tier)
+            if rate is not None:
+                slow = SlowStore(open_store(None, ram_bytes=config.ram_bytes), tier, rate)
+                self._engines[tier] = BlendEngine(model, tokenizer, config=config, store=slow)
         generator = torch.Generator().manual_seed(setting.seed)
 
         def words(count: int) -> str:
@@ -212,7 +218,10 @@ class TTFTBench:
 
         chunks = [Chunk(words(setting.chunk_tokens), f"chunk {number}") for number in range(setting.chunks)]
         self.prompt = BlendPrompt(chunks=[str(chunk.id) for chunk in chunks], suffix=words(setting.question_tokens))
-        self.engine.add(chunks)
+        for tier, engine in self._engines.items():
+            # The disk tier's files are there already.
+            if tier != "disk":
+                engine.add(chunks)
         self._files = stored_files(location) if location else []
         self.token_ids = self.engine.prompt_ids(self.prompt)
         self._ids = torch.tensor([self.token_ids], device=setting.device)
@@ -226,9 +235,9 @@ class TTFTBench:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.engine.close()
-        if self._disk_engine is not None:
-            self._disk_engine.close()
+        for engine in self._engines.values():
+            engine.close()
+            engine.store.close()
         if self._temporary is not None:
             self._temporary.cleanup()
 
@@ -299,8 +308,7 @@ class TTFTBench:
         int(self._cached.logits(self._ids[:, self._cached_tokens :]).argmax())
 
     def _blend(self, tier: str, selector: str, ratio: float, pipeline: bool) -> BlendReport:
-        engine = self._disk_engine if tier == "disk" else self.engine
-        assert engine is not None
+        engine = self._engines[tier]
         config = engine.config.replace(selector=selector, recompute_ratio=ratio, pipeline=pipeline)
         result = engine.prefill(self.prompt, config=config)
         int(result.logits.argmax())

@@ -38,8 +38,8 @@ def ttft(
         typer.Option(
             "--tiers",
             "--tier",
-            help="Where stored KV is read from, comma-separated: ram, disk (the page cache is emptied of it before each run), "
-            "ram-no-pipeline, disk-no-pipeline.",
+            help="Where stored KV is read from, comma-separated: ram, disk (the page cache is emptied of it before each run), or "
+            "a rate such as 100MB/s for an emulated device; with -no-pipeline behind it, loaded without the pipeline.",
         ),
     ] = "ram",
     folder: FolderOption = None,

@@ -141,7 +141,7 @@ def test_a_run_from_a_tier_reads_that_tier(tmp_path: Path) -> None:
 
 
 def test_a_tier_that_is_not_measured_is_refused() -> None:
-    with pytest.raises(ConfigError, match="tier 'tape' is not measured; choose among ram, disk"):
+    with pytest.raises(ConfigError, match="tier 'tape' is unknown; give ram, disk, or a rate such as 200MB/s"):
         TTFTSetting("tiny", tiers=("ram", "tape"))
 
 
@@ -199,3 +199,16 @@ def test_settings_of_the_environment_do_not_reach_the_bench(monkeypatch: pytest.
     assert not BlendConfig().enabled
     report = TTFTBench(SETTING).engine.prefill(TTFTBench(SETTING).prompt).report
     assert report.selector != "full"
+
+
+def test_an_emulated_device_is_as_slow_as_it_says() -> None:
+    setting = TTFTSetting(
+        shape="tiny", chunks=2, chunk_tokens=40, ratios=(0.15,), tiers=("ram", "1MB/s", "1MB/s-no-pipeline"), repeats=1
+    )
+    with TTFTBench(setting) as bench:
+        rows = {(row.tier, row.pipeline): row for row in bench.measure() if row.method == "blend"}
+    slow, unpipelined = rows["1MB/s", True], rows["1MB/s", False]
+    assert set(rows) == {("ram", True), ("1MB/s", True), ("1MB/s", False)}
+    assert slow.load_bytes and slow.load_bytes == unpipelined.load_bytes == rows["ram", True].load_bytes
+    # What comes last cannot be there before all of it could have come.
+    assert min(slow.ttft_min_s, unpipelined.ttft_min_s) >= slow.load_bytes / 1e6
