@@ -40,7 +40,7 @@ class BlendConfig(BaseSettings):
         The smallest ratio that "auto" chooses, r* in CacheBlend (section 5).
     selector : str
         Which tokens to recompute: "hkvd", "query", "ingest", "query_ingest", "a3", "boundary", "random", "none", "full", any
-        that was registered, or "auto", which is "hkvd".
+        that was registered, or "auto": "ingest" where `neighbours` is set, else "hkvd".
     check_layers : tuple of int
         Layers at which hkvd compares fresh KV with stored KV, ascending. Layer 0 measures nothing, since its KV depends
         on no other token.

@@ -241,7 +241,7 @@ class Steering:
                 candidates,
                 LayerKV(*(tensor.index_select(2, where) for tensor in fresh)),
                 LayerKV(*(tensor.index_select(2, candidates.to(device)) for tensor in stored)),
-                None if call is None else self._attention(call, where),
+                None if call is None else self._attention(call, where, self._question_tokens),
             )
         )
         # What the probe computed is fresher than what is stored, for the rows that drop out as well.
@@ -250,18 +250,18 @@ class Steering:
         self._go_on_with(kept)
 
     def _look(self, call: AttentionCall) -> None:
-        """Show the selection what the question attends to in the layer that has just attended."""
+        """Show the selection what the end of the prompt attends to in the layer that has just attended."""
         if self._looking_at is None or self._cache.steering is not self:
             return
         layer, self._looking_at = self._looking_at, None
-        self._selection.look(layer, self._attention(call, self._candidates.to(call.key.device)))
+        self._selection.look(layer, self._attention(call, self._candidates.to(call.key.device), 1)[:, 0])
 
-    def _attention(self, call: AttentionCall, columns: torch.Tensor) -> torch.Tensor:
-        """Return the question's attention to some columns, and charge the scores, which were computed for this alone."""
+    def _attention(self, call: AttentionCall, columns: torch.Tensor, window: int) -> torch.Tensor:
+        """Return the last rows' attention to some columns, and charge the scores, which were computed for this alone."""
         heads, _, width = call.query.shape[1:]
-        scores = 2 * heads * width * self._question_tokens * call.key.shape[2]
+        scores = 2 * heads * width * window * call.key.shape[2]
         self.charge += scores / self._decoder.row_flops
-        return attention_weights(call, self._question_tokens).index_select(2, columns)
+        return attention_weights(call, window).index_select(2, columns)
 
     def _catch_up(self, text_states: torch.Tensor) -> torch.Tensor:
         """Take the chosen rows through the layers that they have missed; return the states of all rows now computed."""

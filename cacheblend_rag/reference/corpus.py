@@ -75,9 +75,7 @@ def value_of(sentence: str) -> str:
 def make_example(rng: random.Random, style: Style, split: Split, max_questions: int) -> Example:
     """Draw one context and up to `max_questions` questions about it, of all kinds in turn as far as they go."""
     world = build_world(rng, style, split)
-    return Example(
-        world.chunks, tuple(_pick(rng, _questions(rng, world, split, style.kinds), style.kinds, max_questions))
-    )
+    return Example(world.chunks, tuple(_pick(rng, _questions(rng, world, split, style), style.kinds, max_questions)))
 
 
 def training_examples(seed: int, style: Style, max_questions: int = 10) -> Iterator[Example]:
@@ -133,7 +131,7 @@ def demo_documents() -> list[Document]:
 def demo_questions(count: int = 12) -> list[Question]:
     """Return questions about :func:`demo_documents`; `support` counts the chunks of all documents through."""
     rng = random.Random(f"demo-questions:{_DEMO_SEED}")
-    return _pick(rng, _questions(rng, _demo_world(), "held_out", EVAL_STYLE.kinds), EVAL_STYLE.kinds, count)
+    return _pick(rng, _questions(rng, _demo_world(), "held_out", EVAL_STYLE), EVAL_STYLE.kinds, count)
 
 
 def _demo_world() -> World:
@@ -155,15 +153,15 @@ def _pick(rng: random.Random, questions: list[Question], kinds: tuple[str, ...],
     return picked
 
 
-def _questions(rng: random.Random, world: World, split: Split, kinds: tuple[str, ...]) -> list[Question]:
+def _questions(rng: random.Random, world: World, split: Split, style: Style) -> list[Question]:
     facts = {(fact.subject, fact.attribute): fact for fact in world.facts}
     naming = {fact.chunk: _naming_chunk(world, fact) for fact in world.facts}
     questions: list[Question] = []
     for fact in world.facts:
-        questions.append(_direct(rng, fact, naming[fact.chunk], split))
-        questions.extend(_joins(rng, fact, facts, naming, split))
+        questions.append(_direct(rng, fact, naming[fact.chunk], split, style.brief))
+        questions.extend(_joins(rng, fact, facts, naming, split, style.brief))
     questions.extend(_comparisons(rng, facts, naming, split))
-    return [question for question in questions if question.kind in kinds]
+    return [question for question in questions if question.kind in style.kinds]
 
 
 def _naming_chunk(world: World, fact: Fact) -> int:
@@ -180,19 +178,24 @@ def _ask(rng: random.Random, cores: tuple[tuple[str, str], ...], split: Split, *
     return question_template(rng, cores, split).format(**names)
 
 
-def _direct(rng: random.Random, fact: Fact, naming: int, split: Split) -> Question:
+def _direct(rng: random.Random, fact: Fact, naming: int, split: Split, brief: bool) -> Question:
     attribute = ATTRIBUTES[fact.attribute]
     return Question(
         _ask(rng, attribute.questions, split, S=fact.subject),
         fact.value,
-        attribute.answer.format(S=fact.subject, V=fact.value),
+        f"{fact.value}." if brief else attribute.answer.format(S=fact.subject, V=fact.value),
         "single" if fact.names_subject else "pronoun",
         tuple(sorted({fact.chunk, naming})),
     )
 
 
 def _joins(
-    rng: random.Random, first: Fact, facts: dict[tuple[str, str], Fact], naming: dict[int, int], split: Split
+    rng: random.Random,
+    first: Fact,
+    facts: dict[tuple[str, str], Fact],
+    naming: dict[int, int],
+    split: Split,
+    brief: bool,
 ) -> list[Question]:
     if first.attribute not in (*RELATIONS, "employer"):
         return []
@@ -208,7 +211,7 @@ def _joins(
             Question(
                 _ask(rng, attribute.questions, split, S=bridge),
                 second.value,
-                f"{lead}, {pronoun} {attribute.clause} {second.value}.",
+                f"{first.value if brief else lead + ', ' + pronoun} {attribute.clause} {second.value}.",
                 "two_hop",
                 _support([first, second], naming),
             )

@@ -5,11 +5,12 @@ Trained on the last stage at once, a small model sits for thousands of steps at 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from cacheblend_rag.reference.world import Style
 
-__all__ = ["COPY_LENGTHS", "STAGES", "Stage"]
+__all__ = ["COPY_LENGTHS", "STAGES", "Stage", "brief_stages"]
 
 COPY_LENGTHS = (6, 10, 16, 24, 32, 40)
 """Lengths of the copying stage, one after the other."""
@@ -108,3 +109,15 @@ STAGES: tuple[Stage, ...] = (
         "everything", Style(people=(3, 3), firms=(0, 1), facts=(3, 5)), 8, questions=8, goal=1.01, max_steps=1_000_000
     ),
 )
+
+
+def brief_stages(stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    """Return the stages with answers that are values alone; the last one with more people, who have less in common."""
+    brief = [
+        stage if stage.style is None else replace(stage, style=replace(stage.style, brief=True)) for stage in stages
+    ]
+    last = brief[-1].style
+    if last is not None:
+        fewest, most = last.people
+        brief[-1] = replace(brief[-1], style=replace(last, people=(fewest, most + 2), pool=(4, 8)))
+    return tuple(brief)

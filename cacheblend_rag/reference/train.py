@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from cacheblend_rag.reference.attention import BRANCHED
 from cacheblend_rag.reference.batch import IGNORED, Batch, Row, collate, copy_batch, encode_example
 from cacheblend_rag.reference.corpus import eval_examples, make_example
-from cacheblend_rag.reference.curriculum import COPY_LENGTHS, STAGES, Stage
+from cacheblend_rag.reference.curriculum import COPY_LENGTHS, STAGES, Stage, brief_stages
 from cacheblend_rag.reference.export import export
 from cacheblend_rag.reference.muon import Muon
 from cacheblend_rag.reference.prompt import FORMATS
@@ -60,6 +60,11 @@ class Options:
         If given, the learning rates fall linearly to zero over the last `decay` steps before this step, and training ends.
     seed
         Batches and initial weights follow from it.
+    brief
+        Whether answers are trained as values alone (:attr:`Style.brief`), and the last stage has contexts of up to five people
+        who share fewer of their attributes.
+    stage
+        The stage to begin with, for weights that are trained further.
     """
 
     layers: int = 16
@@ -72,6 +77,8 @@ class Options:
     end_step: int | None = None
     decay: int = 1000
     seed: int = 1
+    brief: bool = False
+    stage: int | None = None
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, options: Options) -> LlamaForCausalLM:
@@ -110,7 +117,7 @@ class Trainer:
 
     def __init__(self, options: Options, stages: Sequence[Stage] = STAGES, device: torch.device | None = None) -> None:
         self.options = options
-        self.stages = stages
+        self.stages = brief_stages(stages) if options.brief else tuple(stages)
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.tokenizer = build_tokenizer()
         self.model = build_model(self.tokenizer, options)
@@ -124,7 +131,7 @@ class Trainer:
             (torch.optim.AdamW(others, options.lr, betas=(0.9, 0.98), weight_decay=0.0), options.lr),
         ]
         self.step = 0
-        self.stage = 0
+        self.stage = options.stage or 0
         self.stage_began = 0
         self.copying = 0
 
@@ -224,9 +231,9 @@ class Trainer:
             setattr(self, name, value)
 
     def begin_from(self, weights: Path) -> None:
-        """Begin with exported weights, at the last stage; the optimizers begin anew."""
+        """Begin with exported weights, at the last stage if no other is asked for; the optimizers begin anew."""
         self.model.load_state_dict(load_file(weights / "model.safetensors", device=str(self.device)))
-        self.stage = len(self.stages) - 1
+        self.stage = len(self.stages) - 1 if self.options.stage is None else self.options.stage
 
     def _factor(self) -> float:
         factor = min(1.0, (self.step + 1) / self.options.warmup)
@@ -294,9 +301,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--save-every", type=int, default=200, help="steps between checkpoints")
     parser.add_argument("--threads", type=int, help="torch threads")
     for name, value in asdict(Options()).items():
-        # The one option without a default is a number of steps.
-        kind = int if value is None else type(value)
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=value)
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            parser.add_argument(flag, action="store_true")
+        else:
+            # The options without a default are whole numbers.
+            parser.add_argument(flag, type=int if value is None else type(value), default=value)
     parsed = vars(parser.parse_args(arguments))
     out, resume, export_to = parsed.pop("out"), parsed.pop("resume"), parsed.pop("export")
     weights = parsed.pop("begin_from")

@@ -50,6 +50,9 @@ class Style:
         Share of chunks with a second sentence.
     kinds
         Kinds of question asked.
+    brief
+        Whether answers are the value alone, so that the prompt's last token is the one that looks for it; after two hops the
+        person in between comes first. Otherwise answers are whole sentences.
     """
 
     people: tuple[int, int] = (3, 3)
@@ -62,6 +65,7 @@ class Style:
     pronouns: float = 0.65
     fillers: float = 0.1
     kinds: tuple[str, ...] = ("single", "pronoun", "two_hop")
+    brief: bool = False
 
 
 @dataclass(frozen=True)

@@ -66,8 +66,14 @@ for _selector in (
 ):
     register_selector(_selector)
 
-_AUTO = HKVDSelector.name
-"""What "auto" stands for: CacheBlend's own, until one has been found that measures better."""
+
+def _auto(config: BlendConfig) -> str:
+    """Return what "auto" stands for: what measures best, where chunks are measured when they are added, else CacheBlend's own.
+
+    Measuring makes adding chunks about four times as much work, so it is not begun unasked.
+    """
+    return IngestSelector.name if config.neighbours else HKVDSelector.name
+
 
 _NEIGHBOURS = 2
 
@@ -85,7 +91,7 @@ def make_selector(config: BlendConfig) -> Selector:
     ConfigError
         If there is no selector of that name.
     """
-    name = _AUTO if config.selector == "auto" else config.selector
+    name = _auto(config) if config.selector == "auto" else config.selector
     if name not in _SELECTORS:
         raise ConfigError(f"selector={config.selector!r} is unknown; choose one of {', '.join(selector_names())}")
     return _SELECTORS[name](config)

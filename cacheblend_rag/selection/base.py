@@ -70,7 +70,7 @@ class Selection:
     Without layers of either kind, `rows` is asked once, before layer 0. With `check_layers`, all rows are computed in the
     layers before the first of them, `narrow` is asked at each, and the kept rows are computed from there on. With
     `look_layers`, only the text of the prompt is computed up to the last of them, over stored KV; `look` is shown what the
-    question attends to in each of them, and then `rows` is asked: its rows make up for the layers they have missed, and are
+    last token attends to in each of them, and then `rows` is asked: its rows make up for the layers they have missed, and are
     computed together with the text from there on.
     """
 
@@ -89,15 +89,14 @@ class Selection:
         raise AssertionError(f"{type(self).__name__} has no check layers")
 
     def look(self, layer: int, attention: torch.Tensor) -> None:
-        """Take note of what the question attends to in one of `look_layers`.
+        """Take note of what the prompt's last token, behind which the answer is written, attends to in one of `look_layers`.
 
         Parameters
         ----------
         layer : int
             The layer.
         attention : torch.Tensor
-            Attention weights of the question's tokens over the candidates, float32,
-            ``(num_heads, question_len, num_candidates)``.
+            Its attention weights over the candidates, float32, ``(num_heads, num_candidates)``.
         """
         raise AssertionError(f"{type(self).__name__} has no look layers")
 

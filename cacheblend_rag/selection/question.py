@@ -53,11 +53,11 @@ class _A3Selection(Selection):
 
 
 class QuerySelector(Selector):
-    """The tokens that the question attends to in the middle layers, over the stored KV at its place in the prompt.
+    """The tokens that the end of the question attends to in the middle layers, over the stored KV at its place in the prompt.
 
-    The question is computed over the assembled KV first, up to `BlendConfig.look_layers`; what it attends to there, fused over
-    these layers, chooses the rows, as in ProphetKV and InfoFlow KV (2026). Those compute the question twice. Here the chosen rows
-    make up for the layers they have missed and then go on together with the question: nothing is computed twice.
+    The question is computed over the assembled KV first, up to `BlendConfig.look_layers`; what its last token attends to there,
+    fused over these layers, chooses the rows, as in ProphetKV and InfoFlow KV (2026). Those compute the question twice. Here the
+    chosen rows make up for the layers they have missed and then go on together with the question: nothing is computed twice.
     """
 
     name = "query"
@@ -133,7 +133,7 @@ class QuerySelection(Selection):
 
     def look(self, layer: int, attention: torch.Tensor) -> None:
         """Add a layer's attention to that of the others."""
-        mass = attention.sum(dim=(0, 1)).cpu()
+        mass = attention.sum(dim=0).cpu()
         # Some layers attend to the context much more than others; each has one vote.
         self._attention += mass / mass.sum().clamp_min(torch.finfo(mass.dtype).tiny)
 

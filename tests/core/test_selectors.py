@@ -117,7 +117,7 @@ def test_the_question_chooses_as_in_the_dense_reference(stop: int | None) -> Non
     hook.remove()
     scores = torch.zeros(chunk_rows.numel())
     for layer in looks:
-        mass = seen[layer][0, :, -QUESTION:][..., chunk_rows].sum(dim=(0, 1))
+        mass = seen[layer][0, :, -1][:, chunk_rows].sum(dim=0)
         scores += mass / mass.sum()
     count = round(budget * layers / (stop or layers))
     chosen = chunk_rows[scores.topk(count).indices.sort().values]

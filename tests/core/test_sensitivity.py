@@ -18,7 +18,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.model import inspect_model
 from cacheblend_rag.selection import make_selector, num_neighbours
 from tests.core.dense import dense_blend, own_kv, stale_kv
-from tests.core.test_selectors import LENGTH, QUESTION, SPANS, _Layered
+from tests.core.test_selectors import LENGTH, SPANS, _Layered
 from tests.families import tiny_model, tiny_tokenizer, words
 from tests.store.kit import key_of, make_kv, read, same
 
@@ -137,7 +137,7 @@ def test_what_is_not_measured() -> None:
         assert measured(engine, "n2") == behind(CHUNKS[2], CHUNKS[1:2])
 
 
-def test_the_registry_answers_for_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_uses_what_is_measured() -> None:
     assert {
         name: num_neighbours(BlendConfig(selector=name)) for name in ("auto", "ingest", "query_ingest", "query")
     } == {
@@ -146,8 +146,9 @@ def test_the_registry_answers_for_auto(monkeypatch: pytest.MonkeyPatch) -> None:
         "query_ingest": 2,
         "query": 0,
     }
-    monkeypatch.setattr("cacheblend_rag.selection._AUTO", "query_ingest")
-    assert num_neighbours(BlendConfig(selector="auto")) == 2
+    assert make_selector(BlendConfig(selector="auto")).name == "hkvd"
+    assert make_selector(BlendConfig(selector="auto", neighbours=0)).name == "hkvd"
+    assert make_selector(BlendConfig(selector="auto", neighbours=2)).name == "ingest"
 
 
 def test_neighbours_are_shortened_to_the_models_window() -> None:
@@ -321,7 +322,7 @@ def test_query_ingest_recomputes_what_the_question_needs_and_the_context_changes
         ).attentions
         attention = torch.zeros(rows.numel())
         for layer in looks:
-            mass = seen[layer][0, :, -QUESTION:][..., rows].sum(dim=(0, 1))
+            mass = seen[layer][0, :, -1][:, rows].sum(dim=0)
             attention += mass / mass.sum()
         chosen = set(rows[(attention * candidate_scores(engine.model, ids)).topk(12).indices].tolist())
     assert [chunk.recomputed_tokens for chunk in report.chunks] == [len(chosen & set(range(a, b))) for a, b in SPANS]

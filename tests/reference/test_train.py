@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from cacheblend_rag.reference.attention import BRANCHED
 from cacheblend_rag.reference.batch import IGNORED, Batch, collate, copy_batch, encode_example
-from cacheblend_rag.reference.corpus import eval_examples
-from cacheblend_rag.reference.curriculum import STAGES, Stage
+from cacheblend_rag.reference.corpus import eval_examples, make_example, value_of
+from cacheblend_rag.reference.curriculum import STAGES, Stage, brief_stages
 from cacheblend_rag.reference.muon import orthogonalised
 from cacheblend_rag.reference.prompt import FORMATS
 from cacheblend_rag.reference.scoring import answer_logits, correct_answers, score
@@ -180,3 +180,22 @@ def test_training_goes_on_from_exported_weights(tmp_path: Path) -> None:
     first, copy = (load_file(folder / "model.safetensors") for folder in (weights, tmp_path / "copy"))
     assert first.keys() == copy.keys()
     assert all(torch.equal(weight, copy[name]) for name, weight in first.items())
+
+
+def test_brief_answers_are_values_and_names() -> None:
+    stages = brief_stages(STAGES)
+    style = stages[-1].style
+    assert style is not None and style.brief and style.people == (3, 5)
+    example = make_example(random.Random(3), style, "train", 40)
+    kinds = {question.kind for question in example.questions}
+    assert {"single", "pronoun", "two_hop"} <= kinds
+    for question in example.questions:
+        assert question.sentence.endswith(f"{question.answer}.")
+        assert (question.sentence == f"{question.answer}.") == (question.kind != "two_hop")
+        assert value_of(question.sentence) == question.answer
+    # Nothing but the answers differs.
+    whole = make_example(random.Random(3), replace(style, brief=False), "train", 40)
+    assert whole.chunks == example.chunks
+    assert [question.text for question in whole.questions] == [question.text for question in example.questions]
+    trainer = Trainer(replace(TINY, brief=True, stage=2))
+    assert trainer.stages == stages and trainer.stage == 2
