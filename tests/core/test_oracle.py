@@ -13,25 +13,14 @@ from cacheblend_rag.encode import Encoder
 from cacheblend_rag.engine.selfcheck import TrueKV
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.kv import LayerKV
-from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.model import inspect_model
 from cacheblend_rag.rope import shift_keys
 from cacheblend_rag.selection import FixedSelection
 from tests.core.dense import dense_blend, own_kv
+from tests.core.spans import LENGTH, SPANS, random_ids, span_layout
 from tests.families import CASES, FAMILIES, tiny_model, tiny_tokenizer, words
 
 TOLERANCE = 1e-4
-SPANS = ((5, 25), (25, 47), (50, 70))
-"""Two chunks that touch and one behind text; longer than the tiny models' windows of 16."""
-LENGTH = 76
-
-
-def _ids(seed: int) -> list[int]:
-    return torch.randint(3, 97, (LENGTH,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def _layout(ids: list[int]) -> PromptLayout:
-    return PromptLayout(tuple(ids), tuple(range(len(ids))), tuple(ChunkSpan(a, b, a) for a, b in SPANS))
 
 
 @pytest.fixture(params=CASES, ids="-".join)
@@ -42,8 +31,8 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 @torch.no_grad()
 def test_any_selection_over_true_kv_gives_the_models_own_logits(model: PreTrainedModel) -> None:
     decoder = inspect_model(model)
-    ids = _ids(1)
-    layout = _layout(ids)
+    ids = random_ids(1)
+    layout = span_layout(ids)
     own = [LayerKV(*kv) for kv in own_kv(model, ids)]
     wanted = model(input_ids=torch.tensor([ids])).logits[0, -1]
     draw = random.Random(0)
@@ -63,7 +52,7 @@ def test_any_selection_over_true_kv_gives_the_models_own_logits(model: PreTraine
 @torch.no_grad()
 def test_a_moved_chunk_is_the_chunk_encoded_there(model: PreTrainedModel) -> None:
     decoder = inspect_model(model)
-    prefix, chunk = _ids(2)[:3], _ids(3)[:20]
+    prefix, chunk = random_ids(2)[:3], random_ids(3)[:20]
     [[(_, encoded)]] = Encoder(decoder, prefix, 4096).encode([chunk])
     for distance in (0, 1, 30, 200):
         there = own_kv(model, [*prefix, *chunk], first_position=distance)
@@ -128,7 +117,7 @@ def test_random_and_no_recompute_on_stale_kv_are_the_dense_reference(model: PreT
             if selector == "random":
                 from cacheblend_rag.selection import SelectionTask, make_selector
 
-                task = SelectionTask(_layout(list(ids)), model.config.num_hidden_layers, 9)
+                task = SelectionTask(span_layout(list(ids)), model.config.num_hidden_layers, 9)
                 rows = make_selector(config).begin(task).rows()
                 assert rows.numel() == 9
             wanted = dense_blend(model, ids, spans, [1], recomputed=rows)

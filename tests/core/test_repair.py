@@ -10,15 +10,13 @@ from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRe
 from cacheblend_rag.engine.selfcheck import TrueKV
 from cacheblend_rag.fuse import BlendCache, Repair, Steering
 from cacheblend_rag.kv import LayerKV
-from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.model import inspect_model
 from cacheblend_rag.selection import FixedSelection
 from tests.core.dense import RecordingCache, own_kv, stale_kv
+from tests.core.spans import LENGTH, SPANS, random_ids, span_layout
 from tests.families import CASES, tiny_model, tiny_tokenizer, words
 
 TOLERANCE = 1e-4
-SPANS = ((5, 25), (25, 47), (50, 70))
-LENGTH = 76
 
 
 @pytest.fixture(params=CASES, ids="-".join)
@@ -29,8 +27,8 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 @torch.no_grad()
 def test_repairing_true_kv_changes_nothing(model: PreTrainedModel) -> None:
     decoder = inspect_model(model)
-    ids = torch.randint(3, 97, (1, LENGTH), generator=torch.Generator().manual_seed(1))
-    layout = PromptLayout(tuple(ids[0].tolist()), tuple(range(LENGTH)), tuple(ChunkSpan(a, b, a) for a, b in SPANS))
+    ids = torch.tensor([random_ids(1)])
+    layout = span_layout(ids[0].tolist())
     own = TrueKV([LayerKV(*kv) for kv in own_kv(model, ids[0].tolist())])
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}
     scored = {"return_dict_in_generate": True, "output_logits": True}

@@ -11,15 +11,13 @@ from cacheblend_rag.engine.selfcheck import TrueKV
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.kv import LayerKV
-from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.model import inspect_model
 from cacheblend_rag.selection import SelectionTask, make_selector
 from tests.core.dense import RecordingCache, own_kv, stale_kv
+from tests.core.spans import LENGTH, SPANS, random_ids, span_layout
 from tests.families import CASES, tiny_model, tiny_tokenizer, words
 
 TOLERANCE = 1e-4
-SPANS = ((5, 25), (25, 47), (50, 70))
-LENGTH = 76
 QUESTION = LENGTH - SPANS[-1][1]
 SETTINGS = [
     {"selector": "query"},
@@ -35,14 +33,6 @@ SETTINGS = [
 ]
 
 
-def _ids(seed: int) -> list[int]:
-    return torch.randint(3, 97, (LENGTH,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def _layout(ids: list[int]) -> PromptLayout:
-    return PromptLayout(tuple(ids), tuple(range(len(ids))), tuple(ChunkSpan(a, b, a) for a, b in SPANS))
-
-
 @pytest.fixture(params=CASES, ids="-".join)
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return tiny_model(*request.param)
@@ -51,8 +41,8 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 @torch.no_grad()
 def test_every_selector_over_true_kv_gives_the_models_own_logits(model: PreTrainedModel) -> None:
     decoder = inspect_model(model)
-    ids = _ids(1)
-    layout = _layout(ids)
+    ids = random_ids(1)
+    layout = span_layout(ids)
     own = [LayerKV(*kv) for kv in own_kv(model, ids)]
     wanted = model(input_ids=torch.tensor([ids])).logits[0, -1]
     for settings in SETTINGS:
