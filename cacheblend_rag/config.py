@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from cacheblend_rag.errors import ConfigError
 
@@ -54,15 +54,16 @@ class BlendConfig(BaseSettings):
         The multiple of `recompute_ratio` that each check layer keeps, never rising, instead of the linear schedule that
         `gradual_start` gives.
     segment_tokens : int, optional
-        Tokens of a chunk that are chosen together, at most; 1 chooses each token for itself. By default what suits the selector.
+        Tokens of a chunk that are chosen together, at most; 1 chooses each token for itself. By default what suits the selector,
+        and 32 for decode-time repair. Without effect on random and boundary.
     boundary : {"first", "both"}
         Whether the boundary selector takes the first tokens of each chunk, or the last ones as well.
     look_layers : tuple of int, optional
-        Layers in which the query selector looks at the question's attention, ascending; by default those from a quarter to three
-        quarters of the depth.
+        Layers in which query and query_ingest look at what the prompt's last token attends to, and decode-time repair at the
+        answer's tokens, ascending; by default those from a quarter to three quarters of the depth.
     stop_layer : int, optional
-        The layer from which on the query selector recomputes nothing any more, so that more tokens can be recomputed before it;
-        by default they are recomputed in all layers.
+        The layer from which on query, ingest, query_ingest and decode-time repair recompute nothing any more, so that more tokens
+        can be recomputed before it; by default they are recomputed in all layers. Without effect on other selectors.
     repair_ratio : float
         Most work that decode-time repair may do while one answer is written, as a share of what recomputing all chunk tokens
         would take. 0, the default, repairs nothing.
@@ -158,7 +159,8 @@ class BlendConfig(BaseSettings):
     Raises
     ------
     ConfigError
-        If a name is unknown or a value has no meaning.
+        If a name is unknown or a value has no meaning. What depends on the model (the selector, layers) is checked when an engine
+        is made.
     """
 
     model_config = SettingsConfigDict(env_prefix="CACHEBLEND_", extra="forbid", frozen=True)
@@ -169,7 +171,7 @@ class BlendConfig(BaseSettings):
     selector: str = "auto"
     check_layers: tuple[int, ...] = (1,)
     deviation: Literal["value", "key", "both"] = "value"
-    gradual_start: float = Field(default=1.5, ge=1.0)
+    gradual_start: float = Field(default=1.5, ge=1.0, allow_inf_nan=False)
     ratio_schedule: tuple[float, ...] | None = None
     segment_tokens: int | None = Field(default=None, ge=1)
     boundary: Literal["first", "both"] = "first"
@@ -209,13 +211,15 @@ class BlendConfig(BaseSettings):
     guard_action: Literal["report", "raise", "full"] = "report"
     self_check: bool = True
     strict: bool = False
-    seed: int = 0
+    seed: int = Field(default=0, ge=-(2**63), lt=2**63)
 
     def __init__(self, **values: Any) -> None:
         try:
             super().__init__(**values)
         except ValidationError as error:
             raise ConfigError(_explain(error)) from error
+        except SettingsError as error:
+            raise ConfigError(f"{error}; in the environment, lists are written as JSON, as in [1,2]") from error
 
     @field_validator("recompute_ratio", mode="before")
     @classmethod
@@ -229,7 +233,23 @@ class BlendConfig(BaseSettings):
             raise ValueError('must be a number from 0 (plain reuse) to 1 (full prefill), or "auto"') from None
         return cls._ratio_in_range(number)
 
-    @field_validator("quality_ratio", "repair_ratio")
+    @field_validator("device")
+    @classmethod
+    def _device_is_one(cls, device: str | None) -> str | None:
+        try:
+            torch.device(device or "cpu")
+        except RuntimeError:
+            raise ValueError("is no device; give cpu, cuda or cuda:N") from None
+        return device
+
+    @field_validator("repair_ratio")
+    @classmethod
+    def _repair_in_range(cls, ratio: float) -> float:
+        if not math.isfinite(ratio) or not 0 <= ratio <= 1:
+            raise ValueError("must be a finite number from 0 (repairs nothing) to 1")
+        return ratio
+
+    @field_validator("quality_ratio")
     @classmethod
     def _ratio_in_range(cls, ratio: float) -> float:
         if not math.isfinite(ratio) or not 0 <= ratio <= 1:

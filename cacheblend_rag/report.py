@@ -57,7 +57,7 @@ class BlendReport:
     context_tokens : int
         Tokens of its chunks.
     recomputed_tokens : int
-        Chunk tokens that went through the model's later layers again.
+        Chunk tokens that were recomputed by the prefill, in all layers behind the choice or up to `BlendConfig.stop_layer`.
     recompute_ratio : float
         The ratio that was asked for, or that "auto" chose; 1 where the whole prompt was computed.
     charged_ratio : float
@@ -121,6 +121,7 @@ class BlendReport:
         return (
             f"first token after {1000 * self.ttft_s:.0f} ms; {self.hits} of {self.hits + self.misses} chunks hit, "
             f"{self.recomputed_tokens} of {self.context_tokens} chunk tokens recomputed ({self.selector})"
+            + (f", {self.repaired_tokens} repaired while answering" if self.repaired_tokens else "")
             + (f"; computed as a whole: {self.fallback_reason}" if self.fallback_reason else "")
         )
 

@@ -37,7 +37,10 @@ def ask(
         str | None, typer.Option(help='Share of the passages\' tokens to recompute, 0 to 1, or "auto".')
     ] = None,
     selector: Annotated[
-        str | None, typer.Option(help="Which tokens to recompute: auto, hkvd, random, none, full.")
+        str | None,
+        typer.Option(
+            help="Which tokens to recompute: auto, hkvd, query, ingest, query_ingest, a3, boundary, random, none, full."
+        ),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the answer.")] = 128,
     compare: Annotated[

@@ -12,6 +12,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import Decoder
 from cacheblend_rag.selection import Selection, SelectionTask, Selector, make_selector
+from cacheblend_rag.selection.question import look_layers, stop_layer
 
 __all__ = ["Plan", "check_attention", "check_selector", "make_plan", "whole_plan"]
 
@@ -48,6 +49,9 @@ def check_selector(config: BlendConfig, num_layers: int) -> Selector:
     """
     selector = make_selector(config)
     selector.validate(num_layers)
+    if config.repair_ratio:
+        look_layers(config, num_layers)
+        stop_layer(config, num_layers)
     return selector
 
 

@@ -111,7 +111,7 @@ def decode(
         options["pad_token_id"] = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
     def forward(cache: BlendCache, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        if stop.is_set():
+        if stop.is_set() or (streamer is not None and not threading.main_thread().is_alive()):
             # Closed while it waited for the model: nobody needs its prefill.
             streamer.end()
             return torch.empty(0, dtype=torch.int64)

@@ -665,6 +665,10 @@ class BlendEngine:
             assembled = self._assembler.assemble(prompt, retrieving=order.config.enabled)
             return PromptRun(assembled, order.config, started, guard_level=order.level, guard_action=order.action)
         self._check_call_settings(config)
+        settled = {name: getattr(self.config, name) for name in ("neighbours", "encode_on")}
+        if any(getattr(config, name) != value for name, value in settled.items()):
+            # They say what "auto" stands for.
+            config = config.replace(**settled)
         check_selector(config, num_decoder_layers(self.model))
         if self.decoder is not None:
             check_attention(config, self.decoder)

@@ -78,7 +78,9 @@ class TokenWatch(StoppingCriteria):
         self._last_at = time.perf_counter()
         if self.first_at is None:
             self.first_at = self._last_at
-        return torch.full((input_ids.shape[0],), self._stop.is_set(), dtype=torch.bool, device=input_ids.device)
+        # The interpreter waits for a stream's thread when it ends; nobody waits for its answer then.
+        ended = self._stop.is_set() or not threading.main_thread().is_alive()
+        return torch.full((input_ids.shape[0],), ended, dtype=torch.bool, device=input_ids.device)
 
 
 class BlendStream(Iterator[str]):
@@ -114,7 +116,8 @@ class BlendStream(Iterator[str]):
 
         # The thread must not hold this object, or an abandoned stream would never be collected.
         weakref.finalize(self, stop.set)
-        threading.Thread(target=work, name="cacheblend-stream", daemon=True).start()
+        # No daemon: an interpreter that ends while this thread computes, or only lets go of its tensors, would abort.
+        threading.Thread(target=work, name="cacheblend-stream").start()
 
     def __iter__(self) -> BlendStream:
         return self

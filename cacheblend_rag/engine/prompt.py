@@ -38,6 +38,8 @@ class PromptChunk:
         What was found out about it that its report should say.
     deferred : bool
         Whether it is computed like text because it is retrieved for the first time.
+    row : int
+        The row of its first token, of a chunk that is computed like text.
     """
 
     id: str | None
@@ -47,6 +49,7 @@ class PromptChunk:
     text_hash: str | None = None
     note: str | None = None
     deferred: bool = False
+    row: int = 0
 
     def record(self) -> NodeRecord:
         """Return the record that names the chunk, whose id was unknown."""
@@ -213,10 +216,10 @@ class Assembler:
                 if number == last:
                     # The last token's logits are what the prompt is for, so its row is computed.
                     note = "the prompt ends with it, so it is computed like text"
-                    computed.append(PromptChunk(chunk.id, chunk.key, part, note=note))
+                    computed.append(PromptChunk(chunk.id, chunk.key, part, note=note, row=len(ids)))
                 elif chunk.key in first:
                     note = "it is retrieved for the first time, so it is computed like text"
-                    computed.append(PromptChunk(chunk.id, chunk.key, part, note=note, deferred=True))
+                    computed.append(PromptChunk(chunk.id, chunk.key, part, note=note, deferred=True, row=len(ids)))
                 else:
                     spans.append(ChunkSpan(len(ids), len(ids) + len(part), position))
                     chunks.append(chunk)
@@ -239,7 +242,7 @@ class Assembler:
         exact = (
             bool(chunks)
             and tuple(ids[: spans[0].start]) == self.prefix_ids
-            and spans[0].position == len(self.prefix_ids)
+            and places[: spans[0].start + 1] == list(range(len(self.prefix_ids) + 1))
         )
         layout = PromptLayout(tuple(ids), tuple(places), tuple(spans), int(exact))
         return AssembledPrompt(layout, tuple(chunks), tuple(computed), positions is not None, context or (0, 0))

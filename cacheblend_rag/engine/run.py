@@ -123,7 +123,7 @@ class PromptRun:
         context = layout.context_tokens
         rows = layout.context_rows if self.recomputed is None else self.recomputed
         charged = 1.0 if self.recomputed is None else self.charge / max(context * num_layers, 1)
-        chunks = []
+        chunks: list[tuple[int, ChunkReport]] = []
         deferred = sum(chunk.deferred for chunk in self.prompt.computed)
         fallback = self.plan.fallback_reason
         if deferred and not self.prompt.chunks and fallback:
@@ -134,13 +134,12 @@ class PromptRun:
         for chunk, span, hit, tier in zip(self.prompt.chunks, layout.chunks, self.hits, tiers, strict=True):
             inside = int(((rows >= span.start) & (rows < span.stop)).sum())
             reason = "the whole prompt was computed" if self.recomputed is None else chunk.note
-            chunks.append(
-                ChunkReport(
-                    chunk.id, len(span), hit, inside, reason or (None if hit else "its KV was not stored"), tier
-                )
-            )
+            why = reason or (None if hit else "its KV was not stored")
+            chunks.append((span.start, ChunkReport(chunk.id, len(span), hit, inside, why, tier)))
         for chunk in self.prompt.computed:
-            chunks.append(ChunkReport(chunk.id, len(chunk.token_ids), False, len(chunk.token_ids), chunk.note))
+            count = len(chunk.token_ids)
+            chunks.append((chunk.row, ChunkReport(chunk.id, count, False, count, chunk.note)))
+        chunks.sort(key=lambda each: each[0])
         return BlendReport(
             ttft_s=first_output - self.started,
             load_s=self.open_s + self.wait_s,
@@ -155,7 +154,7 @@ class PromptRun:
             misses=len(self.hits) - sum(self.hits) + deferred,
             selector=self.plan.selector,
             fallback_reason=fallback,
-            chunks=tuple(chunks),
+            chunks=tuple(each for _, each in chunks),
             output_tokens=output_tokens,
             load_bytes=self.load_bytes,
             repaired_tokens=self.repaired_tokens,
@@ -336,12 +335,14 @@ class Runner:
             run.config.reposition,
         ) as loader:
             steering = Steering(self._decoder, cache, layout, selection, loader)
-            repair = Repair(self._decoder, cache, layout, steering, run.config)
-            with steering(), repair() if run.config.repair_ratio else nullcontext():
+            repair = Repair(self._decoder, cache, layout, steering, run.config) if run.config.repair_ratio else None
+            with steering(), nullcontext() if repair is None else repair():
                 yield cache
         run.wait_s, run.load_bytes = loader.wait_s, loader.load_bytes
-        run.charge, run.recomputed = steering.charge + repair.charge, steering.recomputed_rows.cpu()
-        run.repaired_tokens = repair.repaired_rows
+        run.charge, run.recomputed = steering.charge, steering.recomputed_rows.cpu()
+        if repair is not None:
+            run.charge += repair.charge
+            run.repaired_tokens = repair.repaired_rows
 
     @contextmanager
     def _evicting(self, run: PromptRun, cache: BlendCache, headroom: int) -> Iterator[None]:

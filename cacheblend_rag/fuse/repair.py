@@ -105,7 +105,9 @@ class Repair:
                 rows = self._layout.candidate_rows.to(self._decoder.device)
                 self._stale = rows[~torch.isin(rows, self._prefill.recomputed_rows)]
             self._layer = 0
-            self._mass = torch.zeros(len(self._layout), device=self._decoder.device)
+            # Watching costs, too: no step is watched that cannot be redone for a single row.
+            if self._stale.numel() and self._affordable() > 0:
+                self._mass = torch.zeros(len(self._layout), device=self._decoder.device)
 
     def _is_step(self, kwargs: dict[str, Any]) -> bool:
         ids = kwargs.get("input_ids")
@@ -130,11 +132,12 @@ class Repair:
     def _after_step(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if not self._is_step(kwargs):
             return None
-        assert self._mass is not None
         mass, self._mass = self._mass, None
         positions = kwargs.get("position_ids")
         self._ids.append(int(kwargs["input_ids"][0, 0]))
         self._positions.append(self._positions[-1] + 1 if positions is None else int(positions.flatten()[-1]))
+        if mass is None:
+            return None
         rows = self._rows_to_repair(mass)
         if not rows.numel():
             return None
@@ -145,18 +148,17 @@ class Repair:
         """Return the stale rows of the heaviest segments, as far as the budget goes; none where little attention goes there."""
         stale = self._stale
         assert stale is not None
-        if not stale.numel():
-            return stale
         weights = mass[stale]
-        depth = self._stop_layer or self._decoder.num_layers
-        affordable = int((self._budget - self.charge - self._decoder.num_layers) // depth)
+        affordable = self._affordable()
         segments = segment_numbers(self._layout, stale, self._segment_tokens)
         totals = torch.zeros(int(segments[-1]) + 1, device=weights.device).index_add_(0, segments, weights)
-        heavy = totals > self._limit
-        wanted = int(heavy[segments].sum())
-        if affordable <= 0 or not wanted:
-            return stale[:0]
-        return pick(weights, stale, min(wanted, affordable), self._layout, self._segment_tokens)
+        heavy = (totals > self._limit)[segments]
+        return pick(weights[heavy], stale[heavy], max(affordable, 0), self._layout, self._segment_tokens)
+
+    def _affordable(self) -> int:
+        """Return how many rows can still be repaired, besides the redone step."""
+        depth = self._stop_layer or self._decoder.num_layers
+        return int((self._budget - self.charge - self._decoder.num_layers) // depth)
 
     def _redo(self, rows: torch.Tensor) -> torch.Tensor:
         """Recompute chunk rows and the newest token in one forward; return the logits behind the newest token."""

@@ -72,7 +72,8 @@ def _auto(config: BlendConfig) -> str:
 
     Measuring makes adding chunks about four times as much work, so it is not begun unasked.
     """
-    return IngestSelector.name if config.neighbours else HKVDSelector.name
+    measures = config.neighbours and config.encode_on == "add"
+    return IngestSelector.name if measures else HKVDSelector.name
 
 
 _NEIGHBOURS = 2

@@ -89,7 +89,9 @@ def look_layers(config: BlendConfig, num_layers: int) -> tuple[int, ...]:
             )
         return config.look_layers
     if num_layers < 2:
-        raise ConfigError("selector='query' needs a model of two layers or more; choose another selector")
+        raise ConfigError(
+            "looking at attention needs a model of two layers or more; choose a selector that does not, and repair_ratio=0"
+        )
     first = min(round(_LOOK_FROM * num_layers), num_layers - 2)
     return tuple(range(first, max(first + 1, min(round(_LOOK_TO * num_layers), num_layers - 1))))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,3 +82,26 @@ def test_no_message_shows_the_password_of_a_remote_tier(values: dict[str, object
 def test_an_unknown_codec_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="disk_codec='int3'"):
         BlendConfig(disk_codec="int3")
+
+
+def test_a_list_in_the_environment_that_is_no_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHEBLEND_CHECK_LAYERS", "1,2")
+    with pytest.raises(ConfigError, match=r"check_layers.*lists are written as JSON, as in \[1,2\]"):
+        BlendConfig()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"device": "gpu"}, "device='gpu': is no device; give cpu, cuda or cuda:N"),
+        ({"seed": 2**70}, "seed=1180591620717411303424: "),
+        ({"gradual_start": float("inf")}, "gradual_start=inf: "),
+        ({"repair_ratio": -1}, "from 0 .repairs nothing. to 1"),
+        ({"repair_ratio": 0.1, "kv_capacity": 0.5}, "what was evicted cannot be repaired"),
+        ({"look_layers": (3, 2)}, "look_layers=.*ascending"),
+        ({"look_layers": ()}, "look_layers=.*at least one"),
+    ],
+)
+def test_values_without_a_meaning_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        BlendConfig(**settings)

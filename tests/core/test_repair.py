@@ -105,3 +105,11 @@ def test_without_a_budget_nothing_is_watched() -> None:
         engine.add([Chunk(words(20, 0), "n0")])
         report = engine.generate(BlendPrompt(words(4, 1), ["n0"], words(5, 2)), 4).report
         assert report.repaired_tokens == 0 and report.charged_ratio == 0
+
+
+def test_a_spent_budget_costs_nothing_more() -> None:
+    config = BlendConfig(selector="none", repair_ratio=0.02, repair_limit=0.0)
+    with BlendEngine(tiny_model("llama", "sdpa"), tiny_tokenizer(), config=config) as engine:
+        engine.add([Chunk(words(20, 0), "n0"), Chunk(words(30, 3), "n1")])
+        report = engine.generate(BlendPrompt(words(4, 1), ["n0", "n1"], words(5, 2)), 60, min_new_tokens=60).report
+        assert report.charged_ratio <= 0.02

@@ -104,7 +104,7 @@ def test_sensitivity_weighs_what_a_naive_count_weighs(
 
     least_in_most_out(mean(weight), picked)
     look = make_selector(config.replace(selector="query_ingest", look_layers=(0,))).begin(task)
-    look.look(0, attention[None, None])
+    look.look(0, attention[None])
     both = [one * other for one, other in zip(mean(attention.tolist()), mean(weight), strict=True)]
     picked = look.rows().tolist()
     assert len(picked) == count
