@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.engine.selfcheck import TrueKV
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fuse import BlendCache, Repair, Steering
 from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.model import inspect_model
 from cacheblend_rag.selection import FixedSelection
 from tests.core.dense import RecordingCache, own_kv, stale_kv
@@ -113,3 +115,34 @@ def test_a_spent_budget_costs_nothing_more() -> None:
         engine.add([Chunk(words(20, 0), "n0"), Chunk(words(30, 3), "n1")])
         report = engine.generate(BlendPrompt(words(4, 1), ["n0", "n1"], words(5, 2)), 60, min_new_tokens=60).report
         assert report.charged_ratio <= 0.02
+
+
+def test_only_what_is_over_the_limit_is_repaired() -> None:
+    decoder = inspect_model(tiny_model("llama", "sdpa"))
+    spans = (ChunkSpan(1, 33, 1), ChunkSpan(33, 35, 33))
+    layout = PromptLayout(tuple(range(1, 41)), tuple(range(40)), spans)
+    cache = BlendCache(decoder.num_layers)
+    nothing = FixedSelection(torch.tensor([], dtype=torch.int64))
+    steering = Steering(decoder, cache, layout, nothing, TrueKV([]))
+    # Ten rows and the redone step can be paid for.
+    config = BlendConfig(repair_ratio=11 / 34, repair_limit=0.05)
+    repair = Repair(decoder, cache, layout, steering, config)
+    repair._stale = layout.candidate_rows
+    mass = torch.zeros(40)
+    mass[1:33] = 0.06 / 32
+    mass[33:35] = 0.04 / 2
+    # The second chunk is attended to more by the token, but less as a whole than the limit.
+    assert repair._rows_to_repair(mass).tolist() == list(range(1, 11))
+
+
+def test_a_model_of_one_layer_is_not_asked_for_layers_that_repair_would_watch() -> None:
+    config = CONFIG_MAPPING["llama"](
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    prompt = BlendPrompt(words(4, 1), ["n0"], words(5, 2))
+    with BlendEngine(model, tiny_tokenizer(), config=BlendConfig(selector="none")) as engine:
+        engine.add([Chunk(words(20, 0), "n0")])
+        assert engine.generate(prompt, 3).report.selector == "none"
+        with pytest.raises(ConfigError, match="two layers or more"):
+            engine.generate(prompt, 3, config=engine.config.replace(repair_ratio=0.1))

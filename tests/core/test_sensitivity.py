@@ -149,6 +149,16 @@ def test_auto_uses_what_is_measured() -> None:
     assert make_selector(BlendConfig(selector="auto")).name == "hkvd"
     assert make_selector(BlendConfig(selector="auto", neighbours=0)).name == "hkvd"
     assert make_selector(BlendConfig(selector="auto", neighbours=2)).name == "ingest"
+    # What is encoded when it is retrieved is never measured.
+    assert make_selector(BlendConfig(selector="auto", neighbours=2, encode_on="second_use")).name == "hkvd"
+
+
+def test_auto_is_the_same_for_a_call_as_for_its_engine() -> None:
+    with BlendEngine(tiny_model("llama", "sdpa"), tiny_tokenizer(), config=BlendConfig(neighbours=2)) as engine:
+        engine.add([Chunk(words(20, number), f"n{number}") for number in range(3)])
+        prompt = BlendPrompt(words(4, 10), ["n0", "n1", "n2"], words(6, 12))
+        assert engine.prefill(prompt).report.selector == "ingest"
+        assert engine.prefill(prompt, config=BlendConfig(recompute_ratio=0.3)).report.selector == "ingest"
 
 
 def test_neighbours_are_shortened_to_the_models_window() -> None:
