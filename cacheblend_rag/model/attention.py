@@ -68,10 +68,11 @@ def attention_weights(call: AttentionCall, window: int) -> torch.Tensor:
     """
     key = call.key[0]
     kv_heads, columns, width = key.shape
-    query = call.query[0, :, -window:]
+    # Scaled first, as kernels do: in half precision the product itself may be too large.
+    query = call.query[0, :, -window:] * call.scaling
     heads, window = query.shape[:2]
     scores = query.reshape(kv_heads, heads // kv_heads * window, width) @ key.transpose(1, 2)
-    scores = scores.view(heads, window, columns).float() * call.scaling
+    scores = scores.view(heads, window, columns).float()
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
     if call.position_bias is not None:
