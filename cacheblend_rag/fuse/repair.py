@@ -20,12 +20,10 @@ from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import AttentionCall, Decoder, attention_weights, watch_attention
 from cacheblend_rag.selection import FixedSelection
-from cacheblend_rag.selection.question import look_layers, stop_layer
+from cacheblend_rag.selection.question import SEGMENT_TOKENS, look_layers, stop_layer
 from cacheblend_rag.selection.segments import pick, segment_numbers
 
 __all__ = ["Repair"]
-
-_SEGMENT_TOKENS = 32
 
 
 class _Held:
@@ -75,7 +73,7 @@ class Repair:
         self._positions = list(layout.positions)
         self._watched = look_layers(config, decoder.num_layers)
         self._stop_layer = stop_layer(config, decoder.num_layers)
-        self._segment_tokens = config.segment_tokens or _SEGMENT_TOKENS
+        self._segment_tokens = config.segment_tokens or SEGMENT_TOKENS
         self._limit = config.repair_limit
         self._budget = config.repair_ratio * layout.context_tokens * decoder.num_layers
         self._mass: torch.Tensor | None = None

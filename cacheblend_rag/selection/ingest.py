@@ -7,7 +7,7 @@ import torch
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.selection.base import Selection, SelectionTask, Selector
 from cacheblend_rag.selection.fixed import FixedSelection
-from cacheblend_rag.selection.question import SEGMENT_TOKENS, QuerySelection, QuerySelector, stop_layer
+from cacheblend_rag.selection.question import SEGMENT_TOKENS, QuerySelection, QuerySelector, rows_before, stop_layer
 from cacheblend_rag.selection.segments import pick, segment_means
 
 __all__ = ["IngestSelector", "QueryIngestSelector", "candidate_sensitivity"]
@@ -39,9 +39,10 @@ class IngestSelector(Selector):
         """Return the most sensitive candidates."""
         depth = stop_layer(self.config, task.num_layers)
         rows = task.layout.candidate_rows
-        budget = min(round(task.budget * task.num_layers / (depth or task.num_layers)), rows.numel())
         segment_tokens = self.config.segment_tokens or SEGMENT_TOKENS
-        return FixedSelection(pick(candidate_sensitivity(task), rows, budget, task.layout, segment_tokens), depth)
+        return FixedSelection(
+            pick(candidate_sensitivity(task), rows, rows_before(depth, task), task.layout, segment_tokens), depth
+        )
 
     def validate(self, num_layers: int) -> None:
         """Raise `ConfigError` if a layer that the settings name is not there."""

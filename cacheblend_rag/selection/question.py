@@ -10,7 +10,15 @@ from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.selection.base import LayerProbe, Selection, SelectionTask, Selector
 from cacheblend_rag.selection.segments import pick
 
-__all__ = ["SEGMENT_TOKENS", "A3Selector", "QuerySelection", "QuerySelector", "look_layers", "stop_layer"]
+__all__ = [
+    "SEGMENT_TOKENS",
+    "A3Selector",
+    "QuerySelection",
+    "QuerySelector",
+    "look_layers",
+    "rows_before",
+    "stop_layer",
+]
 
 _A3_LAYER = 1
 # Shares of the depth, by measurement on the reference model: see docs/selectors.md.
@@ -111,6 +119,12 @@ def stop_layer(config: BlendConfig, num_layers: int) -> int | None:
     return config.stop_layer
 
 
+def rows_before(stop: int | None, task: SelectionTask) -> int:
+    """Return how many rows the budget, an average over all layers, buys where none is recomputed from layer `stop` on."""
+    depth = stop or task.num_layers
+    return min(round(task.budget * task.num_layers / depth), task.layout.candidate_rows.numel())
+
+
 class QuerySelection(Selection):
     """Looks at the question's attention in some layers, and then chooses.
 
@@ -128,9 +142,7 @@ class QuerySelection(Selection):
         self._layout: PromptLayout = task.layout
         self._segment_tokens = config.segment_tokens or SEGMENT_TOKENS
         self._candidates = task.layout.candidate_rows
-        # The budget is an average over all layers: what the last ones do not spend is spent on more rows.
-        depth = self.stop_layer or task.num_layers
-        self._budget = min(round(task.budget * task.num_layers / depth), self._candidates.numel())
+        self._budget = rows_before(self.stop_layer, task)
         self._attention = torch.zeros(self._candidates.numel())
 
     def look(self, layer: int, attention: torch.Tensor) -> None:
