@@ -8,7 +8,7 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.selection.base import Selection, SelectionTask, Selector
 from cacheblend_rag.selection.fixed import FixedSelection
 from cacheblend_rag.selection.question import SEGMENT_TOKENS, QuerySelection, QuerySelector, rows_before, stop_layer
-from cacheblend_rag.selection.segments import pick, segment_means
+from cacheblend_rag.selection.segments import pick, segment_means, segment_numbers
 
 __all__ = ["IngestSelector", "QueryIngestSelector", "candidate_sensitivity"]
 
@@ -70,7 +70,6 @@ class _QueryIngestSelection(QuerySelection):
         self._sensitivity = candidate_sensitivity(task)
 
     def scores(self) -> torch.Tensor:
-        layout, rows, tokens = self._layout, self._candidates, self._segment_tokens
-        return segment_means(super().scores(), rows, layout, tokens) * segment_means(
-            self._sensitivity, rows, layout, tokens
-        )
+        """Return the attention of each candidate's segment, times its sensitivity."""
+        numbers = segment_numbers(self._layout, self._candidates, self._segment_tokens)
+        return segment_means(super().scores(), numbers) * segment_means(self._sensitivity, numbers)

@@ -33,10 +33,9 @@ def segment_numbers(layout: PromptLayout, rows: torch.Tensor, segment_tokens: in
     return torch.searchsorted(torch.tensor(starts, device=rows.device), rows, right=True) - 1
 
 
-def segment_means(scores: torch.Tensor, rows: torch.Tensor, layout: PromptLayout, segment_tokens: int) -> torch.Tensor:
+def segment_means(scores: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """Return for each row the mean score of the rows of its segment, ``(len(rows),)``, float64."""
-    numbers = segment_numbers(layout, rows, segment_tokens)
-    count = int(numbers[-1]) + 1 if rows.numel() else 0
+    count = int(numbers[-1]) + 1 if numbers.numel() else 0
     total = torch.zeros(count, dtype=torch.float64, device=scores.device).index_add_(0, numbers, scores.double())
     return (total / torch.bincount(numbers, minlength=count).clamp_min(1))[numbers]
 
@@ -72,10 +71,8 @@ def pick(
     if segment_tokens > 1 and budget:
         # Segments by their mean, earlier ones first among equals; a token's own score decides where not all of one fit.
         order = scores.double().argsort(descending=True, stable=True)
-        means, numbers = (
-            segment_means(scores, rows, layout, segment_tokens),
-            segment_numbers(layout, rows, segment_tokens),
-        )
+        numbers = segment_numbers(layout, rows, segment_tokens)
+        means = segment_means(scores, numbers)
         order = order[numbers[order].argsort(stable=True)]
         chosen = order[means[order].argsort(descending=True, stable=True)][:budget]
     else:
