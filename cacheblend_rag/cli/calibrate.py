@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cacheblend_rag.cli.models import open_engine
-from cacheblend_rag.cli.options import EmbeddingOption, JsonOption, StoreOption
+from cacheblend_rag.cli.options import EmbeddingOption, JsonOption, StoredModelOption, StoreOption
 from cacheblend_rag.cli.output import console, parse_ratios, progress_bar, say_seconds, show_table, write_json
 from cacheblend_rag.cli.warm import CHUNK_TOKENS, token_counter
 from cacheblend_rag.errors import ConfigError
@@ -53,14 +53,7 @@ def calibrate(
         ),
     ] = Path("blend.yaml"),
     store: StoreOption = Path(".cacheblend"),
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            metavar="NAME",
-            help='Hugging Face id, folder or "reference"; by default the store\'s, or "reference".',
-        ),
-    ] = None,
+    model: StoredModelOption = None,
     embedding: EmbeddingOption = None,
     chunk_tokens: Annotated[
         int | None, typer.Option(min=1, help=f"Most tokens of a passage of PATH; by default {CHUNK_TOKENS}.")

@@ -7,7 +7,15 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["EmbeddingOption", "FolderOption", "JsonOption", "MarkdownOption", "ModelOption", "StoreOption"]
+__all__ = [
+    "EmbeddingOption",
+    "FolderOption",
+    "JsonOption",
+    "MarkdownOption",
+    "ModelOption",
+    "StoreOption",
+    "StoredModelOption",
+]
 
 
 def _writable(path: Path | None) -> Path | None:
@@ -70,5 +78,13 @@ FolderOption = Annotated[
         exists=True,
         file_okay=False,
         help="Where the measured files are written for the time of the measurement; by default with other temporary files.",
+    ),
+]
+StoredModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="NAME",
+        help='Hugging Face id, folder or "reference"; by default the store\'s, or "reference".',
     ),
 ]

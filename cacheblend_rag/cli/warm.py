@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheblend_rag.cli.models import open_engine
-from cacheblend_rag.cli.options import EmbeddingOption, JsonOption, StoreOption
+from cacheblend_rag.cli.options import EmbeddingOption, JsonOption, StoredModelOption, StoreOption
 from cacheblend_rag.cli.output import (
     make_quiet,
     parse_bytes,
@@ -37,14 +37,7 @@ def warm(
         list[Path], typer.Argument(metavar="PATH...", help="Files, and folders of .txt, .md and .rst files.")
     ],
     store: StoreOption = Path(".cacheblend"),
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            metavar="NAME",
-            help='Hugging Face id, folder or "reference"; by default the store\'s, or "reference".',
-        ),
-    ] = None,
+    model: StoredModelOption = None,
     embedding: EmbeddingOption = None,
     chunk_tokens: Annotated[
         int | None, typer.Option(min=1, help=f"Most tokens of a passage; by default the store's, or {CHUNK_TOKENS}.")
