@@ -106,10 +106,7 @@ def edit_settings(text: str, changes: Mapping[str, Scalar], *, name: str = "sett
                 return edited
         except (yaml.YAMLError, ValueError, TypeError):
             continue
-    anew = yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True)
-    # A few characters that YAML takes for line breaks do not survive unless they are escaped.
-    readable = _items(yaml.safe_load(anew)) == _items(wanted)
-    return anew if readable else yaml.safe_dump(wanted, sort_keys=False)
+    return _dumped(wanted)
 
 
 def _edits(text: str, root: yaml.MappingNode | None, changes: Mapping[str, Scalar]) -> Iterator[str]:
@@ -140,4 +137,13 @@ def _items(values: dict[Any, Any]) -> list[tuple[str, str]]:
 
 
 def _written(value: Scalar) -> str:
-    return yaml.safe_dump(value, allow_unicode=True, width=math.inf).removesuffix("...\n").strip("\n")
+    return _dumped({"value": value}).removeprefix("value:").strip(" \n")
+
+
+def _dumped(values: dict[Any, Any]) -> str:
+    """Return a mapping as YAML, with its letters as they are wherever they can be read back."""
+    # Without a limit no line is folded, so that one value stays one line.
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=math.inf)
+    # A few characters that YAML takes for line breaks do not survive unless they are escaped.
+    readable = _items(yaml.safe_load(text)) == _items(values)
+    return text if readable else yaml.safe_dump(values, sort_keys=False, width=math.inf)

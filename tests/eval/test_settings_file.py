@@ -75,6 +75,8 @@ LINES = st.lists(
 )
 
 
+@example(["recompute_ratio: 0.3  # a guess"], {"selector": "\x85"}, False)
+@example(["recompute_ratio: 0.3  # a guess"], {"recompute_ratio": "\x85"}, False)
 @settings(deadline=None, max_examples=300)
 @given(LINES, CHANGES, st.booleans())
 def test_comments_and_lines_stay(lines: list[str], changes: dict[str, Any], ends: bool) -> None:
