@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from cacheblend_rag.kv import ChunkKV, LayerKV
-from cacheblend_rag.model import Decoder, KVCache
-from cacheblend_rag.rope import shift_keys
+from cacheblend_rag.model import Decoder, KVCache, text_decoder
+from cacheblend_rag.rope import shift_layer
 
 __all__ = ["Encoder", "plan_batches"]
 
@@ -124,18 +124,14 @@ class Encoder:
         behind = self._forward([[*self._prefix_ids, *neighbours, *kv.token_ids]], KVCache(self._decoder.num_layers))
         device = behind[0].keys.device
         total = torch.zeros(count, device=device)
-        layers = range(1, max(2, -(-2 * self._decoder.num_layers // 3)))
+        layers = range(1, max(2, -(-2 * self._decoder.num_kv_layers // 3)))
         # Layer 0 is the same in any context.
-        for layer in layers if self._decoder.num_layers > 1 else ():
-            moved = behind[layer].keys[0, :, start : start + count].clone()
+        for layer in layers if self._decoder.num_kv_layers > 1 else ():
+            moved = LayerKV(*(part[0, :, start : start + count].clone() for part in behind[layer]))
             rotation = self._decoder.rotations[layer]
             if rotation is not None:
-                shift_keys(moved, rotation.table(torch.full((count,), -distance), moved.device))
-            pairs = (
-                (moved, kv.layers[layer].keys),
-                (behind[layer].values[0, :, start : start + count], kv.layers[layer].values),
-            )
-            for new, stored in pairs:
+                shift_layer(moved, rotation.table(torch.full((count,), -distance), moved.keys.device))
+            for new, stored in zip(moved, kv.layers[layer], strict=True):
                 old = stored.to(new.device).float()
                 change = (new.float() - old).square().sum(dim=(0, 2))
                 total += (change / old.square().sum(dim=(0, 2)).clamp_min(1e-12)).to(device) / (2 * len(layers))
@@ -155,7 +151,7 @@ class Encoder:
 
     def _forward(self, rows: Sequence[Sequence[int]], cache: KVCache) -> list[LayerKV]:
         ids = torch.tensor(rows, device=self._decoder.device)
-        self._decoder.model.get_decoder()(input_ids=ids, past_key_values=cache, use_cache=True)
+        text_decoder(self._decoder.model)(input_ids=ids, past_key_values=cache, use_cache=True)
         return cache.kv()
 
 

@@ -156,6 +156,7 @@ class BlendEngine:
             model_window(model),
             self.config.namespace,
             FirstUses(self.store) if defers and self.decoder is not None else None,
+            self.decoder is None or self.decoder.is_movable,
         )
         self._runner = Runner(
             model,

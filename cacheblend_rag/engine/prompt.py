@@ -102,6 +102,8 @@ class Assembler:
         Whose names and KV these are.
     first_uses : FirstUses, optional
         Tells which chunks are retrieved for the first time, and computed like text; by default none is.
+    is_movable : bool
+        Whether a chunk's KV serves at any position; else only where it was encoded, right behind the encoding prefix.
     """
 
     def __init__(
@@ -113,11 +115,13 @@ class Assembler:
         window: int | None,
         tenant: str | None = None,
         first_uses: FirstUses | None = None,
+        is_movable: bool = True,
     ) -> None:
         self.tokenizer = tokenizer
         self._store = store
         self.window = window
         self._first_uses = first_uses
+        self._is_movable = is_movable
         bos = getattr(tokenizer, "bos_token_id", None)
         self._bos: tuple[int, ...] = () if bos is None else (bos,)
         if encoding_prefix is None:
@@ -216,6 +220,12 @@ class Assembler:
                 if number == last:
                     # The last token's logits are what the prompt is for, so its row is computed.
                     note = "the prompt ends with it, so it is computed like text"
+                    computed.append(PromptChunk(chunk.id, chunk.key, part, note=note, row=len(ids)))
+                elif not self._is_movable and position != len(self.prefix_ids):
+                    note = (
+                        f"it stands at position {position}, and the KV of this model, encoded at {len(self.prefix_ids)}, cannot be"
+                        " moved, so it is computed like text"
+                    )
                     computed.append(PromptChunk(chunk.id, chunk.key, part, note=note, row=len(ids)))
                 elif chunk.key in first:
                     note = "it is retrieved for the first time, so it is computed like text"

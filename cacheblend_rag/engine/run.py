@@ -207,6 +207,7 @@ class Runner:
         self._config = config
         self._tenant = config.namespace or ""
         self._num_layers = num_decoder_layers(model)
+        self._num_kv_layers = self._num_layers if decoder is None else decoder.num_kv_layers
         self._warned_of_no_hit = False
         self._warned_of_no_sensitivity = False
         self._controller: Controller | None = None
@@ -462,7 +463,7 @@ class Runner:
 
     def _open(self, chunk: PromptChunk) -> KVReader | None:
         reader = self._store.open(chunk.key)
-        if reader is not None and (reader.token_ids != chunk.token_ids or reader.num_layers != self._num_layers):
+        if reader is not None and (reader.token_ids != chunk.token_ids or reader.num_layers != self._num_kv_layers):
             logger.warning(
                 "stored KV %s… is not of the chunk it is stored for; it will be computed again", chunk.key[:12]
             )

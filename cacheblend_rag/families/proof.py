@@ -20,9 +20,10 @@ from cacheblend_rag.engine.selfcheck import TrueKV
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.families.tiny import VOCABULARY
 from cacheblend_rag.fuse import BlendCache, Steering
+from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
-from cacheblend_rag.model import Decoder, KVCache, inspect_model
-from cacheblend_rag.rope import shift_keys
+from cacheblend_rag.model import Decoder, KVCache
+from cacheblend_rag.rope import shift_layer
 from cacheblend_rag.selection import FixedSelection
 
 __all__ = ["Proof", "prove"]
@@ -83,7 +84,9 @@ def prove(model: PreTrainedModel, tolerance: float = 1e-4) -> Proof:
         What was found.
     """
     try:
-        with BlendEngine(model, _tokenizer(), config=BlendConfig(strict=True)) as engine:
+        # The prompt's first chunk stands where it was encoded, but behind other text.
+        config = BlendConfig(strict=True, encoding_prefix=_words(4, 9))
+        with BlendEngine(model, _tokenizer(), config=config) as engine:
             assert engine.decoder is not None
             differences = [
                 ("oracle", _oracle(engine.decoder)),
@@ -120,19 +123,17 @@ def _oracle(decoder: Decoder) -> float:
 
 def _shift(decoder: Decoder) -> float:
     prefix, chunk = _ids(2, 3), _ids(3, 20)
+    inputs = torch.tensor([[*prefix, *chunk]], device=decoder.device)
     [[(_, encoded)]] = Encoder(decoder, prefix, 4096).encode([chunk])
     worst = 0.0
-    for distance in (1, 30, 200):
-        there = KVCache(decoder.num_layers)
-        positions = torch.arange(len(prefix) + len(chunk), device=decoder.device)[None] + distance
-        inputs = torch.tensor([[*prefix, *chunk]], device=decoder.device)
-        decoder.model.get_decoder()(input_ids=inputs, position_ids=positions, past_key_values=there, use_cache=True)
-        for rotation, stored, layer in zip(decoder.rotations, encoded.layers, there.kv(), strict=True):
-            moved = stored.keys.to(layer.keys.device, copy=True)
+    for distance in (1, 30, 200) if decoder.is_movable else (0,):
+        there = decoder.kv_at(inputs, distance)
+        for rotation, stored, layer in zip(decoder.rotations, encoded.layers, there, strict=True):
+            moved = LayerKV(*(part.clone() for part in stored))
             if rotation is not None:
-                shift_keys(moved, rotation.table(torch.full((len(chunk),), distance), moved.device))
-            worst = max(worst, _distance(moved, layer.keys[0, :, len(prefix) :]))
-            worst = max(worst, _distance(stored.values, layer.values[0, :, len(prefix) :].cpu()))
+                shift_layer(moved, rotation.table(torch.full((len(chunk),), distance), moved.keys.device))
+            for ours, own in zip(moved, layer, strict=True):
+                worst = max(worst, _distance(ours, own[0, :, len(prefix) :].cpu()))
     return worst
 
 

@@ -2,7 +2,8 @@
 
 from cacheblend_rag.model.attention import AttentionCall, attention_weights, watch_attention
 from cacheblend_rag.model.cache import KVCache
-from cacheblend_rag.model.decoder import Decoder, inspect_model, model_window, num_decoder_layers
+from cacheblend_rag.model.configuration import model_window, num_decoder_layers
+from cacheblend_rag.model.decoder import Decoder, inspect_model, refusing_failures, text_decoder
 from cacheblend_rag.model.fingerprint import model_fingerprint
 
 __all__ = [
@@ -14,5 +15,7 @@ __all__ = [
     "model_fingerprint",
     "model_window",
     "num_decoder_layers",
+    "refusing_failures",
+    "text_decoder",
     "watch_attention",
 ]
