@@ -75,7 +75,15 @@ class Encoder:
 
     def plan(self, lengths: Sequence[int]) -> list[list[int]]:
         """Return the batches in which chunks of these lengths are encoded, as indices into `lengths`."""
-        return plan_batches(lengths, len(self._prefix_ids), self._batch_tokens)
+        prefix_len, reach = len(self._prefix_ids), self._decoder.rope_reach
+        # The longest row of a batch decides on the frequencies of all of it.
+        far = [reach is not None and prefix_len + count >= reach for count in lengths]
+        batches = []
+        for is_far in (True, False):
+            alike = [index for index in range(len(lengths)) if far[index] == is_far]
+            for batch in plan_batches([lengths[index] for index in alike], prefix_len, self._batch_tokens):
+                batches.append([alike[place] for place in batch])
+        return batches
 
     def encode(self, chunks: Sequence[Sequence[int]]) -> Iterator[list[tuple[int, ChunkKV]]]:
         """Compute the KV of chunks.

@@ -38,6 +38,8 @@ class PromptChunk:
         What was found out about it that its report should say.
     deferred : bool
         Whether it is computed like text because it is retrieved for the first time.
+    is_elsewhere : bool
+        Whether it is computed like text because its KV is that of another position.
     row : int
         The row of its first token, of a chunk that is computed like text.
     """
@@ -49,6 +51,7 @@ class PromptChunk:
     text_hash: str | None = None
     note: str | None = None
     deferred: bool = False
+    is_elsewhere: bool = False
     row: int = 0
 
     def record(self) -> NodeRecord:
@@ -226,7 +229,7 @@ class Assembler:
                         f"it stands at position {position}, and the KV of this model, encoded at {len(self.prefix_ids)}, cannot be"
                         " moved, so it is computed like text"
                     )
-                    computed.append(PromptChunk(chunk.id, chunk.key, part, note=note, row=len(ids)))
+                    computed.append(PromptChunk(chunk.id, chunk.key, part, note=note, is_elsewhere=True, row=len(ids)))
                 elif chunk.key in first:
                     note = "it is retrieved for the first time, so it is computed like text"
                     computed.append(PromptChunk(chunk.id, chunk.key, part, note=note, deferred=True, row=len(ids)))

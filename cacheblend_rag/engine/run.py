@@ -126,8 +126,11 @@ class PromptRun:
         chunks: list[tuple[int, ChunkReport]] = []
         deferred = sum(chunk.deferred for chunk in self.prompt.computed)
         fallback = self.plan.fallback_reason
-        if deferred and not self.prompt.chunks and fallback:
-            fallback = "all of its chunks are retrieved for the first time"
+        if self.prompt.computed and not self.prompt.chunks and fallback:
+            if deferred:
+                fallback = "all of its chunks are retrieved for the first time"
+            elif any(chunk.is_elsewhere for chunk in self.prompt.computed):
+                fallback = "none of its chunks stands where it was encoded, and the KV of this model cannot be moved"
         if self.guard_action is not None and not self.config.enabled:
             fallback = self.guard_action
         tiers = self.tiers or [None] * len(self.hits)
@@ -214,7 +217,7 @@ class Runner:
         self.lock = Turn()
 
     def run(
-        self, run: PromptRun, headroom: int, forward: Callable[[BlendCache, dict[str, torch.Tensor]], torch.Tensor]
+        self, run: PromptRun, headroom: int, forward: Callable[[BlendCache | None, dict[str, torch.Tensor]], torch.Tensor]
     ) -> torch.Tensor:
         """Call `forward` with the prompt's ids and a cache that makes its first pass over them the blended prefill.
 
@@ -225,7 +228,7 @@ class Runner:
         headroom : int
             Tokens that will be generated at most, for which the cache keeps room.
         forward : callable
-            Runs the model; called again if stored KV turns out damaged before its first pass is over.
+            Runs the model, with a cache of its own where the model cannot be blended; called again if stored KV turns out damaged before its first pass is over.
 
         Returns
         -------
@@ -241,6 +244,10 @@ class Runner:
                 readers = self._prepare(run)
                 if readers is None:
                     run.forward_started = time.perf_counter()
+                    if self._decoder is None:
+                        # Its cache may hold states that ours has no place for.
+                        run.kept_reason = None if run.config.kv_capacity is None else self._unsupported
+                        return forward(None, inputs)
                     cache = BlendCache(self._num_layers)
                     with self._evicting(run, cache, headroom):
                         return forward(cache, inputs)
@@ -265,7 +272,7 @@ class Runner:
         ratio = config.recompute_ratio
         found: dict[str, KVReader | None] = {}
         given = run.rows
-        run.plan = whole_plan(config, layout, self._unsupported, ratio if given is None else 0.0)
+        run.plan = whole_plan(config, layout, self._refusal(layout), ratio if given is None else 0.0)
         if run.plan is None and given is not None:
             run.plan = Plan(FixedSelection(given), "given", given.numel() / layout.context_tokens)
             return self._readers(run, self._open_all(run))
@@ -288,6 +295,16 @@ class Runner:
         readers = self._readers(run, found or self._open_all(run))
         run.plan = make_plan(config, layout, self._num_layers, ratio, self._sensitivity(run, readers))
         return readers
+
+    def _refusal(self, layout: PromptLayout) -> str | None:
+        """Return why this model cannot be blended, or not on this prompt."""
+        reach = None if self._decoder is None else self._decoder.rope_reach
+        if reach is not None and layout.end_position >= reach:
+            return (
+                f"the prompt ends at position {layout.end_position}, and from {reach} on the rotary frequencies of this model depend "
+                "on the length of the prompt"
+            )
+        return self._unsupported
 
     def _sensitivity(self, run: PromptRun, readers: Sequence[KVReader]) -> torch.Tensor | None:
         """Return how much each row depends on its neighbours, as `SelectionTask` has it; None where the selector does not ask."""

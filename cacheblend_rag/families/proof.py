@@ -17,7 +17,6 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.encode import Encoder
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.engine.selfcheck import TrueKV
-from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.families.tiny import VOCABULARY
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.kv import LayerKV
@@ -41,7 +40,8 @@ class Proof:
     Attributes
     ----------
     refused : str or None
-        Why blending is refused; None where it is not.
+        Why blending is refused; None where it is not. The model's answers are compared all the same: prompts are prefilled as a
+        whole then.
     differences : tuple of (str, float)
         What was compared with the model's own computation, and the largest difference found, in the unit of what is compared:
         logits, keys and values; for greedy answers the number of tokens that differ.
@@ -60,15 +60,15 @@ class Proof:
 
     @property
     def failed(self) -> tuple[str, ...]:
-        """What is not equal although blending is not refused: a bug."""
+        """What is not equal: a bug, whether blending is refused or not."""
         return tuple(name for name, difference in self.differences if not difference <= self.tolerance)
 
 
 @torch.no_grad()
 def prove(model: PreTrainedModel, tolerance: float = 1e-4) -> Proof:
-    """Blend random prompts on a model and compare with its own computation.
+    """Answer random prompts on a model and compare with its own computation.
 
-    Compared are: the logits over the model's own KV, whatever rows are recomputed (the oracle test); chunks moved to another
+    Where blending is not refused, compared are: the logits over the model's own KV, whatever rows are recomputed (the oracle test); chunks moved to another
     position with chunks encoded there; prefill with everything recomputed; every pattern of hits and misses; and greedy answers.
 
     Parameters
@@ -83,19 +83,34 @@ def prove(model: PreTrainedModel, tolerance: float = 1e-4) -> Proof:
     Proof
         What was found.
     """
+    why = _why_it_cannot_run(model)
+    if why is not None:
+        return Proof(why)
+    # The prompt's first chunk stands where it was encoded, but behind other text.
+    config = BlendConfig(encoding_prefix=_words(4, 9))
+    with BlendEngine(model, _tokenizer(), config=config) as engine:
+        differences: list[tuple[str, float]] = []
+        if engine.decoder is not None:
+            differences += [("oracle", _oracle(engine.decoder)), ("shift", _shift(engine.decoder))]
+        differences += _answers(engine)
+        return Proof(engine.unsupported_reason, tuple(differences), tolerance)
+
+
+def _why_it_cannot_run(model: PreTrainedModel) -> str | None:
+    """Return why a model cannot answer a prompt of token ids by itself, without us; None where it can."""
     try:
-        # The prompt's first chunk stands where it was encoded, but behind other text.
-        config = BlendConfig(strict=True, encoding_prefix=_words(4, 9))
-        with BlendEngine(model, _tokenizer(), config=config) as engine:
-            assert engine.decoder is not None
-            differences = [
-                ("oracle", _oracle(engine.decoder)),
-                ("shift", _shift(engine.decoder)),
-                *_answers(engine),
-            ]
-    except UnsupportedModelError as error:
-        return Proof(str(error))
-    return Proof(None, tuple(differences), tolerance)
+        _own_answer(model, torch.tensor([_ids(0, 8)], device=model.device))
+    except Exception as error:
+        return f"{type(model).__name__} does not answer a prompt of text by itself: {type(error).__name__}: {error}"
+    return None
+
+
+def _own_answer(model: PreTrainedModel, ids: torch.Tensor) -> list[int]:
+    answer = model.generate(  # type: ignore[operator]  # transformers' stubs take it for a tensor
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=_OUTPUT_TOKENS, do_sample=False
+    )
+    tokens: list[int] = answer[0, ids.shape[1] :].tolist()
+    return tokens
 
 
 def _ids(seed: int, count: int = _LENGTH) -> list[int]:
@@ -161,11 +176,8 @@ def _answers(engine: BlendEngine) -> Iterator[tuple[str, float]]:
         engine.flush()
     yield "hits and misses", worst
 
-    wanted = model.generate(  # type: ignore[operator]  # transformers' stubs take it for a tensor
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=_OUTPUT_TOKENS, do_sample=False
-    )
+    own = _own_answer(model, ids)
     got = engine.generate(prompt, _OUTPUT_TOKENS, config=everything, do_sample=False).token_ids
-    own = tuple(wanted[0, ids.shape[1] :].tolist())
     yield "greedy answer", float(sum(a != b for a, b in zip(got, own, strict=False)) + abs(len(got) - len(own)))
 
 

@@ -149,7 +149,7 @@ def watch_layer_calls(
             decoder(input_ids=ids(_FIRST_ROWS), past_key_values=cache, use_cache=True)
         calls = LayerCalls()
         calls.order, calls.updates = list(called), [number for number, _ in cache.at_update]
-        if calls.order != list(range(len(layers))):
+        if calls.order != list(range(len(layers))) or not calls.updates:
             return calls
         seen = shapes[1]
         decoder(input_ids=ids(_MORE_ROWS), past_key_values=cache, use_cache=True)

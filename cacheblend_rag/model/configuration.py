@@ -9,17 +9,26 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag.errors import UnsupportedModelError
 
-__all__ = ["model_window", "num_decoder_layers", "refuse_by_configuration", "rope_reach"]
+__all__ = [
+    "layer_types",
+    "model_window",
+    "num_decoder_layers",
+    "refuse_by_configuration",
+    "rope_reach",
+    "rope_types",
+]
 
 _ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 _INDEXED_TYPES = {"indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention"}
 _MASKED_ATTENTION = {"sdpa", "eager"}
+# Their masks let a token see all before it; that it sees a window only is left to the cache that they make themselves.
+_WINDOW_IN_CACHE = {"moshi"}
 
 
 def model_window(model: PreTrainedModel) -> int | None:
-    """Return `max_position_embeddings` of a model, or None if its configuration has none."""
+    """Return `max_position_embeddings` of a model, or None if its configuration has none, or says that there is no limit."""
     window = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return int(window) if window else None
+    return int(window) if window and window > 0 else None
 
 
 def num_decoder_layers(model: PreTrainedModel) -> int:
@@ -45,6 +54,8 @@ def refuse_by_configuration(model: PreTrainedModel) -> None:
             f"{name} runs {implementation!r} attention, which takes no mask for rows with gaps; load it with "
             "attn_implementation='sdpa'"
         )
+    if config.model_type in _WINDOW_IN_CACHE:
+        raise UnsupportedModelError(f"{name} leaves its sliding window to its own cache, and blending keeps the cache whole")
     types = set(getattr(config, "layer_types", None) or ())
     if types & _INDEXED_TYPES:
         raise UnsupportedModelError(
@@ -55,6 +66,24 @@ def refuse_by_configuration(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"{name} has layers of type {_listed(types - _ATTENTION_TYPES)}, which keep no KV for each token"
         )
+
+
+def layer_types(model: PreTrainedModel, count: int) -> list[str]:
+    """Return the type of each of `count` layers, as transformers' own caches derive it."""
+    config = model.config.get_text_config(decoder=True)
+    types = getattr(config, "layer_types", None)
+    if types is not None and len(types) == count:
+        return list(types)
+    for kind, reach in (("sliding_attention", "sliding_window"), ("chunked_attention", "attention_chunk_size")):
+        if getattr(config, reach, None) is not None:
+            return [kind] * count
+    return ["full_attention"] * count
+
+
+def rope_types(model: PreTrainedModel) -> set[str]:
+    """Return the kinds of rotary scaling of a model."""
+    config = model.config.get_text_config(decoder=True)
+    return {str(each["rope_type"]) for each in _rope_parameters(getattr(config, "rope_parameters", None))}
 
 
 def rope_reach(model: PreTrainedModel) -> int | None:

@@ -147,12 +147,14 @@ def _inspected(model: PreTrainedModel, name: str) -> Decoder:
             break
     else:
         raise UnsupportedModelError(f"{name} does not run its decoder layers once each, in order: {calls.order}")
+    if not calls.updates:
+        raise UnsupportedModelError(f"{name} hands no KV to the cache that it is given")
+    if calls.updates != list(range(len(calls.updates))):
+        raise UnsupportedModelError(
+            f"{name}: its layers do not hand their KV to the cache once each, in order, but {calls.updates}"
+        )
     if calls.row_axes.get(layer_parameters(layers[0])[0]) is None:
         raise UnsupportedModelError(f"{name}: its layers are not handed one hidden state for each token")
-    if not calls.updates or calls.updates != list(range(len(calls.updates))):
-        raise UnsupportedModelError(
-            f"{name}: its layers do not hand their KV to the cache once each, in order, but {calls.updates or 'never'}"
-        )
     # A token that stands alone sees itself only: of its KV, nothing but the rotation depends on where it stands.
     alone = _some_ids(model, 4).view(-1, 1)
     shown: list[AttentionCall] = []

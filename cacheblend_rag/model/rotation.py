@@ -88,7 +88,8 @@ def _own(model: PreTrainedModel) -> list[Rotation]:
             continue
         if not any(torch.equal(buffer, known) for known in frequencies):
             frequencies.append(buffer)
-    return _rotations([frequency.detach().float().cpu() for frequency in frequencies])
+    # Copies: with "longrope" scaling a model changes its own in place.
+    return _rotations([frequency.detach().float().cpu().clone() for frequency in frequencies])
 
 
 def _usual(model: PreTrainedModel, kv: Sequence[LayerKV]) -> list[Rotation]:
