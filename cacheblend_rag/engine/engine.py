@@ -34,7 +34,15 @@ from cacheblend_rag.engine.watch import LayerWatcher, WatchedForward, WatchedPre
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.layout import PromptLayout
-from cacheblend_rag.model import Capability, Decoder, capability, inspect_model, model_window, num_decoder_layers
+from cacheblend_rag.model import (
+    Capability,
+    Decoder,
+    WeightsWatch,
+    capability,
+    inspect_model,
+    model_window,
+    num_decoder_layers,
+)
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.store import KVStore, NodeRecord, open_store
 from cacheblend_rag.store.device import spare_bytes
@@ -146,6 +154,7 @@ class BlendEngine:
             if store is None or isinstance(store, str | Path)
             else store
         )
+        self._weights = WeightsWatch(self.model)
         identity = engine_identity(model, tokenizer, private=self.store.is_private)
         defers = self.config.encode_on == "second_use"
         self._assembler = Assembler(
@@ -328,6 +337,7 @@ class BlendEngine:
             raises it, and `flush`.
         """
         self._check_open()
+        self._weights.check()
         if ttl_s is not None and not (isinstance(ttl_s, int | float) and 0 < ttl_s < math.inf):
             raise ConfigError(
                 f"ttl_s={ttl_s!r} must be a positive number of seconds; leave it out to keep chunks for ever"
@@ -660,6 +670,7 @@ class BlendEngine:
     def _begin(self, prompt: BlendPrompt, config: BlendConfig | None) -> PromptRun:
         started = time.perf_counter()
         self._check_open()
+        self._weights.check()
         if not isinstance(prompt, BlendPrompt):
             raise ConfigError(
                 f"the prompt is a {type(prompt).__name__}; give a BlendPrompt, as in BlendPrompt(text, chunks)"

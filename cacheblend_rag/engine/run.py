@@ -20,6 +20,7 @@ from cacheblend_rag.engine.turn import Turn
 from cacheblend_rag.errors import ChunkReadError, StoreError
 from cacheblend_rag.fuse import BlendCache, Repair, Steering
 from cacheblend_rag.kv import ChunkKV
+from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import Decoder, num_decoder_layers
 from cacheblend_rag.report import BlendReport, ChunkReport
@@ -217,7 +218,10 @@ class Runner:
         self.lock = Turn()
 
     def run(
-        self, run: PromptRun, headroom: int, forward: Callable[[BlendCache | None, dict[str, torch.Tensor]], torch.Tensor]
+        self,
+        run: PromptRun,
+        headroom: int,
+        forward: Callable[[BlendCache | None, dict[str, torch.Tensor]], torch.Tensor],
     ) -> torch.Tensor:
         """Call `forward` with the prompt's ids and a cache that makes its first pass over them the blended prefill.
 

@@ -89,7 +89,7 @@ def _check_move(decoder: Decoder, name: str, drawn: torch.Tensor, own: list[Laye
         difference = max(_relative(a, b) for a, b in zip(turned, there, strict=True))
         if not difference <= tolerance and not distance:
             raise UnsupportedModelError(
-                f"{name}, layer {layer}: told that its tokens stand at the positions from 0 on, it computes other KV than by itself"
+                f"{name}, layer {layer}: told that its tokens stand at positions from 0 on, it computes other KV than by itself"
             )
         if not difference <= tolerance:
             raise UnsupportedModelError(

@@ -68,8 +68,9 @@ class Proof:
 def prove(model: PreTrainedModel, tolerance: float = 1e-4) -> Proof:
     """Answer random prompts on a model and compare with its own computation.
 
-    Where blending is not refused, compared are: the logits over the model's own KV, whatever rows are recomputed (the oracle test); chunks moved to another
-    position with chunks encoded there; prefill with everything recomputed; every pattern of hits and misses; and greedy answers.
+    Compared are greedy answers, and where blending is not refused: the logits over the model's own KV, whatever rows are
+    recomputed (the oracle test); chunks moved to another position with chunks encoded there; prefill with everything recomputed;
+    and every pattern of hits and misses.
 
     Parameters
     ----------

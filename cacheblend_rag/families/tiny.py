@@ -108,7 +108,10 @@ _OTHERWISE: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0}},
     "blt": {"encoder_hash_byte_group_vocab": 64},
     "cohere_compass_text": {
-        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}, "sliding_attention": None}
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "sliding_attention": None,
+        }
     },
     "deepseek_v2": _MLA | {"num_experts_per_tok": 2},
     "deepseek_v3": _MLA,

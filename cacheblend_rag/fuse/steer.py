@@ -202,7 +202,7 @@ class Steering:
             if selection.look_layers and layer <= self._choose_at:
                 raise UnsupportedModelError(
                     f"{type(self._decoder.model).__name__} takes only the prompt's last rows through its layers from {layer} on, "
-                    f"and selector={selection.name!r} looks there; choose another, or look_layers below {layer - 1}"
+                    f"and the selector looks there; choose another, or look_layers below {layer - 1}"
                 )
             self._cache.steering = None
             return arguments

@@ -63,11 +63,11 @@ class LayerCalls:
         self.restores_rows = False
 
 
-class _Flops(TorchDispatchMode):
+class _Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch annotates it in part
     """Counts floating-point operations."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
 
     def __torch_dispatch__(
@@ -197,5 +197,7 @@ def _row_axis(path: str, first: set[tuple[int, ...]], then: set[tuple[int, ...]]
             if size == _MORE_ROWS and any(before[axis] == _FIRST_ROWS for before in grew_from)
         }
     if len(axes) > 1:
-        raise UnsupportedModelError(f"the decoder layers take {path} of shape {sorted(then)}, which cannot be cut to rows")
+        raise UnsupportedModelError(
+            f"the decoder layers take {path} of shape {sorted(then)}, which cannot be cut to rows"
+        )
     return axes.pop() if axes else None

@@ -55,7 +55,9 @@ def refuse_by_configuration(model: PreTrainedModel) -> None:
             "attn_implementation='sdpa'"
         )
     if config.model_type in _WINDOW_IN_CACHE:
-        raise UnsupportedModelError(f"{name} leaves its sliding window to its own cache, and blending keeps the cache whole")
+        raise UnsupportedModelError(
+            f"{name} leaves its sliding window to its own cache, and blending keeps the cache whole"
+        )
     types = set(getattr(config, "layer_types", None) or ())
     if types & _INDEXED_TYPES:
         raise UnsupportedModelError(
