@@ -226,8 +226,8 @@ class Assembler:
                     computed.append(PromptChunk(chunk.id, chunk.key, part, note=note, row=len(ids)))
                 elif not self._is_movable and position != len(self.prefix_ids):
                     note = (
-                        f"it stands at position {position}, and the KV of this model, encoded at {len(self.prefix_ids)}, cannot be"
-                        " moved, so it is computed like text"
+                        f"it stands at position {position}, and the KV of this model, encoded at {len(self.prefix_ids)}, cannot "
+                        "be moved, so it is computed like text"
                     )
                     computed.append(PromptChunk(chunk.id, chunk.key, part, note=note, is_elsewhere=True, row=len(ids)))
                 elif chunk.key in first:

@@ -232,7 +232,8 @@ class Runner:
         headroom : int
             Tokens that will be generated at most, for which the cache keeps room.
         forward : callable
-            Runs the model, with a cache of its own where the model cannot be blended; called again if stored KV turns out damaged before its first pass is over.
+            Runs the model, with a cache of its own (None) where the model cannot be blended; called again if stored KV turns
+            out damaged before its first pass is over.
 
         Returns
         -------
@@ -305,8 +306,8 @@ class Runner:
         reach = None if self._decoder is None else self._decoder.rope_reach
         if reach is not None and layout.end_position >= reach:
             return (
-                f"the prompt ends at position {layout.end_position}, and from {reach} on the rotary frequencies of this model depend "
-                "on the length of the prompt"
+                f"the prompt ends at position {layout.end_position}, and from {reach} on the rotary frequencies of this model "
+                "depend on the length of the prompt"
             )
         return self._unsupported
 

@@ -43,7 +43,7 @@ class Proof:
         Why blending is refused; None where it is not. The model's answers are compared all the same: prompts are prefilled as a
         whole then.
     differences : tuple of (str, float)
-        What was compared with the model's own computation, and the largest difference found, in the unit of what is compared:
+        What was compared with the model's own computation, and the largest difference found, over the largest number there: of
         logits, keys and values; for greedy answers the number of tokens that differ.
     tolerance : float
         How much they may differ.
@@ -65,7 +65,7 @@ class Proof:
 
 
 @torch.no_grad()
-def prove(model: PreTrainedModel, tolerance: float = 1e-4) -> Proof:
+def prove(model: PreTrainedModel, tolerance: float = 2e-5) -> Proof:
     """Answer random prompts on a model and compare with its own computation.
 
     Compared are greedy answers, and where blending is not refused: the logits over the model's own KV, whatever rows are
@@ -77,7 +77,7 @@ def prove(model: PreTrainedModel, tolerance: float = 1e-4) -> Proof:
     model : PreTrainedModel
         A model of at least `VOCABULARY` tokens.
     tolerance : float
-        How much logits, keys and values may differ.
+        How much logits, keys and values may differ, over the largest of them.
 
     Returns
     -------
@@ -187,7 +187,7 @@ def _keys(engine: BlendEngine, names: Sequence[str]) -> list[str]:
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.float() - b.float()).abs().max())
+    return float((a.float() - b.float()).abs().max() / b.float().abs().max())
 
 
 def _words(count: int, seed: int) -> str:
