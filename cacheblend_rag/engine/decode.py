@@ -110,7 +110,7 @@ def decode(
     if options.get("pad_token_id") is None and own.pad_token_id is None:
         options["pad_token_id"] = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
-    def forward(cache: BlendCache, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def forward(cache: BlendCache | None, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         if stop.is_set() or (streamer is not None and not threading.main_thread().is_alive()):
             # Closed while it waited for the model: nobody needs its prefill.
             streamer.end()
@@ -122,7 +122,7 @@ def decode(
             output = model.generate(  # type: ignore[operator]  # transformers' stubs take it for a tensor
                 **inputs,
                 attention_mask=torch.ones_like(inputs["input_ids"]),
-                past_key_values=cache,
+                **({} if cache is None else {"past_key_values": cache}),
                 max_new_tokens=limit,
                 stopping_criteria=criteria,
                 streamer=streamer,

@@ -20,6 +20,7 @@ from cacheblend_rag.engine.turn import Turn
 from cacheblend_rag.errors import ChunkReadError, StoreError
 from cacheblend_rag.fuse import BlendCache, Repair, Steering
 from cacheblend_rag.kv import ChunkKV
+from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import Decoder, num_decoder_layers
 from cacheblend_rag.report import BlendReport, ChunkReport
@@ -126,8 +127,11 @@ class PromptRun:
         chunks: list[tuple[int, ChunkReport]] = []
         deferred = sum(chunk.deferred for chunk in self.prompt.computed)
         fallback = self.plan.fallback_reason
-        if deferred and not self.prompt.chunks and fallback:
-            fallback = "all of its chunks are retrieved for the first time"
+        if self.prompt.computed and not self.prompt.chunks and fallback:
+            if deferred:
+                fallback = "all of its chunks are retrieved for the first time"
+            elif any(chunk.is_elsewhere for chunk in self.prompt.computed):
+                fallback = "none of its chunks stands where it was encoded, and the KV of this model cannot be moved"
         if self.guard_action is not None and not self.config.enabled:
             fallback = self.guard_action
         tiers = self.tiers or [None] * len(self.hits)
@@ -207,13 +211,17 @@ class Runner:
         self._config = config
         self._tenant = config.namespace or ""
         self._num_layers = num_decoder_layers(model)
+        self._num_kv_layers = self._num_layers if decoder is None else decoder.num_kv_layers
         self._warned_of_no_hit = False
         self._warned_of_no_sensitivity = False
         self._controller: Controller | None = None
         self.lock = Turn()
 
     def run(
-        self, run: PromptRun, headroom: int, forward: Callable[[BlendCache, dict[str, torch.Tensor]], torch.Tensor]
+        self,
+        run: PromptRun,
+        headroom: int,
+        forward: Callable[[BlendCache | None, dict[str, torch.Tensor]], torch.Tensor],
     ) -> torch.Tensor:
         """Call `forward` with the prompt's ids and a cache that makes its first pass over them the blended prefill.
 
@@ -224,7 +232,8 @@ class Runner:
         headroom : int
             Tokens that will be generated at most, for which the cache keeps room.
         forward : callable
-            Runs the model; called again if stored KV turns out damaged before its first pass is over.
+            Runs the model, with a cache of its own (None) where the model cannot be blended; called again if stored KV turns
+            out damaged before its first pass is over.
 
         Returns
         -------
@@ -240,6 +249,10 @@ class Runner:
                 readers = self._prepare(run)
                 if readers is None:
                     run.forward_started = time.perf_counter()
+                    if self._decoder is None:
+                        # Its cache may hold states that ours has no place for.
+                        run.kept_reason = None if run.config.kv_capacity is None else self._unsupported
+                        return forward(None, inputs)
                     cache = BlendCache(self._num_layers)
                     with self._evicting(run, cache, headroom):
                         return forward(cache, inputs)
@@ -264,7 +277,7 @@ class Runner:
         ratio = config.recompute_ratio
         found: dict[str, KVReader | None] = {}
         given = run.rows
-        run.plan = whole_plan(config, layout, self._unsupported, ratio if given is None else 0.0)
+        run.plan = whole_plan(config, layout, self._refusal(layout), ratio if given is None else 0.0)
         if run.plan is None and given is not None:
             run.plan = Plan(FixedSelection(given), "given", given.numel() / layout.context_tokens)
             return self._readers(run, self._open_all(run))
@@ -287,6 +300,16 @@ class Runner:
         readers = self._readers(run, found or self._open_all(run))
         run.plan = make_plan(config, layout, self._num_layers, ratio, self._sensitivity(run, readers))
         return readers
+
+    def _refusal(self, layout: PromptLayout) -> str | None:
+        """Return why this model cannot be blended, or not on this prompt."""
+        reach = None if self._decoder is None else self._decoder.rope_reach
+        if reach is not None and layout.end_position >= reach:
+            return (
+                f"the prompt ends at position {layout.end_position}, and from {reach} on the rotary frequencies of this model "
+                "depend on the length of the prompt"
+            )
+        return self._unsupported
 
     def _sensitivity(self, run: PromptRun, readers: Sequence[KVReader]) -> torch.Tensor | None:
         """Return how much each row depends on its neighbours, as `SelectionTask` has it; None where the selector does not ask."""
@@ -462,7 +485,7 @@ class Runner:
 
     def _open(self, chunk: PromptChunk) -> KVReader | None:
         reader = self._store.open(chunk.key)
-        if reader is not None and (reader.token_ids != chunk.token_ids or reader.num_layers != self._num_layers):
+        if reader is not None and (reader.token_ids != chunk.token_ids or reader.num_layers != self._num_kv_layers):
             logger.warning(
                 "stored KV %s… is not of the chunk it is stored for; it will be computed again", chunk.key[:12]
             )
