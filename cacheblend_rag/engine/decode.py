@@ -102,7 +102,8 @@ def decode(
     if window is not None:
         limit = min(limit, window - max(len(layout), layout.end_position))
     # What a checkpoint's own generation settings may ask for, and a blended prompt cannot have.
-    options = {"num_beams": 1, "num_return_sequences": 1, "cache_implementation": None} | options
+    own_ways = {"num_beams": 1, "num_return_sequences": 1, "cache_implementation": None, "use_cache": True}
+    options = own_ways | options
     watch = TokenWatch(stop)
     criteria = StoppingCriteriaList([*(options.pop("stopping_criteria", None) or ()), watch])
     if options.get("stop_strings"):

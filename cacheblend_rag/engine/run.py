@@ -6,8 +6,8 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -17,16 +17,17 @@ from cacheblend_rag.controller import Controller, Plan, make_plan, whole_plan
 from cacheblend_rag.encode import Encoder
 from cacheblend_rag.engine.prompt import AssembledPrompt, PromptChunk
 from cacheblend_rag.engine.turn import Turn
-from cacheblend_rag.errors import ChunkReadError, StoreError
+from cacheblend_rag.errors import ChunkReadError, StoreError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache, Repair, Steering
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.loader import LayerLoader
-from cacheblend_rag.model import Decoder, num_decoder_layers
+from cacheblend_rag.model import Decoder, num_decoder_layers, takes_positions
 from cacheblend_rag.report import BlendReport, ChunkReport
 from cacheblend_rag.selection import FixedSelection, make_selector
 from cacheblend_rag.snapkv import Eviction
 from cacheblend_rag.store import KVReader, KVStore
+from cacheblend_rag.store.part import part_of
 from cacheblend_rag.store.ram import RamReader
 
 __all__ = ["PromptRun", "Runner"]
@@ -124,7 +125,6 @@ class PromptRun:
         context = layout.context_tokens
         rows = layout.context_rows if self.recomputed is None else self.recomputed
         charged = 1.0 if self.recomputed is None else self.charge / max(context * num_layers, 1)
-        chunks: list[tuple[int, ChunkReport]] = []
         deferred = sum(chunk.deferred for chunk in self.prompt.computed)
         fallback = self.plan.fallback_reason
         if self.prompt.computed and not self.prompt.chunks and fallback:
@@ -134,16 +134,19 @@ class PromptRun:
                 fallback = "none of its chunks stands where it was encoded, and the KV of this model cannot be moved"
         if self.guard_action is not None and not self.config.enabled:
             fallback = self.guard_action
+        parts: list[_ReportedPart] = []
         tiers = self.tiers or [None] * len(self.hits)
         for chunk, span, hit, tier in zip(self.prompt.chunks, layout.chunks, self.hits, tiers, strict=True):
             inside = int(((rows >= span.start) & (rows < span.stop)).sum())
             reason = "the whole prompt was computed" if self.recomputed is None else chunk.note
             why = reason or (None if hit else "its KV was not stored")
-            chunks.append((span.start, ChunkReport(chunk.id, len(span), hit, inside, why, tier)))
+            report = ChunkReport(chunk.id, len(span), hit, inside, why, tier)
+            parts.append(_ReportedPart(span.start, chunk, report, is_miss=not hit))
         for chunk in self.prompt.computed:
-            count = len(chunk.token_ids)
-            chunks.append((chunk.row, ChunkReport(chunk.id, count, False, count, chunk.note)))
-        chunks.sort(key=lambda each: each[0])
+            count = len(chunk.part_ids)
+            report = ChunkReport(chunk.id, count, False, count, chunk.note)
+            parts.append(_ReportedPart(chunk.row, chunk, report, is_miss=chunk.deferred))
+        chunks, hits, misses = _whole_chunks(parts)
         return BlendReport(
             ttft_s=first_output - self.started,
             load_s=self.open_s + self.wait_s,
@@ -154,11 +157,11 @@ class PromptRun:
             recomputed_tokens=rows.numel(),
             recompute_ratio=1.0 if self.recomputed is None else self.plan.ratio,
             charged_ratio=charged if context else 0.0,
-            hits=sum(self.hits),
-            misses=len(self.hits) - sum(self.hits) + deferred,
+            hits=hits,
+            misses=misses,
             selector=self.plan.selector,
             fallback_reason=fallback,
-            chunks=tuple(each for _, each in chunks),
+            chunks=chunks,
             output_tokens=output_tokens,
             load_bytes=self.load_bytes,
             repaired_tokens=self.repaired_tokens,
@@ -241,9 +244,8 @@ class Runner:
             What `forward` returned.
         """
         layout = run.prompt.layout
+        places = layout.positions if run.prompt.has_positions else None
         inputs = {"input_ids": torch.tensor([layout.token_ids], device=self._model.device)}
-        if run.prompt.has_positions:
-            inputs["position_ids"] = torch.tensor([layout.positions], device=self._model.device)
         with self.lock, torch.no_grad():
             while True:
                 readers = self._prepare(run)
@@ -252,17 +254,38 @@ class Runner:
                     if self._decoder is None:
                         # Its cache may hold states that ours has no place for.
                         run.kept_reason = None if run.config.kv_capacity is None else self._unsupported
-                        return forward(None, inputs)
+                        return forward(None, inputs | self._unblended(places))
                     cache = BlendCache(self._num_layers)
-                    with self._evicting(run, cache, headroom):
-                        return forward(cache, inputs)
+                    with self._evicting(run, cache, headroom), self._decoder.placing(cache, places) as more:
+                        return forward(cache, inputs | more)
+                assert self._decoder is not None
                 try:
-                    with self._steered(run, readers, headroom) as cache, self._evicting(run, cache, headroom):
-                        return forward(cache, inputs)
+                    with (
+                        self._steered(run, readers, headroom) as cache,
+                        self._evicting(run, cache, headroom),
+                        self._decoder.placing(cache, places) as more,
+                    ):
+                        return forward(cache, inputs | more)
                 except ChunkReadError as error:
                     # Damaged KV is a miss: it is dropped, and the next round encodes the chunk anew.
                     logger.warning("%s", error)
                     _quietly(self._store.discard, error.key)
+
+    def _unblended(self, places: Sequence[int] | None) -> dict[str, torch.Tensor]:
+        """Return what a model that cannot be blended is called with to put its tokens into their places.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If it takes no positions.
+        """
+        if places is None or list(places) == list(range(len(places))):
+            return {}
+        if not takes_positions(self._model):
+            raise UnsupportedModelError(
+                f"{type(self._model).__name__} takes no positions, so its prompts cannot have gaps ({self._unsupported})"
+            )
+        return {"position_ids": torch.tensor([list(places)], device=self._model.device)}
 
     def controller(self) -> Controller:
         """Return the controller that chooses ratios, for a model that can be blended; call it under `lock`."""
@@ -390,13 +413,17 @@ class Runner:
             run.kv_bytes += token_bytes * (length - layer.evicted_tokens)
             run.kv_bytes_before += token_bytes * length
 
-    def plan(self, lengths: Sequence[int]) -> list[list[int]]:
+    def plan(self, lengths: Sequence[int], placed: Sequence[bool] = ()) -> list[list[int]]:
         """Return the batches in which chunks of these lengths are encoded; see `Encoder.plan`."""
         assert self._encoder is not None
-        return self._encoder.plan(lengths)
+        return self._encoder.plan(lengths, placed)
 
     def encode(
-        self, token_ids: Sequence[Sequence[int]], *, patient: bool = False
+        self,
+        token_ids: Sequence[Sequence[int]],
+        places: Sequence[Sequence[int] | None] = (),
+        *,
+        patient: bool = False,
     ) -> Iterator[list[tuple[int, ChunkKV]]]:
         """Compute the KV of chunks, giving way to prompts between batches; yields as `Encoder.encode` does.
 
@@ -404,11 +431,13 @@ class Runner:
         ----------
         token_ids : sequence of sequence of int
             Token ids of each chunk.
+        places : sequence of (sequence of int or None), optional
+            Where its tokens stand; see `Encoder.encode`.
         patient : bool
             Whether all prompts that wait go first, rather than those that came first.
         """
         assert self._encoder is not None
-        batches = self._encoder.encode(token_ids)
+        batches = self._encoder.encode(token_ids, places)
         while True:
             with self.lock.after_others() if patient else self.lock:
                 batch = next(batches, None)
@@ -447,11 +476,12 @@ class Runner:
     def _readers(self, run: PromptRun, found: dict[str, KVReader | None]) -> list[KVReader]:
         """Return a reader for every chunk, encoding in one go those that have no stored KV."""
         chunks = run.prompt.chunks
-        missing = {chunk.key: chunk.token_ids for chunk in chunks if found[chunk.key] is None}
+        missing = {chunk.key: chunk for chunk in chunks if found[chunk.key] is None}
         if missing:
             started = time.perf_counter()
             keys = list(missing)
-            for batch in self.encode(list(missing.values())):
+            places = [chunk.positions for chunk in missing.values()]
+            for batch in self.encode([chunk.token_ids for chunk in missing.values()], places):
                 for index, kv in batch:
                     found[keys[index]] = RamReader(kv)
                     self._keep([chunk for chunk in chunks if chunk.key == keys[index]], kv)
@@ -465,8 +495,11 @@ class Runner:
                 "are asked for (this is said once)",
                 len(chunks),
             )
-        readers = [found[chunk.key] for chunk in chunks]
-        return [reader for reader in readers if reader is not None]
+        return [
+            reader if chunk.part is None else part_of(reader, *chunk.part)
+            for chunk in chunks
+            if (reader := found[chunk.key]) is not None
+        ]
 
     def _keep(self, chunks: Sequence[PromptChunk], kv: ChunkKV) -> None:
         """Store the KV of a miss so that deleting the chunk deletes it: under its name, or else in RAM only.
@@ -492,6 +525,36 @@ class Runner:
             _quietly(self._store.discard, chunk.key)
             return None
         return reader
+
+
+class _ReportedPart(NamedTuple):
+    """What is reported of a run of a chunk's tokens. What is computed though its KV may be there is neither hit nor miss."""
+
+    row: int
+    chunk: PromptChunk
+    report: ChunkReport
+    is_miss: bool
+
+
+def _whole_chunks(parts: Sequence[_ReportedPart]) -> tuple[tuple[ChunkReport, ...], int, int]:
+    """Put together what is reported of the parts of chunks: a report of each chunk in prompt order, hits and misses."""
+    whole: dict[object, ChunkReport] = {}
+    missed: dict[object, bool] = {}
+    for part in sorted(parts, key=lambda each: each.row):
+        name: object = object() if part.chunk.part is None else part.chunk.key
+        missed[name] = missed.get(name, False) or part.is_miss
+        report, first = part.report, whole.get(name)
+        if first is not None:
+            report = replace(
+                first,
+                tokens=first.tokens + report.tokens,
+                hit=first.hit or report.hit,
+                recomputed_tokens=first.recomputed_tokens + report.recomputed_tokens,
+                reason=first.reason or report.reason,
+                tier=first.tier or report.tier,
+            )
+        whole[name] = report
+    return tuple(whole.values()), sum(report.hit for report in whole.values()), sum(missed.values())
 
 
 def _room(headroom: int) -> int:
