@@ -108,7 +108,7 @@ class Scaffold:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A message of a chat; the model's own chat template puts its words around it. It stands at the schema's top or in a scaffold there."""
+    """A message of a chat, at the schema's top or in a scaffold there; the model's chat template puts its words around it."""
 
     role: RoleName
     children: tuple[Node, ...]

@@ -36,8 +36,7 @@ class Part:
     """Tokens that are encoded together and apart from all others, and whose KV is kept.
 
     A part is the own tokens of one module (those of the modules nested in it are parts of their own), an anonymous text, or
-    what a prompt imports of a scaffold. Parts are equal when they hold the same tokens at the same distances from each other under
-    the same name.
+    what a prompt imports of a scaffold.
 
     Attributes
     ----------
@@ -145,9 +144,7 @@ class LaidOutPrompt:
     @cached_property
     def positions(self) -> tuple[int, ...]:
         """The position of each token, ascending."""
-        return tuple(
-            position for segment in self.segments for position in range(segment.position, segment.stop)
-        )
+        return tuple(position for segment in self.segments for position in range(segment.position, segment.stop))
 
     @property
     def cached_tokens(self) -> int:
