@@ -24,7 +24,9 @@ from cacheblend_rag.engine.guard import Guard
 from cacheblend_rag.engine.identity import engine_identity
 from cacheblend_rag.engine.ingest import Ingest, WarmEstimate
 from cacheblend_rag.engine.jobs import AddJob, AddResult
+from cacheblend_rag.engine.markup import LoadedSchema, Schemas
 from cacheblend_rag.engine.metrics import EngineMetrics
+from cacheblend_rag.engine.prefetch import Prefetcher
 from cacheblend_rag.engine.pretrained import load_pretrained
 from cacheblend_rag.engine.prompt import Assembler
 from cacheblend_rag.engine.run import PromptRun, Runner
@@ -43,6 +45,8 @@ from cacheblend_rag.model import (
     model_window,
     num_decoder_layers,
 )
+from cacheblend_rag.pml.nodes import SchemaTree
+from cacheblend_rag.pml.prompt import Prompt
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.store import KVStore, NodeRecord, open_store
 from cacheblend_rag.store.device import spare_bytes
@@ -104,6 +108,8 @@ class BlendEngine:
     ----------
     metrics : EngineMetrics
         What the engine has done, for Prometheus.
+    schemas : Schemas
+        The schemas that are loaded, and how their prompts are laid out.
     guard : Guard
         Compares some answers with full prefill in the background, if ``config.guard_rate`` is above 0.
 
@@ -179,6 +185,8 @@ class BlendEngine:
         self.guard = Guard(model, tokenizer, self.decoder, self._runner, self.config)
         self.metrics = EngineMetrics(self.store.stats, self.guard.status if self.guard.active else None)
         self._ingest = Ingest(self._assembler, self._runner, self.store, self.decoder, self.config)
+        self._prefetcher = Prefetcher(self.store, self.config.ram_bytes // 2)
+        self.schemas = Schemas(self._assembler, self._ingest, self.store, self._prefetcher)
 
     @classmethod
     def from_pretrained(
@@ -248,6 +256,7 @@ class BlendEngine:
             ends by an error does not wait.
         """
         self.guard.close()
+        self._prefetcher.close()
         self._ingest.close(wait)
         with self._runner.lock:
             if not self._closed:
@@ -486,21 +495,68 @@ class BlendEngine:
         with self._runner.lock:
             return self._runner.controller().measure(budget, progress)
 
-    def prompt_ids(self, prompt: BlendPrompt) -> tuple[int, ...]:
+    def load_schema(self, schema: SchemaTree, *, ttl_s: float | None = None) -> LoadedSchema:
+        """Encode the modules of a schema and keep them (Prompt Cache, section 3.3).
+
+        A schema of the same name is replaced: what has not changed is not encoded again, and what is gone is forgotten. Its
+        prompts can be asked without loading it as well; modules are then misses, kept in RAM.
+
+        Parameters
+        ----------
+        schema : Schema
+            The schema.
+        ttl_s : float, optional
+            Seconds that its KV lives, instead of ``config.ttl_s``.
+
+        Returns
+        -------
+        LoadedSchema
+            What was done.
+
+        Raises
+        ------
+        PMLError
+            If the model's chat template cannot be used with the schema's messages.
+        PromptTooLongError
+            If a module does not fit the model's window, or reaches beyond it where positions are learned.
+        UnsupportedModelError
+            If the model takes no positions.
+        StoreError
+            If KV cannot be stored.
+        """
+        self._check_open()
+        if self.decoder is not None and not self.decoder.is_placeable:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} counts its tokens and takes no positions, so it cannot serve schemas"
+            )
+        return self.schemas.load(schema, ttl_s)
+
+    def unload_schema(self, name: str) -> int:
+        """Forget a schema and the KV that only it had; return how many of its modules and texts were stored.
+
+        Raises
+        ------
+        ConfigError
+            If no schema of that name is known.
+        """
+        self._check_open()
+        return self.schemas.unload(name)
+
+    def prompt_ids(self, prompt: BlendPrompt | Prompt) -> tuple[int, ...]:
         """Return the token ids that the model is given for `prompt`."""
         return self.prompt_layout(prompt).token_ids
 
-    def prompt_layout(self, prompt: BlendPrompt) -> PromptLayout:
+    def prompt_layout(self, prompt: BlendPrompt | Prompt) -> PromptLayout:
         """Return where the chunks of `prompt` stand among its tokens."""
         self._check_open()
-        return self._assembler.assemble(prompt).layout
+        return self._assembler.assemble(self._blend_prompt(prompt)).layout
 
-    def prefill(self, prompt: BlendPrompt, *, config: BlendConfig | None = None) -> PrefillResult:
+    def prefill(self, prompt: BlendPrompt | Prompt, *, config: BlendConfig | None = None) -> PrefillResult:
         """Prefill a prompt, blending its chunks.
 
         Parameters
         ----------
-        prompt : BlendPrompt
+        prompt : BlendPrompt or Prompt
             The prompt.
         config : BlendConfig, optional
             Blending settings for this call (`enabled`, `recompute_ratio`, `quality_ratio`, `selector` and what belongs to it,
@@ -530,7 +586,7 @@ class BlendEngine:
 
     def watch_prefill(
         self,
-        prompt: BlendPrompt,
+        prompt: BlendPrompt | Prompt,
         watcher: LayerWatcher,
         *,
         config: BlendConfig | None = None,
@@ -540,7 +596,7 @@ class BlendEngine:
 
         Parameters
         ----------
-        prompt : BlendPrompt
+        prompt : BlendPrompt or Prompt
             The prompt.
         watcher : callable
             Called with each layer's number and its `AttentionCall`, as the layers come. Where stored KV turns out damaged, the
@@ -583,7 +639,7 @@ class BlendEngine:
 
     def generate(
         self,
-        prompt: BlendPrompt,
+        prompt: BlendPrompt | Prompt,
         max_new_tokens: int | None = None,
         *,
         config: BlendConfig | None = None,
@@ -593,7 +649,7 @@ class BlendEngine:
 
         Parameters
         ----------
-        prompt : BlendPrompt
+        prompt : BlendPrompt or Prompt
             The prompt.
         max_new_tokens : int, optional
             Most tokens to generate, never beyond the model's window; by default the model's own setting, or 256.
@@ -621,7 +677,7 @@ class BlendEngine:
 
     def stream(
         self,
-        prompt: BlendPrompt,
+        prompt: BlendPrompt | Prompt,
         max_new_tokens: int | None = None,
         *,
         config: BlendConfig | None = None,
@@ -667,14 +723,11 @@ class BlendEngine:
             # Formatters that write fields, as JSON for example, find the figures under "blend".
             logger.info("%s", report, extra={"blend": report.to_dict()})
 
-    def _begin(self, prompt: BlendPrompt, config: BlendConfig | None) -> PromptRun:
+    def _begin(self, prompt: BlendPrompt | Prompt, config: BlendConfig | None) -> PromptRun:
         started = time.perf_counter()
         self._check_open()
         self._weights.check()
-        if not isinstance(prompt, BlendPrompt):
-            raise ConfigError(
-                f"the prompt is a {type(prompt).__name__}; give a BlendPrompt, as in BlendPrompt(text, chunks)"
-            )
+        prompt = self._blend_prompt(prompt)
         if config is None or config is self.config:
             order = self.guard.order
             assembled = self._assembler.assemble(prompt, retrieving=order.config.enabled)
@@ -688,6 +741,16 @@ class BlendEngine:
         if self.decoder is not None:
             check_attention(config, self.decoder)
         return PromptRun(self._assembler.assemble(prompt, retrieving=config.enabled), config, started)
+
+    def _blend_prompt(self, prompt: BlendPrompt | Prompt) -> BlendPrompt:
+        if isinstance(prompt, Prompt):
+            return self.schemas.blend_prompt(prompt)
+        if not isinstance(prompt, BlendPrompt):
+            raise ConfigError(
+                f"the prompt is a {type(prompt).__name__}; give a BlendPrompt, as in BlendPrompt(text, chunks), or a schema's "
+                "prompt"
+            )
+        return prompt
 
     def _inspect(self) -> Decoder | None:
         try:
