@@ -128,8 +128,8 @@ class _Placing:
             behind = next((each.name for each in reversed(list(before)) if isinstance(each, Import)), None)
             raise node.place.error(
                 f"the text {node.text.strip()!r:.60} has {len(ids)} tokens, {len(ids) - free} more than the {free} positions "
-                f"that are free {_where(behind, following, parent)}; shorten it, put it behind the last import, or give a module a "
-                "parameter to hold it"
+                f"that are free {_where(behind, following, parent)}; shorten it, put it behind the last import, or give a module "
+                "a parameter to hold it"
             )
         self._texts.append(PromptSegment(ids, start))
         bisect.insort(self._taken, (start, start + len(ids)))
