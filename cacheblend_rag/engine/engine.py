@@ -24,7 +24,7 @@ from cacheblend_rag.engine.guard import Guard
 from cacheblend_rag.engine.identity import engine_identity
 from cacheblend_rag.engine.ingest import Ingest, WarmEstimate
 from cacheblend_rag.engine.jobs import AddJob, AddResult
-from cacheblend_rag.engine.markup import LoadedSchema, Schemas
+from cacheblend_rag.engine.markup import SCHEMA_PREFIX, LoadedSchema, Schemas
 from cacheblend_rag.engine.metrics import EngineMetrics
 from cacheblend_rag.engine.prefetch import Prefetcher
 from cacheblend_rag.engine.pretrained import load_pretrained
@@ -351,6 +351,13 @@ class BlendEngine:
             raise ConfigError(
                 f"ttl_s={ttl_s!r} must be a positive number of seconds; leave it out to keep chunks for ever"
             )
+        if not isinstance(chunks, Chunk):
+            chunks = list(chunks)
+            for chunk in chunks:
+                if isinstance(chunk, Chunk) and (chunk.id or "").startswith(SCHEMA_PREFIX):
+                    raise ConfigError(
+                        f"the id {chunk.id!r} begins with {SCHEMA_PREFIX!r}, as those of schemas do; give the chunk another one"
+                    )
         if background:
             return self._ingest.add_later(chunks, progress, ttl_s)
         return self._ingest.add(chunks, progress, ttl_s)
@@ -426,9 +433,9 @@ class BlendEngine:
         return self.store.lookup(self._assembler.namespace, [id])[0] is not None
 
     def ids(self) -> list[str]:
-        """Return the ids of all known chunks of this model."""
+        """Return the ids of all known chunks of this model, parts of loaded schemas not among them."""
         self._check_open()
-        return self.store.names(self._assembler.namespace)
+        return [id for id in self.store.names(self._assembler.namespace) if not id.startswith(SCHEMA_PREFIX)]
 
     def records(self, ids: Sequence[str]) -> list[NodeRecord | None]:
         """Return what is known of each id: its tokens and the digest of its text; None where the id is unknown."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import groupby
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkPart, Segment
@@ -22,10 +23,14 @@ from cacheblend_rag.pml.prompt import Prompt
 from cacheblend_rag.pml.tokens import Tokens
 from cacheblend_rag.store import KVStore
 
-__all__ = ["LoadedSchema", "Schemas"]
+__all__ = ["SCHEMA_PREFIX", "LoadedSchema", "Schemas"]
+
+SCHEMA_PREFIX = "pml/"
+"""What the ids of schemas' parts begin with, and no other chunk's."""
 
 _MOST_LAYOUTS = 64
 """Layouts kept of schemas that were not loaded, such as those made of retrieved documents."""
+_MOST_TEXTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +82,9 @@ class Schemas:
         self._ingest = ingest
         self._store = store
         self._prefetcher = prefetcher
-        self._tokens = Tokens.of(assembler.tokenizer)
+        tokens = Tokens.of(assembler.tokenizer)
+        # Schemas that are made for one prompt, of retrieved documents, have most of their texts in common.
+        self._tokens = replace(tokens, tokenize=lru_cache(_MOST_TEXTS)(tokens.tokenize))
         self._lock = threading.Lock()
         self._layouts: OrderedDict[str, SchemaLayout] = OrderedDict()
         self._loaded: dict[str, dict[str, Chunk]] = {}
@@ -201,7 +208,7 @@ class Schemas:
 
 
 def _prefix(schema: str) -> str:
-    return f"pml/{schema}/"
+    return f"{SCHEMA_PREFIX}{schema}/"
 
 
 def _segments(placed: Sequence[PromptSegment], chunks: Sequence[Chunk]) -> Iterator[tuple[int, Segment]]:
