@@ -15,6 +15,7 @@ from cacheblend_rag.chunk import Segment
 from cacheblend_rag.errors import PromptError
 from langchain_cacheblend.messages import render_chat
 from langchain_cacheblend.model import Answer, BlendModel
+from langchain_cacheblend.pml import prompt_in
 
 __all__ = ["ChatBlend"]
 
@@ -36,8 +37,12 @@ class ChatBlend(BlendModel, BaseChatModel):
 
     def blend_prompt(self, input: LanguageModelInput) -> BlendPrompt:
         """Return the prompt that the engine is given for `input`, with the stored chunks that were found in it."""
+        messages = self._convert_input(input).to_messages()
+        prompt = prompt_in(messages)
+        if prompt is not None:
+            return self.engine.schemas.blend_prompt(prompt)
         segments: list[Segment] = []
-        for part in render_chat(self.engine.tokenizer, self._convert_input(input).to_messages()):
+        for part in render_chat(self.engine.tokenizer, messages):
             segments += [part] if isinstance(part, Chunk) else self._split(part)
         return BlendPrompt(segments=segments)
 

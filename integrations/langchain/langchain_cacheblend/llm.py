@@ -14,6 +14,7 @@ from langchain_core.prompt_values import ChatPromptValue, PromptValue, StringPro
 from cacheblend_rag import BlendPrompt
 from langchain_cacheblend.messages import flatten
 from langchain_cacheblend.model import Answer, BlendModel, Call
+from langchain_cacheblend.pml import PMLText
 
 __all__ = ["BlendLLM"]
 
@@ -32,7 +33,10 @@ class BlendLLM(BlendModel, BaseLLM):
 
     def blend_prompt(self, input: LanguageModelInput) -> BlendPrompt:
         """Return the prompt that the engine is given for `input`, with the stored chunks that were found in it."""
-        return BlendPrompt(segments=self._split(self._convert_input(input).to_string()))
+        text = input if isinstance(input, PMLText) else self._convert_input(input).to_string()
+        if isinstance(text, PMLText):
+            return self.engine.schemas.blend_prompt(text.prompt)
+        return BlendPrompt(segments=self._split(text))
 
     def generate_prompt(self, prompts: list[PromptValue], *args: Any, **kwargs: Any) -> LLMResult:
         return super().generate_prompt([self._convert_input(prompt) for prompt in prompts], *args, **kwargs)
