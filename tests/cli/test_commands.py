@@ -30,6 +30,7 @@ from .conftest import Command
         "bench index",
         "profile",
         "calibrate",
+        "models",
         "eval reference",
         "eval musique",
         "eval 2wikimqa",
