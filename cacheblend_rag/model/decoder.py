@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -92,6 +92,17 @@ class Decoder:
     def window(self) -> int | None:
         """Most tokens that the model can read and write, or None if its configuration does not say."""
         return model_window(self.model)
+
+    def uncompiled(self) -> AbstractContextManager[None]:
+        """Return a context in which a compiled model runs as it is written, and an ordinary one as always.
+
+        Hooks and every new number of rows would have it compiled anew.
+        """
+        modules = (self.model, text_decoder(self.model), *self.layers)
+        if not any(hasattr(each, "_orig_mod") or each._compiled_call_impl is not None for each in modules):
+            return nullcontext()
+        stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+        return stance
 
     def kv_at(self, ids: torch.Tensor, position: int) -> list[LayerKV]:
         """Return the KV of tokens that see each other and nothing else, from `position` on; see `placing.kv_at`."""
