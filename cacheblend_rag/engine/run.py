@@ -17,12 +17,12 @@ from cacheblend_rag.controller import Controller, Plan, make_plan, whole_plan
 from cacheblend_rag.encode import Encoder
 from cacheblend_rag.engine.prompt import AssembledPrompt, PromptChunk
 from cacheblend_rag.engine.turn import Turn
-from cacheblend_rag.errors import ChunkReadError, StoreError
+from cacheblend_rag.errors import ChunkReadError, PromptError, StoreError
 from cacheblend_rag.fuse import BlendCache, Repair, Steering
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.loader import LayerLoader
-from cacheblend_rag.model import Decoder, num_decoder_layers
+from cacheblend_rag.model import Decoder, num_decoder_layers, takes_positions, text_decoder
 from cacheblend_rag.report import BlendReport, ChunkReport
 from cacheblend_rag.selection import FixedSelection, make_selector
 from cacheblend_rag.snapkv import Eviction
@@ -243,6 +243,10 @@ class Runner:
         layout = run.prompt.layout
         inputs = {"input_ids": torch.tensor([layout.token_ids], device=self._model.device)}
         if run.prompt.has_positions:
+            if not takes_positions(text_decoder(self._model)):
+                raise PromptError(
+                    f"the prompt places its segments, and {type(self._model).__name__} takes no positions; leave positions out"
+                )
             inputs["position_ids"] = torch.tensor([layout.positions], device=self._model.device)
         with self.lock, torch.no_grad():
             while True:

@@ -6,6 +6,7 @@ from cacheblend_rag.model.capability import Capability, LayerCapability, capabil
 from cacheblend_rag.model.configuration import model_window, num_decoder_layers
 from cacheblend_rag.model.decoder import Decoder, inspect_model, refusing_failures, text_decoder
 from cacheblend_rag.model.fingerprint import WeightsWatch, model_fingerprint
+from cacheblend_rag.model.placing import takes_positions
 
 __all__ = [
     "AttentionCall",
@@ -21,6 +22,7 @@ __all__ = [
     "model_window",
     "num_decoder_layers",
     "refusing_failures",
+    "takes_positions",
     "text_decoder",
     "watch_attention",
 ]
