@@ -122,7 +122,7 @@ def test_the_engine_is_that_of_the_store_or_of_the_settings(
     index: VectorStoreIndex, llm: BlendLLM, make_llm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Settings, "_llm", None)
-    with pytest.raises(ConfigError, match="engine=llm.engine"):
+    with pytest.raises(ConfigError, match=r"engine=llm\.engine"):
         warm_index(index)
     monkeypatch.setattr(Settings, "_llm", make_llm())
     assert warm_index(index).encoded == 5
