@@ -268,7 +268,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize(
     ("examples", "steps"),
-    [(20, 15), pytest.param(400, 40, marks=[pytest.mark.full, pytest.mark.timeout(3600)])],
+    [(8, 12), pytest.param(400, 40, marks=[pytest.mark.full, pytest.mark.timeout(3600)])],
     ids=["sampled", "whole"],
 )
 def test_no_answer_is_stale(model: Any, tokenizer: Any, examples: int, steps: int) -> None:
