@@ -9,6 +9,7 @@ import torch
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.model import Decoder, KVCache, text_decoder
 from cacheblend_rag.rope import shift_layer
+from cacheblend_rag.selection.question import context_layers
 
 __all__ = ["Encoder", "plan_batches"]
 
@@ -132,7 +133,7 @@ class Encoder:
         behind = self._forward([[*self._prefix_ids, *neighbours, *kv.token_ids]], KVCache(self._decoder.num_layers))
         device = behind[0].keys.device
         total = torch.zeros(count, device=device)
-        layers = range(1, max(2, -(-2 * self._decoder.num_kv_layers // 3)))
+        layers = range(1, max(2, min(context_layers(self._decoder.num_layers), self._decoder.num_kv_layers)))
         # Layer 0 is the same in any context.
         for layer in layers if self._decoder.num_kv_layers > 1 else ():
             moved = LayerKV(*(part[0, :, start : start + count].clone() for part in behind[layer]))
