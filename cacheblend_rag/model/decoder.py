@@ -19,7 +19,7 @@ from cacheblend_rag.model.placing import kv_at
 from cacheblend_rag.model.rotation import find_rotations
 from cacheblend_rag.rope import Rotation
 
-__all__ = ["Decoder", "inspect_model", "refusing_failures", "text_decoder"]
+__all__ = ["Decoder", "inspect_model", "refusing_failures", "text_decoder", "unwrapped"]
 
 _POSITIONS = (0, 5, 37)
 
@@ -187,6 +187,14 @@ def _inspected(model: PreTrainedModel, name: str) -> Decoder:
         kv_bytes_per_token=sum(LayerKV(keys[:1], values[:1]).nbytes for keys, values in singles[0]),
         shows_attention=len(shown) == len(singles) * len(layers),
     )
+
+
+def unwrapped(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model inside what PEFT or torch.compile put around it, or the model itself."""
+    inner = getattr(model, "_orig_mod", None)
+    if inner is None and hasattr(model, "get_base_model"):
+        inner = model.get_base_model()  # type: ignore[operator]  # PEFT's, which transformers' stubs take for a tensor
+    return model if inner is None or inner is model else unwrapped(inner)
 
 
 def text_decoder(model: PreTrainedModel) -> nn.Module:
