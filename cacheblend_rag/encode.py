@@ -149,7 +149,7 @@ class Encoder:
         behind = self._forward([[*self._prefix_ids, *neighbours, *kv.token_ids]], KVCache(self._decoder.num_layers))
         device = behind[0].keys.device
         total = torch.zeros(count, device=device)
-        layers = range(1, max(2, context_layers(self._decoder.num_kv_layers)))
+        layers = range(1, max(2, min(context_layers(self._decoder.num_layers), self._decoder.num_kv_layers)))
         # Layer 0 is the same in any context.
         for layer in layers if self._decoder.num_kv_layers > 1 else ():
             moved = LayerKV(*(part[0, :, start : start + count].clone() for part in behind[layer]))

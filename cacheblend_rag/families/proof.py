@@ -68,9 +68,9 @@ class Proof:
 def prove(model: PreTrainedModel, tolerance: float = 2e-5) -> Proof:
     """Answer random prompts on a model and compare with its own computation.
 
-    Compared are greedy answers, and where blending is not refused: the logits over the model's own KV, whatever rows are
-    recomputed (the oracle test); chunks moved to another position with chunks encoded there; prefill with everything recomputed;
-    and every pattern of hits and misses.
+    Compared are greedy answers, alone and in a batch, and where blending is not refused: the logits over the model's own KV,
+    whatever rows are recomputed (the oracle test); chunks moved to another position with chunks encoded there; prefill with
+    everything recomputed; and every pattern of hits and misses.
 
     Parameters
     ----------
@@ -179,7 +179,19 @@ def _answers(engine: BlendEngine) -> Iterator[tuple[str, float]]:
 
     own = _own_answer(model, ids)
     got = engine.generate(prompt, _OUTPUT_TOKENS, config=everything, do_sample=False).token_ids
-    yield "greedy answer", float(sum(a != b for a, b in zip(got, own, strict=False)) + abs(len(got) - len(own)))
+    yield "greedy answer", _differing(got, own)
+
+    other = BlendPrompt(segments=[_words(4, 13), ChunkRef("n1"), _words(5, 14)])
+    together = engine.generate_many([prompt, other], _OUTPUT_TOKENS, config=some, do_sample=False)
+    alone = [engine.generate(each, _OUTPUT_TOKENS, config=some, do_sample=False) for each in (prompt, other)]
+    yield (
+        "answers in a batch",
+        sum(_differing(a.token_ids, b.token_ids) for a, b in zip(together, alone, strict=True)),
+    )
+
+
+def _differing(some: Sequence[int], others: Sequence[int]) -> float:
+    return float(sum(a != b for a, b in zip(some, others, strict=False)) + abs(len(some) - len(others)))
 
 
 def _keys(engine: BlendEngine, names: Sequence[str]) -> list[str]:

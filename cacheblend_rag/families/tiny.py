@@ -98,6 +98,8 @@ _SIZES: dict[str, Any] = {
 
 _SLIDING_AND_FULL = ["sliding_attention", "sliding_attention", "full_attention"] * 2
 _MLA = {"num_key_value_heads": 4}
+# The pairs of dimensions that turn by each axis of an image; of text, all axes are the same.
+_MULTI_AXIS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
 
 # What a family wants besides, or otherwise; an entry of a nested configuration stands under its name.
 _OTHERWISE: dict[str, dict[str, Any]] = {
@@ -123,6 +125,7 @@ _OTHERWISE: dict[str, dict[str, Any]] = {
     "gemma4_text": {"layer_types": _SLIDING_AND_FULL, "num_kv_shared_layers": 2},
     "gemma4_unified_text": {"layer_types": _SLIDING_AND_FULL, "num_kv_shared_layers": 2},
     "glm4_moe_lite": _MLA,
+    "glm4v_text": _MULTI_AXIS,
     "glm_moe_dsa": _MLA,
     "gpt_neo": {"attention_types": [[["global", "local"], 3]]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 3},
@@ -136,6 +139,8 @@ _OTHERWISE: dict[str, dict[str, Any]] = {
     "minicpm3": _MLA,
     "ministral": {"head_dim": 8},
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
+    "qwen2_5_vl_text": _MULTI_AXIS,
+    "qwen2_vl_text": _MULTI_AXIS,
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
@@ -193,7 +198,12 @@ def _shrunk(config: PreTrainedConfig, changes: dict[str, Any]) -> dict[str, Any]
 
 
 def tiny_model(
-    config: PreTrainedConfig, *, attention: str | None = None, dtype: torch.dtype = torch.float32, seed: int = 0
+    config: PreTrainedConfig,
+    *,
+    attention: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    kind: Any = AutoModelForCausalLM,
 ) -> PreTrainedModel:
     """Return a random model in evaluation mode, large enough in its weights that attention matters.
 
@@ -207,6 +217,8 @@ def tiny_model(
         The type of its weights.
     seed : int
         Of its weights.
+    kind : Any
+        The class of transformers that makes a model of a configuration.
 
     Returns
     -------
@@ -214,7 +226,7 @@ def tiny_model(
         The model, on the CPU.
     """
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
+    model = kind.from_config(config, attn_implementation=attention, dtype=dtype)
     # The usual initialisation is so small that every layer is close to the identity, and mistakes in attention would not show.
     with torch.no_grad():
         for parameter in model.parameters():

@@ -14,6 +14,8 @@ from cacheblend_rag.fuse.mask import RowMask, row_mask
 __all__ = ["RowCutter"]
 
 _MASK = "attention_mask"
+# What generate hands over besides, and models pass on to their layers.
+_GENERATION_AXES = {"position_ids": -1, "cache_position": -1}
 
 
 class RowCutter:
@@ -41,7 +43,7 @@ class RowCutter:
     def __init__(self, model_name: str, length: int, row_axes: Mapping[str, int | None], states: str) -> None:
         self._model_name = model_name
         self._length = length
-        self._axes = row_axes
+        self._axes: dict[str, int | None] = {**_GENERATION_AXES, **row_axes}
         self.states = states
         self.states_axis = row_axes[states] or -2
         self._rows: torch.Tensor | None = None

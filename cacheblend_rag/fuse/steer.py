@@ -158,7 +158,10 @@ class Steering:
             hooks.append(self._decoder.layers[-1].register_forward_hook(self._after_last_layer))
         self._cache.steering = self
         try:
-            with watch_attention(self._look) if self._selection.look_layers else nullcontext():
+            with (
+                self._decoder.uncompiled(),
+                watch_attention(self._look) if self._selection.look_layers else nullcontext(),
+            ):
                 yield
         finally:
             self._cache.steering = None

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from cacheblend_rag.errors import CacheBlendError, UnsupportedModelError
+from cacheblend_rag.errors import CacheBlendError, PromptError, UnsupportedModelError
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model.arguments import layer_parameters, watch_layer_calls
 from cacheblend_rag.model.attention import AttentionCall, watch_attention
@@ -21,7 +21,7 @@ from cacheblend_rag.model.placing import kv_at, takes_positions
 from cacheblend_rag.model.rotation import find_rotations
 from cacheblend_rag.rope import Rotation
 
-__all__ = ["Decoder", "inspect_model", "refusing_failures", "text_decoder"]
+__all__ = ["Decoder", "inspect_model", "refusing_failures", "text_decoder", "unwrapped"]
 
 _POSITIONS = (0, 5, 37)
 
@@ -124,19 +124,30 @@ class Decoder:
 
         Raises
         ------
-        UnsupportedModelError
+        PromptError
             If it takes no positions.
         """
         if positions is None:
             yield {}
             return
         if not self.is_placeable:
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} counts its tokens and takes no positions, so its prompts cannot have gaps"
+            raise PromptError(
+                f"the prompt places its segments, and {type(self.model).__name__} takes no positions; leave positions out"
             )
         with biases_at(self.layers, self.column_biases, cache, positions):
             places = torch.tensor([list(positions)], device=self.device)
             yield {"position_ids": places} if self.takes_positions else {}
+
+    def uncompiled(self) -> AbstractContextManager[None]:
+        """Return a context in which a compiled model runs as it is written, and an ordinary one as always.
+
+        Hooks and every new number of rows would have it compiled anew.
+        """
+        modules = (self.model, text_decoder(self.model), *self.layers)
+        if not any(hasattr(each, "_orig_mod") or each._compiled_call_impl is not None for each in modules):
+            return nullcontext()
+        stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+        return stance
 
     def kv_at(self, ids: torch.Tensor, position: int) -> list[LayerKV]:
         """Return the KV of tokens that see each other and nothing else, from `position` on; see `placing.kv_at`."""
@@ -223,6 +234,14 @@ def _inspected(model: PreTrainedModel, name: str) -> Decoder:
         kv_bytes_per_token=sum(LayerKV(keys[:1], values[:1]).nbytes for keys, values in singles[0]),
         shows_attention=len(shown) == len(singles) * len(layers),
     )
+
+
+def unwrapped(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model inside what PEFT or torch.compile put around it, or the model itself."""
+    inner = getattr(model, "_orig_mod", None)
+    if inner is None and hasattr(model, "get_base_model"):
+        inner = model.get_base_model()  # type: ignore[operator]  # PEFT's, which transformers' stubs take for a tensor
+    return model if inner is None or inner is model else unwrapped(inner)
 
 
 def text_decoder(model: PreTrainedModel) -> nn.Module:

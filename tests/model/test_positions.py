@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef
+from cacheblend_rag.errors import PromptError
 from cacheblend_rag.families import prove, tiny_config, tiny_model
 from cacheblend_rag.model import inspect_model
 from tests.families import tiny_tokenizer, words
@@ -111,3 +112,12 @@ def test_latent_attention_turns_what_it_stores_as_values() -> None:
 def test_layers_that_share_kv_store_none() -> None:
     decoder = inspect_model(tiny_model(tiny_config("gemma3n_text")))
     assert (decoder.num_layers, decoder.num_kv_layers, len(decoder.rotations)) == (6, 4, 4)
+
+
+def test_a_prompt_cannot_place_its_segments_on_a_model_that_counts_for_itself() -> None:
+    with BlendEngine(tiny_model(tiny_config("bloom")), tiny_tokenizer()) as engine:
+        engine.add([Chunk(words(20, 1), "n")])
+        segments = [words(3, 2), ChunkRef("n"), words(4, 3)]
+        with pytest.raises(PromptError, match="takes no positions"):
+            engine.prefill(BlendPrompt(segments=segments, positions=[0, 30, 60]))
+        assert engine.prefill(BlendPrompt(segments=segments)).report.hits == 1
