@@ -113,6 +113,8 @@ class BlendConfig(BaseSettings):
         particular.
     ttl_s : float, optional
         Seconds that stored KV lives; then it counts as a miss. For ever by default.
+    conversation_bytes : int
+        Most bytes of KV that each conversation keeps from turn to turn, in the memory in which the model computes.
     encode_batch_tokens : int
         Most tokens encoded in one batch, padding included.
     encode_on : {"add", "second_use"}
@@ -196,6 +198,7 @@ class BlendConfig(BaseSettings):
     write_back_bytes: int = Field(default=256 * 1024**2, ge=0)
     namespace: str | None = None
     ttl_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    conversation_bytes: int = Field(default=1024**3, ge=0)
     encode_batch_tokens: int = Field(default=4096, ge=1)
     encode_on: Literal["add", "second_use"] = "add"
     neighbours: int | None = Field(default=None, ge=0)

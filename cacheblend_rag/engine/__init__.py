@@ -1,5 +1,6 @@
 """The engine and what it returns."""
 
+from cacheblend_rag.engine.conversation import Conversation
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PrefillResult
 from cacheblend_rag.engine.guard import GuardStatus
@@ -12,6 +13,7 @@ __all__ = [
     "AddResult",
     "BlendEngine",
     "BlendStream",
+    "Conversation",
     "GenerationResult",
     "GuardStatus",
     "PrefillResult",
