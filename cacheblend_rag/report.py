@@ -27,6 +27,9 @@ class ChunkReport:
     tier : str or None
         Where its stored KV was read from, "ram" or "disk" for example; "conversation" if it stood at the same place in the turn
         before; None if it was not read.
+    attention : float or None
+        The share of the answer's attention that went to it, 0 to 1: the mean over the answer's tokens, the heads, and
+        `BlendConfig.look_layers`. None unless `BlendConfig.source_attention` asks for it.
     """
 
     id: str | None
@@ -35,6 +38,7 @@ class ChunkReport:
     recomputed_tokens: int = 0
     reason: str | None = None
     tier: str | None = None
+    attention: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

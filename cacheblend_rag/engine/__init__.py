@@ -6,6 +6,7 @@ from cacheblend_rag.engine.generation import BlendStream, GenerationResult, Pref
 from cacheblend_rag.engine.guard import GuardStatus
 from cacheblend_rag.engine.ingest import WarmEstimate
 from cacheblend_rag.engine.jobs import AddJob, AddResult
+from cacheblend_rag.engine.prefetch import Prefetch
 from cacheblend_rag.engine.watch import WatchedPrefill
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Conversation",
     "GenerationResult",
     "GuardStatus",
+    "Prefetch",
     "PrefillResult",
     "WarmEstimate",
     "WatchedPrefill",

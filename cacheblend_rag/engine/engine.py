@@ -26,8 +26,9 @@ from cacheblend_rag.engine.identity import engine_identity
 from cacheblend_rag.engine.ingest import Ingest, WarmEstimate
 from cacheblend_rag.engine.jobs import AddJob, AddResult
 from cacheblend_rag.engine.metrics import EngineMetrics
+from cacheblend_rag.engine.prefetch import Prefetch, Prefetcher
 from cacheblend_rag.engine.pretrained import load_pretrained
-from cacheblend_rag.engine.prompt import Assembler
+from cacheblend_rag.engine.prompt import AssembledPrompt, Assembler
 from cacheblend_rag.engine.run import PromptRun, Runner
 from cacheblend_rag.engine.selfcheck import check_blending
 from cacheblend_rag.engine.uses import FirstUses
@@ -172,6 +173,7 @@ class BlendEngine:
         self.metrics = EngineMetrics(self.store.stats, self.guard.status if self.guard.active else None)
         self._ingest = Ingest(self._assembler, self._runner, self.store, self.decoder, self.config)
         self._conversations = Conversations(self.store, self._assembler.namespace)
+        self._prefetcher = Prefetcher(self.store, self.config.load_threads)
 
     @classmethod
     def from_pretrained(
@@ -241,6 +243,7 @@ class BlendEngine:
             ends by an error does not wait.
         """
         self.guard.close()
+        self._prefetcher.close()
         self._ingest.close(wait)
         with self._runner.lock:
             if not self._closed:
@@ -407,6 +410,27 @@ class BlendEngine:
         if limit < 0:
             raise ConfigError(f"max_bytes={limit} is negative; give a number of bytes, 0 to keep nothing")
         return self._conversations.begin(limit)
+
+    def prefetch(self, ids: Iterable[str]) -> Prefetch:
+        """Begin to read the KV of chunks that are likely to be asked for soon, and return at once.
+
+        While a reranker works on what was retrieved, for example, their KV comes from disk and remote tiers to RAM, and to the
+        device, as far as these have room. A prompt that comes meanwhile waits for those of its chunks that are being read, and
+        reads the others itself.
+
+        Parameters
+        ----------
+        ids : iterable of str
+            The chunks, most likely ones first; those that are not known are left out.
+
+        Returns
+        -------
+        Prefetch
+            To wait for, or to cancel; it need not be kept.
+        """
+        self._check_open()
+        records = self.store.lookup(self._assembler.namespace, _id_list(ids))
+        return self._prefetcher.begin(record.key for record in records if record is not None)
 
     def pin(self, ids: Iterable[str]) -> None:
         """Keep the KV of these chunks: it is never evicted, now or when it is computed again, and counts against the budget.
@@ -709,7 +733,7 @@ class BlendEngine:
             )
         if config is None or config is self.config:
             order = self.guard.order
-            assembled = self._assembler.assemble(prompt, retrieving=order.config.enabled)
+            assembled = self._assemble(prompt, order.config)
             return PromptRun(
                 assembled,
                 order.config,
@@ -726,8 +750,12 @@ class BlendEngine:
         check_selector(config, num_decoder_layers(self.model))
         if self.decoder is not None:
             check_attention(config, self.decoder)
+        return PromptRun(self._assemble(prompt, config), config, started, conversation=conversation)
+
+    def _assemble(self, prompt: BlendPrompt, config: BlendConfig) -> AssembledPrompt:
         assembled = self._assembler.assemble(prompt, retrieving=config.enabled)
-        return PromptRun(assembled, config, started, conversation=conversation)
+        self._prefetcher.claim(chunk.key for chunk in assembled.chunks)
+        return assembled
 
     def _inspect(self) -> Decoder | None:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,15 +17,17 @@ from cacheblend_rag.controller import Controller, Plan, make_plan, whole_plan
 from cacheblend_rag.encode import Encoder
 from cacheblend_rag.engine.conversation import Conversation, Resumption
 from cacheblend_rag.engine.prompt import AssembledPrompt, PromptChunk
+from cacheblend_rag.engine.sources import SourceAttention
 from cacheblend_rag.engine.turn import Turn
 from cacheblend_rag.errors import ChunkReadError, StoreError
 from cacheblend_rag.fuse import BlendCache, Repair, Steering
 from cacheblend_rag.kv import ChunkKV
-from cacheblend_rag.layout import PromptLayout
+from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.loader import LayerLoader, ResumedLayers
 from cacheblend_rag.model import Decoder, num_decoder_layers
 from cacheblend_rag.report import BlendReport, ChunkReport
 from cacheblend_rag.selection import FixedSelection, make_selector
+from cacheblend_rag.selection.question import look_layers
 from cacheblend_rag.snapkv import Eviction
 from cacheblend_rag.store import KVReader, KVStore
 from cacheblend_rag.store.ram import RamReader
@@ -88,6 +90,8 @@ class PromptRun:
         What it takes over from its conversation.
     output_ids : tuple of int
         What was generated, once that is over.
+    sources : SourceAttention or None
+        What the answer attended to, where that is asked for.
     """
 
     prompt: AssembledPrompt
@@ -114,6 +118,7 @@ class PromptRun:
     conversation: Conversation | None = None
     resumed: Resumption | None = None
     output_ids: tuple[int, ...] = ()
+    sources: SourceAttention | None = None
 
     @property
     def layout(self) -> PromptLayout:
@@ -163,10 +168,11 @@ class PromptRun:
             whole = "the whole prompt was computed" if self.recomputed is None and not held else None
             why = whole or chunk.note or (None if hit or held else "its KV was not stored")
             tier = "conversation" if held else tier
-            chunks.append((span.start, ChunkReport(chunk.id, len(span), hit, inside, why, tier)))
+            chunks.append((span.start, ChunkReport(chunk.id, len(span), hit, inside, why, tier, self._attention(span))))
         for chunk in self.prompt.computed:
             count = len(chunk.token_ids)
-            chunks.append((chunk.row, ChunkReport(chunk.id, count, False, count, chunk.note)))
+            attention = self._attention(ChunkSpan(chunk.row, chunk.row + count, chunk.row))
+            chunks.append((chunk.row, ChunkReport(chunk.id, count, False, count, chunk.note, attention=attention)))
         chunks.sort(key=lambda each: each[0])
         return BlendReport(
             ttft_s=first_output - self.started,
@@ -195,6 +201,9 @@ class PromptRun:
             conversation_tokens=taken_over,
             conversation_recomputed_tokens=rows.numel() - in_chunks.numel(),
         )
+
+    def _attention(self, span: ChunkSpan) -> float | None:
+        return None if self.sources is None else self.sources.of(span)
 
 
 class Runner:
@@ -272,12 +281,16 @@ class Runner:
                 if readers is None:
                     run.forward_started = time.perf_counter()
                     cache = BlendCache(self._num_layers)
-                    with self._evicting(run, cache, headroom):
+                    with self._evicting(run, cache, headroom), self._watching(run, cache):
                         output = forward(cache, inputs)
                     self._remember(run, cache, resets)
                     return output
                 try:
-                    with self._steered(run, readers, headroom) as cache, self._evicting(run, cache, headroom):
+                    with (
+                        self._steered(run, readers, headroom) as cache,
+                        self._evicting(run, cache, headroom),
+                        self._watching(run, cache),
+                    ):
                         output = forward(cache, inputs)
                     self._remember(run, cache, resets)
                     return output
@@ -417,6 +430,13 @@ class Runner:
         if repair is not None:
             run.charge += repair.charge
             run.repaired_tokens = repair.repaired_rows
+
+    def _watching(self, run: PromptRun, cache: BlendCache) -> AbstractContextManager[None]:
+        """Note what the answer attends to, where that is asked for."""
+        if not run.config.source_attention or self._decoder is None or run.config.kv_capacity is not None:
+            return nullcontext()
+        run.sources = SourceAttention(look_layers(run.config, self._num_layers), len(run.prompt.layout))
+        return run.sources(cache)
 
     @contextmanager
     def _evicting(self, run: PromptRun, cache: BlendCache, headroom: int) -> Iterator[None]:
