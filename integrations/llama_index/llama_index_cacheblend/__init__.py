@@ -1,10 +1,21 @@
 """LlamaIndex answers from chunks whose KV was computed when they were stored."""
 
+from llama_index_cacheblend.chat import BlendCondensePlusContextChatEngine, BlendContextChatEngine
 from llama_index_cacheblend.install import install, uninstall
 from llama_index_cacheblend.llm import BlendLLM
+from llama_index_cacheblend.retriever import BlendRetriever
 from llama_index_cacheblend.synthesizer import BlendSynthesizer
 from llama_index_cacheblend.vector_store import BlendVectorStore
 
-__all__ = ["BlendLLM", "BlendSynthesizer", "BlendVectorStore", "install", "uninstall"]
+__all__ = [
+    "BlendCondensePlusContextChatEngine",
+    "BlendContextChatEngine",
+    "BlendLLM",
+    "BlendRetriever",
+    "BlendSynthesizer",
+    "BlendVectorStore",
+    "install",
+    "uninstall",
+]
 
 __version__ = "0.1.0"

@@ -15,6 +15,7 @@ from llama_index.core.response_synthesizers import factory
 from llama_index.core.response_synthesizers.base import BaseSynthesizer
 
 from cacheblend_rag.errors import ConfigError
+from llama_index_cacheblend.chat_modes import install_chat, uninstall_chat
 from llama_index_cacheblend.synthesizer import BlendSynthesizer
 
 __all__ = ["RESPONSE_MODE", "install", "uninstall"]
@@ -43,6 +44,8 @@ def install() -> None:
     LlamaIndex holds it. All other modes go to the function that was there. Doing it twice changes nothing. A module of yours that
     imported the function before keeps the old one.
 
+    The chat modes "context", "condense_plus_context" and "best" of ``index.as_chat_engine`` take ``response_mode="blend"``, too.
+
     Raises
     ------
     ConfigError
@@ -57,6 +60,7 @@ def install() -> None:
         ours = _extended(original)
         for module in _holders(original):
             setattr(module, _NAME, ours)
+        install_chat(RESPONSE_MODE)
         _original, _ours = original, ours
 
 
@@ -69,6 +73,7 @@ def uninstall() -> None:
         # Searched again, because modules imported in the meantime have taken ours.
         for module in _holders(_ours):
             setattr(module, _NAME, _original)
+        uninstall_chat()
         _original = _ours = None
 
 

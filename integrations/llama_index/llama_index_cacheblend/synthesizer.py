@@ -26,6 +26,7 @@ from cacheblend_rag.errors import ConfigError
 from llama_index_cacheblend.context import ContextPrompt, make_context_prompt
 from llama_index_cacheblend.llm import BlendLLM
 from llama_index_cacheblend.nodes import node_chunks
+from llama_index_cacheblend.sources import annotate
 
 __all__ = ["BlendSynthesizer"]
 
@@ -37,7 +38,9 @@ class BlendSynthesizer(BaseSynthesizer):
 
     The model is given the prompt that LlamaIndex's compact mode gives it, in one call. ``response.metadata["blend"]`` holds the
     `BlendReport` as a dictionary, with ``dropped``, the ids of the nodes for which the model's window had no room, beside it. Of
-    a stream it is filled when the stream ends, and it is None where nothing was retrieved.
+    a stream it is filled when the stream ends, and it is None where nothing was retrieved. With ``source_attention`` in the
+    settings, source nodes are copies whose metadata have ``blend_attention``, the share of the answer's attention that went to
+    the node, and ``blend_status``, why it was not blended if it was not.
 
     Parameters
     ----------
@@ -107,7 +110,7 @@ class BlendSynthesizer(BaseSynthesizer):
         response = super().synthesize(
             query, nodes, additional_source_nodes, blend_nodes=nodes, blend_report=report, **response_kwargs
         )
-        return _with_report(response, report if nodes else None)
+        return self._with_report(response, report if nodes else None)
 
     async def asynthesize(
         self,
@@ -121,7 +124,7 @@ class BlendSynthesizer(BaseSynthesizer):
         response = await super().asynthesize(
             query, nodes, additional_source_nodes, blend_nodes=nodes, blend_report=report, **response_kwargs
         )
-        return _with_report(response, report if nodes else None)
+        return self._with_report(response, report if nodes else None)
 
     @dispatcher.span
     def get_response(
@@ -210,6 +213,11 @@ class BlendSynthesizer(BaseSynthesizer):
         self._model._log_template_data(self._text_qa_template, **shown)
         return prompt
 
+    def _with_report(self, response: RESPONSE_TYPE, report: dict[str, Any] | None) -> RESPONSE_TYPE:
+        response.metadata = {**(response.metadata or {}), "blend": report}
+        asked = (self._config or self._model.engine.config).source_attention
+        return annotate(response, report) if asked and report is not None else response
+
     def _options(self, prompt: ContextPrompt) -> dict[str, Any]:
         options: dict[str, Any] = {"blend_prompt": prompt.blend}
         return options if self._config is None else options | {"blend_config": self._config}
@@ -261,8 +269,3 @@ def _report_of(response: ChatResponse | CompletionResponse, prompt: ContextPromp
     assert response.raw is not None
     report: dict[str, Any] = response.raw["blend"] | {"dropped": [chunk.id for chunk in prompt.dropped]}
     return report if prompt.fallback_reason is None else report | {"fallback_reason": prompt.fallback_reason}
-
-
-def _with_report(response: RESPONSE_TYPE, report: dict[str, Any] | None) -> RESPONSE_TYPE:
-    response.metadata = {**(response.metadata or {}), "blend": report}
-    return response
