@@ -8,6 +8,7 @@
     │   ├── UnknownChunkError     a chunk id that was never added, or was deleted (also a KeyError)
     │   ├── EmptyChunkError       a chunk without text, or whose text has no tokens
     │   └── PromptTooLongError    more tokens than the model's window holds
+    ├── StructuredOutputError     an answer is not of the form that was asked for; it holds what the model wrote (also a ValueError)
     ├── DatasetError              a data set of an evaluation cannot be read; the message says where (also a ValueError)
     ├── UnsupportedModelError     a model whose KV cannot be blended; the message says which part and why
     └── StoreError                the chunk KV store cannot do what it was asked
@@ -33,6 +34,7 @@ __all__ = [
     "StoreFormatError",
     "StoreFullError",
     "StoreReadOnlyError",
+    "StructuredOutputError",
     "UnknownChunkError",
     "UnsupportedModelError",
 ]
@@ -64,6 +66,20 @@ class EmptyChunkError(PromptError):
 
 class PromptTooLongError(PromptError):
     """A prompt has more tokens than the model's window holds."""
+
+
+class StructuredOutputError(CacheBlendError, ValueError):
+    """A model's answer is not of the form that was asked for.
+
+    Attributes
+    ----------
+    text : str
+        What the model wrote.
+    """
+
+    def __init__(self, message: str, text: str) -> None:
+        super().__init__(message)
+        self.text = text
 
 
 class DatasetError(CacheBlendError, ValueError):

@@ -287,7 +287,7 @@ def test_other_language_models_are_refused() -> None:
 
 def test_prompts_can_be_seen_and_replaced(llm: BlendLLM, nodes: list[NodeWithScore]) -> None:
     synthesizer = BlendSynthesizer(llm=llm)
-    assert set(synthesizer.get_prompts()) == {"text_qa_template"}
+    assert set(synthesizer.get_prompts()) == {"text_qa_template", "refine_template"}
     before = synthesizer.synthesize(QUESTION, nodes).metadata["blend"]["prompt_tokens"]
     synthesizer.update_prompts({"text_qa_template": TEMPLATES["plain"]})
     assert synthesizer.synthesize(QUESTION, nodes).metadata["blend"]["prompt_tokens"] < before

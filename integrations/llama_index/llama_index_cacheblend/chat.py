@@ -166,6 +166,7 @@ class _BlendChat:
             self._memory,  # type: ignore[attr-defined]
             llm=self._talking,
             text_qa_template=own._text_qa_template,
+            refine_template=own._refine_template,
             config=self._config,
             streaming=streaming,
             callback_manager=self.callback_manager,  # type: ignore[attr-defined]

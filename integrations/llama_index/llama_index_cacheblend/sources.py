@@ -61,7 +61,8 @@ def _copy(each: NodeWithScore) -> NodeWithScore:
 
 
 def _fill(nodes: Sequence[NodeWithScore], report: dict[str, Any]) -> None:
-    chunks = {chunk["id"]: chunk for chunk in report.get("chunks", ())}
+    calls = [*report.get("earlier_calls", ()), report]
+    chunks = {chunk["id"]: chunk for call in calls for chunk in call.get("chunks", ())}
     dropped = set(report.get("dropped", ()))
     for each in nodes:
         chunk, metadata = chunks.get(each.node_id), each.node.metadata
