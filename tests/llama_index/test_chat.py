@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -449,3 +454,37 @@ def test_sources_say_what_became_of_them(
     assert all("blend_status" not in each.node.metadata for each in again)
     _, second = FORMS[form](chat, question)
     assert second.metadata["blend"]["misses"] == 0
+
+
+def test_contexts_over_the_window_are_refined(
+    make_model: Callable[..., Any], make_llm: MakeLLM, make_index: Callable[..., VectorStoreIndex]
+) -> None:
+    llm = make_llm(0.15, model=make_model(200), max_new_tokens=8)
+    index = make_index(llm)
+    config = llm.engine.config.replace(source_attention=True)
+    chat = BlendContextChatEngine.from_defaults(_retriever(index, 12), llm=llm, config=config)
+    response = chat.chat(_questions(1)[0])
+    report = response.metadata["blend"]
+    assert report["earlier_calls"] and report["dropped"] == []
+    assert all("blend_attention" in each.node.metadata for each in response.source_nodes)
+    assert len(chat.chat_history) == 2
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "llama_index_chat.py"
+
+
+def test_the_example_runs_and_turns_reuse(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(EXAMPLE)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "ANONYMIZED_TELEMETRY": "False", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    answers = re.findall(r"^  (.+)  \(expected: (.+)\)$", done.stdout, re.MULTILINE)
+    assert len(answers) == 4
+    assert sum(answer == expected for answer, expected in answers) >= 3
+    reused = re.findall(r"of 12 stored chunks, (\d+) of the conversation", done.stdout)
+    assert reused[0] == "0" and all(int(tokens) > 0 for tokens in reused[1:])
