@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
+import torch
+
 from cacheblend_rag.engine.prompt import AssembledPrompt
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv import LayerKV
@@ -137,8 +139,8 @@ class Conversation:
     cannot be deleted, and one whose id the engine does not know, or knows for another text, vouches for nothing: what stands
     behind it is computed anew in the next turn.
 
-    Nothing is taken over from or kept of prompts with positions of their own, of models that cannot be blended, and with
-    ``kv_capacity``, which drops rows.
+    Nothing is taken over by or kept of prompts with positions of their own, and where the model cannot be blended. With
+    ``kv_capacity``, which drops rows, nothing is kept.
 
     Parameters
     ----------
@@ -233,7 +235,7 @@ class Conversation:
             replace(layout, chunks=tuple(spans), exact_chunks=exact if spans else 0, resumed_rows=rows),
             first,
             len(layout.chunks) - len(behind),
-            {run.start: _reader(held, run) for run in runs},
+            _readers(held, runs),
             runs,
             held,
         )
@@ -389,10 +391,28 @@ def _find_runs(
             row, behind = row + length, source + length
 
 
-def _reader(held: _Held, run: _Run) -> KVReader:
-    rows = slice(run.source, run.source_stop)
-    uploads = [Upload(LayerKV(*(tensor[0, :, rows] for tensor in layer)), None) for layer in held.layers]
-    return DeviceReader(ResidentKV(held.token_ids[rows], run.source, uploads))
+def _readers(held: _Held, runs: Sequence[_Run]) -> dict[int, KVReader]:
+    """Return a reader of each run, by the row that it begins at in the prompt."""
+    # Layers are put together in another stream than that in which the KV was computed.
+    devices = {layer.keys.device for layer in held.layers}
+    done = {device: _now(device) for device in devices} if runs else {}
+    readers: dict[int, KVReader] = {}
+    for run in runs:
+        rows = slice(run.source, run.source_stop)
+        uploads = [
+            Upload(LayerKV(*(tensor[0, :, rows] for tensor in layer)), done[layer.keys.device]) for layer in held.layers
+        ]
+        readers[run.start] = DeviceReader(ResidentKV(held.token_ids[rows], run.source, uploads))
+    return readers
+
+
+def _now(device: torch.device) -> torch.cuda.Event | None:
+    """Return an event behind all that a CUDA device has been given in the current stream; None on other devices."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def _seen(prompt: AssembledPrompt, resumption: Resumption | None) -> dict[tuple[str, str], int]:
