@@ -135,7 +135,8 @@ class Conversation:
     At lower ratios, first rows that are not exact are taken over unless they were made at a lower ratio than this turn's.
 
     A row that was computed behind a chunk knows of it. When a chunk is deleted or replaced, by whatever process, every row that
-    may know of it is dropped: at once by the engine that deletes it, else before the next turn. A chunk that came without an id
+    may know of it is dropped: at once by the engine that deletes it, else before the next turn; and so where a prompt brings a chunk
+    whose text is another than it was. A chunk that came without an id
     cannot be deleted, and one whose id the engine does not know, or knows for another text, vouches for nothing: what stands
     behind it is computed anew in the next turn.
 
@@ -205,7 +206,7 @@ class Conversation:
             Whether it is blended; otherwise it is computed as a whole.
         """
         with self._lock:
-            self._drop_stale()
+            self._drop_stale({part.id: part.key for part in (*prompt.chunks, *prompt.computed) if part.id is not None})
             held = self._held
         if held is None or prompt.has_positions:
             return None
@@ -292,13 +293,15 @@ class Conversation:
                 # A chunk that was deleted while the turn was computed.
                 self._drop_stale()
 
-    def _drop_stale(self) -> None:
+    def _drop_stale(self, given: Mapping[str, str] | None = None) -> None:
+        """Drop what may know of texts that are gone; `given` are the keys of a prompt's chunks by their ids, which may be news."""
         held = self._held
         if held is None or not held.seen:
             return
         known = self._store.lookup(self._namespace, list(dict.fromkeys(name for name, _ in held.seen)))
         keys = {record.id: record.key for record in known if record is not None}
-        stale = [row for (name, key), row in held.seen.items() if keys.get(name) != key]
+        given = given or {}
+        stale = [row for (name, key), row in held.seen.items() if not key == keys.get(name) == given.get(name, key)]
         if stale:
             self._held = held.cut(min(stale))
 

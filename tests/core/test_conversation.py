@@ -353,6 +353,16 @@ def test_a_text_that_is_not_the_one_stored_under_its_id_vouches_for_nothing(make
     assert conversation.tokens == UP_TO_THE_SECOND_CHUNK
 
 
+def test_a_prompt_that_brings_another_text_under_an_id_drops_what_knew_the_old_one(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    conversation = engine.conversation()
+    _first_turn(engine, conversation)
+    changed = [CHUNKS[2], Chunk(words(15, 71), "n0")]
+    report = engine.prefill(chat_prompt(changed, ids_of(words(5, 1)), words(6, 2)), conversation=conversation).report
+    # What was said behind the old text is not moved behind the new one.
+    assert report.conversation_tokens == UP_TO_THE_FIRST_CHUNK
+
+
 def test_a_deletion_while_the_turn_is_computed_is_not_missed(make_engine: MakeEngine) -> None:
     engine = make_engine()
     conversation = engine.conversation()

@@ -190,7 +190,7 @@ def test_indices_without_vectors_blend_what_they_retrieve(llm: BlendLLM, nodes: 
 
 
 # LlamaIndex has given this index up, and people still have it.
-@pytest.mark.filterwarnings("ignore:Call to deprecated class KnowledgeGraphIndex")
+@pytest.mark.filterwarnings("ignore:Call to deprecated class")
 def test_indices_that_write_their_context_anew_are_refused(
     llm: BlendLLM, nodes: list[NodeWithScore], embedding: WordEmbedding
 ) -> None:

@@ -11,6 +11,9 @@ import pytest
 import torch
 from llama_index.core import StorageContext, VectorStoreIndex
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMChatStartEvent
+from llama_index.core.postprocessor import MetadataReplacementPostProcessor
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.schema import NodeWithScore, QueryBundle
 from llama_index.core.vector_stores import SimpleVectorStore
 
 from cacheblend_rag import BlendConfig, BlendEngine
@@ -125,6 +128,45 @@ def test_the_reference_model_answers_when_it_is_given_what_it_needs(reference: B
         ).text
         right += question.answer in text
     assert right >= len(questions) - 1
+
+
+class Reversed(BaseNodePostprocessor):
+    """Reranks: the last comes first."""
+
+    def _postprocess_nodes(
+        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
+    ) -> list[NodeWithScore]:
+        return nodes[::-1]
+
+
+def test_postprocessors_reorder_and_replace_what_is_read(
+    make_llm: Callable[..., BlendLLM], embedding: WordEmbedding, events: EventLog
+) -> None:
+    install()
+    llm = make_llm()
+    index = blended_index(llm, embedding)
+    question = corpus().questions[0].text
+    options = {"llm": llm, "similarity_top_k": 4}
+    in_order = index.as_query_engine(response_mode="blend", **options).query(question)
+    # The title stands in the metadata of each node, and takes the place of its text.
+    replaced = [Reversed(), MetadataReplacementPostProcessor(target_metadata_key="title")]
+    for postprocessors, hits in (([Reversed()], 4), (replaced, 0)):
+        events.events.clear()
+        compact = index.as_query_engine(node_postprocessors=postprocessors, **options).query(question)
+        blend = index.as_query_engine(node_postprocessors=postprocessors, response_mode="blend", **options).query(
+            question
+        )
+        theirs, ours = [event.response.raw for event in events.of(LLMChatEndEvent)]
+        assert ours["token_ids"] == theirs["token_ids"]
+        assert str(blend) == str(compact)
+        names = [each.node.node_id for each in blend.source_nodes]
+        assert names == [each.node.node_id for each in in_order.source_nodes][::-1]
+        report = blend.metadata["blend"]
+        assert [chunk["id"] for chunk in report["chunks"]] == names
+        assert report["hits"] == hits
+        assert all(
+            ("not the one that was added" in (chunk["reason"] or "")) == (not hits) for chunk in report["chunks"]
+        )
 
 
 @pytest.mark.parametrize("rounds", [3, pytest.param(200, marks=[pytest.mark.full, pytest.mark.timeout(1800)])])
