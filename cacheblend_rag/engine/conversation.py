@@ -135,10 +135,9 @@ class Conversation:
     At lower ratios, first rows that are not exact are taken over unless they were made at a lower ratio than this turn's.
 
     A row that was computed behind a chunk knows of it. When a chunk is deleted or replaced, by whatever process, every row that
-    may know of it is dropped: at once by the engine that deletes it, else before the next turn; and so where a prompt brings a chunk
-    whose text is another than it was. A chunk that came without an id
-    cannot be deleted, and one whose id the engine does not know, or knows for another text, vouches for nothing: what stands
-    behind it is computed anew in the next turn.
+    may know of it is dropped: at once by the engine that deletes it, else before the next turn; and so where a prompt brings a
+    chunk whose text is another than it was. A chunk that came without an id cannot be deleted, and one whose id the engine does
+    not know, or knows for another text, vouches for nothing: what stands behind it is computed anew in the next turn.
 
     Nothing is taken over by or kept of prompts with positions of their own, and where the model cannot be blended. With
     ``kv_capacity``, which drops rows, nothing is kept.
@@ -294,7 +293,7 @@ class Conversation:
                 self._drop_stale()
 
     def _drop_stale(self, given: Mapping[str, str] | None = None) -> None:
-        """Drop what may know of texts that are gone; `given` are the keys of a prompt's chunks by their ids, which may be news."""
+        """Drop what may know of texts that are gone; `given` are the keys of a prompt's chunks by their ids, and may be news."""
         held = self._held
         if held is None or not held.seen:
             return
