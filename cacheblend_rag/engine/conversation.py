@@ -4,119 +4,18 @@ from __future__ import annotations
 
 import threading
 import weakref
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import takewhile
 
-import torch
-
 from cacheblend_rag.engine.prompt import AssembledPrompt
+from cacheblend_rag.engine.taken import LEAST_RUN, HeldTurn, Resumption, find_runs, gaps, readers_of, seen_by
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv import LayerKV
-from cacheblend_rag.layout import ChunkSpan, PromptLayout
-from cacheblend_rag.store import KVReader, KVStore
-from cacheblend_rag.store.device import DeviceReader, ResidentKV, Upload
+from cacheblend_rag.layout import ChunkSpan
+from cacheblend_rag.store import KVStore
 
-__all__ = ["Conversation", "Conversations", "Resumption"]
-
-_LEAST_RUN = 8
-"""Fewer tokens in a row are computed: they cost less than they might lose, and are alike by chance."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Half-open rows of a prompt whose tokens are those of a conversation from row `source` on."""
-
-    start: int
-    stop: int
-    source: int
-
-    @property
-    def source_stop(self) -> int:
-        return self.source + self.stop - self.start
-
-
-@dataclass(frozen=True, eq=False)
-class Resumption:
-    """What a prompt takes over from its conversation.
-
-    Attributes
-    ----------
-    layout : PromptLayout
-        The prompt as it is computed: its first rows resumed, and among the chunks behind them the runs of tokens that stood
-        elsewhere in the turn before.
-    rows : sequence of LayerKV
-        The KV of the resumed rows, ``(1, num_kv_heads, resumed_rows, head_dim)`` for each layer.
-    chunks : int
-        How many chunks of the prompt, from the first on, lie in the resumed rows.
-    """
-
-    layout: PromptLayout
-    rows: Sequence[LayerKV]
-    chunks: int
-    _readers: Mapping[int, KVReader]
-    _runs: tuple[_Run, ...]
-    _held: _Held
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens of the prompt have their KV from the conversation."""
-        return self.layout.resumed_rows + sum(run.stop - run.start for run in self._runs)
-
-    def merge(self, readers: Sequence[KVReader]) -> list[KVReader]:
-        """Return a reader for each chunk of `layout`, given those of the prompt's chunks behind the resumed rows, in order."""
-        others = iter(readers)
-        return [self._readers.get(span.start) or next(others) for span in self.layout.chunks]
-
-
-@dataclass(frozen=True, eq=False)
-class _Held:
-    """The sequence of the last turn.
-
-    Attributes
-    ----------
-    token_ids : tuple of int
-        Prompt and answer, without the last token of the answer, which the model has not read.
-    layers : list of LayerKV
-        Their KV, ``(1, num_kv_heads, len(token_ids), head_dim)`` for each layer, on the layer's device.
-    exact : int
-        How many of the first rows are the model's own: computed over rows that are.
-    ratio : float
-        The lowest recompute ratio that the other rows were made at.
-    seen : dict
-        For each chunk that a row may know of, its id and key, the first row that does.
-    """
-
-    token_ids: tuple[int, ...]
-    layers: list[LayerKV]
-    exact: int
-    ratio: float
-    seen: dict[tuple[str, str], int]
-
-    def cut(self, rows: int) -> _Held | None:
-        """Return the first rows, without what the others keep in memory."""
-        if rows >= len(self.token_ids):
-            return self
-        if rows <= 0:
-            return None
-        return replace(
-            self,
-            token_ids=self.token_ids[:rows],
-            layers=[LayerKV(*(tensor[:, :, :rows].clone() for tensor in layer)) for layer in self.layers],
-            exact=min(self.exact, rows),
-            seen={chunk: row for chunk, row in self.seen.items() if row < rows},
-        )
-
-    @property
-    def row_bytes(self) -> int:
-        return max(sum(layer.nbytes for layer in self.layers) // len(self.token_ids), 1)
-
-    @property
-    def nbytes(self) -> int:
-        # A layer may be the beginning of a buffer with room behind it.
-        storages = {tensor.untyped_storage() for layer in self.layers for tensor in layer}
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+__all__ = ["Conversation", "Conversations"]
 
 
 class Conversation:
@@ -157,7 +56,7 @@ class Conversation:
         self._store = store
         self._namespace = namespace
         self._lock = threading.Lock()
-        self._held: _Held | None = None
+        self._held: HeldTurn | None = None
         self._resets = 0
 
     @property
@@ -219,10 +118,10 @@ class Conversation:
         if blended:
             # A chunk that is held in part comes from the store whole.
             rows = min([rows, *(span.start for span in layout.chunks if span.start < rows < span.stop)])
-        if rows < _LEAST_RUN:
+        if rows < LEAST_RUN:
             rows = 0
         behind = tuple(span for span in layout.chunks if span.start >= rows)
-        runs = tuple(_find_runs(held.token_ids, layout.token_ids, _gaps(rows, behind, end), rows)) if blended else ()
+        runs = tuple(find_runs(held.token_ids, layout.token_ids, gaps(rows, behind, end), rows)) if blended else ()
         if not rows and not runs:
             return None
         first = [LayerKV(*(tensor[:, :, :rows] for tensor in layer)) for layer in held.layers]
@@ -235,7 +134,7 @@ class Conversation:
             replace(layout, chunks=tuple(spans), exact_chunks=exact if spans else 0, resumed_rows=rows),
             first,
             len(layout.chunks) - len(behind),
-            _readers(held, runs),
+            readers_of(held, runs),
             runs,
             held,
         )
@@ -274,7 +173,7 @@ class Conversation:
             return
         ids = (prompt.layout.token_ids + tuple(output_ids))[: layers[0].keys.shape[2]]
         resumed = 0 if resumption is None else resumption.layout.resumed_rows
-        before = None if resumption is None else resumption._held
+        before = None if resumption is None else resumption.held
         exact, lowest = len(ids), 1.0
         if before is not None and resumed > before.exact:
             exact, lowest = before.exact, before.ratio
@@ -282,7 +181,7 @@ class Conversation:
             spans = prompt.layout.chunks if resumption is None else resumption.layout.chunks
             exact = min([exact, *(span.start for span in spans)])
             lowest = min(lowest, ratio)
-        held: _Held | None = _Held(ids, layers, exact, lowest, _seen(prompt, resumption))
+        held: HeldTurn | None = HeldTurn(ids, layers, exact, lowest, seen_by(prompt, resumption))
         assert held is not None
         if held.nbytes > self.max_bytes:
             held = held.cut(min(self.max_bytes // held.row_bytes, len(ids) - 1))
@@ -356,81 +255,3 @@ class Conversations:
     def _listed(self) -> list[Conversation]:
         with self._lock:
             return list(self._all)
-
-
-def _gaps(start: int, spans: Sequence[ChunkSpan], end: int) -> Iterator[tuple[int, int]]:
-    """Yield the half-open ranges of rows from `start` to `end` that are in no span."""
-    for span in spans:
-        yield start, min(span.start, end)
-        start = span.stop
-    yield start, end
-
-
-def _find_runs(
-    held: Sequence[int], wanted: Sequence[int], gaps: Iterator[tuple[int, int]], behind: int
-) -> Iterator[_Run]:
-    """Yield runs of `wanted`, within the gaps, that are in `held` from row `behind` on, in the same order in both.
-
-    Each row of `held` is used once at most. A chat only grows, so a question that is asked a second time finds nothing left of
-    the first time, and is computed.
-    """
-    places: dict[tuple[int, ...], list[int]] = {}
-    for row in range(behind, len(held) - _LEAST_RUN + 1):
-        places.setdefault(tuple(held[row : row + _LEAST_RUN]), []).append(row)
-    for start, end in gaps:
-        row = start
-        while row + _LEAST_RUN <= end:
-            found = places.get(tuple(wanted[row : row + _LEAST_RUN]), [])
-            place = bisect_left(found, behind)
-            if place == len(found):
-                row += 1
-                continue
-            source = found[place]
-            length = _LEAST_RUN
-            while row + length < end and source + length < len(held) and held[source + length] == wanted[row + length]:
-                length += 1
-            yield _Run(row, row + length, source)
-            row, behind = row + length, source + length
-
-
-def _readers(held: _Held, runs: Sequence[_Run]) -> dict[int, KVReader]:
-    """Return a reader of each run, by the row that it begins at in the prompt."""
-    # Layers are put together in another stream than that in which the KV was computed.
-    devices = {layer.keys.device for layer in held.layers}
-    done = {device: _now(device) for device in devices} if runs else {}
-    readers: dict[int, KVReader] = {}
-    for run in runs:
-        rows = slice(run.source, run.source_stop)
-        uploads = [
-            Upload(LayerKV(*(tensor[0, :, rows] for tensor in layer)), done[layer.keys.device]) for layer in held.layers
-        ]
-        readers[run.start] = DeviceReader(ResidentKV(held.token_ids[rows], run.source, uploads))
-    return readers
-
-
-def _now(device: torch.device) -> torch.cuda.Event | None:
-    """Return an event behind all that a CUDA device has been given in the current stream; None on other devices."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def _seen(prompt: AssembledPrompt, resumption: Resumption | None) -> dict[tuple[str, str], int]:
-    """Return for each chunk that a row of this turn may know of the first row that does."""
-    seen: dict[tuple[str, str], int] = {}
-    placed = [*zip(prompt.chunks, (span.start for span in prompt.layout.chunks), strict=True)]
-    placed += [(chunk, chunk.row) for chunk in prompt.computed]
-    if resumption is not None:
-        resumed = resumption.layout.resumed_rows
-        for chunk, first in resumption._held.seen.items():
-            # What knew of it in the turn before, and was taken over.
-            rows = [run.start + max(first - run.source, 0) for run in resumption._runs if run.source_stop > first]
-            if first < resumed or rows:
-                seen[chunk] = first if first < resumed else min(rows)
-    for part, row in placed:
-        if part.id is not None:
-            name = (part.id, part.key)
-            seen[name] = min(row, seen.get(name, row))
-    return seen

@@ -15,9 +15,10 @@ from transformers import PreTrainedModel
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.controller import Controller, Plan, make_plan, whole_plan
 from cacheblend_rag.encode import Encoder
-from cacheblend_rag.engine.conversation import Conversation, Resumption
+from cacheblend_rag.engine.conversation import Conversation
 from cacheblend_rag.engine.prompt import AssembledPrompt, PromptChunk
 from cacheblend_rag.engine.sources import SourceAttention
+from cacheblend_rag.engine.taken import Resumption
 from cacheblend_rag.engine.turn import Turn
 from cacheblend_rag.errors import ChunkReadError, StoreError
 from cacheblend_rag.fuse import BlendCache, Repair, Steering
