@@ -181,10 +181,9 @@ class Conversation:
             spans = prompt.layout.chunks if resumption is None else resumption.layout.chunks
             exact = min([exact, *(span.start for span in spans)])
             lowest = min(lowest, ratio)
-        held: HeldTurn | None = HeldTurn(ids, layers, exact, lowest, seen_by(prompt, resumption))
-        assert held is not None
-        if held.nbytes > self.max_bytes:
-            held = held.cut(min(self.max_bytes // held.row_bytes, len(ids) - 1))
+        turn = HeldTurn(ids, layers, exact, lowest, seen_by(prompt, resumption))
+        room = min(self.max_bytes // turn.row_bytes, len(ids) - 1)
+        held = turn if turn.nbytes <= self.max_bytes else turn.cut(room)
         with self._lock:
             if self._resets == resets:
                 self._held = held
