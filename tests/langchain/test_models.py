@@ -179,7 +179,7 @@ def test_generation_options_at_construction_and_per_call(
     assert text_of(sampling.bind(temperature=0, repetition_penalty=1.0).invoke(context)) == greedy
     for options in ({"max_tokens": 2}, {"max_new_tokens": 2}):
         assert info_of(sampling, context, **options)["blend"]["output_tokens"] == 2
-    for options in ({"temprature": 0}, {"tools": []}, {"num_beams": 4}, {"past_key_values": object()}):
+    for options in ({"temprature": 0}, {"tool": []}, {"num_beams": 4}, {"past_key_values": object()}):
         with pytest.raises(ConfigError):
             sampling.invoke(context, **options)
 
@@ -276,10 +276,10 @@ def test_documents_as_blocks_are_chunks_as_they_are(engine: BlendEngine, chunks:
     assert engine.prompt_ids(prompt) == engine.prompt_ids(flat)
     report = llm.invoke([message]).response_metadata["blend"]
     assert (report["hits"], report["misses"]) == (2, 1)
-    # A string model has no blocks, but loses nothing of them.
+    # A string model writes messages as one text, and loses nothing of them.
     llm = BlendLLM(engine=engine, max_tokens=TOKENS)
     string = llm.blend_prompt([message])
-    assert chunk_ids(string) == ["goat", "mara"]
+    assert chunk_ids(string) == ["tiny", "goat", None]
     assert "too short" in str(string.segments[0])
     result = llm.generate_prompt([ChatPromptValue(messages=[message])])
     assert result.generations[0][0].generation_info["blend"]["hits"] == 2
@@ -313,7 +313,7 @@ def test_chat_needs_a_chat_template(tiny: LlamaForCausalLM, tokenizer: Any) -> N
         with pytest.raises(PromptError, match="only users here"):
             ChatBlend(engine=engine).invoke("hello")
         bare.chat_template = "{{ messages[0]['content'][:5] }}"
-        with pytest.raises(PromptError, match="drops or repeats"):
+        with pytest.raises(PromptError, match="drops or changes"):
             ChatBlend(engine=engine).invoke([HumanMessage(documents_to_blocks([Document("a text")]))])
 
 
