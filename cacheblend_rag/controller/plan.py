@@ -49,6 +49,8 @@ def check_selector(config: BlendConfig, num_layers: int) -> Selector:
     """
     selector = make_selector(config)
     selector.validate(num_layers)
+    if config.source_attention:
+        look_layers(config, num_layers)
     if config.repair_ratio:
         look_layers(config, num_layers)
         stop_layer(config, num_layers)
@@ -63,9 +65,13 @@ def check_attention(config: BlendConfig, decoder: Decoder) -> None:
     ConfigError
         If it does not.
     """
-    if decoder.shows_attention or not config.enabled:
+    if decoder.shows_attention:
         return
     name = type(decoder.model).__name__
+    if config.source_attention:
+        raise ConfigError(f"source_attention=True: {name} does not show what it attends to; leave it out")
+    if not config.enabled:
+        return
     if make_selector(config).needs_attention:
         raise ConfigError(
             f"selector={config.selector!r} goes by what the question attends to, which {name} does not show; choose hkvd or"

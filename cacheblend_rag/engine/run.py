@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,15 +15,19 @@ from transformers import PreTrainedModel
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.controller import Controller, Plan, make_plan, whole_plan
 from cacheblend_rag.encode import Encoder
+from cacheblend_rag.engine.conversation import Conversation, Resumption
 from cacheblend_rag.engine.prompt import AssembledPrompt, PromptChunk
+from cacheblend_rag.engine.sources import SourceAttention
 from cacheblend_rag.engine.turn import Turn
 from cacheblend_rag.errors import ChunkReadError, StoreError
 from cacheblend_rag.fuse import BlendCache, Repair, Steering
 from cacheblend_rag.kv import ChunkKV
-from cacheblend_rag.loader import LayerLoader
+from cacheblend_rag.layout import ChunkSpan, PromptLayout
+from cacheblend_rag.loader import LayerLoader, ResumedLayers
 from cacheblend_rag.model import Decoder, num_decoder_layers
 from cacheblend_rag.report import BlendReport, ChunkReport
 from cacheblend_rag.selection import FixedSelection, make_selector
+from cacheblend_rag.selection.question import look_layers
 from cacheblend_rag.snapkv import Eviction
 from cacheblend_rag.store import KVReader, KVStore
 from cacheblend_rag.store.ram import RamReader
@@ -34,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 # A limit that is meant as "no limit" should not take memory at once.
 _ROOM_FOR_OUTPUT = 512
+
+_NO_ROWS = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass
@@ -78,6 +84,14 @@ class PromptRun:
         Context tokens that each head of an evicted layer dropped.
     kept_reason : str or None
         Why layers were kept whole although eviction was asked for.
+    conversation : Conversation or None
+        The conversation that it is a turn of.
+    resumed : Resumption or None
+        What it takes over from its conversation.
+    output_ids : tuple of int
+        What was generated, once that is over.
+    sources : SourceAttention or None
+        What the answer attended to, where that is asked for.
     """
 
     prompt: AssembledPrompt
@@ -101,6 +115,15 @@ class PromptRun:
     kv_bytes_before: int = 0
     evicted_tokens: int = 0
     kept_reason: str | None = None
+    conversation: Conversation | None = None
+    resumed: Resumption | None = None
+    output_ids: tuple[int, ...] = ()
+    sources: SourceAttention | None = None
+
+    @property
+    def layout(self) -> PromptLayout:
+        """The prompt as it is computed."""
+        return self.prompt.layout if self.resumed is None else self.resumed.layout
 
     def report(
         self, num_layers: int, first_output: float, output_tokens: int, tpot_s: float | None = None
@@ -121,8 +144,16 @@ class PromptRun:
         assert self.plan is not None
         layout = self.prompt.layout
         context = layout.context_tokens
-        rows = layout.context_rows if self.recomputed is None else self.recomputed
-        charged = 1.0 if self.recomputed is None else self.charge / max(context * num_layers, 1)
+        resumed_rows = self.layout.resumed_rows
+        taken_over = 0 if self.resumed is None else self.resumed.tokens
+        if self.recomputed is None:
+            rows = layout.context_rows[layout.context_rows >= resumed_rows]
+            charged = rows.numel() / max(context, 1)
+        else:
+            # What was moved within a conversation is blended as chunks are.
+            blended = context + taken_over - resumed_rows
+            rows, charged = self.recomputed, self.charge / max(blended * num_layers, 1)
+        in_chunks = rows[layout.is_chunk[rows]]
         chunks: list[tuple[int, ChunkReport]] = []
         deferred = sum(chunk.deferred for chunk in self.prompt.computed)
         fallback = self.plan.fallback_reason
@@ -133,12 +164,15 @@ class PromptRun:
         tiers = self.tiers or [None] * len(self.hits)
         for chunk, span, hit, tier in zip(self.prompt.chunks, layout.chunks, self.hits, tiers, strict=True):
             inside = int(((rows >= span.start) & (rows < span.stop)).sum())
-            reason = "the whole prompt was computed" if self.recomputed is None else chunk.note
-            why = reason or (None if hit else "its KV was not stored")
-            chunks.append((span.start, ChunkReport(chunk.id, len(span), hit, inside, why, tier)))
+            held = span.stop <= resumed_rows
+            whole = "the whole prompt was computed" if self.recomputed is None and not held else None
+            why = whole or chunk.note or (None if hit or held else "its KV was not stored")
+            tier = "conversation" if held else tier
+            chunks.append((span.start, ChunkReport(chunk.id, len(span), hit, inside, why, tier, self._attention(span))))
         for chunk in self.prompt.computed:
             count = len(chunk.token_ids)
-            chunks.append((chunk.row, ChunkReport(chunk.id, count, False, count, chunk.note)))
+            attention = self._attention(ChunkSpan(chunk.row, chunk.row + count, chunk.row))
+            chunks.append((chunk.row, ChunkReport(chunk.id, count, False, count, chunk.note, attention=attention)))
         chunks.sort(key=lambda each: each[0])
         return BlendReport(
             ttft_s=first_output - self.started,
@@ -147,7 +181,7 @@ class PromptRun:
             recompute_s=first_output - self.forward_started - self.wait_s,
             prompt_tokens=len(layout),
             context_tokens=context,
-            recomputed_tokens=rows.numel(),
+            recomputed_tokens=in_chunks.numel(),
             recompute_ratio=1.0 if self.recomputed is None else self.plan.ratio,
             charged_ratio=charged if context else 0.0,
             hits=sum(self.hits),
@@ -164,7 +198,12 @@ class PromptRun:
             kv_bytes_before=self.kv_bytes_before,
             evicted_tokens=self.evicted_tokens,
             kept_reason=self.kept_reason,
+            conversation_tokens=taken_over,
+            conversation_recomputed_tokens=rows.numel() - in_chunks.numel(),
         )
+
+    def _attention(self, span: ChunkSpan) -> float | None:
+        return None if self.sources is None else self.sources.of(span)
 
 
 class Runner:
@@ -236,16 +275,25 @@ class Runner:
         if run.prompt.has_positions:
             inputs["position_ids"] = torch.tensor([layout.positions], device=self._model.device)
         with self.lock, torch.no_grad():
+            resets = 0 if run.conversation is None else run.conversation.resets
             while True:
                 readers = self._prepare(run)
                 if readers is None:
                     run.forward_started = time.perf_counter()
                     cache = BlendCache(self._num_layers)
-                    with self._evicting(run, cache, headroom):
-                        return forward(cache, inputs)
+                    with self._evicting(run, cache, headroom), self._watching(run, cache):
+                        output = forward(cache, inputs)
+                    self._remember(run, cache, resets)
+                    return output
                 try:
-                    with self._steered(run, readers, headroom) as cache, self._evicting(run, cache, headroom):
-                        return forward(cache, inputs)
+                    with (
+                        self._steered(run, readers, headroom) as cache,
+                        self._evicting(run, cache, headroom),
+                        self._watching(run, cache),
+                    ):
+                        output = forward(cache, inputs)
+                    self._remember(run, cache, resets)
+                    return output
                 except ChunkReadError as error:
                     # Damaged KV is a miss: it is dropped, and the next round encodes the chunk anew.
                     logger.warning("%s", error)
@@ -282,11 +330,40 @@ class Runner:
                 run.plan = whole_plan(config, layout, None, ratio)
         if run.plan is not None:
             run.hits = run.hits or self._store.holds([chunk.key for chunk in run.prompt.chunks])
-            return None
+            self._resume(run, 1.0, blended=False)
+            return None if run.resumed is None else []
         assert ratio != "auto"
+        self._resume(run, ratio, blended=True)
         readers = self._readers(run, found or self._open_all(run))
-        run.plan = make_plan(config, layout, self._num_layers, ratio, self._sensitivity(run, readers))
+        if run.resumed is not None:
+            readers = run.resumed.merge(readers)
+        if run.layout.chunks:
+            run.plan = make_plan(config, run.layout, self._num_layers, ratio, self._sensitivity(run, readers))
+        else:
+            run.plan = Plan(FixedSelection(_NO_ROWS), make_selector(config).name, ratio)
         return readers
+
+    def _resume(self, run: PromptRun, ratio: float, *, blended: bool) -> None:
+        """Take over what the conversation has computed, if this is a turn of one and blending is on."""
+        if run.conversation is not None and self._decoder is not None and run.config.enabled:
+            run.resumed = run.conversation.resume(run.prompt, ratio, blended=blended)
+
+    def _remember(self, run: PromptRun, cache: BlendCache, resets: int) -> None:
+        """Let the conversation keep what was computed, if it is whole."""
+        plan = run.plan
+        if run.conversation is None or plan is None or self._decoder is None:
+            return
+        # Nothing was computed for a stream that was closed before its turn came.
+        if all(layer.held_tokens and not layer.evicted_tokens for layer in cache.kv_layers):
+            run.conversation.keep(
+                run.prompt,
+                run.output_ids,
+                cache.kv(),
+                run.resumed,
+                plan.ratio,
+                blended=plan.selection is not None,
+                resets=resets,
+            )
 
     def _sensitivity(self, run: PromptRun, readers: Sequence[KVReader]) -> torch.Tensor | None:
         """Return how much each row depends on its neighbours, as `SelectionTask` has it; None where the selector does not ask."""
@@ -295,7 +372,7 @@ class Runner:
             return None
         known = [
             (span, reader.sensitivity)
-            for span, reader in zip(run.prompt.layout.chunks, readers, strict=True)
+            for span, reader in zip(run.layout.chunks, readers, strict=True)
             if reader.sensitivity is not None
         ]
         if not known and not self._warned_of_no_sensitivity:
@@ -316,33 +393,50 @@ class Runner:
 
     @contextmanager
     def _steered(self, run: PromptRun, readers: Sequence[KVReader], headroom: int) -> Iterator[BlendCache]:
-        assert self._decoder is not None and run.plan is not None and run.plan.selection is not None
-        layout = run.prompt.layout
-        selection = run.plan.selection
+        assert self._decoder is not None and run.plan is not None
+        layout = run.layout
+        # A prompt that is computed as a whole, but for the rows that its conversation has.
+        selection = run.plan.selection or FixedSelection(_NO_ROWS)
         cache = BlendCache(self._num_layers)
-        first_layer = min(selection.check_layers, default=0)
+        first_layer = 0 if layout.resumed_rows else min(selection.check_layers, default=0)
         capacity = len(layout) + _room(headroom)
         run.forward_started = time.perf_counter()
         threads = run.config.load_threads if run.config.pipeline else 0
-        with LayerLoader(
-            self._decoder,
-            layout,
-            readers,
-            first_layer,
-            capacity,
-            run.config.prefetch_layers,
-            threads,
-            run.config.reposition,
-        ) as loader:
-            steering = Steering(self._decoder, cache, layout, selection, loader)
+        loader = (
+            LayerLoader(
+                self._decoder,
+                layout,
+                readers,
+                first_layer,
+                capacity,
+                run.config.prefetch_layers,
+                threads,
+                run.config.reposition,
+            )
+            if readers
+            else None
+        )
+        with loader or nullcontext():
+            source = loader if run.resumed is None else ResumedLayers(run.resumed.rows, loader, capacity)
+            assert source is not None
+            steering = Steering(self._decoder, cache, layout, selection, source)
             repair = Repair(self._decoder, cache, layout, steering, run.config) if run.config.repair_ratio else None
             with steering(), nullcontext() if repair is None else repair():
                 yield cache
-        run.wait_s, run.load_bytes = loader.wait_s, loader.load_bytes
-        run.charge, run.recomputed = steering.charge, steering.recomputed_rows.cpu()
+        if loader is not None:
+            run.wait_s, run.load_bytes = loader.wait_s, loader.load_bytes
+        if run.plan.selection is not None:
+            run.charge, run.recomputed = steering.charge, steering.recomputed_rows.cpu()
         if repair is not None:
             run.charge += repair.charge
             run.repaired_tokens = repair.repaired_rows
+
+    def _watching(self, run: PromptRun, cache: BlendCache) -> AbstractContextManager[None]:
+        """Note what the answer attends to, where that is asked for."""
+        if not run.config.source_attention or self._decoder is None or run.config.kv_capacity is not None:
+            return nullcontext()
+        run.sources = SourceAttention(look_layers(run.config, self._num_layers), len(run.prompt.layout))
+        return run.sources(cache)
 
     @contextmanager
     def _evicting(self, run: PromptRun, cache: BlendCache, headroom: int) -> Iterator[None]:
@@ -411,19 +505,20 @@ class Runner:
 
     def _open_all(self, run: PromptRun) -> dict[str, KVReader | None]:
         """Open the stored KV of every chunk, by its key; None where there is none."""
-        chunks = run.prompt.chunks
+        held = 0 if run.resumed is None else run.resumed.chunks
+        chunks = run.prompt.chunks[held:]
         opening = time.perf_counter()
         found = {chunk.key: self._open(chunk) for chunk in chunks}
         run.open_s += time.perf_counter() - opening
         # After damaged KV the prompt is run again; what was a hit when the call came stays one in the report.
-        run.hits = run.hits or [found[chunk.key] is not None for chunk in chunks]
+        run.hits = run.hits or [True] * held + [found[chunk.key] is not None for chunk in chunks]
         opened = [found[chunk.key] for chunk in chunks]
-        run.tiers = [None if reader is None else reader.tier for reader in opened]
+        run.tiers = [*[None] * held, *(None if reader is None else reader.tier for reader in opened)]
         return found
 
     def _readers(self, run: PromptRun, found: dict[str, KVReader | None]) -> list[KVReader]:
-        """Return a reader for every chunk, encoding in one go those that have no stored KV."""
-        chunks = run.prompt.chunks
+        """Return a reader for every chunk that no conversation has, encoding in one go those that have no stored KV."""
+        chunks = run.prompt.chunks[0 if run.resumed is None else run.resumed.chunks :]
         missing = {chunk.key: chunk.token_ids for chunk in chunks if found[chunk.key] is None}
         if missing:
             started = time.perf_counter()
