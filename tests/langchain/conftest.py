@@ -57,6 +57,13 @@ def tiny(tokenizer: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
+@pytest.fixture(scope="package")
+def reference() -> Iterator[BlendEngine]:
+    """The shipped model; what a test adds to it, other tests see."""
+    with BlendEngine.from_pretrained("reference", config=BlendConfig(self_check=False)) as engine:
+        yield engine
+
+
 @pytest.fixture
 def engine(tiny: LlamaForCausalLM, tokenizer: Any) -> Iterator[BlendEngine]:
     with BlendEngine(tiny, tokenizer, config=BlendConfig(self_check=False)) as engine:
