@@ -11,32 +11,18 @@ import pytest
 from langchain_chroma import Chroma
 from langchain_classic.chains import create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
-from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.output_parsers import StrOutputParser
-from langchain_core.outputs import LLMResult
 from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from langchain_core.runnables import RunnablePassthrough
 
 from cacheblend_rag import BlendEngine
 from langchain_cacheblend import BlendLLM, BlendVectorStore, ChatBlend
+from tests.langchain.asking import Reports
 
 TEMPLATE = "Answer the question from the context only.\n\n{context}\n\nQuestion: {input}"
 QUESTION = "Where does the goat live?"
-
-
-class Reports(BaseCallbackHandler):
-    """Collects the blend reports of all models of a chain."""
-
-    def __init__(self) -> None:
-        self.hits: list[int] = []
-
-    def on_llm_end(self, response: LLMResult, **kwargs: object) -> None:
-        for (generation,) in response.generations:
-            info = generation.generation_info or {}
-            message = getattr(generation, "message", None)
-            self.hits.append((message.response_metadata if message is not None else info)["blend"]["hits"])
 
 
 @pytest.fixture

@@ -22,27 +22,11 @@ from langchain_tests.unit_tests import ChatModelUnitTests
 
 from cacheblend_rag import BlendEngine, Chunk
 from langchain_cacheblend import ChatBlend
+from tests.langchain.asking import TOOL_TEMPLATE
 
 loading: Any = importlib.import_module("langchain_core.load.load")
 
 CACHED = "The harbour of Ostwick was built of grey stone, and its tower can be seen from the hills.\n"
-
-# The form of Qwen and Hermes, with the roles that the reference model knows.
-TOOL_TEMPLATE = """{{ bos_token }}{% if tools %}<|system|>
-You may call these tools:
-{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}Write each call as JSON with a name and arguments between <tool_call></tool_call> tags.
-{% endif %}{% for message in messages %}{% if message.role == 'tool' %}<|user|>
-<tool_response>
-{{ message.content }}
-</tool_response>
-{% else %}<|{{ message.role }}|>
-{{ message.content }}{% for call in message.tool_calls or [] %}
-<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}
-{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>
-{% endif %}"""
 
 
 @pytest.fixture(scope="module")
