@@ -90,6 +90,10 @@ class BlendReport:
         Context tokens whose KV each head dropped, in every layer that is not kept whole.
     kept_reason : str or None
         Which layers were kept whole although eviction was asked for, and why.
+    batch_size : int
+        Prompts whose answers were decoded together, this one included (`BlendEngine.generate_many`).
+    alone_reason : str or None
+        Why a prompt of `BlendEngine.generate_many` was decoded alone, where its settings or options are the cause.
     """
 
     ttft_s: float
@@ -115,6 +119,8 @@ class BlendReport:
     kv_bytes_before: int = 0
     evicted_tokens: int = 0
     kept_reason: str | None = None
+    batch_size: int = 1
+    alone_reason: str | None = None
 
     def __str__(self) -> str:
         """Return the figures that people look for first, on one line."""

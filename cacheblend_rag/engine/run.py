@@ -28,12 +28,12 @@ from cacheblend_rag.snapkv import Eviction
 from cacheblend_rag.store import KVReader, KVStore
 from cacheblend_rag.store.ram import RamReader
 
-__all__ = ["PromptRun", "Runner"]
+__all__ = ["ROOM_FOR_OUTPUT", "PromptRun", "Runner"]
 
 logger = logging.getLogger(__name__)
 
 # A limit that is meant as "no limit" should not take memory at once.
-_ROOM_FOR_OUTPUT = 512
+ROOM_FOR_OUTPUT = 512
 
 
 @dataclass
@@ -78,6 +78,14 @@ class PromptRun:
         Context tokens that each head of an evicted layer dropped.
     kept_reason : str or None
         Why layers were kept whole although eviction was asked for.
+    encoded : dict of (str, ChunkKV)
+        KV of misses that was encoded before the prompt's turn came, by key.
+    forward_ended : float or None
+        When the prefill ended, where other prompts were prefilled before the first output; None where that follows at once.
+    batch_size : int
+        Prompts that were decoded together, this one included.
+    alone_reason : str or None
+        Why it was decoded alone although others were asked with it.
     """
 
     prompt: AssembledPrompt
@@ -101,6 +109,10 @@ class PromptRun:
     kv_bytes_before: int = 0
     evicted_tokens: int = 0
     kept_reason: str | None = None
+    encoded: dict[str, ChunkKV] = field(default_factory=dict)
+    forward_ended: float | None = None
+    batch_size: int = 1
+    alone_reason: str | None = None
 
     def report(
         self, num_layers: int, first_output: float, output_tokens: int, tpot_s: float | None = None
@@ -144,7 +156,7 @@ class PromptRun:
             ttft_s=first_output - self.started,
             load_s=self.open_s + self.wait_s,
             encode_s=self.encode_s,
-            recompute_s=first_output - self.forward_started - self.wait_s,
+            recompute_s=(self.forward_ended or first_output) - self.forward_started - self.wait_s,
             prompt_tokens=len(layout),
             context_tokens=context,
             recomputed_tokens=rows.numel(),
@@ -164,6 +176,8 @@ class PromptRun:
             kv_bytes_before=self.kv_bytes_before,
             evicted_tokens=self.evicted_tokens,
             kept_reason=self.kept_reason,
+            batch_size=self.batch_size,
+            alone_reason=self.alone_reason,
         )
 
 
@@ -409,16 +423,62 @@ class Runner:
         with self.lock.after_others() if patient else self.lock:
             return kv.measured(self._encoder.sensitivity(kv, neighbours))
 
+    def encode_misses(self, runs: Sequence[PromptRun]) -> None:
+        """Encode in one go the chunks of several prompts that have no stored KV, each once, and hand it to those prompts.
+
+        Parameters
+        ----------
+        runs : sequence of PromptRun
+            The prompts, before their prefill. Of those that are computed as a whole nothing is encoded.
+        """
+        missing: dict[str, list[tuple[PromptRun, PromptChunk]]] = {}
+        for run in runs:
+            chunks = run.prompt.chunks
+            if not chunks or not self._blends(run):
+                continue
+            run.hits = self._store.holds([chunk.key for chunk in chunks])
+            for chunk, hit in zip(chunks, run.hits, strict=True):
+                if not hit:
+                    missing.setdefault(chunk.key, []).append((run, chunk))
+        keys = list(missing)
+        started = time.perf_counter()
+        for batch in self.encode([missing[key][0][1].token_ids for key in keys]) if keys else ():
+            for index, kv in batch:
+                wanted = missing[keys[index]]
+                self._keep([chunk for _, chunk in wanted], kv)
+                for run, _ in wanted:
+                    run.encoded[keys[index]] = kv
+        elapsed = time.perf_counter() - started
+        tokens = sum(len(chunk.token_ids) for wanted in missing.values() for _, chunk in wanted)
+        for run, chunk in (each for wanted in missing.values() for each in wanted):
+            run.encode_s += elapsed * len(chunk.token_ids) / tokens
+
+    def _blends(self, run: PromptRun) -> bool:
+        """Return whether a prompt is blended, as far as that is known before its stored KV is opened."""
+        config, layout, ratio = run.config, run.prompt.layout, run.config.recompute_ratio
+        if whole_plan(config, layout, self._unsupported, ratio) is not None:
+            return False
+        if ratio != "auto":
+            return True
+        with self.lock:
+            return self.controller().choose(config, layout, None).fallback_reason is None
+
     def _open_all(self, run: PromptRun) -> dict[str, KVReader | None]:
         """Open the stored KV of every chunk, by its key; None where there is none."""
         chunks = run.prompt.chunks
         opening = time.perf_counter()
-        found = {chunk.key: self._open(chunk) for chunk in chunks}
+        found = {
+            chunk.key: RamReader(run.encoded[chunk.key]) if chunk.key in run.encoded else self._open(chunk)
+            for chunk in chunks
+        }
         run.open_s += time.perf_counter() - opening
         # After damaged KV the prompt is run again; what was a hit when the call came stays one in the report.
         run.hits = run.hits or [found[chunk.key] is not None for chunk in chunks]
         opened = [found[chunk.key] for chunk in chunks]
-        run.tiers = [None if reader is None else reader.tier for reader in opened]
+        run.tiers = [
+            None if reader is None or chunk.key in run.encoded else reader.tier
+            for chunk, reader in zip(chunks, opened, strict=True)
+        ]
         return found
 
     def _readers(self, run: PromptRun, found: dict[str, KVReader | None]) -> list[KVReader]:
@@ -473,7 +533,7 @@ class Runner:
 
 def _room(headroom: int) -> int:
     """Return for how many output tokens buffers have room at once; they grow when an answer is longer."""
-    return min(headroom, _ROOM_FOR_OUTPUT)
+    return min(headroom, ROOM_FOR_OUTPUT)
 
 
 def _quietly(write: Callable[..., object], *arguments: Any, **options: Any) -> None:
