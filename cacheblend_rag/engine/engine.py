@@ -26,7 +26,7 @@ from cacheblend_rag.engine.guard import Guard
 from cacheblend_rag.engine.identity import engine_identity
 from cacheblend_rag.engine.ingest import Ingest, WarmEstimate
 from cacheblend_rag.engine.jobs import AddJob, AddResult
-from cacheblend_rag.engine.many import Many
+from cacheblend_rag.engine.many import Many, options_of
 from cacheblend_rag.engine.metrics import EngineMetrics
 from cacheblend_rag.engine.pretrained import load_pretrained
 from cacheblend_rag.engine.prompt import Assembler
@@ -626,8 +626,8 @@ class BlendEngine:
         draws. Where settings or options do not allow a batch (`repair_ratio`, `kv_capacity`, options that read a prompt's ids),
         answers are decoded one by one, and each report's `alone_reason` says why.
 
-        Stopping criteria and logits processors see each prompt as a batch of one without padding, every prompt a shallow copy of
-        its own.
+        Stopping criteria and logits processors see each prompt as a batch of one without padding. Every prompt gets shallow
+        copies of those given, unless ``stopping_criteria`` and ``logits_processor`` hold a list for each prompt.
 
         Parameters
         ----------
@@ -698,7 +698,7 @@ class BlendEngine:
             self._observe(result.report)
             first = firsts[index]
             if first is not None and not stop.is_set():
-                self.guard.offer(runs[index], result, first, max_new_tokens, options)
+                self.guard.offer(runs[index], result, first, max_new_tokens, options_of(options, index))
         return [results[index] for index in sorted(results)]
 
     def stream(

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,11 +20,11 @@ from cacheblend_rag.engine.padded import PaddedBatch
 from cacheblend_rag.engine.rows import RowEnds, RowProcessor
 from cacheblend_rag.engine.run import ROOM_FOR_OUTPUT, PromptRun, Runner
 from cacheblend_rag.engine.selfcheck import check_batching
-from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.model import Decoder, num_decoder_layers
 
-__all__ = ["Many", "plan_decoding"]
+__all__ = ["Many", "options_of", "plan_decoding"]
 
 # Options of transformers' generate that mean the same for a row of a padded batch as for a prompt of its own.
 _BY_ROW = frozenset(
@@ -96,6 +97,17 @@ def plan_decoding(
     return groups
 
 
+@dataclass(frozen=True)
+class _Member:
+    """A prompt of a batch: the most tokens of its answer, what notes its first logits, and what steers its own row."""
+
+    run: PromptRun
+    limit: int
+    first: FirstLogits | None
+    criteria: list[Any]
+    processors: list[Any]
+
+
 class Many:
     """Answers many prompts on one model.
 
@@ -154,6 +166,8 @@ class Many:
         (int, GenerationResult)
             The index of a prompt in `runs`, and its answer.
         """
+        objects = {name: _of_each(name, options.get(name), len(runs)) for name in _OBJECTS}
+        options = {name: value for name, value in options.items() if name not in _OBJECTS}
         reason = self._alone_reason(runs, options) if len(runs) > 1 and batch_size != 1 else None
         limits = [output_limit(self._model, run, max_new_tokens) for run in runs]
         lengths = [len(run.prompt.layout) for run in runs]
@@ -163,14 +177,17 @@ class Many:
                 return
             self._runner.encode_misses([runs[index] for index in group])
             if len(group) > 1 and reason is None:
-                members = [(runs[index], limits[index], firsts[index]) for index in group]
+                members = [
+                    _Member(runs[index], limits[index], firsts[index], *(each[index] for each in objects.values()))
+                    for index in group
+                ]
                 # Of a group that was stopped before its first token there are no answers.
                 yield from zip(group, self._together(members, options, stop), strict=False)
                 continue
             for index in group:
                 if not stop.is_set():
                     runs[index].alone_reason = reason
-                    own = options | {name: _own(options[name]) for name in _OBJECTS if options.get(name)}
+                    own = options_of(options | objects, index)
                     yield index, self._alone(runs[index], max_new_tokens, own, stop, firsts[index])
 
     def _alone(
@@ -187,37 +204,37 @@ class Many:
 
     def _together(
         self,
-        members: Sequence[tuple[PromptRun, int, FirstLogits | None]],
+        members: Sequence[_Member],
         options: dict[str, Any],
         stop: threading.Event,
     ) -> list[GenerationResult]:
         """Answer a group of prompts in one batch."""
         model, tokenizer = self._model, self._tokenizer
-        layouts = [run.prompt.layout for run, _, _ in members]
-        limits = [limit for _, limit, _ in members]
+        layouts = [member.run.prompt.layout for member in members]
+        limits = [member.limit for member in members]
         batch = PaddedBatch(
             [layout.token_ids for layout in layouts],
             [layout.positions for layout in layouts],
             min(max(limits), ROOM_FOR_OUTPUT),
         )
-        for row, (run, _, first) in enumerate(members):
+        for row, member in enumerate(members):
             if stop.is_set():
                 return []
-            self._prefill(run, batch, row, first)
+            self._prefill(member.run, batch, row, member.first)
         options = complete_options(model, tokenizer, options)
-        own = {name: [_own(options.get(name) or ()) for _ in members] for name in _OBJECTS}
         strings = options.pop("stop_strings", None)
         ends = RowEnds(
             batch.width,
             batch.starts,
             limits,
             self._end_ids(options),
-            own["stopping_criteria"],
+            [member.criteria for member in members],
             [StopStringCriteria(tokenizer, strings)] if strings else [],
             stop,
         )
-        if options.get("logits_processor"):
-            options["logits_processor"] = LogitsProcessorList([RowProcessor(batch.starts, own["logits_processor"])])
+        if any(member.processors for member in members):
+            processor = RowProcessor(batch.starts, [member.processors for member in members])
+            options["logits_processor"] = LogitsProcessorList([processor])
         options["stopping_criteria"] = StoppingCriteriaList([ends])
         with self._runner.lock, torch.no_grad(), batch.prefilled(model) as cache:
             output = model.generate(  # type: ignore[operator]  # transformers' stubs take it for a tensor
@@ -226,7 +243,8 @@ class Many:
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         answers = sequences[:, batch.width :].tolist()
         results = []
-        for row, (run, _, _) in enumerate(members):
+        for row, member in enumerate(members):
+            run = member.run
             token_ids = tuple(answers[row][: ends.count(row)])
             run.batch_size = len(members)
             report = run.report(num_decoder_layers(model), ends.times[0], len(token_ids), ends.tpot_s(row))
@@ -264,7 +282,7 @@ class Many:
         if config.kv_capacity is not None:
             return f"eviction after prefill (kv_capacity={config.kv_capacity}) keeps other tokens of each prompt"
         own = self._model.generation_config.to_diff_dict()
-        given = {name: value for name, value in options.items() if value is not None and name not in _OBJECTS}
+        given = {name: value for name, value in options.items() if value is not None}
         for name, value in (own | given).items():
             # What is 0, False or empty is switched off.
             if value and name not in _BY_ROW | _WITHOUT_EFFECT and not name.startswith("_"):
@@ -284,6 +302,33 @@ class Many:
         return self._refused
 
 
-def _own(objects: Sequence[Any]) -> list[Any]:
-    """Return copies, since criteria and processors may keep a state for the answer they are used in."""
-    return [copy.copy(each) for each in objects]
+def options_of(options: dict[str, Any], index: int) -> dict[str, Any]:
+    """Return the options of one prompt, where there are objects for each."""
+    own = {}
+    for name in _OBJECTS:
+        objects = options.get(name) or ()
+        own[name] = objects[index] if any(isinstance(each, list | tuple) for each in objects) else objects
+    return {name: value for name, value in (options | own).items() if name not in _OBJECTS or value}
+
+
+def _of_each(name: str, objects: Any, count: int) -> list[list[Any]]:
+    """Return the stopping criteria, or the processors, of each prompt.
+
+    Parameters
+    ----------
+    name : str
+        The option, for messages.
+    objects : Any
+        Its value: objects for all prompts, of which each gets copies, since they may keep a state for the answer they are used
+        in; or a list of them for each prompt.
+    count : int
+        Prompts.
+    """
+    objects = list(objects or ())
+    if not any(isinstance(each, list | tuple) for each in objects):
+        return [[copy.copy(each) for each in objects] for _ in range(count)]
+    if len(objects) != count or not all(isinstance(each, list | tuple) for each in objects):
+        raise ConfigError(
+            f"{name} is a list of {len(objects)} for {count} prompts; give objects for all of them, or one list for each prompt"
+        )
+    return [list(each) for each in objects]

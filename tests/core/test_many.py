@@ -179,6 +179,20 @@ def test_criteria_see_each_row_by_itself() -> None:
     assert {result.report.batch_size for result in together} == {len(prompts)}
 
 
+def test_each_prompt_may_have_criteria_of_its_own() -> None:
+    prompts = some_prompts(3)
+    criteria = [[AfterSome()], [], [AfterSome(), AfterSome()]]
+    with engine_of() as engine:
+        for size in (None, 1):
+            results = engine.generate_many(
+                prompts, 12, batch_size=size, do_sample=False, eos_token_id=-1, stopping_criteria=criteria
+            )
+            assert [each.seen > 0 for own in criteria for each in own] == [True, True, True]
+            assert len(results[1].token_ids) == 12 > max(len(results[0].token_ids), len(results[2].token_ids))
+        with pytest.raises(ConfigError, match="a list of 2 for 3 prompts"):
+            engine.generate_many(prompts, 4, stopping_criteria=[[], []])
+
+
 def test_no_answer_passes_the_window_and_each_goes_as_far_as_it_may() -> None:
     lengths = (500, 505, 511, 40)
     prompts = [BlendPrompt(words(length - 1, length)) for length in lengths]
