@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from cacheblend_rag.cli.bench_batch import batch
 from cacheblend_rag.cli.bench_codecs import codecs
 from cacheblend_rag.cli.bench_encode import encode
 from cacheblend_rag.cli.bench_index import index
@@ -18,5 +19,5 @@ bench_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-for command in (ttft, tpot, load, encode, codecs, index):
+for command in (ttft, tpot, load, encode, codecs, index, batch):
     bench_app.command()(command)
