@@ -39,7 +39,7 @@ from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import Decoder, inspect_model, model_window, num_decoder_layers
 from cacheblend_rag.report import BlendReport
-from cacheblend_rag.store import KVStore, NodeRecord, open_store
+from cacheblend_rag.store import KVStore, NameChanges, NodeRecord, open_store
 from cacheblend_rag.store.device import spare_bytes
 
 __all__ = ["BlendEngine"]
@@ -424,6 +424,17 @@ class BlendEngine:
         """A number that every added, replaced or deleted chunk raises, by whatever process; equal numbers: no change."""
         self._check_open()
         return self.store.revision()
+
+    def changes(self, since: int | None = None) -> NameChanges:
+        """Return which chunks are known, or which of them were added, replaced or deleted since an earlier call.
+
+        Parameters
+        ----------
+        since : int, optional
+            The `mark` of the earlier call; by default, and if that was ten thousand changes ago, all chunks are returned.
+        """
+        self._check_open()
+        return self.store.changes(self._assembler.namespace, since)
 
     @property
     def neighbours(self) -> int:
