@@ -38,8 +38,8 @@ class FindSetting:
     prompts : int
         Prompts looked through.
     prompt_chars : int
-        Characters of each prompt, at least: 0 to 16 chunks of 200 to 1500 characters with other text before, between and behind
-        them, and as many chunks with one character changed.
+        Characters of each prompt, at least, 4.5 for each token of English prose: 0 to 16 chunks of 200 to 1500 characters with
+        other text before, between and behind them, and as many chunks with one character changed.
     heading : bool
         Whether all chunks begin with the same line.
     seed : int
@@ -77,8 +77,8 @@ class FindRow:
         Chunks that stand in the prompts, and those of them that were found.
     edited, false_hits : int
         Chunks with one character changed that stand there, and what was taken for a chunk without being one.
-    mean_prompt_tokens : float
-        Tokens of the prompts.
+    mean_prompt_chars : float
+        Characters of the prompts.
     p50_s, p99_s, max_s : float
         Seconds that finding adds to a call, looking the found chunks up included.
     after_add_s, after_other_s, after_delete_s : float
@@ -94,7 +94,7 @@ class FindRow:
     found: int
     edited: int
     false_hits: int
-    mean_prompt_tokens: float
+    mean_prompt_chars: float
     p50_s: float
     p99_s: float
     max_s: float
@@ -143,7 +143,7 @@ class FindBench:
             rss_bytes = _peak_bytes() - before
             say("looking through the prompts")
             times: list[float] = []
-            placed = found = edited = false_hits = tokens = 0
+            placed = found = edited = false_hits = chars = 0
             for _ in range(self.setting.prompts):
                 prompt, numbers, changed = self._prompt()
                 began = time.perf_counter()
@@ -155,7 +155,7 @@ class FindBench:
                 placed, edited = placed + len(wanted), edited + changed
                 found += len(wanted) if [hit.id for hit in true] == wanted else len({*wanted} & {h.id for h in true})
                 false_hits += len(hits) - len(true)
-                tokens += len(self._tokenizer(prompt, add_special_tokens=False)["input_ids"])
+                chars += len(prompt)
             say("changing chunks")
             engine.add([Chunk(self._text(500), "own")])
             after_add_s = self._next_call(catalog, engine)
@@ -173,7 +173,7 @@ class FindBench:
             found=found,
             edited=edited,
             false_hits=false_hits,
-            mean_prompt_tokens=tokens / self.setting.prompts,
+            mean_prompt_chars=chars / self.setting.prompts,
             p50_s=times[len(times) // 2],
             p99_s=times[len(times) * 99 // 100],
             max_s=times[-1],

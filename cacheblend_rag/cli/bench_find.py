@@ -16,7 +16,9 @@ __all__ = ["find"]
 def find(
     chunks: Annotated[int, typer.Option(min=16, help="Stored chunks.")] = 100_000,
     prompts: Annotated[int, typer.Option(min=100, help="Prompts that are looked through.")] = 500,
-    prompt_chars: Annotated[int, typer.Option(min=1, help="Characters of each prompt, at least.")] = 36_000,
+    prompt_chars: Annotated[
+        int, typer.Option(min=1, help="Characters of each prompt, at least; 36000 are 8000 tokens.")
+    ] = 36_000,
     heading: Annotated[bool, typer.Option("--heading", help="Have all chunks begin with the same line.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the texts.")] = 0,
     json_file: JsonOption = None,
@@ -43,6 +45,6 @@ def find(
         ("first call after another engine added one", say_seconds(row.after_other_s)),
         ("first call after 100 were deleted", say_seconds(row.after_delete_s)),
     ]
-    title = f"{chunks:,} chunks, {prompts} prompts of {row.mean_prompt_tokens:.0f} tokens on average"
+    title = f"{chunks:,} chunks, {prompts} prompts of {row.mean_prompt_chars:,.0f} characters on average"
     show_table(title, ("", "figure"), lines, text_columns=1)
     write_json(json_file, "bench find", [asdict(row)], setting=asdict(setting))
