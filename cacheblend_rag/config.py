@@ -123,6 +123,9 @@ class BlendConfig(BaseSettings):
     encode_on : {"add", "second_use"}
         When chunks are encoded: when they are added, or when they are retrieved the second time. Chunks retrieved the first time
         are then computed like text, and nothing of them is stored. What was retrieved once is remembered by this process only.
+    decode_batch_tokens : int
+        Most tokens of KV, padding and room for the answers included, that prompts of one call decode together with
+        (`BlendEngine.generate_many`); more prompts are decoded batch after batch.
     neighbours : int, optional
         How many chunks a new chunk is encoded behind, a second time, to measure how much its tokens depend on what stands before
         it; 0 measures nothing. By default 2 where the selector needs it ("ingest", "query_ingest"), else 0.
@@ -205,6 +208,7 @@ class BlendConfig(BaseSettings):
     conversation_bytes: int = Field(default=1024**3, ge=0)
     encode_batch_tokens: int = Field(default=4096, ge=1)
     encode_on: Literal["add", "second_use"] = "add"
+    decode_batch_tokens: int = Field(default=32_768, ge=1)
     neighbours: int | None = Field(default=None, ge=0)
     prefetch_layers: int = Field(default=2, ge=1)
     load_threads: int = Field(default_factory=lambda: max(1, min(4, _cores() // 2)), ge=1)

@@ -100,6 +100,10 @@ class BlendReport:
     conversation_recomputed_tokens : int
         Those of them that were recomputed all the same, since they stood elsewhere in the turn before. `charged_ratio` counts
         them like chunk tokens.
+    batch_size : int
+        Prompts whose answers were decoded together, this one included (`BlendEngine.generate_many`).
+    alone_reason : str or None
+        Why a prompt of `BlendEngine.generate_many` was decoded alone, where its settings or options are the cause.
     """
 
     ttft_s: float
@@ -127,6 +131,8 @@ class BlendReport:
     kept_reason: str | None = None
     conversation_tokens: int = 0
     conversation_recomputed_tokens: int = 0
+    batch_size: int = 1
+    alone_reason: str | None = None
 
     def __str__(self) -> str:
         """Return the figures that people look for first, on one line."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, overload
@@ -25,6 +27,7 @@ from cacheblend_rag.engine.guard import Guard
 from cacheblend_rag.engine.identity import engine_identity
 from cacheblend_rag.engine.ingest import Ingest, WarmEstimate
 from cacheblend_rag.engine.jobs import AddJob, AddResult
+from cacheblend_rag.engine.many import Many, options_of
 from cacheblend_rag.engine.metrics import EngineMetrics
 from cacheblend_rag.engine.prefetch import Prefetch, Prefetcher
 from cacheblend_rag.engine.pretrained import load_pretrained
@@ -38,7 +41,7 @@ from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import Decoder, inspect_model, model_window, num_decoder_layers
 from cacheblend_rag.report import BlendReport
-from cacheblend_rag.store import KVStore, NodeRecord, open_store
+from cacheblend_rag.store import KVStore, NameChanges, NodeRecord, open_store
 from cacheblend_rag.store.device import spare_bytes
 
 __all__ = ["BlendEngine"]
@@ -171,6 +174,7 @@ class BlendEngine:
         )
         self.guard = Guard(model, tokenizer, self.decoder, self._runner, self.config)
         self.metrics = EngineMetrics(self.store.stats, self.guard.status if self.guard.active else None)
+        self._many = Many(model, tokenizer, self.decoder, self._runner, self.config.self_check)
         self._ingest = Ingest(self._assembler, self._runner, self.store, self.decoder, self.config)
         self._conversations = Conversations(self.store, self._assembler.namespace)
         self._prefetcher = Prefetcher(self.store, self.config.load_threads)
@@ -477,6 +481,17 @@ class BlendEngine:
         self._check_open()
         return self.store.revision()
 
+    def changes(self, since: int | None = None) -> NameChanges:
+        """Return which chunks are known, or which of them were added, replaced or deleted since an earlier call.
+
+        Parameters
+        ----------
+        since : int, optional
+            The `mark` of the earlier call; by default, and if that was ten thousand changes ago, all chunks are returned.
+        """
+        self._check_open()
+        return self.store.changes(self._assembler.namespace, since)
+
     @property
     def neighbours(self) -> int:
         """Behind how many of its neighbours each new chunk is encoded a second time, to measure its sensitivity; 0: it is not."""
@@ -671,6 +686,98 @@ class BlendEngine:
         check_options(max_new_tokens, generation_kwargs)
         run = self._begin(prompt, config, conversation)
         return self._decode(run, max_new_tokens, generation_kwargs, threading.Event(), None, self.guard.watch(run))
+
+    def generate_many(
+        self,
+        prompts: Sequence[BlendPrompt],
+        max_new_tokens: int | None = None,
+        *,
+        batch_size: int | None = None,
+        config: BlendConfig | None = None,
+        **generation_kwargs: Any,
+    ) -> list[GenerationResult]:
+        """Answer many prompts, which is faster than one after the other.
+
+        Chunks without stored KV are encoded in one go, each once whichever prompts have it; the prompts are prefilled one after
+        the other, and their answers are decoded together in a padded batch. Greedy answers are those of `generate`, but for
+        rounding: where two tokens are as likely as each other to the last digits, either may be taken. Sampled answers are other
+        draws. Where settings or options do not allow a batch (`repair_ratio`, `kv_capacity`, options that read a prompt's ids),
+        answers are decoded one by one, and each report's `alone_reason` says why.
+
+        Stopping criteria and logits processors see each prompt as a batch of one without padding. Every prompt gets shallow
+        copies of those given, unless ``stopping_criteria`` and ``logits_processor`` hold a list for each prompt.
+
+        Parameters
+        ----------
+        prompts : sequence of BlendPrompt
+            The prompts. All of them are checked before the first is computed.
+        max_new_tokens : int, optional
+            Most tokens of each answer, as in `generate`.
+        batch_size : int, optional
+            Most prompts that are decoded together; by default as many as `config.decode_batch_tokens` allows.
+        config : BlendConfig, optional
+            Blending settings for this call.
+        **generation_kwargs : Any
+            Options of transformers' ``generate``.
+
+        Returns
+        -------
+        list of GenerationResult
+            The answers, in the order of the prompts. The times in their reports count from this call on.
+
+        Raises
+        ------
+        PromptError
+            If a prompt cannot be served.
+        ConfigError
+            If an option cannot be combined with blending, or `batch_size` is below 1.
+        """
+        return self._generate_many(prompts, max_new_tokens, batch_size, config, generation_kwargs, threading.Event())
+
+    async def agenerate_many(
+        self,
+        prompts: Sequence[BlendPrompt],
+        max_new_tokens: int | None = None,
+        *,
+        batch_size: int | None = None,
+        config: BlendConfig | None = None,
+        **generation_kwargs: Any,
+    ) -> list[GenerationResult]:
+        """Answer many prompts as `generate_many` does, in another thread; if cancelled, that ends at the next token."""
+        stop = threading.Event()
+        work = partial(self._generate_many, prompts, max_new_tokens, batch_size, config, generation_kwargs, stop)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(None, work)
+        finally:
+            stop.set()
+
+    def _generate_many(
+        self,
+        prompts: Sequence[BlendPrompt],
+        max_new_tokens: int | None,
+        batch_size: int | None,
+        config: BlendConfig | None,
+        options: dict[str, Any],
+        stop: threading.Event,
+    ) -> list[GenerationResult]:
+        started = time.perf_counter()
+        check_options(max_new_tokens, options)
+        if batch_size is not None and batch_size < 1:
+            raise ConfigError(f"batch_size={batch_size} must be at least 1; leave it out to have it chosen")
+        if isinstance(prompts, BlendPrompt):
+            raise ConfigError("prompts is one BlendPrompt; give a list of them, or use generate")
+        runs = [self._begin(prompt, config) for prompt in prompts]
+        for run in runs:
+            run.started = started
+        firsts = [self.guard.watch(run) for run in runs]
+        results: dict[int, GenerationResult] = {}
+        for index, result in self._many.answer(runs, max_new_tokens, batch_size, options, stop, firsts):
+            results[index] = result
+            self._observe(result.report)
+            first = firsts[index]
+            if first is not None and not stop.is_set():
+                self.guard.offer(runs[index], result, first, max_new_tokens, options_of(options, index))
+        return [results[index] for index in sorted(results)]
 
     def stream(
         self,

@@ -32,12 +32,12 @@ from cacheblend_rag.snapkv import Eviction
 from cacheblend_rag.store import KVReader, KVStore
 from cacheblend_rag.store.ram import RamReader
 
-__all__ = ["PromptRun", "Runner"]
+__all__ = ["ROOM_FOR_OUTPUT", "PromptRun", "Runner"]
 
 logger = logging.getLogger(__name__)
 
 # A limit that is meant as "no limit" should not take memory at once.
-_ROOM_FOR_OUTPUT = 512
+ROOM_FOR_OUTPUT = 512
 
 _NO_ROWS = torch.empty(0, dtype=torch.int64)
 
@@ -92,6 +92,14 @@ class PromptRun:
         What was generated, once that is over.
     sources : SourceAttention or None
         What the answer attended to, where that is asked for.
+    encoded : dict of (str, ChunkKV)
+        KV of misses that was encoded before the prompt's turn came, by key.
+    forward_ended : float or None
+        When the prefill ended, where other prompts were prefilled before the first output; None where that follows at once.
+    batch_size : int
+        Prompts that were decoded together, this one included.
+    alone_reason : str or None
+        Why it was decoded alone although others were asked with it.
     """
 
     prompt: AssembledPrompt
@@ -119,6 +127,10 @@ class PromptRun:
     resumed: Resumption | None = None
     output_ids: tuple[int, ...] = ()
     sources: SourceAttention | None = None
+    encoded: dict[str, ChunkKV] = field(default_factory=dict)
+    forward_ended: float | None = None
+    batch_size: int = 1
+    alone_reason: str | None = None
 
     @property
     def layout(self) -> PromptLayout:
@@ -178,7 +190,7 @@ class PromptRun:
             ttft_s=first_output - self.started,
             load_s=self.open_s + self.wait_s,
             encode_s=self.encode_s,
-            recompute_s=first_output - self.forward_started - self.wait_s,
+            recompute_s=(self.forward_ended or first_output) - self.forward_started - self.wait_s,
             prompt_tokens=len(layout),
             context_tokens=context,
             recomputed_tokens=in_chunks.numel(),
@@ -200,6 +212,8 @@ class PromptRun:
             kept_reason=self.kept_reason,
             conversation_tokens=taken_over,
             conversation_recomputed_tokens=rows.numel() - in_chunks.numel(),
+            batch_size=self.batch_size,
+            alone_reason=self.alone_reason,
         )
 
     def _attention(self, span: ChunkSpan) -> float | None:
@@ -503,17 +517,66 @@ class Runner:
         with self.lock.after_others() if patient else self.lock:
             return kv.measured(self._encoder.sensitivity(kv, neighbours))
 
+    def encode_misses(self, runs: Sequence[PromptRun]) -> None:
+        """Encode in one go the chunks of several prompts that have no stored KV, each once, and hand it to those prompts.
+
+        Parameters
+        ----------
+        runs : sequence of PromptRun
+            The prompts, before their prefill. Of those that are computed as a whole nothing is encoded.
+        """
+        missing: dict[str, list[tuple[PromptRun, PromptChunk]]] = {}
+        for run in runs:
+            chunks = run.prompt.chunks
+            if not chunks or not self._blends(run):
+                continue
+            run.hits = self._store.holds([chunk.key for chunk in chunks])
+            for chunk, hit in zip(chunks, run.hits, strict=True):
+                if not hit:
+                    missing.setdefault(chunk.key, []).append((run, chunk))
+        keys = list(missing)
+        started = time.perf_counter()
+        for batch in self.encode([missing[key][0][1].token_ids for key in keys]) if keys else ():
+            for index, kv in batch:
+                wanted = missing[keys[index]]
+                self._keep([chunk for _, chunk in wanted], kv)
+                for run, _ in wanted:
+                    run.encoded[keys[index]] = kv
+        elapsed = time.perf_counter() - started
+        tokens = sum(len(chunk.token_ids) for wanted in missing.values() for _, chunk in wanted)
+        for run, chunk in (each for wanted in missing.values() for each in wanted):
+            run.encode_s += elapsed * len(chunk.token_ids) / tokens
+
+    def _blends(self, run: PromptRun) -> bool:
+        """Return whether a prompt is blended, as far as that is known before its stored KV is opened."""
+        config, layout, ratio = run.config, run.prompt.layout, run.config.recompute_ratio
+        if whole_plan(config, layout, self._unsupported, ratio) is not None:
+            return False
+        if ratio != "auto":
+            return True
+        with self.lock:
+            return self.controller().choose(config, layout, None).fallback_reason is None
+
     def _open_all(self, run: PromptRun) -> dict[str, KVReader | None]:
         """Open the stored KV of every chunk, by its key; None where there is none."""
         held = 0 if run.resumed is None else run.resumed.chunks
         chunks = run.prompt.chunks[held:]
         opening = time.perf_counter()
-        found = {chunk.key: self._open(chunk) for chunk in chunks}
+        found = {
+            chunk.key: RamReader(run.encoded[chunk.key]) if chunk.key in run.encoded else self._open(chunk)
+            for chunk in chunks
+        }
         run.open_s += time.perf_counter() - opening
         # After damaged KV the prompt is run again; what was a hit when the call came stays one in the report.
         run.hits = run.hits or [True] * held + [found[chunk.key] is not None for chunk in chunks]
         opened = [found[chunk.key] for chunk in chunks]
-        run.tiers = [*[None] * held, *(None if reader is None else reader.tier for reader in opened)]
+        run.tiers = [
+            *[None] * held,
+            *(
+                None if reader is None or chunk.key in run.encoded else reader.tier
+                for chunk, reader in zip(chunks, opened, strict=True)
+            ),
+        ]
         return found
 
     def _readers(self, run: PromptRun, found: dict[str, KVReader | None]) -> list[KVReader]:
@@ -568,7 +631,7 @@ class Runner:
 
 def _room(headroom: int) -> int:
     """Return for how many output tokens buffers have room at once; they grow when an answer is longer."""
-    return min(headroom, _ROOM_FOR_OUTPUT)
+    return min(headroom, ROOM_FOR_OUTPUT)
 
 
 def _quietly(write: Callable[..., object], *arguments: Any, **options: Any) -> None:

@@ -1,9 +1,10 @@
-"""Proving on a few random tokens that blending is exact on a model."""
+"""Proving on a few random tokens that blending, and decoding in a padded batch, is exact on a model."""
 
 from __future__ import annotations
 
 import torch
 
+from cacheblend_rag.engine.padded import PaddedBatch
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.kv import LayerKV
@@ -12,7 +13,7 @@ from cacheblend_rag.model import Decoder, KVCache
 from cacheblend_rag.rope import shift_keys
 from cacheblend_rag.selection import FixedSelection
 
-__all__ = ["TrueKV", "check_blending"]
+__all__ = ["TrueKV", "check_batching", "check_blending"]
 
 _PROMPT_TOKENS = 24
 _CHUNKS = (ChunkSpan(3, 11, 3), ChunkSpan(12, 20, 12))
@@ -48,11 +49,10 @@ def check_blending(decoder: Decoder) -> None:
     UnsupportedModelError
         If they do not, with the size of the difference.
     """
-    vocabulary = decoder.model.config.get_text_config(decoder=True).vocab_size
-    drawn = torch.randint(vocabulary, (1, _PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
+    drawn = _random_ids(decoder, 1)
     ids = drawn.to(decoder.device)
     name = type(decoder.model).__name__
-    tolerance = 1e-3 if decoder.model.dtype == torch.float32 else 1e-1
+    tolerance = _tolerance(decoder)
 
     own = KVCache(decoder.num_layers)
     wanted = decoder.model(input_ids=ids, past_key_values=own, use_cache=True).logits[0, -1]
@@ -83,6 +83,49 @@ def check_blending(decoder: Decoder) -> None:
                 f"{name}, layer {layer}: KV moved by {_DISTANCE} positions is not the KV computed there (off by "
                 f"{difference:.2g} of its scale, {tolerance:g} allowed)"
             )
+
+
+@torch.no_grad()
+def check_batching(decoder: Decoder) -> None:
+    """Check that a prompt beside a longer one, padded on the left, goes on with the logits that it has alone.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If it does not, with the size of the difference.
+    """
+    model, ids = decoder.model, _random_ids(decoder, 2)
+    prompts, newest = [ids[0, :-1].tolist(), ids[1, : _PROMPT_TOKENS // 2].tolist()], ids[:, -1:].to(decoder.device)
+    batch = PaddedBatch(prompts, [range(len(prompt)) for prompt in prompts], room=1)
+    wanted = []
+    for row, prompt in enumerate(prompts):
+        own = KVCache(decoder.num_layers)
+        tokens = torch.tensor([prompt], device=decoder.device)
+        batch.take(row, own, model(input_ids=tokens, past_key_values=own, use_cache=True).logits[0, -1])
+        wanted.append(model(input_ids=newest[row : row + 1], past_key_values=own, use_cache=True).logits[0, -1])
+    inputs = batch.inputs(decoder.device)
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 1), value=1)
+    positions = torch.tensor([[len(prompt)] for prompt in prompts], device=decoder.device)
+    with batch.prefilled(model) as cache:
+        model(**inputs, past_key_values=cache, use_cache=True)
+        logits = model(
+            input_ids=newest, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+        ).logits[:, -1]
+    difference = max(_relative(own, other) for own, other in zip(logits, wanted, strict=True))
+    if not difference <= _tolerance(decoder):
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: a prompt in a padded batch goes on with other logits than alone (off by {difference:.2g} "
+            f"of their scale, {_tolerance(decoder):g} allowed)"
+        )
+
+
+def _random_ids(decoder: Decoder, rows: int) -> torch.Tensor:
+    vocabulary = decoder.model.config.get_text_config(decoder=True).vocab_size
+    return torch.randint(vocabulary, (rows, _PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
+
+
+def _tolerance(decoder: Decoder) -> float:
+    return 1e-3 if decoder.model.dtype == torch.float32 else 1e-1
 
 
 def _relative(a: torch.Tensor, b: torch.Tensor) -> float:

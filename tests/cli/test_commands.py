@@ -28,6 +28,8 @@ from .conftest import Command
         "bench tpot",
         "bench auto",
         "bench index",
+        "bench batch",
+        "bench find",
         "profile",
         "calibrate",
         "eval reference",

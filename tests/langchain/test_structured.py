@@ -114,3 +114,11 @@ def test_json_mode_is_any_object(llm: ChatBlend) -> None:
     ends: dict[Any, float] = {(llm.engine.tokenizer("}", add_special_tokens=False)["input_ids"][0],): 100.0}
     answer = llm.bind(response_format={"type": "json_object"}, sequence_bias=ends).invoke("Who?")
     assert answer.text == "{}"
+
+
+async def test_a_batch_of_forms_is_answered_as_one_by_one(llm: ChatBlend) -> None:
+    structured = llm.with_structured_output(Person)
+    questions = ["Who?", "Who lives in the tower by the sea?", "Where?"]
+    wanted = [structured.invoke(question) for question in questions]
+    assert structured.batch(questions) == wanted
+    assert await structured.abatch(questions) == wanted

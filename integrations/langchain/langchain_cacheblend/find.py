@@ -53,19 +53,50 @@ class _SliceHashes:
         return (self._sums[stops] - self._sums[starts]) * self._inverses[starts]
 
 
+class _Lengths:
+    """How many known texts of each length begin with the same characters."""
+
+    __slots__ = ("_counts", "_sorted")
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+        self._sorted: NDArray[np.int64] | None = None
+
+    def add(self, length: int) -> None:
+        self._counts[length] += 1
+        self._sorted = None
+
+    def remove(self, length: int) -> bool:
+        """Take one away, and return whether none is left."""
+        self._counts[length] -= 1
+        if not self._counts[length]:
+            del self._counts[length]
+        self._sorted = None
+        return not self._counts
+
+    def between(self, least: int, most: int) -> NDArray[np.int64]:
+        """Return the lengths within these bounds."""
+        if self._sorted is None:
+            self._sorted = np.sort(np.fromiter(self._counts, np.int64, len(self._counts)))
+        first, last = np.searchsorted(self._sorted, [least, most + 1])
+        return self._sorted[first:last]
+
+
 class ChunkFinder:
     """Finds every known text that stands verbatim in a longer one; not safe for several threads at once.
 
     It holds, of each text, its length and digests, not the text. Looking through a prompt costs a few passes of numpy over its
-    characters, however many texts are known: a table of bits says where the first `HEAD_CHARS` characters may be those of a known
-    text, and only there the hashes of the lengths in question are compared, and then the digests.
+    characters, however many texts are known: a table says where the first `HEAD_CHARS` characters may be those of a known text,
+    and only there the hashes of the lengths in question are looked up, in a second table and then for certain, and at last the
+    digests are compared.
     """
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
         self._ids: dict[int, dict[str, None]] = {}
-        self._lengths: dict[int, Counter[int]] = {}
-        self._filter = np.zeros(1 << _FILTER_BITS, np.bool_)
+        self._lengths: dict[int, _Lengths] = {}
+        self._heads = np.zeros(1 << _FILTER_BITS, np.bool_)
+        self._wholes = np.zeros(1 << _FILTER_BITS, np.bool_)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -82,11 +113,12 @@ class ChunkFinder:
         hashes = _SliceHashes("".join(text for _, text in pairs))
         heads = hashes.slices(starts, starts + HEAD_CHARS)
         wholes = hashes.slices(starts, stops)
-        self._filter[_filter_index(heads)] = True
+        self._heads[_filter_index(heads)] = True
+        self._wholes[_filter_index(wholes)] = True
         for (id, text), head, whole in zip(pairs, heads.tolist(), wholes.tolist(), strict=True):
             self._entries[id] = _Entry(head, whole, len(text), text_hash(text))
             self._ids.setdefault(whole, {})[id] = None
-            self._lengths.setdefault(head, Counter())[len(text)] += 1
+            self._lengths.setdefault(head, _Lengths()).add(len(text))
 
     def remove(self, ids: Iterable[str]) -> None:
         """Make texts unknown; ids that are not known do no harm."""
@@ -94,15 +126,11 @@ class ChunkFinder:
             entry = self._entries.pop(id, None)
             if entry is None:
                 continue
-            # Its bit in the filter stays: other heads may share it, and a bit too many costs one look into a dictionary.
+            # Its places in the tables stay: others may share them, and one too many costs a look into a dictionary.
             del self._ids[entry.whole][id]
             if not self._ids[entry.whole]:
                 del self._ids[entry.whole]
-            lengths = self._lengths[entry.head]
-            lengths[entry.length] -= 1
-            if not lengths[entry.length]:
-                del lengths[entry.length]
-            if not lengths:
+            if self._lengths[entry.head].remove(entry.length):
                 del self._lengths[entry.head]
 
     def digest(self, id: str) -> str | None:
@@ -132,20 +160,21 @@ class ChunkFinder:
         hashes = _SliceHashes(text)
         starts = np.arange(len(text) - HEAD_CHARS + 1)
         heads = hashes.slices(starts, starts + HEAD_CHARS)
-        possible = np.flatnonzero(self._filter[_filter_index(heads)])
+        possible = np.flatnonzero(self._heads[_filter_index(heads)])
         found: list[Match] = []
         for start, head in zip(possible.tolist(), heads[possible].tolist(), strict=True):
             lengths = self._lengths.get(head)
             if lengths is not None:
-                fitting = [length for length in lengths if length >= min_chars and start + length <= len(text)]
-                found += self._at(text, start, fitting, hashes)
+                found += self._at(text, start, lengths.between(min_chars, len(text) - start), hashes)
         return _best_cover(found)
 
-    def _at(self, text: str, start: int, lengths: list[int], hashes: _SliceHashes) -> list[Match]:
+    def _at(self, text: str, start: int, lengths: NDArray[np.int64], hashes: _SliceHashes) -> list[Match]:
         """Return the known texts of these lengths that begin at `start`."""
         found: list[Match] = []
-        stops = np.array(lengths, np.int64) + start
-        for stop, whole in zip(stops.tolist(), hashes.slices(np.full_like(stops, start), stops).tolist(), strict=True):
+        stops = lengths + start
+        wholes = hashes.slices(np.full_like(stops, start), stops)
+        possible = self._wholes[_filter_index(wholes)]
+        for stop, whole in zip(stops[possible].tolist(), wholes[possible].tolist(), strict=True):
             ids = self._ids.get(whole)
             if ids is not None:
                 digest = text_hash(text[start:stop])

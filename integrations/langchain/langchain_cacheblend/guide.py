@@ -35,7 +35,9 @@ def json_grammar(schema: dict[str, Any], before: str = "", after: str = "") -> s
         If the schema holds what cannot be enforced.
     """
     # Compact but for one blank behind separators, as models write JSON; endless whitespace would be JSON too.
-    schema = _closed(schema) | {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+    schema = _closed(schema) | {
+        "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    }
     around = [json.dumps(text) if text else "" for text in (before, after)]
     grammar = LLMatcher.grammar_from_lark(f"start: {around[0]} json {around[1]}\njson: %json {json.dumps(schema)}")
     problem = LLMatcher.validate_grammar(grammar)

@@ -11,6 +11,7 @@ from langchain_core.documents import Document
 from langchain_core.language_models import BaseLLM, LanguageModelInput
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from langchain_core.prompt_values import ChatPromptValue, PromptValue
+from langchain_core.runnables.config import run_in_executor
 from pydantic import PrivateAttr
 
 from cacheblend_rag import BlendPrompt, Chunk
@@ -110,7 +111,10 @@ class BlendLLM(BlendModel, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
-        return _result([self._answer(self._prepared(prompt, stop, kwargs)) for prompt in prompts])
+        calls = [self._prepared(prompt, stop, kwargs) for prompt in prompts]
+        if len(calls) == 1:
+            return _result([self._answer(calls[0])])
+        return _result([self._finished(*pair) for pair in zip(calls, self._ask_all(calls), strict=True)])
 
     async def _agenerate(
         self,
@@ -119,10 +123,11 @@ class BlendLLM(BlendModel, BaseLLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
-        answers = []
-        for prompt in prompts:
-            answers.append(await self._aanswer(partial(self._prepared, prompt, stop, kwargs)))
-        return _result(answers)
+        if len(prompts) == 1:
+            return _result([await self._aanswer(partial(self._prepared, prompts[0], stop, kwargs))])
+        calls = [await run_in_executor(None, self._prepared, prompt, stop, kwargs) for prompt in prompts]
+        results = await self._aask_all(calls)
+        return _result([self._finished(*pair) for pair in zip(calls, results, strict=True)])
 
     def _prepared(self, prompt: str, stop: list[str] | None, kwargs: dict[str, Any]) -> Call:
         options = dict(kwargs)

@@ -13,6 +13,7 @@ from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, BlendStream, G
 from cacheblend_rag.chunk import Segment
 from cacheblend_rag.errors import ConfigError
 from langchain_cacheblend.answer import Answer, Call
+from langchain_cacheblend.batch import AnswersTogether
 from langchain_cacheblend.catalog import catalog_of
 from langchain_cacheblend.find import HEAD_CHARS
 from langchain_cacheblend.options import check_options, generation_options, stop_strings
@@ -23,7 +24,7 @@ __all__ = ["BlendModel"]
 _OPTIONS = ("max_tokens", "temperature", "top_p", "top_k")
 
 
-class BlendModel(BaseModel):
+class BlendModel(AnswersTogether, BaseModel):
     """Fields and calls that `BlendLLM` and `ChatBlend` share.
 
     Parameters
@@ -143,10 +144,13 @@ class BlendModel(BaseModel):
     # How it is answered
 
     def _answer(self, call: Call) -> Answer:
-        return self._finished(call, self.engine.generate(call.prompt, **call.options))
+        return self._finished(call, self._ask(call))
 
     async def _aanswer(self, make_call: Callable[[], Call]) -> Answer:
         call = await run_in_executor(None, make_call)
+        result = await self._aask_in_batch(call)
+        if result is not None:
+            return self._finished(call, result)
         # A stream, so that a cancelled task does not leave the engine busy with an answer that nobody waits for.
         stream = await run_in_executor(None, self.engine.stream, call.prompt, **call.options)
         try:
