@@ -1,4 +1,4 @@
-"""A LangGraph conversation over Chroma: retrieve, answer, ask back. Needs ``pip install "cacheblend-rag[demo]"`` and no network."""
+"""A LangGraph conversation over Chroma: retrieve, answer, ask back. Needs ``pip install "cacheblend-rag[demo]"``, no network."""
 
 from __future__ import annotations
 
