@@ -133,8 +133,7 @@ def test_a_template_without_tools_is_said_to_have_none(engine: BlendEngine) -> N
         llm.with_structured_output(Age, method="function_calling")
     with pytest.raises(PromptError, match="no tools"):
         llm.invoke("What is it?", tools=[weather])
-    assert llm.profile is not None
-    assert llm.profile["tool_calling"] is False
+    assert llm._resolve_model_profile()["tool_calling"] is False
 
 
 def test_the_model_is_shown_the_tools_their_calls_and_results(tool_engine: BlendEngine) -> None:
