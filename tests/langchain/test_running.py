@@ -201,6 +201,11 @@ def test_a_call_that_takes_too_long_is_given_up(kind: Kind, engine: BlendEngine)
         with pytest.raises(AnswerTimeoutError, match=r"timeout=0\.05 s"):
             ask()
     assert isinstance(AnswerTimeoutError("x"), TimeoutError)
+    for timeout in (0, -1, "soon"):
+        with pytest.raises(ConfigError, match="timeout="):
+            llm.invoke("Who?", timeout=timeout)
+    with pytest.raises(ConfigError, match="dict stands among the documents"):
+        llm.invoke("Who?", documents=[{"text": "A text."}])
     assert text_of(llm.invoke("Who?", timeout=60, max_tokens=2))
 
 

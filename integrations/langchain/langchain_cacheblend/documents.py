@@ -8,6 +8,7 @@ from langchain_core.documents import Document
 from langchain_core.messages.content import PlainTextContentBlock
 
 from cacheblend_rag import Chunk
+from cacheblend_rag.errors import ConfigError
 
 __all__ = ["INLINE", "as_chunks", "chunk_block", "documents_to_blocks"]
 
@@ -16,7 +17,19 @@ INLINE = "cacheblend_inline"
 
 
 def as_chunks(documents: Iterable[Document]) -> list[Chunk]:
-    """Make chunks of documents, leaving out those without text."""
+    """Make chunks of documents, leaving out those without text.
+
+    Raises
+    ------
+    ConfigError
+        If one of them is no `Document`.
+    """
+    documents = list(documents)
+    for document in documents:
+        if not isinstance(document, Document):
+            raise ConfigError(
+                f"a {type(document).__name__} stands among the documents; give Document(page_content, id=...) objects"
+            )
     return [Chunk(document.page_content, document.id or None) for document in documents if document.page_content]
 
 

@@ -125,7 +125,8 @@ class BlendModel(AnswersTogether, BaseModel):
         """Merge the options of this object and of one call, which wins."""
         given = dict(kwargs)
         config = _config(given.pop("blend_config", None)) or self.blend_config
-        timeout = given.pop("timeout", None) or self.timeout
+        timeout = given.pop("timeout", None)
+        timeout = self.timeout if timeout is None else timeout
         model = given.pop("model", None)
         if model is not None and model != self.model:
             raise ConfigError(

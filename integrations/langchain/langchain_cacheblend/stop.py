@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria
 
-from cacheblend_rag.errors import AnswerTimeoutError
+from cacheblend_rag.errors import AnswerTimeoutError, ConfigError
 
 __all__ = ["Deadline", "StopStrings", "TextGate", "cut"]
 
@@ -56,9 +56,16 @@ class Deadline(StoppingCriteria):
     ----------
     timeout_s : float
         Seconds from now.
+
+    Raises
+    ------
+    ConfigError
+        If that is no positive number.
     """
 
     def __init__(self, timeout_s: float) -> None:
+        if not isinstance(timeout_s, int | float) or not timeout_s > 0:
+            raise ConfigError(f"timeout={timeout_s!r} must be a positive number of seconds, or None for no limit")
         self._timeout_s = timeout_s
         self._until = time.monotonic() + timeout_s
         self._passed = False
