@@ -40,7 +40,7 @@ def tool_engine(reference: BlendEngine) -> Iterator[BlendEngine]:
 def brief(engine: BlendEngine, request: pytest.FixtureRequest) -> dict[str, Any]:
     """Parameters of a model that does not say more than it must."""
     name = request.node.originalname
-    if not any(word in name for word in ("tool", "structured", "json", "agent")):
+    if not any(word in name for word in ("tool", "structured", "json", "agent", "few_shot")):
         return {"engine": engine, "max_tokens": 12}
     ends = {
         tuple(engine.tokenizer(sign, add_special_tokens=False)["input_ids"]): 50.0 for sign in ('"', "}", ", ", "\n")
@@ -150,7 +150,7 @@ class TestChatBlendIntegration(_Shipped, ChatModelIntegrationTests):
 
 
 class TestChatBlendIntegrationWithTools(_Chat, ChatModelIntegrationTests):
-    only_about: ClassVar[tuple[str, ...]] = ("tool", "few_shot", "agent")
+    only_about: ClassVar[tuple[str, ...]] = ("tool", "few_shot", "agent", "anthropic")
     too_small_for: ClassVar[dict[str, str]] = {
         "test_tool_calling": "the small model does not read the argument in the question",
         "test_tool_calling_async": "the small model does not read the argument in the question",
@@ -165,3 +165,7 @@ class TestChatBlendIntegrationWithTools(_Chat, ChatModelIntegrationTests):
     @property
     def chat_model_params(self) -> dict[str, Any]:
         return self.params
+
+    @property
+    def supports_anthropic_inputs(self) -> bool:
+        return True
