@@ -63,7 +63,8 @@ class BlendConfig(BaseSettings):
         answer's tokens, ascending; by default those from a quarter to three quarters of the depth.
     stop_layer : int, optional
         The layer from which on query, ingest, query_ingest and decode-time repair recompute nothing any more, so that more tokens
-        can be recomputed before it; by default they are recomputed in all layers. Without effect on other selectors.
+        can be recomputed before it; by default two thirds of the depth. As many as the model has layers recomputes in all of
+        them. Without effect on other selectors.
     repair_ratio : float
         Most work that decode-time repair may do while one answer is written, as a share of what recomputing all chunk tokens
         would take. 0, the default, repairs nothing.

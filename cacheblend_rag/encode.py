@@ -9,6 +9,7 @@ import torch
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.model import Decoder, KVCache
 from cacheblend_rag.rope import shift_keys
+from cacheblend_rag.selection.question import context_layers
 
 __all__ = ["Encoder", "plan_batches"]
 
@@ -124,7 +125,7 @@ class Encoder:
         behind = self._forward([[*self._prefix_ids, *neighbours, *kv.token_ids]], KVCache(self._decoder.num_layers))
         device = behind[0].keys.device
         total = torch.zeros(count, device=device)
-        layers = range(1, max(2, -(-2 * self._decoder.num_layers // 3)))
+        layers = range(1, max(2, context_layers(self._decoder.num_layers)))
         # Layer 0 is the same in any context.
         for layer in layers if self._decoder.num_layers > 1 else ():
             moved = behind[layer].keys[0, :, start : start + count].clone()

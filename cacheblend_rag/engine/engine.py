@@ -36,7 +36,7 @@ from cacheblend_rag.engine.run import PromptRun, Runner
 from cacheblend_rag.engine.selfcheck import check_blending
 from cacheblend_rag.engine.uses import FirstUses
 from cacheblend_rag.engine.watch import LayerWatcher, WatchedForward, WatchedPrefill
-from cacheblend_rag.errors import ConfigError, UnsupportedModelError
+from cacheblend_rag.errors import ConfigError, PromptError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import Decoder, inspect_model, model_window, num_decoder_layers
@@ -375,6 +375,17 @@ class BlendEngine:
         """
         self._check_open()
         return self._ingest.estimate(chunks)
+
+    def refusals(self, chunks: Iterable[Chunk]) -> list[PromptError | None]:
+        """Say of each chunk what `add` would raise because of it, or None; nothing is stored.
+
+        Returns
+        -------
+        list of PromptError or None
+            An `EmptyChunkError` for a text without tokens, a `PromptTooLongError` for one beyond the model's window.
+        """
+        self._check_open()
+        return [self._assembler.refusal(chunk) for chunk in chunks]
 
     def delete(self, ids: Iterable[str]) -> int:
         """Forget chunks: their names at once, and their KV unless another name has the same text.

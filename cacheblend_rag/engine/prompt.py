@@ -161,6 +161,14 @@ class Assembler:
             )
         return NodeRecord(chunk.id or "", self.key(ids), text_hash(chunk.text), ids)
 
+    def refusal(self, chunk: Chunk) -> PromptError | None:
+        """Return what `record` raises for a chunk, or None."""
+        try:
+            self.record(chunk)
+        except PromptError as error:
+            return error
+        return None
+
     def assemble(self, prompt: BlendPrompt, *, retrieving: bool = False) -> AssembledPrompt:
         """Look up and tokenise a whole prompt.
 

@@ -15,6 +15,7 @@ __all__ = [
     "A3Selector",
     "QuerySelection",
     "QuerySelector",
+    "context_layers",
     "look_layers",
     "rows_before",
     "stop_layer",
@@ -104,19 +105,29 @@ def look_layers(config: BlendConfig, num_layers: int) -> tuple[int, ...]:
     return tuple(range(first, max(first + 1, min(round(_LOOK_TO * num_layers), num_layers - 1))))
 
 
+def context_layers(num_layers: int) -> int:
+    """Return how many layers, from the first on, carry what a chunk's tokens take from other chunks: two thirds of them.
+
+    By measurement on the reference model (docs/selectors.md). Where they end recompute stops by default, and sensitivity is
+    measured in them.
+    """
+    return -(-2 * num_layers // 3)
+
+
 def stop_layer(config: BlendConfig, num_layers: int) -> int | None:
-    """Return the layer from which on no chunk token is recomputed, or None.
+    """Return the layer from which on no chunk token is recomputed, or None where they are in all layers.
 
     Raises
     ------
     ConfigError
         If the settings name one that is not there.
     """
-    if config.stop_layer is not None and config.stop_layer >= num_layers:
+    stop = context_layers(num_layers) if config.stop_layer is None else config.stop_layer
+    if stop > num_layers:
         raise ConfigError(
-            f"stop_layer={config.stop_layer} is beyond the model's last layer, {num_layers - 1}; leave it out to recompute in all"
+            f"stop_layer={stop} is beyond the model's {num_layers} layers; stop_layer={num_layers} recomputes in all of them"
         )
-    return config.stop_layer
+    return stop if stop < num_layers else None
 
 
 def rows_before(stop: int | None, task: SelectionTask) -> int:

@@ -394,3 +394,16 @@ def test_a_life_is_a_positive_number(ttl_s: object) -> None:
             engine.add([Chunk("t3", "n1")], ttl_s=ttl_s)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="a single Chunk"):
             engine.add(Chunk("t3", "n1"))  # type: ignore[arg-type]
+
+
+def test_what_would_be_refused_is_said_chunk_by_chunk(engine: BlendEngine) -> None:
+    window = engine.window
+    assert window is not None
+    chunks = [Chunk(words(5, seed=0), "good"), Chunk(words(window + 1, seed=1), "long")]
+    good, long = engine.refusals(chunks)
+    assert good is None
+    assert isinstance(long, PromptTooLongError)
+    with pytest.raises(PromptTooLongError) as raised:
+        engine.add(chunks)
+    assert str(raised.value) == str(long)
+    assert engine.ids() == []

@@ -37,7 +37,7 @@ def test_repairing_true_kv_changes_nothing(model: PreTrainedModel) -> None:
     wanted = model.generate(ids, **options, **scored)
     cache = BlendCache(decoder.num_layers)
     steering = Steering(decoder, cache, layout, FixedSelection(torch.tensor([], dtype=torch.int64)), own)
-    config = BlendConfig(repair_ratio=0.6, repair_limit=0.0, segment_tokens=5)
+    config = BlendConfig(repair_ratio=0.6, repair_limit=0.0, segment_tokens=5, stop_layer=6)
     repair = Repair(decoder, cache, layout, steering, config)
     with steering(), repair():
         got = model.generate(ids, past_key_values=cache, **options, **scored)
@@ -71,7 +71,13 @@ class _Replacing(RecordingCache):
 def test_a_repaired_step_is_the_dense_reference() -> None:
     model = tiny_model("llama", "eager")
     config = BlendConfig(
-        selector="none", repair_ratio=0.25, repair_limit=0.0, segment_tokens=1, look_layers=(1, 2), strict=True
+        selector="none",
+        repair_ratio=0.25,
+        repair_limit=0.0,
+        segment_tokens=1,
+        look_layers=(1, 2),
+        strict=True,
+        stop_layer=6,
     )
     with BlendEngine(model, tiny_tokenizer(), config=config) as engine:
         engine.add([Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate((20, 22, 20))])
@@ -125,7 +131,7 @@ def test_only_what_is_over_the_limit_is_repaired() -> None:
     nothing = FixedSelection(torch.tensor([], dtype=torch.int64))
     steering = Steering(decoder, cache, layout, nothing, TrueKV([]))
     # Ten rows and the redone step can be paid for.
-    config = BlendConfig(repair_ratio=11 / 34, repair_limit=0.05)
+    config = BlendConfig(repair_ratio=11 / 34, repair_limit=0.05, stop_layer=6)
     repair = Repair(decoder, cache, layout, steering, config)
     repair._stale = layout.candidate_rows
     mass = torch.zeros(40)

@@ -92,7 +92,7 @@ def test_sensitivity_weighs_what_a_naive_count_weighs(
     config = BlendConfig(selector="ingest", segment_tokens=most, stop_layer=stop)
     task = SelectionTask(layout, 4, budget, sensitivity)
     picked = make_selector(config).begin(task).rows().tolist()
-    count = min(round(budget * 4 / (stop or 4)), rows.numel())
+    count = min(round(budget * 4 / (stop or 3)), rows.numel())
     assert len(picked) == count
 
     def least_in_most_out(scores: list[float], picked: list[int]) -> None:

@@ -52,7 +52,8 @@ def test_every_selector_over_true_kv_gives_the_models_own_logits(model: PreTrain
         with steering():
             got = model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0, -1]
         assert (got - wanted).abs().max() < TOLERANCE, settings
-        rows = round(9 * 6 / settings.get("stop_layer", 6))
+        stops = settings["selector"] in ("query", "ingest", "query_ingest")
+        rows = round(9 * 6 / settings.get("stop_layer", 4 if stops else 6))
         assert steering.recomputed_rows.numel() == rows
         if settings["selector"] in ("query", "ingest", "query_ingest", "boundary"):
             # Stopping early buys more rows, not more work; looking costs little besides.
@@ -79,8 +80,8 @@ class _Layered(RecordingCache):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("stop", [None, 4, 3, 2])
-def test_the_question_chooses_as_in_the_dense_reference(stop: int | None) -> None:
+@pytest.mark.parametrize("stop", [6, 4, 3, 2])
+def test_the_question_chooses_as_in_the_dense_reference(stop: int) -> None:
     model = tiny_model("llama", "eager")
     looks, budget = (1, 2), 12
     config = BlendConfig(
@@ -109,7 +110,7 @@ def test_the_question_chooses_as_in_the_dense_reference(stop: int | None) -> Non
     for layer in looks:
         mass = seen[layer][0, :, -1][:, chunk_rows].sum(dim=0)
         scores += mass / mass.sum()
-    count = round(budget * layers / (stop or layers))
+    count = round(budget * layers / stop)
     chosen = chunk_rows[scores.topk(count).indices.sort().values]
     # Second pass: the chosen rows through the layers they have missed, over the text as it was, and then all of them.
     given = [
@@ -121,10 +122,7 @@ def test_the_question_chooses_as_in_the_dense_reference(stop: int | None) -> Non
     ]
     unchosen = chunk_rows[~torch.isin(chunk_rows, chosen)]
     missed = torch.cat((unchosen, text_rows)).sort().values
-    replaced = [
-        missed if layer <= looks[-1] else unchosen if layer < (stop or layers) else chunk_rows
-        for layer in range(layers)
-    ]
+    replaced = [missed if layer <= looks[-1] else unchosen if layer < stop else chunk_rows for layer in range(layers)]
     given = [given[layer] if layer <= looks[-1] else stale[layer] for layer in range(layers)]
 
     def put_text_back(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -163,7 +161,7 @@ def test_a3_chooses_by_the_fresh_keys_of_layer_1() -> None:
     ("settings", "message"),
     [
         ({"selector": "query", "look_layers": (2, 5)}, "look_layers=.*must end before the model's last layer, 5"),
-        ({"selector": "query", "stop_layer": 6}, "stop_layer=6 is beyond the model's last layer, 5"),
+        ({"selector": "query", "stop_layer": 7}, "stop_layer=7 is beyond the model's 6 layers"),
     ],
 )
 def test_layers_that_are_not_there(settings: dict[str, object], message: str) -> None:

@@ -284,7 +284,7 @@ def test_a_file_brings_it_back(tmp_path: Path) -> None:
 
 def prompt_and_engine(**settings: object) -> tuple[BlendEngine, BlendPrompt, list[int]]:
     """The prompt of the other selectors' tests, and an engine that was given its chunks; the middle one was not measured."""
-    config = BlendConfig(recompute_ratio=12 / 62, strict=True, self_check=False, **settings)  # type: ignore[arg-type]
+    config = BlendConfig(recompute_ratio=12 / 62, strict=True, stop_layer=6, self_check=False, **settings)  # type: ignore[arg-type]
     engine = BlendEngine(tiny_model("llama", "eager"), tiny_tokenizer(), config=config)
     chunks = [Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate((20, 22, 20))]
     engine.add([chunks[1]])

@@ -4,7 +4,17 @@ from llama_index_cacheblend.install import install, uninstall
 from llama_index_cacheblend.llm import BlendLLM
 from llama_index_cacheblend.synthesizer import BlendSynthesizer
 from llama_index_cacheblend.vector_store import BlendVectorStore
+from llama_index_cacheblend.warm import WarmJob, WarmResult, warm_index
 
-__all__ = ["BlendLLM", "BlendSynthesizer", "BlendVectorStore", "install", "uninstall"]
+__all__ = [
+    "BlendLLM",
+    "BlendSynthesizer",
+    "BlendVectorStore",
+    "WarmJob",
+    "WarmResult",
+    "install",
+    "uninstall",
+    "warm_index",
+]
 
 __version__ = "0.1.0"

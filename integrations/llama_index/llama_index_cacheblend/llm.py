@@ -23,7 +23,6 @@ from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.callbacks import CallbackManager
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
-from llama_index.core.llms.llm import LLM
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.types import BaseOutputParser, PydanticProgramMode
 
@@ -34,12 +33,13 @@ from llama_index_cacheblend.construction import engine_name, make_engine
 from llama_index_cacheblend.decoding import check_length, cut_at_stop, decoding_options, read_stream, stop_list
 from llama_index_cacheblend.messages import has_chat_template, render_messages
 from llama_index_cacheblend.responses import as_chat, as_completion, responses
+from llama_index_cacheblend.structured import JSONAnswers
 from llama_index_cacheblend.threads import iterate_in_thread
 
 __all__ = ["BlendLLM"]
 
 
-class BlendLLM(LLM):
+class BlendLLM(JSONAnswers):
     """An open-weight model in this process whose prompts may hold stored chunks.
 
     It is an ordinary LlamaIndex language model. Every call takes ``temperature``, ``max_new_tokens``, ``stop`` and options of
@@ -155,13 +155,17 @@ class BlendLLM(LLM):
             model_name=self.model_name,
         )
 
-    def render(self, template: BasePromptTemplate, **values: Any) -> tuple[str, list[ChatMessage] | None]:
+    def render(
+        self, template: BasePromptTemplate, structured: bool = False, **values: Any
+    ) -> tuple[str, list[ChatMessage] | None]:
         """Fill a template as `predict` does.
 
         Parameters
         ----------
         template : BasePromptTemplate
             The template.
+        structured : bool
+            Fill it as `structured_predict` does instead, which has no use for this model's own output parser.
         **values : Any
             Its variables.
 
@@ -171,8 +175,13 @@ class BlendLLM(LLM):
             The whole prompt as text, and the messages it was written from if this is a chat model.
         """
         if not self.is_chat_model:
+            if structured:
+                return self._worded(template.format(llm=self, **values), False), None
             return self._get_prompt(template, **values), None
-        messages = self._get_messages(template, **values)
+        if structured:
+            messages = self._extend_messages(template.format_messages(llm=self, **values))
+        else:
+            messages = self._get_messages(template, **values)
         return self._written(messages), messages
 
     @llm_completion_callback()
