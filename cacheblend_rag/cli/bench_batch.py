@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from cacheblend_rag.cli.needs import needs_langchain
 from cacheblend_rag.cli.options import JsonOption, ModelOption
 from cacheblend_rag.cli.output import console, make_quiet, say_seconds, show_table, write_json
 
@@ -29,7 +30,8 @@ def batch(
 
     All chunks are stored. "faster" compares round by round.
     """
-    from cacheblend_rag.bench.batch import BatchBench, BatchSetting
+    with needs_langchain():
+        from cacheblend_rag.bench.batch import BatchBench, BatchSetting
 
     make_quiet()
     setting = BatchSetting(

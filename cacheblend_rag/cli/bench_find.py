@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from cacheblend_rag.cli.needs import needs_langchain
 from cacheblend_rag.cli.options import JsonOption
 from cacheblend_rag.cli.output import console, make_quiet, say_bytes, say_seconds, show_table, write_json
 
@@ -27,7 +28,8 @@ def find(
 
     The prompts hold 0 to 16 chunks and as many with one character changed, between other text.
     """
-    from cacheblend_rag.bench.find import FindBench, FindSetting
+    with needs_langchain():
+        from cacheblend_rag.bench.find import FindBench, FindSetting
 
     make_quiet()
     setting = FindSetting(chunks=chunks, prompts=prompts, prompt_chars=prompt_chars, heading=heading, seed=seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,14 @@ def test_the_command_writes_its_rows(tmp_path: Path) -> None:
 def test_nothing_cannot_be_measured(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}=0 must be at least"):
         BatchSetting(**{name: 0})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("command", ["batch", "find"])
+def test_without_langchain_the_command_says_what_to_install(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # None in the table of modules makes an import of that name fail.
+    monkeypatch.delitem(sys.modules, f"cacheblend_rag.bench.{command}", raising=False)
+    for name in ("langchain_cacheblend", "langchain_cacheblend.catalog"):
+        monkeypatch.setitem(sys.modules, name, None)
+    result = CliRunner().invoke(app, ["bench", command])
+    assert result.exit_code != 0
+    assert 'pip install "cacheblend-rag[langchain]"' in str(result.exception) + result.output

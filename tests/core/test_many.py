@@ -157,6 +157,18 @@ def test_options_count_for_each_row(options: dict[str, Any]) -> None:
     assert_as_one_by_one(engine_of, prompts, tokens=12, **options)
 
 
+def test_answers_can_be_sampled_each_by_its_own_distribution() -> None:
+    prompts = some_prompts()
+    with engine_of() as engine:
+        greedy = engine.generate_many(prompts, 8, do_sample=False)
+        # Of one candidate there is one draw.
+        drawn = engine.generate_many(prompts, 8, do_sample=True, temperature=0.7, top_k=1)
+        free = engine.generate_many(prompts, 8, do_sample=True, temperature=5.0, top_k=0)
+    assert [result.token_ids for result in drawn] == [result.token_ids for result in greedy]
+    assert [result.token_ids for result in free] != [result.token_ids for result in greedy]
+    assert {result.report.batch_size for result in (*drawn, *free)} == {len(prompts)}
+
+
 class AfterSome(StoppingCriteria):
     """Ends an answer after a number of tokens that depends on the prompt; keeps a state, and knows no batches."""
 

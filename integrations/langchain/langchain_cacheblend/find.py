@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ HEAD_CHARS = 16
 _BASE = 0x9E3779B97F4A7C15
 _INVERSE = pow(_BASE, -1, 1 << 64)
 _FILTER_BITS = 22
+_FEW_LENGTHS = 16
 
 
 class Match(NamedTuple):
@@ -73,6 +74,12 @@ class _Lengths:
             del self._counts[length]
         self._sorted = None
         return not self._counts
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._counts)
 
     def between(self, least: int, most: int) -> NDArray[np.int64]:
         """Return the lengths within these bounds."""
@@ -162,19 +169,33 @@ class ChunkFinder:
         heads = hashes.slices(starts, starts + HEAD_CHARS)
         possible = np.flatnonzero(self._heads[_filter_index(heads)])
         found: list[Match] = []
+        # Most heads are those of a few texts, which are compared in one go: numpy is slow on short arrays.
+        places: list[tuple[int, int]] = []
         for start, head in zip(possible.tolist(), heads[possible].tolist(), strict=True):
             lengths = self._lengths.get(head)
-            if lengths is not None:
-                found += self._at(text, start, lengths.between(min_chars, len(text) - start), hashes)
+            if lengths is None:
+                continue
+            most = len(text) - start
+            if len(lengths) > _FEW_LENGTHS:
+                stops = lengths.between(min_chars, most) + start
+                found += self._matches(text, np.full_like(stops, start), stops, hashes)
+            else:
+                places += [(start, start + length) for length in lengths if min_chars <= length <= most]
+        if places:
+            starts_of_few, stops = np.array(places, np.int64).T
+            found += self._matches(text, starts_of_few, stops, hashes)
         return _best_cover(found)
 
-    def _at(self, text: str, start: int, lengths: NDArray[np.int64], hashes: _SliceHashes) -> list[Match]:
-        """Return the known texts of these lengths that begin at `start`."""
+    def _matches(
+        self, text: str, starts: NDArray[np.int64], stops: NDArray[np.int64], hashes: _SliceHashes
+    ) -> list[Match]:
+        """Return the known texts among the slices ``text[start:stop]``."""
         found: list[Match] = []
-        stops = lengths + start
-        wholes = hashes.slices(np.full_like(stops, start), stops)
+        wholes = hashes.slices(starts, stops)
         possible = self._wholes[_filter_index(wholes)]
-        for stop, whole in zip(stops[possible].tolist(), wholes[possible].tolist(), strict=True):
+        for start, stop, whole in zip(
+            starts[possible].tolist(), stops[possible].tolist(), wholes[possible].tolist(), strict=True
+        ):
             ids = self._ids.get(whole)
             if ids is not None:
                 digest = text_hash(text[start:stop])
