@@ -8,6 +8,7 @@
     │   ├── UnknownChunkError     a chunk id that was never added, or was deleted (also a KeyError)
     │   ├── EmptyChunkError       a chunk without text, or whose text has no tokens
     │   └── PromptTooLongError    more tokens than the model's window holds
+    ├── AnswerTimeoutError        an answer was not there in the time that the caller gave it (also a TimeoutError)
     ├── StructuredOutputError     an answer is not of the form that was asked for; it says what the model wrote (a ValueError)
     ├── DatasetError              a data set of an evaluation cannot be read; the message says where (also a ValueError)
     ├── UnsupportedModelError     a model whose KV cannot be blended; the message says which part and why
@@ -22,6 +23,7 @@ Every message says what was wrong, with which value, and what to do about it.
 """
 
 __all__ = [
+    "AnswerTimeoutError",
     "CacheBlendError",
     "ChunkReadError",
     "ConfigError",
@@ -66,6 +68,10 @@ class EmptyChunkError(PromptError):
 
 class PromptTooLongError(PromptError):
     """A prompt has more tokens than the model's window holds."""
+
+
+class AnswerTimeoutError(CacheBlendError, TimeoutError):
+    """An answer was not there in the time that the caller gave it; the engine is free again."""
 
 
 class StructuredOutputError(CacheBlendError, ValueError):
