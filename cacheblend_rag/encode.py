@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from cacheblend_rag.kv import ChunkKV, LayerKV
-from cacheblend_rag.model import Decoder, KVCache
-from cacheblend_rag.rope import shift_keys
+from cacheblend_rag.model import Decoder, KVCache, text_decoder
+from cacheblend_rag.rope import shift_layer
 from cacheblend_rag.selection.question import context_layers
 
 __all__ = ["Encoder", "plan_batches"]
@@ -76,7 +76,15 @@ class Encoder:
 
     def plan(self, lengths: Sequence[int]) -> list[list[int]]:
         """Return the batches in which chunks of these lengths are encoded, as indices into `lengths`."""
-        return plan_batches(lengths, len(self._prefix_ids), self._batch_tokens)
+        prefix_len, reach = len(self._prefix_ids), self._decoder.rope_reach
+        # The longest row of a batch decides on the frequencies of all of it.
+        far = [reach is not None and prefix_len + count >= reach for count in lengths]
+        batches = []
+        for is_far in (True, False):
+            alike = [index for index in range(len(lengths)) if far[index] == is_far]
+            for batch in plan_batches([lengths[index] for index in alike], prefix_len, self._batch_tokens):
+                batches.append([alike[place] for place in batch])
+        return batches
 
     def encode(self, chunks: Sequence[Sequence[int]]) -> Iterator[list[tuple[int, ChunkKV]]]:
         """Compute the KV of chunks.
@@ -125,18 +133,14 @@ class Encoder:
         behind = self._forward([[*self._prefix_ids, *neighbours, *kv.token_ids]], KVCache(self._decoder.num_layers))
         device = behind[0].keys.device
         total = torch.zeros(count, device=device)
-        layers = range(1, max(2, context_layers(self._decoder.num_layers)))
+        layers = range(1, max(2, min(context_layers(self._decoder.num_layers), self._decoder.num_kv_layers)))
         # Layer 0 is the same in any context.
-        for layer in layers if self._decoder.num_layers > 1 else ():
-            moved = behind[layer].keys[0, :, start : start + count].clone()
+        for layer in layers if self._decoder.num_kv_layers > 1 else ():
+            moved = LayerKV(*(part[0, :, start : start + count].clone() for part in behind[layer]))
             rotation = self._decoder.rotations[layer]
             if rotation is not None:
-                shift_keys(moved, rotation.table(torch.full((count,), -distance), moved.device))
-            pairs = (
-                (moved, kv.layers[layer].keys),
-                (behind[layer].values[0, :, start : start + count], kv.layers[layer].values),
-            )
-            for new, stored in pairs:
+                shift_layer(moved, rotation.table(torch.full((count,), -distance), moved.keys.device))
+            for new, stored in zip(moved, kv.layers[layer], strict=True):
                 old = stored.to(new.device).float()
                 change = (new.float() - old).square().sum(dim=(0, 2))
                 total += (change / old.square().sum(dim=(0, 2)).clamp_min(1e-12)).to(device) / (2 * len(layers))
@@ -156,7 +160,7 @@ class Encoder:
 
     def _forward(self, rows: Sequence[Sequence[int]], cache: KVCache) -> list[LayerKV]:
         ids = torch.tensor(rows, device=self._decoder.device)
-        self._decoder.model.get_decoder()(input_ids=ids, past_key_values=cache, use_cache=True)
+        text_decoder(self._decoder.model)(input_ids=ids, past_key_values=cache, use_cache=True)
         return cache.kv()
 
 

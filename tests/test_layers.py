@@ -25,7 +25,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
     2: ("store", "model"),
     3: ("encode", "loader", "controller", "fuse", "snapkv"),
     4: ("engine",),
-    5: ("reference", "documents", "figures", "eval", "bench", "demo", "cli", "__main__"),
+    5: ("reference", "families", "documents", "figures", "eval", "bench", "demo", "cli", "__main__"),
 }
 FLOOR_OF = {module: floor for floor, modules in FLOORS.items() for module in modules}
 ENGINE_FLOOR = FLOOR_OF["engine"]

@@ -58,19 +58,26 @@ def check_selector(config: BlendConfig, num_layers: int) -> Selector:
 
 
 def check_attention(config: BlendConfig, decoder: Decoder) -> None:
-    """See that a model shows its attention, where the settings need to see it.
+    """See that a model shows what the settings need to see of it: its attention, and the KV of check layers.
 
     Raises
     ------
     ConfigError
         If it does not.
     """
-    if decoder.shows_attention:
-        return
     name = type(decoder.model).__name__
-    if config.source_attention:
+    if config.source_attention and not decoder.shows_attention:
         raise ConfigError(f"source_attention=True: {name} does not show what it attends to; leave it out")
     if not config.enabled:
+        return
+    task = SelectionTask(PromptLayout((0,), (0,), ()), decoder.num_layers, 0)
+    for layer in make_selector(config).begin(task).check_layers:
+        if layer >= decoder.num_kv_layers:
+            raise ConfigError(
+                f"check layer {layer} of {name} has no KV of its own to compare, as all its layers from {decoder.num_kv_layers} "
+                "on; choose earlier check_layers"
+            )
+    if decoder.shows_attention:
         return
     if make_selector(config).needs_attention:
         raise ConfigError(

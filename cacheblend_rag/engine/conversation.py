@@ -91,7 +91,7 @@ class Conversation:
         """How often it was reset."""
         return self._resets
 
-    def resume(self, prompt: AssembledPrompt, ratio: float, *, blended: bool) -> Resumption | None:
+    def resume(self, prompt: AssembledPrompt, ratio: float, *, blended: bool, moves: bool) -> Resumption | None:
         """Return what a prompt takes over, or None if that is nothing.
 
         Parameters
@@ -121,7 +121,7 @@ class Conversation:
         if rows < LEAST_RUN:
             rows = 0
         behind = tuple(span for span in layout.chunks if span.start >= rows)
-        runs = tuple(find_runs(held.token_ids, layout.token_ids, gaps(rows, behind, end), rows)) if blended else ()
+        runs = tuple(find_runs(held.token_ids, layout.token_ids, gaps(rows, behind, end), rows)) if moves else ()
         if not rows and not runs:
             return None
         first = [LayerKV(*(tensor[:, :, :rows] for tensor in layer)) for layer in held.layers]

@@ -66,7 +66,7 @@ def output_limit(model: PreTrainedModel, run: PromptRun, max_new_tokens: int | N
 def complete_options(model: PreTrainedModel, tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Return options of ``generate`` with those that a blended prompt needs."""
     # What a checkpoint's own generation settings may ask for, and a blended prompt cannot have.
-    options = {"num_beams": 1, "num_return_sequences": 1, "cache_implementation": None} | options
+    options = {"num_beams": 1, "num_return_sequences": 1, "cache_implementation": None, "use_cache": True} | options
     if options.get("stop_strings"):
         options["tokenizer"] = tokenizer
     if options.get("pad_token_id") is None and model.generation_config.pad_token_id is None:
@@ -119,7 +119,7 @@ def decode(
     watch = TokenWatch(stop)
     criteria = StoppingCriteriaList([*(options.pop("stopping_criteria", None) or ()), watch])
 
-    def forward(cache: BlendCache, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def forward(cache: BlendCache | None, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         if stop.is_set() or (streamer is not None and not threading.main_thread().is_alive()):
             # Closed while it waited for the model: nobody needs its prefill.
             streamer.end()
@@ -131,7 +131,7 @@ def decode(
             output = model.generate(  # type: ignore[operator]  # transformers' stubs take it for a tensor
                 **inputs,
                 attention_mask=torch.ones_like(inputs["input_ids"]),
-                past_key_values=cache,
+                **({} if cache is None else {"past_key_values": cache}),
                 max_new_tokens=limit,
                 stopping_criteria=criteria,
                 streamer=streamer,

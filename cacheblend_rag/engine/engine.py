@@ -21,7 +21,7 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.controller import Profile, check_attention, check_selector
 from cacheblend_rag.engine.conversation import Conversation, Conversations
 from cacheblend_rag.engine.decode import check_options, decode
-from cacheblend_rag.engine.firsttoken import FirstLogits
+from cacheblend_rag.engine.firsttoken import FirstLogits, last_logits
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PrefillResult
 from cacheblend_rag.engine.guard import Guard
 from cacheblend_rag.engine.identity import engine_identity
@@ -39,7 +39,15 @@ from cacheblend_rag.engine.watch import LayerWatcher, WatchedForward, WatchedPre
 from cacheblend_rag.errors import ConfigError, PromptError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.layout import PromptLayout
-from cacheblend_rag.model import Decoder, inspect_model, model_window, num_decoder_layers
+from cacheblend_rag.model import (
+    Capability,
+    Decoder,
+    WeightsWatch,
+    capability,
+    inspect_model,
+    model_window,
+    num_decoder_layers,
+)
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.store import KVStore, NameChanges, NodeRecord, open_store
 from cacheblend_rag.store.device import spare_bytes
@@ -129,9 +137,9 @@ class BlendEngine:
         self.model = model.eval()
         self.tokenizer = tokenizer
         self._closed = False
-        check_selector(self.config, num_decoder_layers(model))
         self.unsupported_reason: str | None = None
         self.decoder = self._inspect()
+        self._check_selector(self.config)
         if self.decoder is not None:
             check_attention(self.config, self.decoder)
         self._owns_store = store is None or isinstance(store, str | Path)
@@ -152,6 +160,7 @@ class BlendEngine:
             if store is None or isinstance(store, str | Path)
             else store
         )
+        self._weights = WeightsWatch(self.model)
         identity = engine_identity(model, tokenizer, private=self.store.is_private)
         defers = self.config.encode_on == "second_use"
         self._assembler = Assembler(
@@ -162,6 +171,7 @@ class BlendEngine:
             model_window(model),
             self.config.namespace,
             FirstUses(self.store) if defers and self.decoder is not None else None,
+            self.decoder is None or self.decoder.is_movable,
         )
         self._runner = Runner(
             model,
@@ -338,6 +348,7 @@ class BlendEngine:
             raises it, and `flush`.
         """
         self._check_open()
+        self._weights.check()
         if ttl_s is not None and not (isinstance(ttl_s, int | float) and 0 < ttl_s < math.inf):
             raise ConfigError(
                 f"ttl_s={ttl_s!r} must be a positive number of seconds; leave it out to keep chunks for ever"
@@ -508,6 +519,10 @@ class BlendEngine:
         """Behind how many of its neighbours each new chunk is encoded a second time, to measure its sensitivity; 0: it is not."""
         return self._ingest.neighbours
 
+    def capability(self) -> Capability:
+        """Return what each layer of the model is like, what blending does there, and why not where it does not."""
+        return capability(self.model, self.decoder, self.unsupported_reason)
+
     @property
     def namespace(self) -> str:
         """Digest of the model, tokenizer, encoding prefix and tenant (`config.namespace`): equal ones share KV."""
@@ -595,9 +610,8 @@ class BlendEngine:
         """
         run = self._begin(prompt, config, conversation)
 
-        def forward(cache: BlendCache, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-            logits: torch.Tensor = self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-            return logits[0, -1].cpu()
+        def forward(cache: BlendCache | None, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+            return last_logits(self.model, inputs, cache)
 
         logits = self._runner.run(run, 0, forward)
         report = run.report(num_decoder_layers(self.model), time.perf_counter(), 0)
@@ -845,6 +859,7 @@ class BlendEngine:
         started = time.perf_counter()
         self._check_open()
         self._conversations.checked(conversation)
+        self._weights.check()
         if not isinstance(prompt, BlendPrompt):
             raise ConfigError(
                 f"the prompt is a {type(prompt).__name__}; give a BlendPrompt, as in BlendPrompt(text, chunks)"
@@ -865,7 +880,7 @@ class BlendEngine:
         if any(getattr(config, name) != value for name, value in settled.items()):
             # They say what "auto" stands for.
             config = config.replace(**settled)
-        check_selector(config, num_decoder_layers(self.model))
+        self._check_selector(config)
         if self.decoder is not None:
             check_attention(config, self.decoder)
         return PromptRun(self._assemble(prompt, config), config, started, conversation=conversation)
@@ -887,6 +902,11 @@ class BlendEngine:
             self.unsupported_reason = str(error)
             return None
         return decoder
+
+    def _check_selector(self, config: BlendConfig) -> None:
+        # A model whose configuration names no layers is never blended.
+        if self.decoder is not None or num_decoder_layers(self.model):
+            check_selector(config, num_decoder_layers(self.model))
 
     def _device_bytes(self, devices: Sequence[torch.device]) -> int:
         if self.decoder is None:

@@ -95,8 +95,9 @@ class Ingest:
         self._ttl_s = config.ttl_s
         self._disk_codec = make_codec(config.disk_codec)
         self._names_only = config.encode_on == "second_use"
-        # What has no KV, or gets it from a prompt, is never measured.
-        self.neighbours = 0 if decoder is None or self._names_only else num_neighbours(config)
+        # What has no KV, or gets it from a prompt, or cannot be compared behind other text, is never measured.
+        is_measured = decoder is not None and decoder.is_movable and not self._names_only
+        self.neighbours = num_neighbours(config) if is_measured else 0
         self._jobs = Jobs()
 
     def add(

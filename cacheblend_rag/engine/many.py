@@ -257,7 +257,8 @@ class Many:
         # As generate asks for them.
         keep = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}  # type: ignore[operator]
 
-        def forward(cache: BlendCache, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        def forward(cache: BlendCache | None, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+            assert cache is not None
             with first or nullcontext():
                 logits: torch.Tensor = model(**inputs, past_key_values=cache, use_cache=True, **keep).logits[0, -1]
             batch.take(row, cache, logits)
@@ -276,6 +277,8 @@ class Many:
         """Return why these prompts cannot be decoded in one batch, or None."""
         if self._decoder is None:
             return "the model cannot be blended, and is not known to decode several prompts as it decodes one"
+        if self._decoder.rope_reach is not None:
+            return "the rotary frequencies of the model depend on the longest prompt that it reads"
         config = runs[0].config
         if config.repair_ratio:
             return f"decode-time repair (repair_ratio={config.repair_ratio}) watches one answer at a time"

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from cacheblend_rag.kv import LayerKV
-from cacheblend_rag.model import KVCache
+from cacheblend_rag.model import KVCache, unwrapped
 
 __all__ = ["PaddedBatch"]
 
@@ -92,6 +92,8 @@ class PaddedBatch:
             The cache to call ``generate`` with, empty until that forward.
         """
         cache = KVCache(len(self._buffers))
+        # What wraps a model (adapters, torch.compile) hands generate on to the model inside.
+        model = unwrapped(model)
         replaced = vars(model).get("forward")
         forward = model.forward
 

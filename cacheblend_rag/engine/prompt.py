@@ -38,6 +38,8 @@ class PromptChunk:
         What was found out about it that its report should say.
     deferred : bool
         Whether it is computed like text because it is retrieved for the first time.
+    is_elsewhere : bool
+        Whether it is computed like text because its KV is that of another position.
     row : int
         The row of its first token, of a chunk that is computed like text.
     """
@@ -49,6 +51,7 @@ class PromptChunk:
     text_hash: str | None = None
     note: str | None = None
     deferred: bool = False
+    is_elsewhere: bool = False
     row: int = 0
 
     def record(self) -> NodeRecord:
@@ -102,6 +105,8 @@ class Assembler:
         Whose names and KV these are.
     first_uses : FirstUses, optional
         Tells which chunks are retrieved for the first time, and computed like text; by default none is.
+    is_movable : bool
+        Whether a chunk's KV serves at any position; else only where it was encoded, right behind the encoding prefix.
     """
 
     def __init__(
@@ -113,11 +118,13 @@ class Assembler:
         window: int | None,
         tenant: str | None = None,
         first_uses: FirstUses | None = None,
+        is_movable: bool = True,
     ) -> None:
         self.tokenizer = tokenizer
         self._store = store
         self.window = window
         self._first_uses = first_uses
+        self._is_movable = is_movable
         bos = getattr(tokenizer, "bos_token_id", None)
         self._bos: tuple[int, ...] = () if bos is None else (bos,)
         if encoding_prefix is None:
@@ -225,6 +232,12 @@ class Assembler:
                     # The last token's logits are what the prompt is for, so its row is computed.
                     note = "the prompt ends with it, so it is computed like text"
                     computed.append(PromptChunk(chunk.id, chunk.key, part, note=note, row=len(ids)))
+                elif not self._is_movable and position != len(self.prefix_ids):
+                    note = (
+                        f"it stands at position {position}, and the KV of this model, encoded at {len(self.prefix_ids)}, cannot "
+                        "be moved, so it is computed like text"
+                    )
+                    computed.append(PromptChunk(chunk.id, chunk.key, part, note=note, is_elsewhere=True, row=len(ids)))
                 elif chunk.key in first:
                     note = "it is retrieved for the first time, so it is computed like text"
                     computed.append(PromptChunk(chunk.id, chunk.key, part, note=note, deferred=True, row=len(ids)))

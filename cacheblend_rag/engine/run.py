@@ -20,12 +20,12 @@ from cacheblend_rag.engine.prompt import AssembledPrompt, PromptChunk
 from cacheblend_rag.engine.sources import SourceAttention
 from cacheblend_rag.engine.taken import Resumption
 from cacheblend_rag.engine.turn import Turn
-from cacheblend_rag.errors import ChunkReadError, StoreError
+from cacheblend_rag.errors import ChunkReadError, PromptError, StoreError
 from cacheblend_rag.fuse import BlendCache, Repair, Steering
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.loader import LayerLoader, ResumedLayers
-from cacheblend_rag.model import Decoder, num_decoder_layers
+from cacheblend_rag.model import Decoder, num_decoder_layers, takes_positions, text_decoder
 from cacheblend_rag.report import BlendReport, ChunkReport
 from cacheblend_rag.selection import FixedSelection, make_selector
 from cacheblend_rag.selection.question import look_layers
@@ -170,8 +170,11 @@ class PromptRun:
         chunks: list[tuple[int, ChunkReport]] = []
         deferred = sum(chunk.deferred for chunk in self.prompt.computed)
         fallback = self.plan.fallback_reason
-        if deferred and not self.prompt.chunks and fallback:
-            fallback = "all of its chunks are retrieved for the first time"
+        if self.prompt.computed and not self.prompt.chunks and fallback:
+            if deferred:
+                fallback = "all of its chunks are retrieved for the first time"
+            elif any(chunk.is_elsewhere for chunk in self.prompt.computed):
+                fallback = "none of its chunks stands where it was encoded, and the KV of this model cannot be moved"
         if self.guard_action is not None and not self.config.enabled:
             fallback = self.guard_action
         tiers = self.tiers or [None] * len(self.hits)
@@ -261,13 +264,17 @@ class Runner:
         self._config = config
         self._tenant = config.namespace or ""
         self._num_layers = num_decoder_layers(model)
+        self._num_kv_layers = self._num_layers if decoder is None else decoder.num_kv_layers
         self._warned_of_no_hit = False
         self._warned_of_no_sensitivity = False
         self._controller: Controller | None = None
         self.lock = Turn()
 
     def run(
-        self, run: PromptRun, headroom: int, forward: Callable[[BlendCache, dict[str, torch.Tensor]], torch.Tensor]
+        self,
+        run: PromptRun,
+        headroom: int,
+        forward: Callable[[BlendCache | None, dict[str, torch.Tensor]], torch.Tensor],
     ) -> torch.Tensor:
         """Call `forward` with the prompt's ids and a cache that makes its first pass over them the blended prefill.
 
@@ -278,7 +285,8 @@ class Runner:
         headroom : int
             Tokens that will be generated at most, for which the cache keeps room.
         forward : callable
-            Runs the model; called again if stored KV turns out damaged before its first pass is over.
+            Runs the model, with a cache of its own (None) where the model cannot be blended; called again if stored KV turns
+            out damaged before its first pass is over.
 
         Returns
         -------
@@ -288,6 +296,10 @@ class Runner:
         layout = run.prompt.layout
         inputs = {"input_ids": torch.tensor([layout.token_ids], device=self._model.device)}
         if run.prompt.has_positions:
+            if not takes_positions(text_decoder(self._model)):
+                raise PromptError(
+                    f"the prompt places its segments, and {type(self._model).__name__} takes no positions; leave positions out"
+                )
             inputs["position_ids"] = torch.tensor([layout.positions], device=self._model.device)
         with self.lock, torch.no_grad():
             resets = 0 if run.conversation is None else run.conversation.resets
@@ -295,6 +307,10 @@ class Runner:
                 readers = self._prepare(run)
                 if readers is None:
                     run.forward_started = time.perf_counter()
+                    if self._decoder is None:
+                        # Its cache may hold states that ours has no place for.
+                        run.kept_reason = None if run.config.kv_capacity is None else self._unsupported
+                        return forward(None, inputs)
                     cache = BlendCache(self._num_layers)
                     with self._evicting(run, cache, headroom), self._watching(run, cache):
                         output = forward(cache, inputs)
@@ -327,7 +343,7 @@ class Runner:
         ratio = config.recompute_ratio
         found: dict[str, KVReader | None] = {}
         given = run.rows
-        run.plan = whole_plan(config, layout, self._unsupported, ratio if given is None else 0.0)
+        run.plan = whole_plan(config, layout, self._refusal(layout), ratio if given is None else 0.0)
         if run.plan is None and given is not None:
             run.plan = Plan(FixedSelection(given), "given", given.numel() / layout.context_tokens)
             return self._readers(run, self._open_all(run))
@@ -360,16 +376,24 @@ class Runner:
 
     def _resume(self, run: PromptRun, ratio: float, *, blended: bool) -> None:
         """Take over what the conversation has computed, if this is a turn of one and blending is on."""
-        if run.conversation is not None and self._decoder is not None and run.config.enabled:
-            run.resumed = run.conversation.resume(run.prompt, ratio, blended=blended)
+        if run.conversation is None or not run.config.enabled or self._refusal(run.prompt.layout) is not None:
+            return
+        assert self._decoder is not None
+        moves = blended and self._decoder.is_movable
+        run.resumed = run.conversation.resume(run.prompt, ratio, blended=blended, moves=moves)
 
     def _remember(self, run: PromptRun, cache: BlendCache, resets: int) -> None:
         """Let the conversation keep what was computed, if it is whole."""
         plan = run.plan
-        if run.conversation is None or plan is None or self._decoder is None:
+        if (
+            run.conversation is None
+            or plan is None
+            or self._refusal(run.prompt.layout, len(run.output_ids)) is not None
+        ):
             return
         # Nothing was computed for a stream that was closed before its turn came.
-        if all(layer.held_tokens and not layer.evicted_tokens for layer in cache.kv_layers):
+        layers = cache.kv_layers[: self._num_kv_layers]
+        if all(layer.held_tokens and not layer.evicted_tokens for layer in layers):
             run.conversation.keep(
                 run.prompt,
                 run.output_ids,
@@ -379,6 +403,17 @@ class Runner:
                 blended=plan.selection is not None,
                 resets=resets,
             )
+
+    def _refusal(self, layout: PromptLayout, output_tokens: int = 0) -> str | None:
+        """Return why this model cannot be blended, or not on this prompt and an answer of so many tokens."""
+        reach = None if self._decoder is None else self._decoder.rope_reach
+        end = layout.end_position + output_tokens
+        if reach is not None and end >= reach:
+            return (
+                f"the prompt ends at position {end}, and from {reach} on the rotary frequencies of this model "
+                "depend on the length of the prompt"
+            )
+        return self._unsupported
 
     def _sensitivity(self, run: PromptRun, readers: Sequence[KVReader]) -> torch.Tensor | None:
         """Return how much each row depends on its neighbours, as `SelectionTask` has it; None where the selector does not ask."""
@@ -551,7 +586,7 @@ class Runner:
     def _blends(self, run: PromptRun) -> bool:
         """Return whether a prompt is blended, as far as that is known before its stored KV is opened."""
         config, layout, ratio = run.config, run.prompt.layout, run.config.recompute_ratio
-        if whole_plan(config, layout, self._unsupported, ratio) is not None:
+        if whole_plan(config, layout, self._refusal(layout), ratio) is not None:
             return False
         if ratio != "auto":
             return True
@@ -619,7 +654,7 @@ class Runner:
 
     def _open(self, chunk: PromptChunk) -> KVReader | None:
         reader = self._store.open(chunk.key)
-        if reader is not None and (reader.token_ids != chunk.token_ids or reader.num_layers != self._num_layers):
+        if reader is not None and (reader.token_ids != chunk.token_ids or reader.num_layers != self._num_kv_layers):
             logger.warning(
                 "stored KV %s… is not of the chunk it is stored for; it will be computed again", chunk.key[:12]
             )

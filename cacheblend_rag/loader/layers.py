@@ -77,7 +77,7 @@ class LayerLoader:
         reposition: bool = True,
     ) -> None:
         assert len(readers) == len(layout.chunks) and capacity >= len(layout)
-        if not loads_ahead(layout.context_tokens * decoder.kv_bytes_per_token // decoder.num_layers):
+        if not loads_ahead(layout.context_tokens * decoder.kv_bytes_per_token // decoder.num_kv_layers):
             threads = 0
         self._assembly = Assembly(decoder, layout, readers, capacity, max(2 * threads, 1), reposition)
         self._ahead = ahead if threads else 0
@@ -85,7 +85,7 @@ class LayerLoader:
         # All of these are guarded by `_changed`.
         self._next = (first_layer, 0)
         self._wanted = first_layer - 1
-        self._end = decoder.num_layers
+        self._end = decoder.num_kv_layers
         self._unfinished: dict[int, int] = {}
         self._ready: dict[int, LayerKV | Upload] = {}
         self._error: BaseException | None = None

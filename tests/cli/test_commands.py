@@ -32,6 +32,7 @@ from .conftest import Command
         "bench find",
         "profile",
         "calibrate",
+        "models",
         "eval reference",
         "eval musique",
         "eval 2wikimqa",
