@@ -49,6 +49,8 @@ def check_selector(config: BlendConfig, num_layers: int) -> Selector:
     """
     selector = make_selector(config)
     selector.validate(num_layers)
+    if config.source_attention:
+        look_layers(config, num_layers)
     if config.repair_ratio:
         look_layers(config, num_layers)
         stop_layer(config, num_layers)
@@ -63,9 +65,11 @@ def check_attention(config: BlendConfig, decoder: Decoder) -> None:
     ConfigError
         If it does not.
     """
+    name = type(decoder.model).__name__
+    if config.source_attention and not decoder.shows_attention:
+        raise ConfigError(f"source_attention=True: {name} does not show what it attends to; leave it out")
     if not config.enabled:
         return
-    name = type(decoder.model).__name__
     task = SelectionTask(PromptLayout((0,), (0,), ()), decoder.num_layers, 0)
     for layer in make_selector(config).begin(task).check_layers:
         if layer >= decoder.num_kv_layers:

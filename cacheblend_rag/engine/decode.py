@@ -138,7 +138,9 @@ def decode(
                 **options,
             )
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
-        return sequences[0, len(layout) :].cpu()
+        generated = sequences[0, len(layout) :].cpu()
+        run.output_ids = tuple(generated.tolist())
+        return generated
 
     token_ids = tuple(runner.run(run, limit, forward).tolist())
     count = len(token_ids)

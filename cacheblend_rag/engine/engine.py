@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from cacheblend_rag.chunk import BlendPrompt, Chunk
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.controller import Profile, check_attention, check_selector
+from cacheblend_rag.engine.conversation import Conversation, Conversations
 from cacheblend_rag.engine.decode import check_options, decode
 from cacheblend_rag.engine.firsttoken import FirstLogits, last_logits
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PrefillResult
@@ -29,9 +30,9 @@ from cacheblend_rag.engine.jobs import AddJob, AddResult
 from cacheblend_rag.engine.many import Many, options_of
 from cacheblend_rag.engine.markup import SCHEMA_PREFIX, LoadedSchema, Schemas
 from cacheblend_rag.engine.metrics import EngineMetrics
-from cacheblend_rag.engine.prefetch import Prefetcher
+from cacheblend_rag.engine.prefetch import Prefetch, Prefetcher
 from cacheblend_rag.engine.pretrained import load_pretrained
-from cacheblend_rag.engine.prompt import Assembler
+from cacheblend_rag.engine.prompt import AssembledPrompt, Assembler
 from cacheblend_rag.engine.run import PromptRun, Runner
 from cacheblend_rag.engine.selfcheck import check_blending
 from cacheblend_rag.engine.uses import FirstUses
@@ -74,6 +75,7 @@ _ENGINE_SETTINGS = frozenset(
         "write_back_bytes",
         "namespace",
         "ttl_s",
+        "conversation_bytes",
         "encode_batch_tokens",
         "encode_on",
         "neighbours",
@@ -189,7 +191,8 @@ class BlendEngine:
         self.metrics = EngineMetrics(self.store.stats, self.guard.status if self.guard.active else None)
         self._many = Many(model, tokenizer, self.decoder, self._runner, self.config.self_check)
         self._ingest = Ingest(self._assembler, self._runner, self.store, self.decoder, self.config)
-        self._prefetcher = Prefetcher(self.store, self.config.ram_bytes // 2)
+        self._conversations = Conversations(self.store, self._assembler.namespace)
+        self._prefetcher = Prefetcher(self.store, self.config.load_threads)
         self.schemas = Schemas(self._assembler, self._ingest, self.store, self._prefetcher)
 
     @classmethod
@@ -265,6 +268,7 @@ class BlendEngine:
         with self._runner.lock:
             if not self._closed:
                 self._closed = True
+                self._conversations.close()
                 if self._owns_store:
                     self.store.close()
                 else:
@@ -410,13 +414,62 @@ class BlendEngine:
     def delete(self, ids: Iterable[str]) -> int:
         """Forget chunks: their names at once, and their KV unless another name has the same text.
 
+        Conversations forget what may know of them.
+
         Returns
         -------
         int
             How many of the ids were known.
         """
         self._check_open()
-        return self.store.forget(self._assembler.namespace, _id_list(ids))
+        known = self.store.forget(self._assembler.namespace, _id_list(ids))
+        self._conversations.refresh()
+        return known
+
+    def conversation(self, max_bytes: int | None = None) -> Conversation:
+        """Begin a conversation, whose turns reuse what the turns before have computed.
+
+        Parameters
+        ----------
+        max_bytes : int, optional
+            Most bytes of KV that it keeps, in the memory in which the model computes; ``config.conversation_bytes`` by default.
+
+        Returns
+        -------
+        Conversation
+            To be given to `generate`, `stream` or `prefill` with each turn; it says itself what is reused, and how exactly.
+
+        Raises
+        ------
+        ConfigError
+            If `max_bytes` is negative.
+        """
+        self._check_open()
+        limit = self.config.conversation_bytes if max_bytes is None else max_bytes
+        if limit < 0:
+            raise ConfigError(f"max_bytes={limit} is negative; give a number of bytes, 0 to keep nothing")
+        return self._conversations.begin(limit)
+
+    def prefetch(self, ids: Iterable[str]) -> Prefetch:
+        """Begin to read the KV of chunks that are likely to be asked for soon, and return at once.
+
+        While a reranker works on what was retrieved, for example, their KV comes from disk and remote tiers to RAM, and to the
+        device, as far as these have room. A prompt that comes meanwhile waits for those of its chunks that are being read, and
+        reads the others itself.
+
+        Parameters
+        ----------
+        ids : iterable of str
+            The chunks, most likely ones first; those that are not known are left out.
+
+        Returns
+        -------
+        Prefetch
+            To wait for, or to cancel; it need not be kept.
+        """
+        self._check_open()
+        records = self.store.lookup(self._assembler.namespace, _id_list(ids))
+        return self._prefetcher.begin(record.key for record in records if record is not None)
 
     def pin(self, ids: Iterable[str]) -> None:
         """Keep the KV of these chunks: it is never evicted, now or when it is computed again, and counts against the budget.
@@ -584,7 +637,13 @@ class BlendEngine:
         self._check_open()
         return self._assembler.assemble(self._blend_prompt(prompt)).layout
 
-    def prefill(self, prompt: BlendPrompt | Prompt, *, config: BlendConfig | None = None) -> PrefillResult:
+    def prefill(
+        self,
+        prompt: BlendPrompt | Prompt,
+        *,
+        config: BlendConfig | None = None,
+        conversation: Conversation | None = None,
+    ) -> PrefillResult:
         """Prefill a prompt, blending its chunks.
 
         Parameters
@@ -594,6 +653,8 @@ class BlendEngine:
         config : BlendConfig, optional
             Blending settings for this call (`enabled`, `recompute_ratio`, `quality_ratio`, `selector` and what belongs to it,
             `min_tokens`).
+        conversation : Conversation, optional
+            The conversation that this is a turn of.
 
         Returns
         -------
@@ -607,7 +668,7 @@ class BlendEngine:
         ConfigError
             If the settings do not fit the model.
         """
-        run = self._begin(prompt, config)
+        run = self._begin(prompt, config, conversation)
 
         def forward(cache: BlendCache | None, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
             return last_logits(self.model, inputs, cache)
@@ -676,6 +737,7 @@ class BlendEngine:
         max_new_tokens: int | None = None,
         *,
         config: BlendConfig | None = None,
+        conversation: Conversation | None = None,
         **generation_kwargs: Any,
     ) -> GenerationResult:
         """Answer a prompt.
@@ -688,6 +750,8 @@ class BlendEngine:
             Most tokens to generate, never beyond the model's window; by default the model's own setting, or 256.
         config : BlendConfig, optional
             Blending settings for this call.
+        conversation : Conversation, optional
+            The conversation that this is a turn of (`conversation`).
         **generation_kwargs : Any
             Options of transformers' ``generate``, which does the decoding: sampling, stop strings, processors and so
             on.
@@ -705,7 +769,7 @@ class BlendEngine:
             If an option cannot be combined with blending.
         """
         check_options(max_new_tokens, generation_kwargs)
-        run = self._begin(prompt, config)
+        run = self._begin(prompt, config, conversation)
         return self._decode(run, max_new_tokens, generation_kwargs, threading.Event(), None, self.guard.watch(run))
 
     def generate_many(
@@ -806,6 +870,7 @@ class BlendEngine:
         max_new_tokens: int | None = None,
         *,
         config: BlendConfig | None = None,
+        conversation: Conversation | None = None,
         **generation_kwargs: Any,
     ) -> BlendStream:
         """Answer a prompt piece by piece; takes and raises what `generate` does, prompt errors at once.
@@ -816,7 +881,7 @@ class BlendEngine:
             An iterator over pieces of text; its `result` holds the report.
         """
         check_options(max_new_tokens, generation_kwargs)
-        run = self._begin(prompt, config)
+        run = self._begin(prompt, config, conversation)
         first = self.guard.watch(run)
 
         def generate(streamer: Any, stop: threading.Event) -> GenerationResult:
@@ -848,15 +913,25 @@ class BlendEngine:
             # Formatters that write fields, as JSON for example, find the figures under "blend".
             logger.info("%s", report, extra={"blend": report.to_dict()})
 
-    def _begin(self, prompt: BlendPrompt | Prompt, config: BlendConfig | None) -> PromptRun:
+    def _begin(
+        self, prompt: BlendPrompt | Prompt, config: BlendConfig | None, conversation: Conversation | None = None
+    ) -> PromptRun:
         started = time.perf_counter()
         self._check_open()
+        self._conversations.checked(conversation)
         self._weights.check()
         prompt = self._blend_prompt(prompt)
         if config is None or config is self.config:
             order = self.guard.order
-            assembled = self._assembler.assemble(prompt, retrieving=order.config.enabled)
-            return PromptRun(assembled, order.config, started, guard_level=order.level, guard_action=order.action)
+            assembled = self._assemble(prompt, order.config)
+            return PromptRun(
+                assembled,
+                order.config,
+                started,
+                guard_level=order.level,
+                guard_action=order.action,
+                conversation=conversation,
+            )
         self._check_call_settings(config)
         settled = {name: getattr(self.config, name) for name in ("neighbours", "encode_on")}
         if any(getattr(config, name) != value for name, value in settled.items()):
@@ -865,7 +940,12 @@ class BlendEngine:
         self._check_selector(config)
         if self.decoder is not None:
             check_attention(config, self.decoder)
-        return PromptRun(self._assembler.assemble(prompt, retrieving=config.enabled), config, started)
+        return PromptRun(self._assemble(prompt, config), config, started, conversation=conversation)
+
+    def _assemble(self, prompt: BlendPrompt, config: BlendConfig) -> AssembledPrompt:
+        assembled = self._assembler.assemble(prompt, retrieving=config.enabled)
+        self._prefetcher.claim(chunk.key for chunk in assembled.chunks)
+        return assembled
 
     def _blend_prompt(self, prompt: BlendPrompt | Prompt) -> BlendPrompt:
         if isinstance(prompt, Prompt):

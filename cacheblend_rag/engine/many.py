@@ -284,6 +284,8 @@ class Many:
         config = runs[0].config
         if config.repair_ratio:
             return f"decode-time repair (repair_ratio={config.repair_ratio}) watches one answer at a time"
+        if config.source_attention:
+            return "source_attention watches one answer at a time"
         if config.kv_capacity is not None:
             return f"eviction after prefill (kv_capacity={config.kv_capacity}) keeps other tokens of each prompt"
         own = self._model.generation_config.to_diff_dict()

@@ -127,7 +127,7 @@ class Schemas:
         ttl_s : float, optional
             Seconds that its KV lives.
         prefetch : bool
-            Whether the members of its unions are read from disk into RAM in the background.
+            Whether the members of its unions are brought into memory in the background, and what is served in parts.
         """
         layout = self.layout(schema)
         chunks = {part.name: self._chunk(schema.name, part, is_named=True) for part in layout.parts}
@@ -136,13 +136,12 @@ class Schemas:
         with self._lock:
             self._loaded[schema.name] = chunks
         if prefetch:
-            self._prefetcher.fetch(self._keys(chunks, [name for union in schema.unions for name in union]))
+            members = {name for union in schema.unions for name in union}
+            # What is served in parts does not rise to a faster tier on its way through a prompt.
+            cut = {part.name for part in layout.parts if part.slots or not part.is_contiguous}
+            self._prefetcher.begin(self._keys(chunks, [name for name in chunks if name in members | cut]))
         tokens = sum(len(part) for part in layout.parts)
         return LoadedSchema(schema.name, len(chunks), tokens, done.encoded, done.unchanged, removed)
-
-    def wait(self) -> None:
-        """Wait until what is being read ahead is in RAM."""
-        self._prefetcher.wait()
 
     def unload(self, name: str) -> int:
         """Forget a schema; return how many parts it had.
@@ -185,7 +184,7 @@ class Schemas:
         """Where a prompt takes a member of a union, the next is likely to take another (Prompt Cache, section 3.2.3)."""
         used = prompt.imports
         siblings = [name for union in schema.unions if any(member in used for member in union) for name in union]
-        self._prefetcher.fetch(self._keys(loaded, [name for name in siblings if name not in used]))
+        self._prefetcher.begin(self._keys(loaded, [name for name in siblings if name not in used]))
 
     def _keys(self, chunks: dict[str, Chunk], names: Sequence[str]) -> list[str]:
         return [self._assembler.record(chunks[name]).key for name in names if name in chunks]

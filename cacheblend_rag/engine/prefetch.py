@@ -1,81 +1,129 @@
-"""Bringing KV from disk or a remote tier into RAM before it is asked for."""
+"""Bringing stored KV nearer before a prompt asks for it."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, TimeoutError, wait
 
 from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.loader import compute_alone
 from cacheblend_rag.store import KVStore
+from cacheblend_rag.store.device import DeviceReader
+from cacheblend_rag.store.ram import RamReader
+from cacheblend_rag.store.rise import RisingReader
 
-__all__ = ["Prefetcher"]
+__all__ = ["Prefetch", "Prefetcher"]
 
 logger = logging.getLogger(__name__)
 
-_IN_MEMORY = ("ram", "device")
+
+class Prefetch:
+    """What `BlendEngine.prefetch` has begun.
+
+    Parameters
+    ----------
+    reads : sequence of Future
+        One for each chunk that is read.
+    """
+
+    def __init__(self, reads: Sequence[Future[None]]) -> None:
+        self._reads = reads
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks are known, each text once."""
+        return len(self._reads)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing is left to read; return whether that is so.
+
+        Parameters
+        ----------
+        timeout_s : float, optional
+            Most seconds to wait; no limit by default.
+        """
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        for read in self._reads:
+            try:
+                read.result(None if until is None else max(until - time.monotonic(), 0))
+            except CancelledError:
+                continue
+            except TimeoutError:
+                return False
+        return True
+
+    def cancel(self) -> None:
+        """Read no further chunk."""
+        for read in self._reads:
+            read.cancel()
 
 
 class Prefetcher:
-    """Reads stored KV in a thread of its own, so that the store keeps it in RAM.
+    """Reads chunks in threads of its own, so that the tiers keep them where they are read fast.
+
+    From disk and remote tiers KV comes to RAM, and to the device, as far as these have room.
 
     Parameters
     ----------
     store : KVStore
-        The store.
-    limit_bytes : int
-        Most bytes that one call brings in: what is prefetched must not drive out what is in use.
+        Where KV is kept.
+    threads : int
+        How many chunks are read at once.
     """
 
-    def __init__(self, store: KVStore, limit_bytes: int) -> None:
+    def __init__(self, store: KVStore, threads: int) -> None:
         self._store = store
-        self._limit_bytes = limit_bytes
+        self._threads = threads
         self._lock = threading.Lock()
-        self._thread: ThreadPoolExecutor | None = None
-        self._under_way: Future[None] | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._reads: dict[str, Future[None]] = {}
         self._closed = False
 
-    def fetch(self, keys: Sequence[str]) -> None:
-        """Have the KV under some keys read in the background; nothing where the thread is still busy with the last ones."""
-        if not keys or self._store.is_private:
+    def begin(self, keys: Iterable[str]) -> Prefetch:
+        """Read what is under these keys, in this order; what is being read already is not read twice."""
+        reads = []
+        with self._lock:
+            for key in dict.fromkeys(keys):
+                if self._closed:
+                    break
+                read = self._reads.get(key)
+                if read is None or read.done():
+                    if self._pool is None:
+                        self._pool = ThreadPoolExecutor(self._threads, "cacheblend-prefetch", initializer=compute_alone)
+                    read = self._reads[key] = self._pool.submit(self._read, key)
+                reads.append(read)
+        return Prefetch(reads)
+
+    def claim(self, keys: Iterable[str]) -> None:
+        """Make way for a prompt with these keys: reads that have not begun are its own business, others are waited for."""
+        if not self._reads:
             return
         with self._lock:
-            if self._closed or (self._under_way is not None and not self._under_way.done()):
-                return
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, "cacheblend-prefetch")
-            self._under_way = self._thread.submit(self._read, tuple(keys))
-
-    def wait(self) -> None:
-        """Wait until what was asked for is read."""
-        with self._lock:
-            waiting = self._under_way
-        if waiting is not None:
-            waiting.result()
+            claimed = [self._reads[key] for key in keys if key in self._reads]
+            begun = [read for read in claimed if not read.cancel()]
+            self._reads = {key: read for key, read in self._reads.items() if not read.done()}
+        wait(begun)
 
     def close(self) -> None:
-        """Read nothing more; what is being read ends first."""
+        """Stop behind what is being read."""
         with self._lock:
             self._closed = True
-            thread = self._thread
-        if thread is not None:
-            thread.shutdown(wait=True, cancel_futures=True)
+            if self._pool is not None:
+                self._pool.shutdown(cancel_futures=True)
 
-    def _read(self, keys: tuple[str, ...]) -> None:
-        left = self._limit_bytes
+    def _read(self, key: str) -> None:
         try:
-            for key in keys:
-                reader = self._store.open(key)
-                if reader is None or reader.tier in _IN_MEMORY:
-                    continue
-                left -= reader.packed_bytes
-                if left < 0:
-                    return
-                for layer in range(reader.num_layers):
-                    if self._closed:
-                        return
-                    reader.layer(layer)
+            reader = self._store.open(key)
+            if isinstance(reader, RisingReader):
+                for number in range(reader.num_layers):
+                    reader.keep(number, reader.layer(number))
+                reader.finish()
+            elif reader is not None and not isinstance(reader, RamReader | DeviceReader):
+                for number in range(reader.num_layers):
+                    reader.layer(number)
         except CacheBlendError as error:
-            # What cannot be read is a miss when it is asked for.
-            logger.info("nothing more is prefetched: %s", error)
+            # The prompt itself will meet it, and encode the chunk anew.
+            logger.warning("a chunk could not be prefetched: %s", error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -15,16 +15,20 @@ from transformers import PreTrainedModel
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.controller import Controller, Plan, make_plan, whole_plan
 from cacheblend_rag.encode import Encoder
+from cacheblend_rag.engine.conversation import Conversation
 from cacheblend_rag.engine.prompt import AssembledPrompt, PromptChunk
+from cacheblend_rag.engine.sources import SourceAttention
+from cacheblend_rag.engine.taken import Resumption
 from cacheblend_rag.engine.turn import Turn
 from cacheblend_rag.errors import ChunkReadError, PromptError, StoreError
 from cacheblend_rag.fuse import BlendCache, Repair, Steering
 from cacheblend_rag.kv import ChunkKV
-from cacheblend_rag.layout import PromptLayout
-from cacheblend_rag.loader import LayerLoader
+from cacheblend_rag.layout import ChunkSpan, PromptLayout
+from cacheblend_rag.loader import LayerLoader, ResumedLayers
 from cacheblend_rag.model import Decoder, num_decoder_layers, takes_positions, text_decoder
 from cacheblend_rag.report import BlendReport, ChunkReport
 from cacheblend_rag.selection import FixedSelection, make_selector
+from cacheblend_rag.selection.question import look_layers
 from cacheblend_rag.snapkv import Eviction
 from cacheblend_rag.store import KVReader, KVStore
 from cacheblend_rag.store.part import part_of
@@ -36,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 # A limit that is meant as "no limit" should not take memory at once.
 ROOM_FOR_OUTPUT = 512
+
+_NO_ROWS = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass
@@ -88,6 +94,14 @@ class PromptRun:
         Prompts that were decoded together, this one included.
     alone_reason : str or None
         Why it was decoded alone although others were asked with it.
+    conversation : Conversation or None
+        The conversation that it is a turn of.
+    resumed : Resumption or None
+        What it takes over from its conversation.
+    output_ids : tuple of int
+        What was generated, once that is over.
+    sources : SourceAttention or None
+        What the answer attended to, where that is asked for.
     """
 
     prompt: AssembledPrompt
@@ -115,6 +129,15 @@ class PromptRun:
     forward_ended: float | None = None
     batch_size: int = 1
     alone_reason: str | None = None
+    conversation: Conversation | None = None
+    resumed: Resumption | None = None
+    output_ids: tuple[int, ...] = ()
+    sources: SourceAttention | None = None
+
+    @property
+    def layout(self) -> PromptLayout:
+        """The prompt as it is computed."""
+        return self.prompt.layout if self.resumed is None else self.resumed.layout
 
     def report(
         self, num_layers: int, first_output: float, output_tokens: int, tpot_s: float | None = None
@@ -135,8 +158,16 @@ class PromptRun:
         assert self.plan is not None
         layout = self.prompt.layout
         context = layout.context_tokens
-        rows = layout.context_rows if self.recomputed is None else self.recomputed
-        charged = 1.0 if self.recomputed is None else self.charge / max(context * num_layers, 1)
+        resumed_rows = self.layout.resumed_rows
+        taken_over = 0 if self.resumed is None else self.resumed.tokens
+        if self.recomputed is None:
+            rows = layout.context_rows[layout.context_rows >= resumed_rows]
+            charged = rows.numel() / max(context, 1)
+        else:
+            # What was moved within a conversation is blended as chunks are.
+            blended = context + taken_over - resumed_rows
+            rows, charged = self.recomputed, self.charge / max(blended * num_layers, 1)
+        in_chunks = rows[layout.is_chunk[rows]]
         deferred = sum(chunk.deferred for chunk in self.prompt.computed)
         fallback = self.plan.fallback_reason
         if self.prompt.computed and not self.prompt.chunks and fallback:
@@ -150,13 +181,16 @@ class PromptRun:
         tiers = self.tiers or [None] * len(self.hits)
         for chunk, span, hit, tier in zip(self.prompt.chunks, layout.chunks, self.hits, tiers, strict=True):
             inside = int(((rows >= span.start) & (rows < span.stop)).sum())
-            reason = "the whole prompt was computed" if self.recomputed is None else chunk.note
-            why = reason or (None if hit else "its KV was not stored")
-            report = ChunkReport(chunk.id, len(span), hit, inside, why, tier)
+            held = span.stop <= resumed_rows
+            whole = "the whole prompt was computed" if self.recomputed is None and not held else None
+            why = whole or chunk.note or (None if hit or held else "its KV was not stored")
+            tier = "conversation" if held else tier
+            report = ChunkReport(chunk.id, len(span), hit, inside, why, tier, self._attention(span))
             parts.append(_ReportedPart(span.start, chunk, report, is_miss=not hit))
         for chunk in self.prompt.computed:
             count = len(chunk.part_ids)
-            report = ChunkReport(chunk.id, count, False, count, chunk.note)
+            attention = self._attention(ChunkSpan(chunk.row, chunk.row + count, chunk.row))
+            report = ChunkReport(chunk.id, count, False, count, chunk.note, attention=attention)
             parts.append(_ReportedPart(chunk.row, chunk, report, is_miss=chunk.deferred))
         chunks, hits, misses = _whole_chunks(parts)
         return BlendReport(
@@ -166,7 +200,7 @@ class PromptRun:
             recompute_s=(self.forward_ended or first_output) - self.forward_started - self.wait_s,
             prompt_tokens=len(layout),
             context_tokens=context,
-            recomputed_tokens=rows.numel(),
+            recomputed_tokens=in_chunks.numel(),
             recompute_ratio=1.0 if self.recomputed is None else self.plan.ratio,
             charged_ratio=charged if context else 0.0,
             hits=hits,
@@ -185,7 +219,12 @@ class PromptRun:
             kept_reason=self.kept_reason,
             batch_size=self.batch_size,
             alone_reason=self.alone_reason,
+            conversation_tokens=taken_over,
+            conversation_recomputed_tokens=rows.numel() - in_chunks.numel(),
         )
+
+    def _attention(self, span: ChunkSpan) -> float | None:
+        return None if self.sources is None else self.sources.of(span)
 
 
 class Runner:
@@ -261,6 +300,7 @@ class Runner:
         places = layout.positions if run.prompt.has_positions else None
         inputs = {"input_ids": torch.tensor([layout.token_ids], device=self._model.device)}
         with self.lock, torch.no_grad():
+            resets = 0 if run.conversation is None else run.conversation.resets
             while True:
                 readers = self._prepare(run)
                 if readers is None:
@@ -270,16 +310,25 @@ class Runner:
                         run.kept_reason = None if run.config.kv_capacity is None else self._unsupported
                         return forward(None, inputs | self._unblended(places))
                     cache = BlendCache(self._num_layers)
-                    with self._evicting(run, cache, headroom), self._decoder.placing(cache, places) as more:
-                        return forward(cache, inputs | more)
+                    with (
+                        self._evicting(run, cache, headroom),
+                        self._watching(run, cache),
+                        self._decoder.placing(cache, places) as more,
+                    ):
+                        output = forward(cache, inputs | more)
+                    self._remember(run, cache, resets)
+                    return output
                 assert self._decoder is not None
                 try:
                     with (
                         self._steered(run, readers, headroom) as cache,
                         self._evicting(run, cache, headroom),
+                        self._watching(run, cache),
                         self._decoder.placing(cache, places) as more,
                     ):
-                        return forward(cache, inputs | more)
+                        output = forward(cache, inputs | more)
+                    self._remember(run, cache, resets)
+                    return output
                 except ChunkReadError as error:
                     # Damaged KV is a miss: it is dropped, and the next round encodes the chunk anew.
                     logger.warning("%s", error)
@@ -332,18 +381,56 @@ class Runner:
                 run.plan = whole_plan(config, layout, None, ratio)
         if run.plan is not None:
             run.hits = run.hits or self._store.holds([chunk.key for chunk in run.prompt.chunks])
-            return None
+            self._resume(run, 1.0, blended=False)
+            return None if run.resumed is None else []
         assert ratio != "auto"
+        self._resume(run, ratio, blended=True)
         readers = self._readers(run, found or self._open_all(run))
-        run.plan = make_plan(config, layout, self._num_layers, ratio, self._sensitivity(run, readers))
+        if run.resumed is not None:
+            readers = run.resumed.merge(readers)
+        if run.layout.chunks:
+            run.plan = make_plan(config, run.layout, self._num_layers, ratio, self._sensitivity(run, readers))
+        else:
+            run.plan = Plan(FixedSelection(_NO_ROWS), make_selector(config).name, ratio)
         return readers
 
-    def _refusal(self, layout: PromptLayout) -> str | None:
-        """Return why this model cannot be blended, or not on this prompt."""
+    def _resume(self, run: PromptRun, ratio: float, *, blended: bool) -> None:
+        """Take over what the conversation has computed, if this is a turn of one and blending is on."""
+        if run.conversation is None or not run.config.enabled or self._refusal(run.prompt.layout) is not None:
+            return
+        assert self._decoder is not None
+        moves = blended and self._decoder.is_movable
+        run.resumed = run.conversation.resume(run.prompt, ratio, blended=blended, moves=moves)
+
+    def _remember(self, run: PromptRun, cache: BlendCache, resets: int) -> None:
+        """Let the conversation keep what was computed, if it is whole."""
+        plan = run.plan
+        if (
+            run.conversation is None
+            or plan is None
+            or self._refusal(run.prompt.layout, len(run.output_ids)) is not None
+        ):
+            return
+        # Nothing was computed for a stream that was closed before its turn came.
+        layers = cache.kv_layers[: self._num_kv_layers]
+        if all(layer.held_tokens and not layer.evicted_tokens for layer in layers):
+            run.conversation.keep(
+                run.prompt,
+                run.output_ids,
+                cache.kv(),
+                run.resumed,
+                plan.ratio,
+                blended=plan.selection is not None,
+                resets=resets,
+            )
+
+    def _refusal(self, layout: PromptLayout, output_tokens: int = 0) -> str | None:
+        """Return why this model cannot be blended, or not on this prompt and an answer of so many tokens."""
         reach = None if self._decoder is None else self._decoder.rope_reach
-        if reach is not None and layout.end_position >= reach:
+        end = layout.end_position + output_tokens
+        if reach is not None and end >= reach:
             return (
-                f"the prompt ends at position {layout.end_position}, and from {reach} on the rotary frequencies of this model "
+                f"the prompt ends at position {end}, and from {reach} on the rotary frequencies of this model "
                 "depend on the length of the prompt"
             )
         return self._unsupported
@@ -355,7 +442,7 @@ class Runner:
             return None
         known = [
             (span, reader.sensitivity)
-            for span, reader in zip(run.prompt.layout.chunks, readers, strict=True)
+            for span, reader in zip(run.layout.chunks, readers, strict=True)
             if reader.sensitivity is not None
         ]
         if not known and not self._warned_of_no_sensitivity:
@@ -376,33 +463,50 @@ class Runner:
 
     @contextmanager
     def _steered(self, run: PromptRun, readers: Sequence[KVReader], headroom: int) -> Iterator[BlendCache]:
-        assert self._decoder is not None and run.plan is not None and run.plan.selection is not None
-        layout = run.prompt.layout
-        selection = run.plan.selection
+        assert self._decoder is not None and run.plan is not None
+        layout = run.layout
+        # A prompt that is computed as a whole, but for the rows that its conversation has.
+        selection = run.plan.selection or FixedSelection(_NO_ROWS)
         cache = BlendCache(self._num_layers)
-        first_layer = min(selection.check_layers, default=0)
+        first_layer = 0 if layout.resumed_rows else min(selection.check_layers, default=0)
         capacity = len(layout) + _room(headroom)
         run.forward_started = time.perf_counter()
         threads = run.config.load_threads if run.config.pipeline else 0
-        with LayerLoader(
-            self._decoder,
-            layout,
-            readers,
-            first_layer,
-            capacity,
-            run.config.prefetch_layers,
-            threads,
-            run.config.reposition,
-        ) as loader:
-            steering = Steering(self._decoder, cache, layout, selection, loader)
+        loader = (
+            LayerLoader(
+                self._decoder,
+                layout,
+                readers,
+                first_layer,
+                capacity,
+                run.config.prefetch_layers,
+                threads,
+                run.config.reposition,
+            )
+            if readers
+            else None
+        )
+        with loader or nullcontext():
+            source = loader if run.resumed is None else ResumedLayers(run.resumed.rows, loader, capacity)
+            assert source is not None
+            steering = Steering(self._decoder, cache, layout, selection, source)
             repair = Repair(self._decoder, cache, layout, steering, run.config) if run.config.repair_ratio else None
             with steering(), nullcontext() if repair is None else repair():
                 yield cache
-        run.wait_s, run.load_bytes = loader.wait_s, loader.load_bytes
-        run.charge, run.recomputed = steering.charge, steering.recomputed_rows.cpu()
+        if loader is not None:
+            run.wait_s, run.load_bytes = loader.wait_s, loader.load_bytes
+        if run.plan.selection is not None:
+            run.charge, run.recomputed = steering.charge, steering.recomputed_rows.cpu()
         if repair is not None:
             run.charge += repair.charge
             run.repaired_tokens = repair.repaired_rows
+
+    def _watching(self, run: PromptRun, cache: BlendCache) -> AbstractContextManager[None]:
+        """Note what the answer attends to, where that is asked for."""
+        if not run.config.source_attention or self._decoder is None or run.config.kv_capacity is not None:
+            return nullcontext()
+        run.sources = SourceAttention(look_layers(run.config, self._num_layers), len(run.prompt.layout))
+        return run.sources(cache)
 
     @contextmanager
     def _evicting(self, run: PromptRun, cache: BlendCache, headroom: int) -> Iterator[None]:
@@ -519,7 +623,8 @@ class Runner:
 
     def _open_all(self, run: PromptRun) -> dict[str, KVReader | None]:
         """Open the stored KV of every chunk, by its key; None where there is none."""
-        chunks = run.prompt.chunks
+        held = 0 if run.resumed is None else run.resumed.chunks
+        chunks = run.prompt.chunks[held:]
         opening = time.perf_counter()
         found = {
             chunk.key: RamReader(run.encoded[chunk.key]) if chunk.key in run.encoded else self._open(chunk)
@@ -527,17 +632,18 @@ class Runner:
         }
         run.open_s += time.perf_counter() - opening
         # After damaged KV the prompt is run again; what was a hit when the call came stays one in the report.
-        run.hits = run.hits or [found[chunk.key] is not None for chunk in chunks]
+        run.hits = run.hits or [True] * held + [found[chunk.key] is not None for chunk in chunks]
         opened = [found[chunk.key] for chunk in chunks]
-        run.tiers = [
+        read = (
             None if reader is None or chunk.key in run.encoded else reader.tier
             for chunk, reader in zip(chunks, opened, strict=True)
-        ]
+        )
+        run.tiers = [*[None] * held, *read]
         return found
 
     def _readers(self, run: PromptRun, found: dict[str, KVReader | None]) -> list[KVReader]:
-        """Return a reader for every chunk, encoding in one go those that have no stored KV."""
-        chunks = run.prompt.chunks
+        """Return a reader for every chunk that no conversation has, encoding in one go those that have no stored KV."""
+        chunks = run.prompt.chunks[0 if run.resumed is None else run.resumed.chunks :]
         missing = {chunk.key: chunk for chunk in chunks if found[chunk.key] is None}
         if missing:
             started = time.perf_counter()
@@ -614,6 +720,7 @@ def _whole_chunks(parts: Sequence[_ReportedPart]) -> tuple[tuple[ChunkReport, ..
                 recomputed_tokens=first.recomputed_tokens + report.recomputed_tokens,
                 reason=first.reason or report.reason,
                 tier=first.tier or report.tier,
+                attention=None if first.attention is None else first.attention + (report.attention or 0.0),
             )
         whole[name] = report
     return tuple(whole.values()), sum(report.hit for report in whole.values()), sum(missed.values())

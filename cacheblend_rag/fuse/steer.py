@@ -129,11 +129,15 @@ class Steering:
         self._source = source
         self._context_tokens = layout.context_tokens
         self._length = len(layout)
-        self._question_tokens = len(layout) - layout.chunks[-1].stop
+        self._question_tokens = len(layout) - (layout.chunks[-1].stop if layout.chunks else layout.resumed_rows)
         self._candidates = layout.candidate_rows.to(decoder.device)
         self._text_rows = (layout.text_rows if text_rows is None else text_rows).to(decoder.device)
         self._chosen = self._candidates
-        self._rows: torch.Tensor | None = None  # None: every row of the prompt is computed
+        # All that may be computed; None: every row of the prompt.
+        self._every: torch.Tensor | None = None
+        if layout.resumed_rows:
+            self._every = torch.arange(layout.resumed_rows, len(layout), device=decoder.device)
+        self._rows = self._every
         self._stored: dict[int, LayerKV] = {}
         self._cutter = RowCutter(
             type(decoder.model).__name__, len(layout), decoder.row_axes, decoder.layer_parameters[0]
@@ -200,7 +204,8 @@ class Steering:
             What it is to be called with.
         """
         selection = self._selection
-        before = self._rows
+        # The model embeds the whole prompt.
+        before = self._rows if layer else None
         if layer >= self._decoder.num_kv_layers and self._is_narrowed(arguments):
             if selection.look_layers and layer <= self._choose_at:
                 raise UnsupportedModelError(
@@ -223,7 +228,7 @@ class Steering:
             self._rows = self._text_rows
             self._chosen = self._candidates[:0]
         self._looking_at = layer if layer in selection.look_layers else None
-        self.charge += self._context_tokens if self._rows is None else self._chosen.numel()
+        self.charge += self._context_tokens if self._rows is self._every else self._chosen.numel()
         if layer == self._decoder.num_layers - 1:
             self._is_last_under_way = True
             if layer >= self._decoder.num_kv_layers:
@@ -269,7 +274,8 @@ class Steering:
                 f"{type(self._decoder.model).__name__}, layer {layer}: it did not hand its KV to the cache"
             )
         candidates = self._chosen
-        self.charge += self._decoder.probe_share * (self._context_tokens if self._rows is None else candidates.numel())
+        all_rows = self._rows is self._every
+        self.charge += self._decoder.probe_share * (self._context_tokens if all_rows else candidates.numel())
         stored = self._source.synchronize(layer)
         device = stored.keys.device
         where = (candidates if self._rows is None else torch.searchsorted(self._rows, candidates)).to(device)

@@ -22,7 +22,7 @@ from cacheblend_rag.model import Decoder
 from cacheblend_rag.store.base import KVReader
 from cacheblend_rag.store.device import Upload
 
-__all__ = ["LayerLoader", "loads_ahead"]
+__all__ = ["LayerLoader", "compute_alone", "loads_ahead"]
 
 # Below this, handing a layer from thread to thread costs more than assembling it.
 _THREAD_PAYS_BYTES = 1 << 20
@@ -168,7 +168,7 @@ class LayerLoader:
             self.fetch_kv(*task)
 
     def _work(self) -> None:
-        _compute_alone()
+        compute_alone()
         while True:
             with self._changed:
                 self._changed.wait_for(self._may_go_on)
@@ -217,7 +217,7 @@ class LayerLoader:
                 self._changed.notify_all()
 
 
-def _compute_alone() -> None:
+def compute_alone() -> None:
     """Keep the tensor operations of this thread in this thread.
 
     Each thread that calls OpenMP gets helpers of its own, which would take the cores that the computation runs on. What

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +35,15 @@ def engine(request: pytest.FixtureRequest) -> Iterator[BlendEngine]:
 
 def module(name: str, count: int, *more: object) -> Module:
     return Module(name, (Text(words(count, sum(map(ord, name)))), *more))  # type: ignore[arg-type]
+
+
+def wait_for_ram(engine: BlendEngine, id: str) -> None:
+    [record] = engine.records([id])
+    assert record is not None
+    until = time.monotonic() + 60
+    while (reader := engine.store.open(record.key)) is None or reader.tier != "ram":
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def trip() -> SchemaTree:
@@ -182,7 +192,7 @@ def test_union_members_are_read_into_ram_ahead(tmp_path: Path) -> None:
         engine.load_schema(schema)
     with make(store=tmp_path, config=config) as engine:
         assert engine.load_schema(schema).encoded == 0
-        engine.schemas.wait()
+        wait_for_ram(engine, "pml/ahead/u2")
         report = engine.prefill(Prompt(schema, (Import("head"), Import("u2"), "t4"))).report
         assert [chunk.tier for chunk in report.chunks] == ["disk", "ram"]
 
@@ -194,7 +204,7 @@ def test_members_of_a_union_in_use_are_read_ahead_for_the_next_prompt(tmp_path: 
     with make(store=tmp_path) as engine:
         engine.schemas.load(schema, prefetch=False)
         assert engine.prefill(Prompt(schema, (Import("u0"), "t4"))).report.chunks[0].tier == "disk"
-        engine.schemas.wait()
+        wait_for_ram(engine, "pml/ahead/u2")
         assert engine.prefill(Prompt(schema, (Import("u2"), "t4"))).report.chunks[0].tier == "ram"
 
 

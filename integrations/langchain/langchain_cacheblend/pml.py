@@ -16,7 +16,7 @@ from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.pml import Prompt, Schema
 from cacheblend_rag.pml.fill import fill_texts, plain_text, prompt_texts, put_documents
 
-__all__ = ["PMLPromptTemplate", "PMLPromptValue", "PMLText", "prompt_in"]
+__all__ = ["PMLPromptTemplate", "PMLPromptValue", "PMLText", "prompt_in", "refuse_beside"]
 
 _FORMAT: PromptTemplateFormat = "f-string"
 _KEY = "cacheblend_pml"
@@ -186,6 +186,16 @@ def prompt_in(messages: Sequence[BaseMessage]) -> Prompt | None:
             "and <assistant>"
         )
     return found[0]
+
+
+def refuse_beside(**given: Any) -> None:
+    """Raise `PromptError` for what would have to be written into a schema's prompt."""
+    for name, value in given.items():
+        if value:
+            raise PromptError(
+                f"{name} cannot be given beside a schema's prompt, which says itself what the model reads; leave them out, or "
+                "put documents into the place of a module (PMLPromptTemplate, documents=)"
+            )
 
 
 def _texts(documents: Any) -> list[str]:

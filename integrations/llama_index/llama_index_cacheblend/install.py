@@ -19,6 +19,7 @@ from llama_index.core.response_synthesizers import factory
 from llama_index.core.response_synthesizers.base import BaseSynthesizer
 
 from cacheblend_rag.errors import ConfigError
+from llama_index_cacheblend.chat_modes import install_chat, uninstall_chat
 from llama_index_cacheblend.synthesizer import BlendSynthesizer
 
 __all__ = ["RESPONSE_MODE", "install", "uninstall"]
@@ -49,6 +50,8 @@ def install() -> None:
     imported the function before keeps the old one. `RetrieverQueryEngine.from_args` is replaced too, by one that refuses
     retrievers whose nodes are written anew for each query, as those of knowledge graphs are.
 
+    The chat modes "context", "condense_plus_context" and "best" of ``index.as_chat_engine`` take ``response_mode="blend"``, too.
+
     Raises
     ------
     ConfigError
@@ -63,6 +66,7 @@ def install() -> None:
         ours = _extended(original)
         for module in _holders(original):
             setattr(module, _NAME, ours)
+        install_chat(RESPONSE_MODE)
         _from_args = vars(RetrieverQueryEngine)["from_args"]
         _set_from_args(_refusing(_from_args.__func__))
         _original, _ours = original, ours
@@ -77,6 +81,7 @@ def uninstall() -> None:
         # Searched again, because modules imported in the meantime have taken ours.
         for module in _holders(_ours):
             setattr(module, _NAME, _original)
+        uninstall_chat()
         _set_from_args(_from_args)
         _original = _ours = _from_args = None
 

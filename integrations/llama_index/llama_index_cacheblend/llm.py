@@ -28,7 +28,7 @@ from llama_index.core.types import BaseOutputParser, PydanticProgramMode
 
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine import BlendEngine, BlendStream, GenerationResult
+from cacheblend_rag.engine import BlendEngine, BlendStream, Conversation, GenerationResult
 from llama_index_cacheblend.construction import engine_name, make_engine
 from llama_index_cacheblend.decoding import check_length, cut_at_stop, decoding_options, read_stream, stop_list
 from llama_index_cacheblend.messages import has_chat_template, render_messages
@@ -90,6 +90,7 @@ class BlendLLM(JSONAnswers):
     is_chat_model: bool = Field(description="Whether LlamaIndex should send messages.")
 
     _engine: BlendEngine = PrivateAttr()
+    _conversation: Conversation | None = PrivateAttr(default=None)
 
     def __init__(
         self,
@@ -144,6 +145,12 @@ class BlendLLM(JSONAnswers):
     def engine(self) -> BlendEngine:
         """The engine that computes; a `BlendVectorStore` stores its chunks in it."""
         return self._engine
+
+    def in_conversation(self, conversation: Conversation) -> BlendLLM:
+        """Return the same model, but each of its calls is a turn of a conversation (`BlendEngine.conversation`)."""
+        model = self.model_copy()
+        model._conversation = conversation
+        return model
 
     @property
     def metadata(self) -> LLMMetadata:
@@ -247,7 +254,8 @@ class BlendLLM(JSONAnswers):
         stops = stop_list(others.pop("stop", self.stop))
         length = check_length(others.pop("max_new_tokens", self.max_new_tokens))
         options = decoding_options(others.pop("temperature", self.temperature), stops, others)
-        return {"prompt": prompt, "max_new_tokens": length, "config": config} | options, stops
+        asked = {"prompt": prompt, "max_new_tokens": length, "config": config, "conversation": self._conversation}
+        return asked | options, stops
 
     def _generate(
         self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any]

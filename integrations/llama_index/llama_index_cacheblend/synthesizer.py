@@ -36,6 +36,7 @@ from llama_index_cacheblend.context import ContextPrompt, make_context_prompt
 from llama_index_cacheblend.llm import BlendLLM
 from llama_index_cacheblend.nodes import node_chunks
 from llama_index_cacheblend.rounds import Rounds
+from llama_index_cacheblend.sources import annotate
 from llama_index_cacheblend.structured import AnswerParser, asking_for, check_mode
 
 __all__ = ["BlendSynthesizer"]
@@ -50,7 +51,9 @@ class BlendSynthesizer(BaseSynthesizer):
     The model is given the prompt that LlamaIndex's compact mode gives it. ``response.metadata["blend"]`` holds the `BlendReport`
     as a dictionary, and beside it ``dropped``, the ids of the nodes for which there was no room, and ``earlier_calls``, the
     reports of the calls before the last where the answer was refined. Of a stream it is filled when the stream ends, and it is
-    None where nothing was retrieved.
+    None where nothing was retrieved. With ``source_attention`` in the settings, source nodes are copies whose metadata have
+    ``blend_attention``, the share of the answer's attention that went to the node, and ``blend_status``, why it was not blended
+    if it was not.
 
     Parameters
     ----------
@@ -124,6 +127,7 @@ class BlendSynthesizer(BaseSynthesizer):
         )
         self._model = model
         self._caller = Caller(model, config)
+        self._tells_sources = (config or model.engine.config).source_attention
         self._limited_by = helper
         self._text_qa_template = text_qa_template or DEFAULT_TEXT_QA_PROMPT_SEL
         self._refine_template = refine_template or DEFAULT_REFINE_PROMPT_SEL
@@ -148,7 +152,7 @@ class BlendSynthesizer(BaseSynthesizer):
         response = super().synthesize(
             query, nodes, additional_source_nodes, blend_nodes=nodes, blend_report=report, **response_kwargs
         )
-        return _with_report(response, report if nodes else None)
+        return self._with_report(response, report if nodes else None)
 
     async def asynthesize(
         self,
@@ -162,7 +166,7 @@ class BlendSynthesizer(BaseSynthesizer):
         response = await super().asynthesize(
             query, nodes, additional_source_nodes, blend_nodes=nodes, blend_report=report, **response_kwargs
         )
-        return _with_report(response, report if nodes else None)
+        return self._with_report(response, report if nodes else None)
 
     @dispatcher.span
     def get_response(
@@ -309,6 +313,10 @@ class BlendSynthesizer(BaseSynthesizer):
             limits.append(self._limited_by.context_window - self._limited_by.num_output)
         return min(limits, default=None)
 
+    def _with_report(self, response: RESPONSE_TYPE, report: dict[str, Any] | None) -> RESPONSE_TYPE:
+        response.metadata = {**(response.metadata or {}), "blend": report}
+        return annotate(response, report) if self._tells_sources and report is not None else response
+
     def _answer(self, response: ModelResponse) -> str | BaseModel:
         text = text_of(response)
         if self._output_cls is not None:
@@ -327,8 +335,3 @@ class BlendSynthesizer(BaseSynthesizer):
 
 def _written(answer: str | BaseModel) -> str:
     return answer.model_dump_json() if isinstance(answer, BaseModel) else answer
-
-
-def _with_report(response: RESPONSE_TYPE, report: dict[str, Any] | None) -> RESPONSE_TYPE:
-    response.metadata = {**(response.metadata or {}), "blend": report}
-    return response
