@@ -32,6 +32,7 @@ from cacheblend_rag.engine import BlendEngine, BlendStream, Conversation, Genera
 from llama_index_cacheblend.construction import engine_name, make_engine
 from llama_index_cacheblend.decoding import check_length, cut_at_stop, decoding_options, read_stream, stop_list
 from llama_index_cacheblend.messages import has_chat_template, render_messages
+from llama_index_cacheblend.pml import prompt_in
 from llama_index_cacheblend.responses import as_chat, as_completion, responses
 from llama_index_cacheblend.structured import JSONAnswers
 from llama_index_cacheblend.threads import iterate_in_thread
@@ -247,7 +248,7 @@ class BlendLLM(JSONAnswers):
     def _request(self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """Return the engine's arguments for a call, and its stop strings."""
         others = self.generation_kwargs | kwargs
-        prompt = others.pop("blend_prompt", None)
+        prompt = others.pop("blend_prompt", None) or prompt_in(given)
         if prompt is None:
             prompt = BlendPrompt(segments=[given if isinstance(given, str) else self._written(given)])
         config = others.pop("blend_config", None)
