@@ -1,7 +1,7 @@
 """A naive interpreter of sections 3.2 to 3.4 of the Prompt Cache paper, written from its text, and random schemas for it.
 
-One character is one token. A schema is drawn as a tree of plain tuples, written down as markup for the parser, and interpreted here
-without any of the package's code: positions as a dictionary, character by character.
+One character is one token. A schema is drawn as a tree of plain tuples, written down as markup for the parser, and interpreted
+here without any of the package's code: positions as a dictionary, character by character.
 """
 
 from __future__ import annotations

@@ -103,8 +103,10 @@ def test_many_prompts_take_the_positions_of_the_paper(data: st.DataObject) -> No
 
 def test_the_example_of_the_paper() -> None:
     """Two modules of 50 and 60 tokens: the third one starts at 110 (section 3.3)."""
-    schema = f'<schema name="s"><module name="a">{"a" * 50}</module><module name="b">{"b" * 60}</module><module name="c">c</module></schema>'
-    assert layout_of(schema, Tokens(tokenize)).extents["c"].start == 110
+    modules = "".join(
+        f'<module name="{name}">{name * count}</module>' for name, count in (("a", 50), ("b", 60), ("c", 1))
+    )
+    assert layout_of(f'<schema name="s">{modules}</schema>', Tokens(tokenize)).extents["c"].start == 110
 
 
 def test_members_of_a_union_share_a_start_and_the_largest_counts() -> None:
@@ -143,8 +145,8 @@ def test_new_text_takes_the_place_of_what_is_left_out() -> None:
 
 def test_a_scaffold_is_one_part_of_what_is_imported() -> None:
     schema = Schema.from_text(
-        '<schema name="s">head<scaffold><module name="a">aa</module>-<module name="b">bb<module name="c">c</module></module></scaffold>'
-        '<module name="d">dd</module></schema>'
+        '<schema name="s">head<scaffold><module name="a">aa</module>-<module name="b">bb<module name="c">c</module></module>'
+        '</scaffold><module name="d">dd</module></schema>'
     )
     layout = SchemaLayout(schema, TOKENS)
     assert [part.name for part in layout.parts] == ["#1", "a+b+c", "d"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from cacheblend_rag.errors import PMLError
 from cacheblend_rag.pml import Import, Schema, SchemaLayout, Tokens, lay_out
+from cacheblend_rag.pml.tokens import Message
 from tests.pml.naive import tokenize
 
 SEEDS = [
@@ -26,23 +27,26 @@ SEEDS = [
   </user>
   <assistant>Gladly.</assistant>
 </schema>""",
-    """<schema name="files"><!-- files --><module name="a" src="a.txt"/><scaffold><module name="b" src="folder/b.txt"/>x</scaffold>
+    """<schema name="files"><!-- files --><module name="a" src="a.txt"/>
+  <scaffold><module name="b" src="folder/b.txt"/>x</scaffold>
   <include src="more.pml"/><module name="c" xml:space="preserve"> <![CDATA[ if a < b: ]]> </module></schema>""",
     """<!DOCTYPE s [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;&a;&a;&a;&a;&a;"><!ENTITY c "&b;&b;&b;&b;&b;&b;&b;&b;">]>
 <schema name="laughs"><module name="a">&c;</module></schema>""",
     """<!DOCTYPE s [<!ENTITY file SYSTEM "file:///etc/passwd">]><schema name="file"><module name="a">&file;</module></schema>""",
     """<?xml version="1.0" encoding="utf-16"?><schema name="bytes"><module name="a" src="../outside.txt"/></schema>""",
-    """<schema name="links"><module name="a" src="link.txt"/><module name="b" src="/etc/passwd"/><include src="loop.pml"/></schema>""",
+    """<schema name="links"><module name="a" src="link.txt"/><module name="b" src="/etc/passwd"/>
+  <include src="loop.pml"/></schema>""",
 ]
 PROMPTS = [
     '<prompt schema="travel"><plan days="3"><oslo month="May"/></plan>By train.<user>Tell me more</user></prompt>',
     '<prompt schema="travel">now<module name="plan" days=""><rome/>x</module> then</prompt>',
 ]
 PIECES = [
-    "<", ">", "/", "&", '"', "'", "=", "<module", "</module>", "<union>", "</union>", "<param", "name=", 'len="0"', 'len="99999999999"',
-    'src="../../etc/passwd"', 'src="pipe"', 'src=""', "&#0;", "&#xD800;", "&lt;", "<!--", "-->", "<![CDATA[", "]]>", "<?x?>", "\0", "\ud800",
-    "\ufeff", "\u2028", "\x0b", "\r", "<user>", "</user>", "<scaffold>", '<include src="loop.pml"/>', 'xml:space="preserve"', "<!DOCTYPE x>",
-    "<plan>" * 70, "é", "\U0001f600", "<!ENTITY", "%x;", "xmlns='y'", "a:b",
+    "<", ">", "/", "&", '"', "'", "=", "<module", "</module>", "<union>", "</union>", "<param", "name=", 'len="0"',
+    'len="99999999999"', 'src="../../etc/passwd"', 'src="pipe"', 'src=""', "&#0;", "&#xD800;", "&lt;", "<!--", "-->",
+    "<![CDATA[", "]]>", "<?x?>", "\0", "\ud800", "\ufeff", "\u2028", "\x0b", "\r", "<user>", "</user>", "<scaffold>",
+    '<include src="loop.pml"/>', 'xml:space="preserve"', "<!DOCTYPE x>", "<plan>" * 70, "é", "\U0001f600", "<!ENTITY",
+    "%x;", "xmlns='y'", "a:b",
 ]  # fmt: skip
 
 
@@ -115,43 +119,44 @@ def texts(nodes: tuple) -> Iterator[str]:
 
 
 def read(document: str, root: Path) -> Schema | None:
+    refusal: PMLError | None = None
     with watched_opens(root):
         try:
             schema = Schema.from_text(document, root=root, source="document")
         except PMLError as error:
-            assert error.source is not None and str(error).startswith(error.source)
-            assert error.line is None or 1 <= error.line <= document.count("\n") + document.count("\r") + 2
-            return None
+            refusal = error
+    if refusal is not None:
+        assert refusal.source is not None and str(refusal).startswith(refusal.source)
+        assert refusal.line is None or 1 <= refusal.line <= document.count("\n") + document.count("\r") + 2
+        return None
     files = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
     assert sum(map(len, texts(schema.children))) <= len(document) + files * (1 + document.count("src"))
     assert "secret" not in "".join(texts(schema.children)) or "secret" in document
     return schema
 
 
+def chat(messages: Sequence[Message]) -> str:
+    return "".join(f"[{each['role']}]{each['content']}" for each in messages)
+
+
+TOKENS = Tokens(tokenize, 0, (1,), "", chat)
+
+
 def check_document(document: str, root: Path) -> None:
     schema = read(document, root)
     if schema is None:
         return
-    tokens = Tokens(
-        tokenize, 0, (1,), "", lambda messages: "".join(f"[{each['role']}]{each['content']}" for each in messages)
-    )
-    try:
-        layout = SchemaLayout(schema, tokens)
-        name = next(iter(schema.modules), None)
-        lay_out(layout, schema.prompt("?") if name is None else schema.prompt(Import(name), "?"))
-    except PMLError:
-        pass
+    name = next(iter(schema.modules), None)
+    with suppress(PMLError):
+        layout = SchemaLayout(schema, TOKENS)
+        found = lay_out(layout, schema.prompt("?") if name is None else schema.prompt(Import(name), "?"))
+        assert found.token_ids
 
 
 def check_prompt(document: str) -> None:
     schema = Schema.from_text(SEEDS[0])
-    tokens = Tokens(
-        tokenize, 0, (1,), "", lambda messages: "".join(f"[{each['role']}]{each['content']}" for each in messages)
-    )
-    try:
-        lay_out(SchemaLayout(schema, tokens), schema.parse_prompt(document, source="document"))
-    except PMLError as error:
-        assert str(error)
+    with suppress(PMLError):
+        assert lay_out(SchemaLayout(schema, TOKENS), schema.parse_prompt(document, source="document")).token_ids
 
 
 RELAXED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
