@@ -30,8 +30,8 @@ class Piece:
         The module it belongs to; None for anonymous text.
     param : Param or None
         The parameter, if it is one.
-    ends_line : bool
-        Whether it ends with white space.
+    text : str
+        The text, if it is one.
     """
 
     token_ids: tuple[int, ...]
@@ -39,12 +39,17 @@ class Piece:
     part: int
     module: str | None
     param: Param | None = None
-    ends_line: bool = False
+    text: str = ""
 
     @property
     def stop(self) -> int:
         """The position behind its last token."""
         return self.position + len(self.token_ids)
+
+    @property
+    def ends_line(self) -> bool:
+        """Whether it ends with white space."""
+        return self.text[-1:].isspace()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,9 @@ class Extent:
 
     start: int
     stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
 
 
 class SchemaLayout:
@@ -79,6 +87,8 @@ class SchemaLayout:
         Every text and parameter that has tokens, in reading order.
     extents : dict of str to Extent
         The range of each module.
+    reading_order : tuple of (str or Piece)
+        The names of all modules and the pieces of anonymous text, a module before what is nested in it.
     size : int
         The position behind the last one.
 
@@ -93,6 +103,7 @@ class SchemaLayout:
         self.tokens = tokens
         self.frame = ChatFrame(schema.roles, tokens)
         self.extents: dict[str, Extent] = {}
+        self._order: list[str | Piece] = []
         self._scaffolds: dict[int, Scaffold] = {}
         self._anonymous: dict[int, str] = {}
         self._parts = 0
@@ -100,6 +111,7 @@ class SchemaLayout:
         nodes = tuple(_without_roles(schema.children, iter(self.frame.heads)))
         self.size = self._walk(nodes, len(tokens.bos_ids), None, None, pieces)
         self.pieces = tuple(pieces)
+        self.reading_order = tuple(self._order)
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -153,7 +165,9 @@ class SchemaLayout:
                 ids = self._ids(node.text, position)
                 if ids:
                     number = self._next_anonymous() if part is None else part
-                    pieces.append(Piece(ids, position, number, module, ends_line=node.text[-1].isspace()))
+                    pieces.append(Piece(ids, position, number, module, text=node.text))
+                    if module is None:
+                        self._order.append(pieces[-1])
                 position += len(ids)
             elif isinstance(node, Param):
                 assert part is not None
@@ -173,6 +187,7 @@ class SchemaLayout:
     def _walk_module(self, node: Module, position: int, part: int | None, pieces: list[Piece]) -> int:
         # In a scaffold everything is encoded together; elsewhere each module for itself.
         number = part if part in self._scaffolds else self._next_part()
+        self._order.append(node.name)
         stop = self._walk(node.children, position, node.name, number, pieces)
         self.extents[node.name] = Extent(position, stop)
         return stop
