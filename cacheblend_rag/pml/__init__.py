@@ -11,6 +11,7 @@ from cacheblend_rag.pml.place import lay_out
 from cacheblend_rag.pml.prompt import Import, NewText, Prompt, Turn
 from cacheblend_rag.pml.rows import LayoutRow, layout_rows, segment_rows
 from cacheblend_rag.pml.schema import Schema
+from cacheblend_rag.pml.template import MaxTokens
 from cacheblend_rag.pml.tokens import Tokens
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Import",
     "LaidOutPrompt",
     "LayoutRow",
+    "MaxTokens",
     "Module",
     "NewText",
     "Node",

@@ -122,13 +122,13 @@ def _as_node(child: object) -> PromptNode:
 def _check(prompt: Prompt) -> None:
     taken: dict[str, Import] = {}
     _check_level(prompt.schema, prompt.children, None, taken)
-    union_of = {name: members for members in prompt.schema.unions for name in members}
-    for name, one in taken.items():
-        others = [other for other in union_of.get(name, ()) if other != name and other in taken]
-        if others:
-            raise one.place.error(
-                f"module {name!r} and module {others[0]!r} are members of one union, of which a prompt imports one at most; "
-                f"leave out one of {', '.join(union_of[name])}"
+    for members in prompt.schema.unions:
+        # In the order of the prompt, so that the one is named that should not have been added.
+        both = [one for name, one in taken.items() if name in members]
+        if len(both) > 1:
+            raise both[1].place.error(
+                f"module {both[1].name!r} and module {both[0].name!r} are members of one union, of which a prompt imports one at "
+                f"most; leave one of them out. The members are {', '.join(members[:8])}{', ...' if len(members) > 8 else ''}"
             )
     turn: Turn | None = None
     for node in prompt.children:
