@@ -234,3 +234,26 @@ def test_random_selector_at_any_ratio_gives_finite_logits_between_both_ends(engi
         result = engine.prefill(prompt, config=config)
         assert 0 < result.report.recomputed_tokens < layout.context_tokens
         assert torch.isfinite(result.logits).all() and (result.logits - own).abs().max() > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom", "gpt2"])
+def test_many_prompts_are_answered_as_each_alone(family: str) -> None:
+    schema = trip()
+    with make(family) as engine:
+        engine.load_schema(schema)
+        prompts = [some_prompt(schema, days) for days in ("t5", "t5 t6 t7", "")]
+        alone = [engine.generate(prompt, 4, do_sample=False).token_ids for prompt in prompts]
+        many = engine.generate_many(prompts, 4, do_sample=False)
+        assert [result.token_ids for result in many] == alone
+        # A batch of a model with ALiBi would count its own columns.
+        assert [result.report.alone_reason is not None for result in many] == [family == "bloom"] * 3
+
+
+def test_misses_of_many_prompts_are_encoded_where_they_stand() -> None:
+    schema = trip()
+    with make("gpt2") as engine:
+        prompts = [some_prompt(schema, days) for days in ("t5", "t5 t6 t7")]
+        many = [result.token_ids for result in engine.generate_many(prompts, 4, do_sample=False)]
+    with make("gpt2") as engine:
+        engine.load_schema(schema)
+        assert many == [engine.generate(prompt, 4, do_sample=False).token_ids for prompt in prompts]
