@@ -909,6 +909,7 @@ class BlendEngine:
 
     def _observe(self, report: BlendReport) -> None:
         self.metrics.observe(report)
+        self.schemas.read_ahead(chunk.id for chunk in report.chunks)
         if logger.isEnabledFor(logging.INFO):
             # Formatters that write fields, as JSON for example, find the figures under "blend".
             logger.info("%s", report, extra={"blend": report.to_dict()})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
@@ -88,6 +88,8 @@ class Schemas:
         self._lock = threading.Lock()
         self._layouts: OrderedDict[str, SchemaLayout] = OrderedDict()
         self._loaded: dict[str, dict[str, Chunk]] = {}
+        # Of each schema, for the id of each member of a union, where the KV of the others is.
+        self._siblings: dict[str, dict[str, list[str]]] = {}
 
     @property
     def names(self) -> list[str]:
@@ -133,13 +135,20 @@ class Schemas:
         chunks = {part.name: self._chunk(schema.name, part, is_named=True) for part in layout.parts}
         done = self._ingest.add(chunks.values(), None, ttl_s) if chunks else AddResult(0, 0, 0, 0)
         removed = self._forget(schema.name, {chunk.id for chunk in chunks.values()})
+        keys = {name: self._assembler.record(chunk).key for name, chunk in chunks.items()}
+        siblings = {
+            str(chunks[name].id): [keys[other] for other in union if other in keys and other != name]
+            for union in schema.unions
+            for name in union
+            if name in chunks
+        }
         with self._lock:
-            self._loaded[schema.name] = chunks
+            self._loaded[schema.name], self._siblings[schema.name] = chunks, siblings
         if prefetch:
             members = {name for union in schema.unions for name in union}
             # What is served in parts does not rise to a faster tier on its way through a prompt.
             cut = {part.name for part in layout.parts if part.slots or not part.is_contiguous}
-            self._prefetcher.begin(self._keys(chunks, [name for name in chunks if name in members | cut]))
+            self._prefetcher.begin(keys[name] for name in chunks if name in members | cut)
         tokens = sum(len(part) for part in layout.parts)
         return LoadedSchema(schema.name, len(chunks), tokens, done.encoded, done.unchanged, removed)
 
@@ -154,6 +163,7 @@ class Schemas:
         removed = self._forget(name, set())
         with self._lock:
             known = self._loaded.pop(name, None)
+            self._siblings.pop(name, None)
             self._layouts.pop(name, None)
         if known is None and not removed:
             raise ConfigError(f"no schema {name!r} is loaded; there are {', '.join(self.names) or 'none'}")
@@ -177,17 +187,22 @@ class Schemas:
         for position, segment in _segments(laid_out.segments, chunks):
             segments.append(segment)
             positions.append(position)
-        self._prefetch_siblings(schema, loaded, prompt)
         return BlendPrompt(segments=segments, positions=positions)
 
-    def _prefetch_siblings(self, schema: SchemaTree, loaded: dict[str, Chunk], prompt: Prompt) -> None:
-        """Where a prompt takes a member of a union, the next is likely to take another (Prompt Cache, section 3.2.3)."""
-        used = prompt.imports
-        siblings = [name for union in schema.unions if any(member in used for member in union) for name in union]
-        self._prefetcher.begin(self._keys(loaded, [name for name in siblings if name not in used]))
+    def read_ahead(self, used: Iterable[str | None]) -> None:
+        """Bring into memory what the next prompt is likely to take: of each union the members beside the one that was used
+        (Prompt Cache, section 3.2.3).
 
-    def _keys(self, chunks: dict[str, Chunk], names: Sequence[str]) -> list[str]:
-        return [self._assembler.record(chunks[name]).key for name in names if name in chunks]
+        Parameters
+        ----------
+        used : iterable of (str or None)
+            The ids of the chunks of a prompt that was answered.
+        """
+        with self._lock:
+            known = list(self._siblings.values())
+        keys = [key for id in used if id is not None for siblings in known for key in siblings.get(id, ())]
+        if keys:
+            self._prefetcher.begin(keys)
 
     def _chunk_in(self, loaded: dict[str, Chunk], schema: str, part: Part) -> Chunk:
         known = loaded.get(part.name)
