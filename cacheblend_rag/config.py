@@ -70,6 +70,9 @@ class BlendConfig(BaseSettings):
         would take. 0, the default, repairs nothing.
     repair_limit : float
         The share of a step's attention that must go to a stale segment for it to be repaired.
+    source_attention : bool
+        Whether the report says how much of the answer's attention went to each chunk, in `look_layers`. It is computed a second
+        time for that, one row for each token of the answer. Not said where KV is evicted.
     min_tokens : int
         Prompts with fewer chunk tokens than this are prefilled as a whole.
     kv_capacity : int or float, optional
@@ -114,11 +117,16 @@ class BlendConfig(BaseSettings):
         particular.
     ttl_s : float, optional
         Seconds that stored KV lives; then it counts as a miss. For ever by default.
+    conversation_bytes : int
+        Most bytes of KV that each conversation keeps from turn to turn, in the memory in which the model computes.
     encode_batch_tokens : int
         Most tokens encoded in one batch, padding included.
     encode_on : {"add", "second_use"}
         When chunks are encoded: when they are added, or when they are retrieved the second time. Chunks retrieved the first time
         are then computed like text, and nothing of them is stored. What was retrieved once is remembered by this process only.
+    decode_batch_tokens : int
+        Most tokens of KV, padding and room for the answers included, that prompts of one call decode together with
+        (`BlendEngine.generate_many`); more prompts are decoded batch after batch.
     neighbours : int, optional
         How many chunks a new chunk is encoded behind, a second time, to measure how much its tokens depend on what stands before
         it; 0 measures nothing. By default 2 where the selector needs it ("ingest", "query_ingest"), else 0.
@@ -180,6 +188,7 @@ class BlendConfig(BaseSettings):
     stop_layer: int | None = Field(default=None, ge=1)
     repair_ratio: float = 0.0
     repair_limit: float = Field(default=0.05, ge=0, le=1, allow_inf_nan=False)
+    source_attention: bool = False
     min_tokens: int = Field(default=0, ge=0)
     kv_capacity: int | float | None = None
     observation_window: int = Field(default=32, ge=1)
@@ -197,8 +206,10 @@ class BlendConfig(BaseSettings):
     write_back_bytes: int = Field(default=256 * 1024**2, ge=0)
     namespace: str | None = None
     ttl_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    conversation_bytes: int = Field(default=1024**3, ge=0)
     encode_batch_tokens: int = Field(default=4096, ge=1)
     encode_on: Literal["add", "second_use"] = "add"
+    decode_batch_tokens: int = Field(default=32_768, ge=1)
     neighbours: int | None = Field(default=None, ge=0)
     prefetch_layers: int = Field(default=2, ge=1)
     load_threads: int = Field(default_factory=lambda: max(1, min(4, _cores() // 2)), ge=1)

@@ -9,6 +9,8 @@
     │   ├── EmptyChunkError       a chunk without text, or whose text has no tokens
     │   └── PromptTooLongError    more tokens than the model's window holds
     ├── PMLError                  a schema or a prompt in PML is wrong; the message says where (also a ValueError)
+    ├── AnswerTimeoutError        an answer was not there in the time that the caller gave it (also a TimeoutError)
+    ├── StructuredOutputError     an answer is not of the form that was asked for; it says what the model wrote (a ValueError)
     ├── DatasetError              a data set of an evaluation cannot be read; the message says where (also a ValueError)
     ├── UnsupportedModelError     a model whose KV cannot be blended; the message says which part and why
     └── StoreError                the chunk KV store cannot do what it was asked
@@ -22,6 +24,7 @@ Every message says what was wrong, with which value, and what to do about it.
 """
 
 __all__ = [
+    "AnswerTimeoutError",
     "CacheBlendError",
     "ChunkReadError",
     "ConfigError",
@@ -35,6 +38,7 @@ __all__ = [
     "StoreFormatError",
     "StoreFullError",
     "StoreReadOnlyError",
+    "StructuredOutputError",
     "UnknownChunkError",
     "UnsupportedModelError",
 ]
@@ -95,6 +99,24 @@ class PMLError(CacheBlendError, ValueError):
         self.source = source
         self.line = line
         self.column = column
+
+
+class AnswerTimeoutError(CacheBlendError, TimeoutError):
+    """An answer was not there in the time that the caller gave it; the engine is free again."""
+
+
+class StructuredOutputError(CacheBlendError, ValueError):
+    """A model's answer is not of the form that was asked for.
+
+    Attributes
+    ----------
+    text : str
+        What the model wrote.
+    """
+
+    def __init__(self, message: str, text: str) -> None:
+        super().__init__(message)
+        self.text = text
 
 
 class DatasetError(CacheBlendError, ValueError):

@@ -40,12 +40,15 @@ class PromptLayout:
     exact_chunks : int
         How many leading chunks stand exactly behind what they were encoded behind, so that their stored KV is already
         the true one (0 or 1).
+    resumed_rows : int
+        How many leading rows a conversation has KV of, which are neither computed nor part of any chunk here.
     """
 
     token_ids: tuple[int, ...]
     positions: tuple[int, ...]
     chunks: tuple[ChunkSpan, ...]
     exact_chunks: int = 0
+    resumed_rows: int = 0
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -66,7 +69,8 @@ class PromptLayout:
     @cached_property
     def text_rows(self) -> torch.Tensor:
         """The rows that are always computed, ascending, int64."""
-        return (~self.is_chunk).nonzero().flatten()
+        rows = (~self.is_chunk).nonzero().flatten()
+        return rows[rows >= self.resumed_rows]
 
     @cached_property
     def candidate_rows(self) -> torch.Tensor:

@@ -25,7 +25,11 @@ class ChunkReport:
     reason : str or None
         Why the chunk was not served from stored KV as it stands, if it was not.
     tier : str or None
-        Where its stored KV was read from, "ram" or "disk" for example; None if it was not.
+        Where its stored KV was read from, "ram" or "disk" for example; "conversation" if it stood at the same place in the turn
+        before; None if it was not read.
+    attention : float or None
+        The share of the answer's attention that went to it, 0 to 1: the mean over the answer's tokens, the heads, and
+        `BlendConfig.look_layers`. None unless `BlendConfig.source_attention` asks for it.
     """
 
     id: str | None
@@ -34,6 +38,7 @@ class ChunkReport:
     recomputed_tokens: int = 0
     reason: str | None = None
     tier: str | None = None
+    attention: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,15 @@ class BlendReport:
         Context tokens whose KV each head dropped, in every layer that is not kept whole.
     kept_reason : str or None
         Which layers were kept whole although eviction was asked for, and why.
+    batch_size : int
+        Prompts whose answers were decoded together, this one included (`BlendEngine.generate_many`).
+    alone_reason : str or None
+        Why a prompt of `BlendEngine.generate_many` was decoded alone, where its settings or options are the cause.
+    conversation_tokens : int
+        Tokens of the prompt whose KV came from the conversation (`BlendEngine.conversation`), and was not computed or loaded.
+    conversation_recomputed_tokens : int
+        Those of them that were recomputed all the same, since they stood elsewhere in the turn before. `charged_ratio` counts
+        them like chunk tokens.
     """
 
     ttft_s: float
@@ -115,12 +129,17 @@ class BlendReport:
     kv_bytes_before: int = 0
     evicted_tokens: int = 0
     kept_reason: str | None = None
+    batch_size: int = 1
+    alone_reason: str | None = None
+    conversation_tokens: int = 0
+    conversation_recomputed_tokens: int = 0
 
     def __str__(self) -> str:
         """Return the figures that people look for first, on one line."""
         return (
             f"first token after {1000 * self.ttft_s:.0f} ms; {self.hits} of {self.hits + self.misses} chunks hit, "
             f"{self.recomputed_tokens} of {self.context_tokens} chunk tokens recomputed ({self.selector})"
+            + (f", {self.conversation_tokens} tokens of the conversation reused" if self.conversation_tokens else "")
             + (f", {self.repaired_tokens} repaired while answering" if self.repaired_tokens else "")
             + (f"; computed as a whole: {self.fallback_reason}" if self.fallback_reason else "")
         )

@@ -12,7 +12,9 @@ from typing import Literal
 
 import torch
 
-__all__ = ["Rotation", "RotationTable", "shift_keys"]
+from cacheblend_rag.kv import LayerKV
+
+__all__ = ["Rotation", "RotationTable", "shift_keys", "shift_layer"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,14 +24,18 @@ class Rotation:
     Attributes
     ----------
     inv_freq : torch.Tensor
-        Angle per position of each pair of dimensions, float32, ``(rotary_dim / 2,)``.
+        Angle per position of each pair of dimensions, float32, ``(rotary_dim / 2,)``; negative where a model turns the other way.
     layout : {"half", "interleaved"}
         Whether dimension i is paired with i + rotary_dim / 2, or 2 i with 2 i + 1. Dimensions from rotary_dim on are
         not rotated.
+    part : {"keys", "values"}
+        Which of the two tensors that the layer hands to its cache is rotated. Latent attention (DeepSeek) hands over the latent
+        as keys and the rotary part of the keys as values.
     """
 
     inv_freq: torch.Tensor
     layout: Literal["half", "interleaved"]
+    part: Literal["keys", "values"] = "keys"
 
     @property
     def rotary_dim(self) -> int:
@@ -53,16 +59,22 @@ class Rotation:
         """
         # float64 keeps the angle of a far position as exact as the frequency itself.
         angles = distances.to(torch.float64)[:, None] * self.inv_freq.to(torch.float64).cpu()[None, :]
-        return RotationTable(angles.cos().float().to(device), angles.sin().float().to(device), self.layout)
+        return RotationTable(angles.cos().float().to(device), angles.sin().float().to(device), self.layout, self.part)
 
 
 @dataclass(frozen=True, eq=False)
 class RotationTable:
-    """Cosines and sines, float32, ``(seq_len, rotary_dim / 2)`` each, and the layout they are for."""
+    """Cosines and sines, float32, ``(seq_len, rotary_dim / 2)`` each, and the layout and the part of the KV they are for."""
 
     cos: torch.Tensor
     sin: torch.Tensor
     layout: Literal["half", "interleaved"]
+    part: Literal["keys", "values"] = "keys"
+
+
+def shift_layer(kv: LayerKV, table: RotationTable) -> None:
+    """Turn a layer's KV, ``(..., seq_len, head_dim)`` each, in place to the positions that `table` was made for."""
+    shift_keys(kv.values if table.part == "values" else kv.keys, table)
 
 
 def shift_keys(keys: torch.Tensor, table: RotationTable) -> None:

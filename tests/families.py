@@ -77,16 +77,58 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"no_rope_layers": [1, 1, 1, 0, 1, 1]}),
 }
 
+FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
+    # Latent attention, KV shared between layers, sinks, and a bias by distance.
+    "deepseek-v3": (
+        "deepseek_v3",
+        {
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+            "num_mtp_layers": 0,
+        },
+    ),
+    "gemma3n": (
+        "gemma3n_text",
+        {
+            "head_dim": 8,
+            "sliding_window": _WINDOW,
+            "layer_types": _SLIDING_PATTERN,
+            "num_kv_shared_layers": 2,
+            "vocab_size_per_layer_input": 97,
+            "hidden_size_per_layer_input": 8,
+            "intermediate_size": [48] * 6,
+            "activation_sparsity_pattern": [0.0] * 6,
+            "laurel_rank": 8,
+        },
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        {"head_dim": 8, "sliding_window": _WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "bloom": ("bloom", {"n_layer": 6, "n_head": 4}),
+}
 
-ATTENTION = {family: ("eager",) if family == "gemma2" else ("sdpa", "eager") for family in FAMILIES}
-"""The attention implementations of each family; transformers runs Gemma 2 under eager only, because of its soft caps."""
+_EAGER_ONLY = ("gemma2", "gpt-oss", "bloom")
+ATTENTION = {family: ("eager",) if family in _EAGER_ONLY else ("sdpa", "eager") for family in FAMILIES | FURTHER}
+"""The attention implementations of each family; transformers runs soft caps, sinks and ALiBi under eager only."""
 
-CASES = [(family, attention) for family, implementations in ATTENTION.items() for attention in implementations]
+CASES = [(family, attention) for family in FAMILIES for attention in ATTENTION[family]]
+FURTHER_CASES = [(family, attention) for family in FURTHER for attention in ATTENTION[family]]
 
 
 def tiny_model(family: str, attention: str = "sdpa", seed: int = 0) -> PreTrainedModel:
     """Return a random float32 model of a family, large enough in its weights that attention matters."""
-    model_type, overrides = FAMILIES[family]
+    model_type, overrides = (FAMILIES | FURTHER)[family]
     config = CONFIG_MAPPING[model_type](**(_BASE | overrides))
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)

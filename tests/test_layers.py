@@ -25,7 +25,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
     2: ("store", "model"),
     3: ("encode", "loader", "controller", "fuse", "snapkv"),
     4: ("engine",),
-    5: ("reference", "documents", "figures", "eval", "bench", "demo", "cli", "__main__"),
+    5: ("reference", "families", "documents", "figures", "eval", "bench", "demo", "cli", "__main__"),
 }
 FLOOR_OF = {module: floor for floor, modules in FLOORS.items() for module in modules}
 ENGINE_FLOOR = FLOOR_OF["engine"]
@@ -34,7 +34,7 @@ ENGINE_FLOOR = FLOOR_OF["engine"]
 FRAMEWORKS = ("llama_index", "langchain", "langgraph", "langsmith", "chromadb", "sentence_transformers")
 
 # What a framework package may import of `cacheblend_rag`, besides the package itself.
-DOOR = ("engine", *FLOORS[0])
+DOOR = ("engine", "pml", *FLOORS[0])
 INTEGRATIONS = {
     "llama_index_cacheblend": ROOT / "integrations" / "llama_index" / "llama_index_cacheblend",
     "langchain_cacheblend": ROOT / "integrations" / "langchain" / "langchain_cacheblend",

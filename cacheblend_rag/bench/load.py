@@ -198,7 +198,7 @@ class LoadBench:
         with LayerLoader(
             self._decoder, self._layout, readers, 0, len(self._layout), self.setting.ahead, threads
         ) as loader:
-            for layer in range(self._decoder.num_layers):
+            for layer in range(self._decoder.num_kv_layers):
                 loader.synchronize(layer)
 
     def _row(self, method: int | None, times: list[float], plain: list[float]) -> LoadRow:

@@ -13,6 +13,7 @@ from cacheblend_rag.cli.bench import bench_app
 from cacheblend_rag.cli.calibrate import calibrate
 from cacheblend_rag.cli.demo import demo
 from cacheblend_rag.cli.evaluate import eval_app
+from cacheblend_rag.cli.families import models
 from cacheblend_rag.cli.pml import pml_app
 from cacheblend_rag.cli.profile import auto, profile
 from cacheblend_rag.cli.store import store_app
@@ -65,6 +66,7 @@ app.command()(warm)
 app.command()(ask)
 app.command()(profile)
 app.command()(calibrate)
+app.command()(models)
 bench_app.command()(auto)
 app.add_typer(store_app, name="store")
 app.add_typer(bench_app, name="bench")

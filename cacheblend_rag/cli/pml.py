@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from cacheblend_rag.cli.pml_layout import check, show
+from cacheblend_rag.cli.pml_run import run
 
 __all__ = ["pml_app"]
 
@@ -13,5 +14,5 @@ pml_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-for command in (check, show):
+for command in (check, show, run):
     pml_app.command()(command)

@@ -181,7 +181,7 @@ def prompt_work(decoder: Decoder, config: BlendConfig, layout: PromptLayout, sto
         candidate_tokens=layout.candidate_rows.numel(),
         first_layer=min(selection.check_layers, default=0),
         ahead=config.prefetch_layers,
-        threaded=config.pipeline and loads_ahead(context * decoder.kv_bytes_per_token // num_layers),
+        threaded=config.pipeline and loads_ahead(context * decoder.kv_bytes_per_token // decoder.num_kv_layers),
         stored=stored,
     )
 

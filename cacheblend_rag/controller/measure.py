@@ -182,7 +182,7 @@ class Measurement:
                 tier, codec = readers[0].tier, readers[0].codec
                 self._say(f"loading from {tier}")
                 sizes.append(sum(reader.packed_bytes for reader in readers))
-                reads.append(len(readers) * self._decoder.num_layers)
+                reads.append(len(readers) * self._decoder.num_kv_layers)
                 self._runs.load(layout, readers)
                 share = self._spent() + max(until - self._spent(), 0.0) / (2 * (len(loadings) - number))
                 seconds.append(self._least(self._runs.load, layout, open_readers, share))

@@ -49,6 +49,8 @@ def check_selector(config: BlendConfig, num_layers: int) -> Selector:
     """
     selector = make_selector(config)
     selector.validate(num_layers)
+    if config.source_attention:
+        look_layers(config, num_layers)
     if config.repair_ratio:
         look_layers(config, num_layers)
         stop_layer(config, num_layers)
@@ -56,16 +58,27 @@ def check_selector(config: BlendConfig, num_layers: int) -> Selector:
 
 
 def check_attention(config: BlendConfig, decoder: Decoder) -> None:
-    """See that a model shows its attention, where the settings need to see it.
+    """See that a model shows what the settings need to see of it: its attention, and the KV of check layers.
 
     Raises
     ------
     ConfigError
         If it does not.
     """
-    if decoder.shows_attention or not config.enabled:
-        return
     name = type(decoder.model).__name__
+    if config.source_attention and not decoder.shows_attention:
+        raise ConfigError(f"source_attention=True: {name} does not show what it attends to; leave it out")
+    if not config.enabled:
+        return
+    task = SelectionTask(PromptLayout((0,), (0,), ()), decoder.num_layers, 0)
+    for layer in make_selector(config).begin(task).check_layers:
+        if layer >= decoder.num_kv_layers:
+            raise ConfigError(
+                f"check layer {layer} of {name} has no KV of its own to compare, as all its layers from {decoder.num_kv_layers} "
+                "on; choose earlier check_layers"
+            )
+    if decoder.shows_attention:
+        return
     if make_selector(config).needs_attention:
         raise ConfigError(
             f"selector={config.selector!r} goes by what the question attends to, which {name} does not show; choose hkvd or"

@@ -135,7 +135,7 @@ class TimedRuns:
 
         def run() -> None:
             with self._loader(layout, readers, 0) as loader:
-                for layer in range(self._decoder.num_layers):
+                for layer in range(self._decoder.num_kv_layers):
                     loader.synchronize(layer)
 
         return self._timed(run)

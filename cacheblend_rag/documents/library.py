@@ -234,7 +234,7 @@ class Library:
             if record is not None and self._engine.store.holds([record.key])[0]:
                 continue
             tokens = len(self._engine.tokenizer(passage.text, add_special_tokens=False)["input_ids"])
-            room -= tokens * decoder.kv_bytes_per_token + _FILE_BYTES_PER_LAYER * decoder.num_layers
+            room -= tokens * decoder.kv_bytes_per_token + _FILE_BYTES_PER_LAYER * decoder.num_kv_layers
             if room < 0:
                 return group[:number]
         return group

@@ -17,7 +17,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.model import model_window, num_decoder_layers
 
-__all__ = ["check_options", "decode"]
+__all__ = ["check_options", "complete_options", "decode", "output_limit"]
 
 _DEFAULT_NEW_TOKENS = 256
 
@@ -54,6 +54,24 @@ def check_options(max_new_tokens: int | None, options: dict[str, Any]) -> None:
             )
     if options.get("use_cache") is False:
         raise ConfigError("use_cache=False contradicts blending; leave it out")
+
+
+def output_limit(model: PreTrainedModel, run: PromptRun, max_new_tokens: int | None) -> int:
+    """Return how many tokens an answer may have: what was asked, else the model's own setting or 256, within its window."""
+    limit = int(max_new_tokens or model.generation_config.max_new_tokens or _DEFAULT_NEW_TOKENS)
+    window, layout = model_window(model), run.prompt.layout
+    return limit if window is None else min(limit, window - max(len(layout), layout.end_position))
+
+
+def complete_options(model: PreTrainedModel, tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Return options of ``generate`` with those that a blended prompt needs."""
+    # What a checkpoint's own generation settings may ask for, and a blended prompt cannot have.
+    options = {"num_beams": 1, "num_return_sequences": 1, "cache_implementation": None, "use_cache": True} | options
+    if options.get("stop_strings"):
+        options["tokenizer"] = tokenizer
+    if options.get("pad_token_id") is None and model.generation_config.pad_token_id is None:
+        options["pad_token_id"] = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return options
 
 
 def decode(
@@ -96,21 +114,12 @@ def decode(
         The answer.
     """
     layout = run.prompt.layout
-    own = model.generation_config
-    limit = max_new_tokens or own.max_new_tokens or _DEFAULT_NEW_TOKENS
-    window = model_window(model)
-    if window is not None:
-        limit = min(limit, window - max(len(layout), layout.end_position))
-    # What a checkpoint's own generation settings may ask for, and a blended prompt cannot have.
-    options = {"num_beams": 1, "num_return_sequences": 1, "cache_implementation": None} | options
+    limit = output_limit(model, run, max_new_tokens)
+    options = complete_options(model, tokenizer, options)
     watch = TokenWatch(stop)
     criteria = StoppingCriteriaList([*(options.pop("stopping_criteria", None) or ()), watch])
-    if options.get("stop_strings"):
-        options["tokenizer"] = tokenizer
-    if options.get("pad_token_id") is None and own.pad_token_id is None:
-        options["pad_token_id"] = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
-    def forward(cache: BlendCache, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def forward(cache: BlendCache | None, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         if stop.is_set() or (streamer is not None and not threading.main_thread().is_alive()):
             # Closed while it waited for the model: nobody needs its prefill.
             streamer.end()
@@ -122,14 +131,16 @@ def decode(
             output = model.generate(  # type: ignore[operator]  # transformers' stubs take it for a tensor
                 **inputs,
                 attention_mask=torch.ones_like(inputs["input_ids"]),
-                past_key_values=cache,
+                **({} if cache is None else {"past_key_values": cache}),
                 max_new_tokens=limit,
                 stopping_criteria=criteria,
                 streamer=streamer,
                 **options,
             )
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
-        return sequences[0, len(layout) :].cpu()
+        generated = sequences[0, len(layout) :].cpu()
+        run.output_ids = tuple(generated.tolist())
+        return generated
 
     token_ids = tuple(runner.run(run, limit, forward).tolist())
     count = len(token_ids)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, overload
@@ -17,26 +19,40 @@ from transformers import PreTrainedModel
 from cacheblend_rag.chunk import BlendPrompt, Chunk
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.controller import Profile, check_attention, check_selector
+from cacheblend_rag.engine.conversation import Conversation, Conversations
 from cacheblend_rag.engine.decode import check_options, decode
-from cacheblend_rag.engine.firsttoken import FirstLogits
+from cacheblend_rag.engine.firsttoken import FirstLogits, last_logits
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PrefillResult
 from cacheblend_rag.engine.guard import Guard
 from cacheblend_rag.engine.identity import engine_identity
 from cacheblend_rag.engine.ingest import Ingest, WarmEstimate
 from cacheblend_rag.engine.jobs import AddJob, AddResult
+from cacheblend_rag.engine.many import Many, options_of
+from cacheblend_rag.engine.markup import SCHEMA_PREFIX, LoadedSchema, Schemas
 from cacheblend_rag.engine.metrics import EngineMetrics
+from cacheblend_rag.engine.prefetch import Prefetch, Prefetcher
 from cacheblend_rag.engine.pretrained import load_pretrained
-from cacheblend_rag.engine.prompt import Assembler
+from cacheblend_rag.engine.prompt import AssembledPrompt, Assembler
 from cacheblend_rag.engine.run import PromptRun, Runner
 from cacheblend_rag.engine.selfcheck import check_blending
 from cacheblend_rag.engine.uses import FirstUses
 from cacheblend_rag.engine.watch import LayerWatcher, WatchedForward, WatchedPrefill
-from cacheblend_rag.errors import ConfigError, UnsupportedModelError
+from cacheblend_rag.errors import ConfigError, PromptError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.layout import PromptLayout
-from cacheblend_rag.model import Decoder, inspect_model, model_window, num_decoder_layers
+from cacheblend_rag.model import (
+    Capability,
+    Decoder,
+    WeightsWatch,
+    capability,
+    inspect_model,
+    model_window,
+    num_decoder_layers,
+)
+from cacheblend_rag.pml.nodes import SchemaTree
+from cacheblend_rag.pml.prompt import Prompt
 from cacheblend_rag.report import BlendReport
-from cacheblend_rag.store import KVStore, NodeRecord, open_store
+from cacheblend_rag.store import KVStore, NameChanges, NodeRecord, open_store
 from cacheblend_rag.store.device import spare_bytes
 
 __all__ = ["BlendEngine"]
@@ -59,6 +75,7 @@ _ENGINE_SETTINGS = frozenset(
         "write_back_bytes",
         "namespace",
         "ttl_s",
+        "conversation_bytes",
         "encode_batch_tokens",
         "encode_on",
         "neighbours",
@@ -96,6 +113,8 @@ class BlendEngine:
     ----------
     metrics : EngineMetrics
         What the engine has done, for Prometheus.
+    schemas : Schemas
+        The schemas that are loaded, and how their prompts are laid out.
     guard : Guard
         Compares some answers with full prefill in the background, if ``config.guard_rate`` is above 0.
 
@@ -123,9 +142,9 @@ class BlendEngine:
         self.model = model.eval()
         self.tokenizer = tokenizer
         self._closed = False
-        check_selector(self.config, num_decoder_layers(model))
         self.unsupported_reason: str | None = None
         self.decoder = self._inspect()
+        self._check_selector(self.config)
         if self.decoder is not None:
             check_attention(self.config, self.decoder)
         self._owns_store = store is None or isinstance(store, str | Path)
@@ -146,6 +165,7 @@ class BlendEngine:
             if store is None or isinstance(store, str | Path)
             else store
         )
+        self._weights = WeightsWatch(self.model)
         identity = engine_identity(model, tokenizer, private=self.store.is_private)
         defers = self.config.encode_on == "second_use"
         self._assembler = Assembler(
@@ -156,6 +176,7 @@ class BlendEngine:
             model_window(model),
             self.config.namespace,
             FirstUses(self.store) if defers and self.decoder is not None else None,
+            self.decoder is None or self.decoder.is_movable,
         )
         self._runner = Runner(
             model,
@@ -168,7 +189,11 @@ class BlendEngine:
         )
         self.guard = Guard(model, tokenizer, self.decoder, self._runner, self.config)
         self.metrics = EngineMetrics(self.store.stats, self.guard.status if self.guard.active else None)
+        self._many = Many(model, tokenizer, self.decoder, self._runner, self.config.self_check)
         self._ingest = Ingest(self._assembler, self._runner, self.store, self.decoder, self.config)
+        self._conversations = Conversations(self.store, self._assembler.namespace)
+        self._prefetcher = Prefetcher(self.store, self.config.load_threads)
+        self.schemas = Schemas(self._assembler, self._ingest, self.store, self._prefetcher)
 
     @classmethod
     def from_pretrained(
@@ -238,10 +263,12 @@ class BlendEngine:
             ends by an error does not wait.
         """
         self.guard.close()
+        self._prefetcher.close()
         self._ingest.close(wait)
         with self._runner.lock:
             if not self._closed:
                 self._closed = True
+                self._conversations.close()
                 if self._owns_store:
                     self.store.close()
                 else:
@@ -327,10 +354,18 @@ class BlendEngine:
             raises it, and `flush`.
         """
         self._check_open()
+        self._weights.check()
         if ttl_s is not None and not (isinstance(ttl_s, int | float) and 0 < ttl_s < math.inf):
             raise ConfigError(
                 f"ttl_s={ttl_s!r} must be a positive number of seconds; leave it out to keep chunks for ever"
             )
+        if not isinstance(chunks, Chunk):
+            chunks = list(chunks)
+            for chunk in chunks:
+                if isinstance(chunk, Chunk) and (chunk.id or "").startswith(SCHEMA_PREFIX):
+                    raise ConfigError(
+                        f"the id {chunk.id!r} begins with {SCHEMA_PREFIX!r}, as those of schemas do; give the chunk another one"
+                    )
         if background:
             return self._ingest.add_later(chunks, progress, ttl_s)
         return self._ingest.add(chunks, progress, ttl_s)
@@ -365,8 +400,21 @@ class BlendEngine:
         self._check_open()
         return self._ingest.estimate(chunks)
 
+    def refusals(self, chunks: Iterable[Chunk]) -> list[PromptError | None]:
+        """Say of each chunk what `add` would raise because of it, or None; nothing is stored.
+
+        Returns
+        -------
+        list of PromptError or None
+            An `EmptyChunkError` for a text without tokens, a `PromptTooLongError` for one beyond the model's window.
+        """
+        self._check_open()
+        return [self._assembler.refusal(chunk) for chunk in chunks]
+
     def delete(self, ids: Iterable[str]) -> int:
         """Forget chunks: their names at once, and their KV unless another name has the same text.
+
+        Conversations forget what may know of them.
 
         Returns
         -------
@@ -374,7 +422,54 @@ class BlendEngine:
             How many of the ids were known.
         """
         self._check_open()
-        return self.store.forget(self._assembler.namespace, _id_list(ids))
+        known = self.store.forget(self._assembler.namespace, _id_list(ids))
+        self._conversations.refresh()
+        return known
+
+    def conversation(self, max_bytes: int | None = None) -> Conversation:
+        """Begin a conversation, whose turns reuse what the turns before have computed.
+
+        Parameters
+        ----------
+        max_bytes : int, optional
+            Most bytes of KV that it keeps, in the memory in which the model computes; ``config.conversation_bytes`` by default.
+
+        Returns
+        -------
+        Conversation
+            To be given to `generate`, `stream` or `prefill` with each turn; it says itself what is reused, and how exactly.
+
+        Raises
+        ------
+        ConfigError
+            If `max_bytes` is negative.
+        """
+        self._check_open()
+        limit = self.config.conversation_bytes if max_bytes is None else max_bytes
+        if limit < 0:
+            raise ConfigError(f"max_bytes={limit} is negative; give a number of bytes, 0 to keep nothing")
+        return self._conversations.begin(limit)
+
+    def prefetch(self, ids: Iterable[str]) -> Prefetch:
+        """Begin to read the KV of chunks that are likely to be asked for soon, and return at once.
+
+        While a reranker works on what was retrieved, for example, their KV comes from disk and remote tiers to RAM, and to the
+        device, as far as these have room. A prompt that comes meanwhile waits for those of its chunks that are being read, and
+        reads the others itself.
+
+        Parameters
+        ----------
+        ids : iterable of str
+            The chunks, most likely ones first; those that are not known are left out.
+
+        Returns
+        -------
+        Prefetch
+            To wait for, or to cancel; it need not be kept.
+        """
+        self._check_open()
+        records = self.store.lookup(self._assembler.namespace, _id_list(ids))
+        return self._prefetcher.begin(record.key for record in records if record is not None)
 
     def pin(self, ids: Iterable[str]) -> None:
         """Keep the KV of these chunks: it is never evicted, now or when it is computed again, and counts against the budget.
@@ -406,9 +501,9 @@ class BlendEngine:
         return self.store.lookup(self._assembler.namespace, [id])[0] is not None
 
     def ids(self) -> list[str]:
-        """Return the ids of all known chunks of this model."""
+        """Return the ids of all known chunks of this model, parts of loaded schemas not among them."""
         self._check_open()
-        return self.store.names(self._assembler.namespace)
+        return [id for id in self.store.names(self._assembler.namespace) if not id.startswith(SCHEMA_PREFIX)]
 
     def records(self, ids: Sequence[str]) -> list[NodeRecord | None]:
         """Return what is known of each id: its tokens and the digest of its text; None where the id is unknown."""
@@ -421,10 +516,25 @@ class BlendEngine:
         self._check_open()
         return self.store.revision()
 
+    def changes(self, since: int | None = None) -> NameChanges:
+        """Return which chunks are known, or which of them were added, replaced or deleted since an earlier call.
+
+        Parameters
+        ----------
+        since : int, optional
+            The `mark` of the earlier call; by default, and if that was ten thousand changes ago, all chunks are returned.
+        """
+        self._check_open()
+        return self.store.changes(self._assembler.namespace, since)
+
     @property
     def neighbours(self) -> int:
         """Behind how many of its neighbours each new chunk is encoded a second time, to measure its sensitivity; 0: it is not."""
         return self._ingest.neighbours
+
+    def capability(self) -> Capability:
+        """Return what each layer of the model is like, what blending does there, and why not where it does not."""
+        return capability(self.model, self.decoder, self.unsupported_reason)
 
     @property
     def namespace(self) -> str:
@@ -471,25 +581,80 @@ class BlendEngine:
         with self._runner.lock:
             return self._runner.controller().measure(budget, progress)
 
-    def prompt_ids(self, prompt: BlendPrompt) -> tuple[int, ...]:
+    def load_schema(self, schema: SchemaTree, *, ttl_s: float | None = None) -> LoadedSchema:
+        """Encode the modules of a schema and keep them (Prompt Cache, section 3.3).
+
+        A schema of the same name is replaced: what has not changed is not encoded again, and what is gone is forgotten. Its
+        prompts can be asked without loading it as well; modules are then misses, kept in RAM.
+
+        Parameters
+        ----------
+        schema : Schema
+            The schema.
+        ttl_s : float, optional
+            Seconds that its KV lives, instead of ``config.ttl_s``.
+
+        Returns
+        -------
+        LoadedSchema
+            What was done.
+
+        Raises
+        ------
+        PMLError
+            If the model's chat template cannot be used with the schema's messages.
+        PromptTooLongError
+            If a module does not fit the model's window, or reaches beyond it where positions are learned.
+        UnsupportedModelError
+            If the model takes no positions.
+        StoreError
+            If KV cannot be stored.
+        """
+        self._check_open()
+        if self.decoder is not None and not self.decoder.is_placeable:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} counts its tokens and takes no positions, so it cannot serve schemas"
+            )
+        return self.schemas.load(schema, ttl_s)
+
+    def unload_schema(self, name: str) -> int:
+        """Forget a schema and the KV that only it had; return how many of its modules and texts were stored.
+
+        Raises
+        ------
+        ConfigError
+            If no schema of that name is known.
+        """
+        self._check_open()
+        return self.schemas.unload(name)
+
+    def prompt_ids(self, prompt: BlendPrompt | Prompt) -> tuple[int, ...]:
         """Return the token ids that the model is given for `prompt`."""
         return self.prompt_layout(prompt).token_ids
 
-    def prompt_layout(self, prompt: BlendPrompt) -> PromptLayout:
+    def prompt_layout(self, prompt: BlendPrompt | Prompt) -> PromptLayout:
         """Return where the chunks of `prompt` stand among its tokens."""
         self._check_open()
-        return self._assembler.assemble(prompt).layout
+        return self._assembler.assemble(self._blend_prompt(prompt)).layout
 
-    def prefill(self, prompt: BlendPrompt, *, config: BlendConfig | None = None) -> PrefillResult:
+    def prefill(
+        self,
+        prompt: BlendPrompt | Prompt,
+        *,
+        config: BlendConfig | None = None,
+        conversation: Conversation | None = None,
+    ) -> PrefillResult:
         """Prefill a prompt, blending its chunks.
 
         Parameters
         ----------
-        prompt : BlendPrompt
+        prompt : BlendPrompt or Prompt
             The prompt.
         config : BlendConfig, optional
             Blending settings for this call (`enabled`, `recompute_ratio`, `quality_ratio`, `selector` and what belongs to it,
             `min_tokens`).
+        conversation : Conversation, optional
+            The conversation that this is a turn of.
 
         Returns
         -------
@@ -503,11 +668,10 @@ class BlendEngine:
         ConfigError
             If the settings do not fit the model.
         """
-        run = self._begin(prompt, config)
+        run = self._begin(prompt, config, conversation)
 
-        def forward(cache: BlendCache, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-            logits: torch.Tensor = self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-            return logits[0, -1].cpu()
+        def forward(cache: BlendCache | None, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+            return last_logits(self.model, inputs, cache)
 
         logits = self._runner.run(run, 0, forward)
         report = run.report(num_decoder_layers(self.model), time.perf_counter(), 0)
@@ -516,7 +680,7 @@ class BlendEngine:
 
     def watch_prefill(
         self,
-        prompt: BlendPrompt,
+        prompt: BlendPrompt | Prompt,
         watcher: LayerWatcher,
         *,
         config: BlendConfig | None = None,
@@ -526,7 +690,7 @@ class BlendEngine:
 
         Parameters
         ----------
-        prompt : BlendPrompt
+        prompt : BlendPrompt or Prompt
             The prompt.
         watcher : callable
             Called with each layer's number and its `AttentionCall`, as the layers come. Where stored KV turns out damaged, the
@@ -569,22 +733,25 @@ class BlendEngine:
 
     def generate(
         self,
-        prompt: BlendPrompt,
+        prompt: BlendPrompt | Prompt,
         max_new_tokens: int | None = None,
         *,
         config: BlendConfig | None = None,
+        conversation: Conversation | None = None,
         **generation_kwargs: Any,
     ) -> GenerationResult:
         """Answer a prompt.
 
         Parameters
         ----------
-        prompt : BlendPrompt
+        prompt : BlendPrompt or Prompt
             The prompt.
         max_new_tokens : int, optional
             Most tokens to generate, never beyond the model's window; by default the model's own setting, or 256.
         config : BlendConfig, optional
             Blending settings for this call.
+        conversation : Conversation, optional
+            The conversation that this is a turn of (`conversation`).
         **generation_kwargs : Any
             Options of transformers' ``generate``, which does the decoding: sampling, stop strings, processors and so
             on.
@@ -602,15 +769,108 @@ class BlendEngine:
             If an option cannot be combined with blending.
         """
         check_options(max_new_tokens, generation_kwargs)
-        run = self._begin(prompt, config)
+        run = self._begin(prompt, config, conversation)
         return self._decode(run, max_new_tokens, generation_kwargs, threading.Event(), None, self.guard.watch(run))
+
+    def generate_many(
+        self,
+        prompts: Sequence[BlendPrompt | Prompt],
+        max_new_tokens: int | None = None,
+        *,
+        batch_size: int | None = None,
+        config: BlendConfig | None = None,
+        **generation_kwargs: Any,
+    ) -> list[GenerationResult]:
+        """Answer many prompts, which is faster than one after the other.
+
+        Chunks without stored KV are encoded in one go, each once whichever prompts have it; the prompts are prefilled one after
+        the other, and their answers are decoded together in a padded batch. Greedy answers are those of `generate`, but for
+        rounding: where two tokens are as likely as each other to the last digits, either may be taken. Sampled answers are other
+        draws. Where settings or options do not allow a batch (`repair_ratio`, `kv_capacity`, options that read a prompt's ids),
+        answers are decoded one by one, and each report's `alone_reason` says why.
+
+        Stopping criteria and logits processors see each prompt as a batch of one without padding. Every prompt gets shallow
+        copies of those given, unless ``stopping_criteria`` and ``logits_processor`` hold a list for each prompt.
+
+        Parameters
+        ----------
+        prompts : sequence of (BlendPrompt or Prompt)
+            The prompts. All of them are checked before the first is computed.
+        max_new_tokens : int, optional
+            Most tokens of each answer, as in `generate`.
+        batch_size : int, optional
+            Most prompts that are decoded together; by default as many as `config.decode_batch_tokens` allows.
+        config : BlendConfig, optional
+            Blending settings for this call.
+        **generation_kwargs : Any
+            Options of transformers' ``generate``.
+
+        Returns
+        -------
+        list of GenerationResult
+            The answers, in the order of the prompts. The times in their reports count from this call on.
+
+        Raises
+        ------
+        PromptError
+            If a prompt cannot be served.
+        ConfigError
+            If an option cannot be combined with blending, or `batch_size` is below 1.
+        """
+        return self._generate_many(prompts, max_new_tokens, batch_size, config, generation_kwargs, threading.Event())
+
+    async def agenerate_many(
+        self,
+        prompts: Sequence[BlendPrompt | Prompt],
+        max_new_tokens: int | None = None,
+        *,
+        batch_size: int | None = None,
+        config: BlendConfig | None = None,
+        **generation_kwargs: Any,
+    ) -> list[GenerationResult]:
+        """Answer many prompts as `generate_many` does, in another thread; if cancelled, that ends at the next token."""
+        stop = threading.Event()
+        work = partial(self._generate_many, prompts, max_new_tokens, batch_size, config, generation_kwargs, stop)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(None, work)
+        finally:
+            stop.set()
+
+    def _generate_many(
+        self,
+        prompts: Sequence[BlendPrompt | Prompt],
+        max_new_tokens: int | None,
+        batch_size: int | None,
+        config: BlendConfig | None,
+        options: dict[str, Any],
+        stop: threading.Event,
+    ) -> list[GenerationResult]:
+        started = time.perf_counter()
+        check_options(max_new_tokens, options)
+        if batch_size is not None and batch_size < 1:
+            raise ConfigError(f"batch_size={batch_size} must be at least 1; leave it out to have it chosen")
+        if isinstance(prompts, BlendPrompt | Prompt):
+            raise ConfigError(f"prompts is one {type(prompts).__name__}; give a list of them, or use generate")
+        runs = [self._begin(prompt, config) for prompt in prompts]
+        for run in runs:
+            run.started = started
+        firsts = [self.guard.watch(run) for run in runs]
+        results: dict[int, GenerationResult] = {}
+        for index, result in self._many.answer(runs, max_new_tokens, batch_size, options, stop, firsts):
+            results[index] = result
+            self._observe(result.report)
+            first = firsts[index]
+            if first is not None and not stop.is_set():
+                self.guard.offer(runs[index], result, first, max_new_tokens, options_of(options, index))
+        return [results[index] for index in sorted(results)]
 
     def stream(
         self,
-        prompt: BlendPrompt,
+        prompt: BlendPrompt | Prompt,
         max_new_tokens: int | None = None,
         *,
         config: BlendConfig | None = None,
+        conversation: Conversation | None = None,
         **generation_kwargs: Any,
     ) -> BlendStream:
         """Answer a prompt piece by piece; takes and raises what `generate` does, prompt errors at once.
@@ -621,7 +881,7 @@ class BlendEngine:
             An iterator over pieces of text; its `result` holds the report.
         """
         check_options(max_new_tokens, generation_kwargs)
-        run = self._begin(prompt, config)
+        run = self._begin(prompt, config, conversation)
         first = self.guard.watch(run)
 
         def generate(streamer: Any, stop: threading.Event) -> GenerationResult:
@@ -649,30 +909,54 @@ class BlendEngine:
 
     def _observe(self, report: BlendReport) -> None:
         self.metrics.observe(report)
+        self.schemas.read_ahead(chunk.id for chunk in report.chunks)
         if logger.isEnabledFor(logging.INFO):
             # Formatters that write fields, as JSON for example, find the figures under "blend".
             logger.info("%s", report, extra={"blend": report.to_dict()})
 
-    def _begin(self, prompt: BlendPrompt, config: BlendConfig | None) -> PromptRun:
+    def _begin(
+        self, prompt: BlendPrompt | Prompt, config: BlendConfig | None, conversation: Conversation | None = None
+    ) -> PromptRun:
         started = time.perf_counter()
         self._check_open()
-        if not isinstance(prompt, BlendPrompt):
-            raise ConfigError(
-                f"the prompt is a {type(prompt).__name__}; give a BlendPrompt, as in BlendPrompt(text, chunks)"
-            )
+        self._conversations.checked(conversation)
+        self._weights.check()
+        prompt = self._blend_prompt(prompt)
         if config is None or config is self.config:
             order = self.guard.order
-            assembled = self._assembler.assemble(prompt, retrieving=order.config.enabled)
-            return PromptRun(assembled, order.config, started, guard_level=order.level, guard_action=order.action)
+            assembled = self._assemble(prompt, order.config)
+            return PromptRun(
+                assembled,
+                order.config,
+                started,
+                guard_level=order.level,
+                guard_action=order.action,
+                conversation=conversation,
+            )
         self._check_call_settings(config)
         settled = {name: getattr(self.config, name) for name in ("neighbours", "encode_on")}
         if any(getattr(config, name) != value for name, value in settled.items()):
             # They say what "auto" stands for.
             config = config.replace(**settled)
-        check_selector(config, num_decoder_layers(self.model))
+        self._check_selector(config)
         if self.decoder is not None:
             check_attention(config, self.decoder)
-        return PromptRun(self._assembler.assemble(prompt, retrieving=config.enabled), config, started)
+        return PromptRun(self._assemble(prompt, config), config, started, conversation=conversation)
+
+    def _assemble(self, prompt: BlendPrompt, config: BlendConfig) -> AssembledPrompt:
+        assembled = self._assembler.assemble(prompt, retrieving=config.enabled)
+        self._prefetcher.claim(chunk.key for chunk in assembled.chunks)
+        return assembled
+
+    def _blend_prompt(self, prompt: BlendPrompt | Prompt) -> BlendPrompt:
+        if isinstance(prompt, Prompt):
+            return self.schemas.blend_prompt(prompt)
+        if not isinstance(prompt, BlendPrompt):
+            raise ConfigError(
+                f"the prompt is a {type(prompt).__name__}; give a BlendPrompt, as in BlendPrompt(text, chunks), or a schema's "
+                "prompt"
+            )
+        return prompt
 
     def _inspect(self) -> Decoder | None:
         try:
@@ -686,6 +970,11 @@ class BlendEngine:
             self.unsupported_reason = str(error)
             return None
         return decoder
+
+    def _check_selector(self, config: BlendConfig) -> None:
+        # A model whose configuration names no layers is never blended.
+        if self.decoder is not None or num_decoder_layers(self.model):
+            check_selector(config, num_decoder_layers(self.model))
 
     def _device_bytes(self, devices: Sequence[torch.device]) -> int:
         if self.decoder is None:

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import Cache, PreTrainedModel
 
-__all__ = ["FirstLogits", "TokenDistribution"]
+__all__ = ["FirstLogits", "TokenDistribution", "last_logits"]
 
 _LARGEST = 256
 # A token that the other distribution excludes would make the divergence infinite, and with it every mean.
@@ -102,3 +103,27 @@ class FirstLogits:
         del model, inputs
         if self.logits is None and threading.get_ident() == self._thread:
             self.logits = output.logits[0, -1].detach().clone()
+
+
+def last_logits(model: PreTrainedModel, inputs: dict[str, torch.Tensor], cache: Cache | None) -> torch.Tensor:
+    """Prefill a prompt and return the logits of the token behind it.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The model.
+    inputs : dict
+        The prompt's `input_ids`, ``(1, prompt_len)``, and what goes with them.
+    cache : Cache or None
+        The cache to fill; None where the model is to have one of its own, if any.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(vocab,)``, on the CPU.
+    """
+    options: dict[str, Any] = {} if cache is None else {"past_key_values": cache, "use_cache": True}
+    if model._supports_logits_to_keep():  # type: ignore[operator]  # as generate asks
+        options["logits_to_keep"] = 1
+    logits: torch.Tensor = model(**inputs, **options).logits
+    return logits[0, -1].cpu()

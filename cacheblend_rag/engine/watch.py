@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 from transformers import PreTrainedModel
 
+from cacheblend_rag.engine.firsttoken import last_logits
 from cacheblend_rag.engine.generation import PrefillResult
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.kv import LayerKV
@@ -61,7 +62,7 @@ class WatchedForward:
     watcher: LayerWatcher
     kv: list[LayerKV] = field(default_factory=list)
 
-    def __call__(self, cache: KVCache, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def __call__(self, cache: KVCache | None, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the logits of the token behind the prompt, ``(vocab,)``, on the CPU.
 
         Raises
@@ -69,6 +70,9 @@ class WatchedForward:
         UnsupportedModelError
             If not every layer's attention can be watched.
         """
+        name = type(self.model).__name__
+        if cache is None:
+            raise UnsupportedModelError(f"{name} cannot be blended, and its layers cannot be watched")
         waiting = list(range(len(cache.kv_layers)))
 
         def after_attention(call: AttentionCall) -> None:
@@ -80,10 +84,10 @@ class WatchedForward:
                     return
 
         with watch_attention(after_attention):
-            logits: torch.Tensor = self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            logits = last_logits(self.model, inputs, cache)
         if waiting:
             raise UnsupportedModelError(
-                f"{type(self.model).__name__}: the attention of layers {', '.join(map(str, waiting))} cannot be watched"
+                f"{name}: the attention of layers {', '.join(map(str, waiting))} cannot be watched"
             )
         self.kv = cache.kv()
-        return logits[0, -1].cpu()
+        return logits

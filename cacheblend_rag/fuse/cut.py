@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -12,14 +13,9 @@ from cacheblend_rag.fuse.mask import RowMask, row_mask
 
 __all__ = ["RowCutter"]
 
-# The axis along which each argument of a decoder layer is cut; negative ones count from the end.
-_ROW_AXIS = {
-    "hidden_states": 1,
-    "position_ids": -1,
-    "cache_position": -1,
-    "position_embeddings": -2,
-    "attention_mask": -2,
-}
+_MASK = "attention_mask"
+# What generate hands over besides, and models pass on to their layers.
+_GENERATION_AXES = {"position_ids": -1, "cache_position": -1}
 
 
 class RowCutter:
@@ -31,11 +27,25 @@ class RowCutter:
         For messages.
     length : int
         Rows of the whole prompt.
+    row_axes : mapping of str to (int or None)
+        The axis of the rows of each tensor, by its path; see `Decoder.row_axes`.
+    states : str
+        The name of the hidden states.
+
+    Attributes
+    ----------
+    states : str
+        The name of the hidden states.
+    states_axis : int
+        The axis of their rows.
     """
 
-    def __init__(self, model_name: str, length: int) -> None:
+    def __init__(self, model_name: str, length: int, row_axes: Mapping[str, int | None], states: str) -> None:
         self._model_name = model_name
         self._length = length
+        self._axes: dict[str, int | None] = {**_GENERATION_AXES, **row_axes}
+        self.states = states
+        self.states_axis = row_axes[states] or -2
         self._rows: torch.Tensor | None = None
         self._known: dict[tuple[str, int], tuple[Any, Any]] = {}
 
@@ -68,14 +78,14 @@ class RowCutter:
             self._known.clear()
         cut: dict[str, Any] = {}
         for name, value in arguments.items():
-            if name == "hidden_states":
+            if name == self.states:
                 if before is rows:
                     cut[name] = value
                 else:
                     keep = rows if before is None else torch.searchsorted(before, rows)
-                    cut[name] = value.index_select(1, keep.to(value.device))
-            elif name == "attention_mask":
-                cut[name] = self._once(name, value, partial(self._mask, value, rows, arguments["hidden_states"].device))
+                    cut[name] = value.index_select(self.states_axis, keep.to(value.device))
+            elif name == _MASK:
+                cut[name] = self._once(name, value, partial(self._mask, value, rows, arguments[self.states].device))
             else:
                 cut[name] = self._once(name, value, partial(self._value, name, value, rows))
         return cut
@@ -91,22 +101,23 @@ class RowCutter:
         if mask is None:
             # The model relied on the attention kernel's causal flag, which is wrong for rows that are not contiguous.
             return RowMask.over(row_mask(rows.to(device), self._length), rows)
-        if isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[-2] == self._length:
-            return RowMask.over(mask.index_select(2, rows.to(mask.device)), rows)
+        if isinstance(mask, torch.Tensor) and mask.ndim > 2 and mask.shape[-2] == self._length:
+            return RowMask.over(mask.index_select(-2, rows.to(mask.device)), rows)
         raise UnsupportedModelError(f"{self._model_name}: its layers take a mask of an unknown form, {_describe(mask)}")
 
     def _value(self, name: str, value: Any, rows: torch.Tensor) -> Any:
         if isinstance(value, torch.Tensor):
-            axis = _ROW_AXIS.get(name)
+            axis = self._axes.get(name)
+            if axis is None and (name in self._axes or self._length not in value.shape):
+                return value
             if axis is None or value.shape[axis] != self._length:
                 raise UnsupportedModelError(
                     f"{self._model_name}: its layers take {name}, {_describe(value)}, which cannot be cut to rows"
                 )
             return value.index_select(axis, rows.to(value.device))
         if isinstance(value, tuple | list) and any(isinstance(item, torch.Tensor) for item in value):
-            return type(value)(self._value(name, item, rows) for item in value)
-        if isinstance(value, dict) and any(isinstance(item, torch.Tensor) for item in value.values()):
-            raise UnsupportedModelError(f"{self._model_name}: its layers take {name} as a mapping of tensors")
+            return type(value)(self._value(f"{name}.{index}", item, rows) for index, item in enumerate(value))
+        # A mapping is a place where layers leave their KV for others (Gemma 3n); what is in it is whole.
         return value
 
 

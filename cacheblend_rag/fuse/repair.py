@@ -18,7 +18,14 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.fuse.steer import BlendCache, Steering
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import PromptLayout
-from cacheblend_rag.model import AttentionCall, Decoder, attention_weights, watch_attention
+from cacheblend_rag.model import (
+    AttentionCall,
+    Decoder,
+    attention_weights,
+    takes_positions,
+    text_decoder,
+    watch_attention,
+)
 from cacheblend_rag.selection import FixedSelection
 from cacheblend_rag.selection.question import SEGMENT_TOKENS, look_layers, stop_layer
 from cacheblend_rag.selection.segments import pick, segment_numbers
@@ -167,10 +174,9 @@ class Repair:
         selection = FixedSelection(rows, self._stop_layer)
         cache = BlendCache(decoder.num_layers)
         steering = Steering(decoder, cache, layout, selection, _Held(self._cache), text_rows=newest)
-        inputs: dict[str, Any] = {
-            "input_ids": torch.tensor([self._ids], device=decoder.device),
-            "position_ids": torch.tensor([self._positions], device=decoder.device),
-        }
+        inputs: dict[str, Any] = {"input_ids": torch.tensor([self._ids], device=decoder.device)}
+        if takes_positions(text_decoder(decoder.model)):
+            inputs["position_ids"] = torch.tensor([self._positions], device=decoder.device)
         if decoder.model._supports_logits_to_keep():  # type: ignore[operator]  # as generate asks
             inputs["logits_to_keep"] = 1
         self._busy = True

@@ -129,18 +129,25 @@ class Steering:
         self._source = source
         self._context_tokens = layout.context_tokens
         self._length = len(layout)
-        self._question_tokens = len(layout) - layout.chunks[-1].stop
+        self._question_tokens = len(layout) - (layout.chunks[-1].stop if layout.chunks else layout.resumed_rows)
         self._candidates = layout.candidate_rows.to(decoder.device)
         self._text_rows = (layout.text_rows if text_rows is None else text_rows).to(decoder.device)
         self._chosen = self._candidates
-        self._rows: torch.Tensor | None = None  # None: every row of the prompt is computed
+        # All that may be computed; None: every row of the prompt.
+        self._every: torch.Tensor | None = None
+        if layout.resumed_rows:
+            self._every = torch.arange(layout.resumed_rows, len(layout), device=decoder.device)
+        self._rows = self._every
         self._stored: dict[int, LayerKV] = {}
-        self._cutter = RowCutter(type(decoder.model).__name__, len(layout))
+        self._cutter = RowCutter(
+            type(decoder.model).__name__, len(layout), decoder.row_axes, decoder.layer_parameters[0]
+        )
         looks = selection.look_layers
         self._choose_at = looks[-1] + 1 if looks else 0
         # While it looks: what each layer was called with, for the rows that have to make up for it.
         self._passed: list[tuple[nn.Module, dict[str, Any]]] = []
         self._looking_at: int | None = None
+        self._is_last_under_way = False
         self.charge = 0.0
         self.recomputed_rows = self._candidates
 
@@ -151,9 +158,14 @@ class Steering:
             layer.register_forward_pre_hook(partial(self._before_layer, number), with_kwargs=True)
             for number, layer in enumerate(self._decoder.layers)
         ]
+        if self._decoder.restores_rows:
+            hooks.append(self._decoder.layers[-1].register_forward_hook(self._after_last_layer))
         self._cache.steering = self
         try:
-            with watch_attention(self._look) if self._selection.look_layers else nullcontext():
+            with (
+                self._decoder.uncompiled(),
+                watch_attention(self._look) if self._selection.look_layers else nullcontext(),
+            ):
                 yield
         finally:
             self._cache.steering = None
@@ -192,7 +204,16 @@ class Steering:
             What it is to be called with.
         """
         selection = self._selection
-        before = self._rows
+        # The model embeds the whole prompt.
+        before = self._rows if layer else None
+        if layer >= self._decoder.num_kv_layers and self._is_narrowed(arguments):
+            if selection.look_layers and layer <= self._choose_at:
+                raise UnsupportedModelError(
+                    f"{type(self._decoder.model).__name__} takes only the prompt's last rows through its layers from {layer} on, "
+                    f"and the selector looks there; choose another, or look_layers below {layer - 1}"
+                )
+            self._cache.steering = None
+            return arguments
         if layer in selection.check_layers:
             self._check(layer, module, arguments)
         elif layer == 0 and not selection.check_layers:
@@ -201,14 +222,36 @@ class Steering:
             self._passed.append((module, arguments))
         elif layer == self._choose_at and selection.look_layers:
             self._go_on_with(self._rows_of_selection())
-            arguments = arguments | {"hidden_states": self._catch_up(arguments["hidden_states"])}
+            arguments = arguments | {self._cutter.states: self._catch_up(arguments[self._cutter.states])}
             before = self._rows
         if layer == selection.stop_layer:
             self._rows = self._text_rows
             self._chosen = self._candidates[:0]
         self._looking_at = layer if layer in selection.look_layers else None
-        self.charge += self._context_tokens if self._rows is None else self._chosen.numel()
+        self.charge += self._context_tokens if self._rows is self._every else self._chosen.numel()
+        if layer == self._decoder.num_layers - 1:
+            self._is_last_under_way = True
+            if layer >= self._decoder.num_kv_layers:
+                # The last layer attends to the KV of another one; none is handed over any more.
+                self._cache.steering = None
         return self._cutter.cut(arguments, before, self._rows)
+
+    def _is_narrowed(self, arguments: dict[str, Any]) -> bool:
+        """Return whether the model itself goes on with fewer rows, where layers attend to the KV of others (Gemma 4)."""
+        count = self._length if self._rows is None else self._rows.numel()
+        return bool(arguments[self._cutter.states].shape[self._cutter.states_axis] != count)
+
+    def _after_last_layer(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Put the computed rows back to their place, for a model that goes on with all of them; the others are zero."""
+        if not self._is_last_under_way or self._rows is None:
+            return None
+        self._is_last_under_way = False
+        states = output[0] if isinstance(output, tuple) else output
+        axis = self._cutter.states_axis
+        shape = list(states.shape)
+        shape[axis] = self._length
+        whole = states.new_zeros(shape).index_copy_(axis, self._rows.to(states.device), states)
+        return (whole, *output[1:]) if isinstance(output, tuple) else whole
 
     def _rows_of_selection(self) -> torch.Tensor:
         return self._selection.rows().to(self._decoder.device)
@@ -231,7 +274,8 @@ class Steering:
                 f"{type(self._decoder.model).__name__}, layer {layer}: it did not hand its KV to the cache"
             )
         candidates = self._chosen
-        self.charge += self._decoder.probe_share * (self._context_tokens if self._rows is None else candidates.numel())
+        all_rows = self._rows is self._every
+        self.charge += self._decoder.probe_share * (self._context_tokens if all_rows else candidates.numel())
         stored = self._source.synchronize(layer)
         device = stored.keys.device
         where = (candidates if self._rows is None else torch.searchsorted(self._rows, candidates)).to(device)
@@ -266,14 +310,14 @@ class Steering:
     def _catch_up(self, text_states: torch.Tensor) -> torch.Tensor:
         """Take the chosen rows through the layers that they have missed; return the states of all rows now computed."""
         chosen = self._chosen
-        states, before = self._passed[0][1]["hidden_states"], None
+        states, before = self._passed[0][1][self._cutter.states], None
         passed, self._passed = self._passed[: self._selection.stop_layer], []
         self.charge += len(passed) * chosen.numel()
         self._rows = chosen
         for module, arguments in passed:
             if not chosen.numel():
                 break
-            cut = self._cutter.cut(arguments | {"hidden_states": states}, before, chosen)
+            cut = self._cutter.cut(arguments | {self._cutter.states: states}, before, chosen)
             output = module.forward(**cut)
             states, before = output[0] if isinstance(output, tuple) else output, chosen
         if len(passed) < self._choose_at:
@@ -281,11 +325,14 @@ class Steering:
             self._chosen, self._rows = chosen[:0], self._text_rows
             return text_states
         self._go_on_with(chosen)
-        merged = text_states.new_empty(1, self._rows.numel(), *text_states.shape[2:])
+        axis = self._cutter.states_axis
+        shape = list(text_states.shape)
+        shape[axis] = self._rows.numel()
+        merged = text_states.new_empty(shape)
         for rows, part in ((self._text_rows, text_states), (chosen, states)):
             if rows.numel():
-                where = torch.searchsorted(self._rows, rows).to(part.device)
-                merged.index_copy_(1, where.to(merged.device), part.to(merged.device))
+                where = torch.searchsorted(self._rows, rows)
+                merged.index_copy_(axis, where.to(merged.device), part.to(merged.device))
         return merged
 
     def _go_on_with(self, chosen: torch.Tensor) -> None:

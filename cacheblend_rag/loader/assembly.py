@@ -13,7 +13,7 @@ from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.loader.device import Uploads
 from cacheblend_rag.loader.pieces import Piece, cut_pieces, join
 from cacheblend_rag.model import Decoder
-from cacheblend_rag.rope import Rotation, RotationTable, shift_keys
+from cacheblend_rag.rope import Rotation, RotationTable, shift_layer
 from cacheblend_rag.store.base import KVReader
 from cacheblend_rag.store.device import DeviceReader, Upload
 from cacheblend_rag.store.rise import RisingReader
@@ -58,7 +58,7 @@ class Assembly:
         self._capacity = capacity
         self._devices = decoder.devices
         self._reposition = reposition
-        row_bytes = max(decoder.kv_bytes_per_token // decoder.num_layers, 1)
+        row_bytes = max(decoder.kv_bytes_per_token // decoder.num_kv_layers, 1)
         self.pieces = cut_pieces(
             layout,
             max(_PIECE_BYTES // row_bytes, layout.context_tokens // shares, 1),
@@ -89,7 +89,7 @@ class Assembly:
                 parts = self._resident(layer, piece)
                 keys, values = self._buffer(layer, parts[0])
                 self._join(parts, piece, keys, values)
-                self._shift(layer, piece, keys)
+                self._shift(layer, piece, LayerKV(keys, values))
             return 0
         parts = [reader.layer(layer) for reader in self._readers[piece.chunks]]
         if is_staged and all(map(_is_page_locked, parts)):
@@ -101,7 +101,7 @@ class Assembly:
         self._join(parts, piece, keys, values)
         if not is_staged:
             self._let_rise(layer, piece, keys, values)
-            self._shift(layer, piece, keys)
+            self._shift(layer, piece, LayerKV(keys, values))
         return sum(part.nbytes for part in parts)
 
     @torch.no_grad()
@@ -162,7 +162,7 @@ class Assembly:
         assert made is not None
         for piece in self.pieces:
             self._let_rise(layer, piece, *made)
-            self._shift(layer, piece, made.keys)
+            self._shift(layer, piece, made)
         return made
 
     def _resident(self, layer: int, piece: Piece) -> list[LayerKV]:
@@ -199,11 +199,11 @@ class Assembly:
             )
         )
 
-    def _shift(self, layer: int, piece: Piece, keys: torch.Tensor) -> None:
+    def _shift(self, layer: int, piece: Piece, kv: LayerKV) -> None:
         rotation = self._decoder.rotations[layer] if self._reposition else None
-        table = None if rotation is None else self._table(piece, rotation, keys.device)
+        table = None if rotation is None else self._table(piece, rotation, kv.keys.device)
         if table is not None:
-            shift_keys(keys[0, :, piece.rows], table)
+            shift_layer(LayerKV(*(part[0, :, piece.rows] for part in kv)), table)
 
     def _table(self, piece: Piece, rotation: Rotation, device: torch.device) -> RotationTable | None:
         """Return how far each row of a piece moves, or None if none does; made once for all layers that rotate alike."""

@@ -22,7 +22,7 @@ from cacheblend_rag.model import Decoder
 from cacheblend_rag.store.base import KVReader
 from cacheblend_rag.store.device import Upload
 
-__all__ = ["LayerLoader", "loads_ahead"]
+__all__ = ["LayerLoader", "compute_alone", "loads_ahead"]
 
 # Below this, handing a layer from thread to thread costs more than assembling it.
 _THREAD_PAYS_BYTES = 1 << 20
@@ -77,7 +77,7 @@ class LayerLoader:
         reposition: bool = True,
     ) -> None:
         assert len(readers) == len(layout.chunks) and capacity >= len(layout)
-        if not loads_ahead(layout.context_tokens * decoder.kv_bytes_per_token // decoder.num_layers):
+        if not loads_ahead(layout.context_tokens * decoder.kv_bytes_per_token // decoder.num_kv_layers):
             threads = 0
         self._assembly = Assembly(decoder, layout, readers, capacity, max(2 * threads, 1), reposition)
         self._ahead = ahead if threads else 0
@@ -85,7 +85,7 @@ class LayerLoader:
         # All of these are guarded by `_changed`.
         self._next = (first_layer, 0)
         self._wanted = first_layer - 1
-        self._end = decoder.num_layers
+        self._end = decoder.num_kv_layers
         self._unfinished: dict[int, int] = {}
         self._ready: dict[int, LayerKV | Upload] = {}
         self._error: BaseException | None = None
@@ -168,7 +168,7 @@ class LayerLoader:
             self.fetch_kv(*task)
 
     def _work(self) -> None:
-        _compute_alone()
+        compute_alone()
         while True:
             with self._changed:
                 self._changed.wait_for(self._may_go_on)
@@ -217,7 +217,7 @@ class LayerLoader:
                 self._changed.notify_all()
 
 
-def _compute_alone() -> None:
+def compute_alone() -> None:
     """Keep the tensor operations of this thread in this thread.
 
     Each thread that calls OpenMP gets helpers of its own, which would take the cores that the computation runs on. What

@@ -2,17 +2,28 @@
 
 from cacheblend_rag.model.attention import AttentionCall, attention_weights, watch_attention
 from cacheblend_rag.model.cache import KVCache
-from cacheblend_rag.model.decoder import Decoder, inspect_model, model_window, num_decoder_layers
-from cacheblend_rag.model.fingerprint import model_fingerprint
+from cacheblend_rag.model.capability import Capability, LayerCapability, capability
+from cacheblend_rag.model.configuration import model_window, num_decoder_layers
+from cacheblend_rag.model.decoder import Decoder, inspect_model, refusing_failures, text_decoder, unwrapped
+from cacheblend_rag.model.fingerprint import WeightsWatch, model_fingerprint
+from cacheblend_rag.model.placing import takes_positions
 
 __all__ = [
     "AttentionCall",
+    "Capability",
     "Decoder",
     "KVCache",
+    "LayerCapability",
+    "WeightsWatch",
     "attention_weights",
+    "capability",
     "inspect_model",
     "model_fingerprint",
     "model_window",
     "num_decoder_layers",
+    "refusing_failures",
+    "takes_positions",
+    "text_decoder",
+    "unwrapped",
     "watch_attention",
 ]

@@ -150,9 +150,9 @@ class KVCache(Cache):
         return cache
 
     def kv(self) -> list[LayerKV]:
-        """Return the KV of every layer, ``(batch, num_kv_heads, seq_len, head_dim)`` each; all must hold some."""
-        held = []
-        for layer in self.kv_layers:
-            assert layer.keys is not None and layer.values is not None
-            held.append(LayerKV(layer.keys, layer.values))
-        return held
+        """Return the KV of every layer that holds some, ``(batch, num_kv_heads, seq_len, head_dim)`` each."""
+        return [
+            LayerKV(layer.keys, layer.values)
+            for layer in self.kv_layers
+            if layer.keys is not None and layer.values is not None
+        ]

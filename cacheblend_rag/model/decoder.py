@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.errors import CacheBlendError, PromptError, UnsupportedModelError
 from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.model.arguments import layer_parameters, watch_layer_calls
 from cacheblend_rag.model.attention import AttentionCall, watch_attention
+from cacheblend_rag.model.bias import biases_at, column_biases
 from cacheblend_rag.model.cache import KVCache
+from cacheblend_rag.model.configuration import model_window, num_decoder_layers, refuse_by_configuration, rope_reach
+from cacheblend_rag.model.placing import kv_at, takes_positions
 from cacheblend_rag.model.rotation import find_rotations
 from cacheblend_rag.rope import Rotation
 
-__all__ = ["Decoder", "inspect_model", "model_window", "num_decoder_layers"]
+__all__ = ["Decoder", "inspect_model", "refusing_failures", "text_decoder", "unwrapped"]
 
-_BLENDABLE_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
-_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
-_MASKED_ATTENTION = {"sdpa", "eager"}
+_POSITIONS = (0, 5, 37)
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,10 +36,25 @@ class Decoder:
         The model itself.
     layers : sequence of nn.Module
         Its decoder layers, in order.
+    num_kv_layers : int
+        How many of them have KV of their own; the last ones may attend to that of others.
     layer_parameters : tuple of str
         Names of a decoder layer's positional parameters.
+    row_axes : mapping of str to (int or None)
+        The axis of the computed rows of each tensor that a layer is called with; see `LayerCalls`.
+    restores_rows : bool
+        Whether what comes after the layers wants all rows, computed or not.
     rotations : tuple of (Rotation or None)
-        How each layer rotates its keys; None where it does not.
+        How each layer that has KV rotates its keys; None where it does not.
+    is_movable : bool
+        Whether KV can be moved to another position. Where positions are learned it cannot: it is that of the position at which
+        it was encoded, and of no other.
+    takes_positions : bool
+        Whether positions are an argument of its forward; else it counts the tokens in its cache.
+    column_biases : tuple of str
+        The arguments of its layers that are added to scores and depend on the position of the column (ALiBi).
+    rope_reach : int or None
+        The position from which on the model's rotary frequencies change with the length of the prompt; None where they do not.
     probe_share : float
         Share of a decoder block's arithmetic that is done when it hands over its keys and values.
     row_flops : int
@@ -52,8 +67,15 @@ class Decoder:
 
     model: PreTrainedModel
     layers: Sequence[nn.Module]
+    num_kv_layers: int
     layer_parameters: tuple[str, ...]
+    row_axes: Mapping[str, int | None]
+    restores_rows: bool
     rotations: tuple[Rotation | None, ...]
+    is_movable: bool
+    takes_positions: bool
+    column_biases: tuple[str, ...]
+    rope_reach: int | None
     probe_share: float
     row_flops: int
     kv_bytes_per_token: int
@@ -71,24 +93,65 @@ class Decoder:
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """Where each layer is computed."""
-        return tuple(next(layer.parameters()).device for layer in self.layers)
+        """Where each layer that has KV is computed."""
+        return tuple(next(layer.parameters()).device for layer in self.layers[: self.num_kv_layers])
 
     @property
     def window(self) -> int | None:
         """Most tokens that the model can read and write, or None if its configuration does not say."""
         return model_window(self.model)
 
+    @property
+    def is_placeable(self) -> bool:
+        """Whether a prompt may have gaps between its positions."""
+        return self.takes_positions or (self.is_movable and not any(self.rotations))
 
-def model_window(model: PreTrainedModel) -> int | None:
-    """Return `max_position_embeddings` of a model, or None if its configuration has none."""
-    window = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return int(window) if window else None
+    @contextmanager
+    def placing(self, cache: KVCache, positions: Sequence[int] | None) -> Iterator[dict[str, torch.Tensor]]:
+        """Have the model's forward take the positions of one sequence, for the duration of a ``with`` block.
 
+        Parameters
+        ----------
+        cache : KVCache
+            The cache it is called with.
+        positions : sequence of int or None
+            The position of each token; tokens that are generated follow the last one. None leaves everything to the model.
 
-def num_decoder_layers(model: PreTrainedModel) -> int:
-    """Return how many decoder layers a model has."""
-    return int(model.config.get_text_config(decoder=True).num_hidden_layers)
+        Yields
+        ------
+        dict
+            What its forward is to be called with as well.
+
+        Raises
+        ------
+        PromptError
+            If it takes no positions.
+        """
+        if positions is None:
+            yield {}
+            return
+        if not self.is_placeable:
+            raise PromptError(
+                f"the prompt places its segments, and {type(self.model).__name__} takes no positions; leave positions out"
+            )
+        with biases_at(self.layers, self.column_biases, cache, positions):
+            places = torch.tensor([list(positions)], device=self.device)
+            yield {"position_ids": places} if self.takes_positions else {}
+
+    def uncompiled(self) -> AbstractContextManager[None]:
+        """Return a context in which a compiled model runs as it is written, and an ordinary one as always.
+
+        Hooks and every new number of rows would have it compiled anew.
+        """
+        modules = (self.model, text_decoder(self.model), *self.layers)
+        if not any(hasattr(each, "_orig_mod") or each._compiled_call_impl is not None for each in modules):
+            return nullcontext()
+        stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+        return stance
+
+    def kv_at(self, ids: torch.Tensor, position: int) -> list[LayerKV]:
+        """Return the KV of tokens that see each other and nothing else, from `position` on; see `placing.kv_at`."""
+        return kv_at(text_decoder(self.model), self.num_layers, ids, position)
 
 
 def inspect_model(model: PreTrainedModel) -> Decoder:
@@ -109,62 +172,93 @@ def inspect_model(model: PreTrainedModel) -> Decoder:
     UnsupportedModelError
         If its KV cannot be blended, with the reason.
     """
-    _refuse_by_configuration(model)
-    layers = _decoder_layers(model)
-    calls: list[AttentionCall] = []
-    with watch_attention(calls.append):
-        singles = {position: _run_alone(model, layers, position) for position in (0, 5, 37)}
-    shown = len(calls) == len(singles) * len(layers)
-    rotations = find_rotations(model, singles)
-    share, flops = _block_arithmetic(model, layers)
-    bytes_per_token = sum(LayerKV(keys[:1], values[:1]).nbytes for keys, values in singles[0].kv())
-    signature = inspect.signature(type(layers[0]).forward).parameters.values()
-    names = tuple(p.name for p in signature if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))[1:]
-    return Decoder(model, layers, names, rotations, share, flops, bytes_per_token, shown)
-
-
-def _refuse_by_configuration(model: PreTrainedModel) -> None:
-    config = model.config.get_text_config(decoder=True)
+    refuse_by_configuration(model)
     name = type(model).__name__
-    if model.config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoders are blended")
-    implementation = config._attn_implementation
-    if implementation not in _MASKED_ATTENTION:
+    with refusing_failures(name, "inspected"):
+        return _inspected(model, name)
+
+
+@contextmanager
+def refusing_failures(name: str, doing: str) -> Iterator[None]:
+    """Turn what a model's own code raises in a ``with`` block into a refusal, with the reason.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If it fails.
+    """
+    try:
+        yield
+    except (CacheBlendError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(f"{name} cannot be {doing}: {type(error).__name__}: {error}") from error
+
+
+def _inspected(model: PreTrainedModel, name: str) -> Decoder:
+    decoder = text_decoder(model)
+    for layers in _layer_lists(decoder, num_decoder_layers(model), name):
+        calls = watch_layer_calls(decoder, layers, lambda count: _some_ids(model, count).view(1, -1))
+        if calls.order == list(range(len(layers))):
+            break
+    else:
+        raise UnsupportedModelError(f"{name} does not run its decoder layers once each, in order: {calls.order}")
+    if not calls.updates:
+        raise UnsupportedModelError(f"{name} hands no KV to the cache that it is given")
+    if calls.updates != list(range(len(calls.updates))):
         raise UnsupportedModelError(
-            f"{name} runs {implementation!r} attention, which takes no mask for rows with gaps; load it with "
-            "attn_implementation='sdpa'"
+            f"{name}: its layers do not hand their KV to the cache once each, in order, but {calls.updates}"
         )
-    foreign = set(getattr(config, "layer_types", None) or ()) - _BLENDABLE_LAYER_TYPES
-    if foreign:
+    if calls.row_axes.get(layer_parameters(layers[0])[0]) is None:
+        raise UnsupportedModelError(f"{name}: its layers are not handed one hidden state for each token")
+    # A token that stands alone sees itself only: of its KV, nothing but the rotation depends on where it stands.
+    alone = _some_ids(model, 4).view(-1, 1)
+    shown: list[AttentionCall] = []
+    with watch_attention(shown.append):
+        singles = {position: kv_at(decoder, len(layers), alone, position) for position in _POSITIONS}
+    rotations = find_rotations(model, singles)
+    return Decoder(
+        model=model,
+        layers=layers,
+        num_kv_layers=len(calls.updates),
+        layer_parameters=layer_parameters(layers[0]),
+        row_axes=calls.row_axes,
+        restores_rows=calls.restores_rows,
+        rotations=(None,) * len(calls.updates) if rotations is None else rotations,
+        is_movable=rotations is not None,
+        takes_positions=takes_positions(decoder),
+        column_biases=column_biases(decoder, layers, lambda count: _some_ids(model, count).view(1, -1)),
+        rope_reach=rope_reach(model),
+        probe_share=calls.probe_share,
+        row_flops=calls.row_flops,
+        kv_bytes_per_token=sum(LayerKV(keys[:1], values[:1]).nbytes for keys, values in singles[0]),
+        shows_attention=len(shown) == len(singles) * len(layers),
+    )
+
+
+def unwrapped(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model inside what PEFT or torch.compile put around it, or the model itself."""
+    inner = getattr(model, "_orig_mod", None)
+    if inner is None and hasattr(model, "get_base_model"):
+        inner = model.get_base_model()  # type: ignore[operator]  # PEFT's, which transformers' stubs take for a tensor
+    return model if inner is None or inner is model else unwrapped(inner)
+
+
+def text_decoder(model: PreTrainedModel) -> nn.Module:
+    """Return the part of a model that turns token ids into hidden states."""
+    decoder: nn.Module = model.get_decoder()
+    # Some call the last projection of their head a decoder, and hand that out.
+    return decoder if isinstance(decoder, PreTrainedModel) else model.base_model
+
+
+def _layer_lists(decoder: nn.Module, count: int, name: str) -> list[Sequence[nn.Module]]:
+    """Return what may be the decoder layers; the layers of a vision tower may be as many."""
+    lists = [list(each) for each in decoder.modules() if isinstance(each, nn.ModuleList) and len(each) == count]
+    if not lists or not count:
         raise UnsupportedModelError(
-            f"{name} has layers of type {', '.join(sorted(foreign))}, which keep no KV for each token"
+            f"{name} has no list of {count} decoder layers, as many as its configuration says it has"
         )
-    if getattr(config, "num_kv_shared_layers", 0):
-        raise UnsupportedModelError(
-            f"{name} shares KV between layers (num_kv_shared_layers={config.num_kv_shared_layers})"
-        )
-    for rope_type in _rope_types(getattr(config, "rope_parameters", None)):
-        if rope_type in _LENGTH_DEPENDENT_ROPE:
-            raise UnsupportedModelError(
-                f"{name} uses {rope_type!r} rope scaling, whose frequencies depend on the length of the prompt, so "
-                "stored keys cannot be moved"
-            )
-
-
-def _rope_types(parameters: Any) -> set[str]:
-    if not isinstance(parameters, dict):
-        return set()
-    if "rope_type" in parameters:
-        return {str(parameters["rope_type"])}
-    return set().union(*(_rope_types(value) for value in parameters.values())) if parameters else set()
-
-
-def _decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
-    count = num_decoder_layers(model)
-    for module in model.get_decoder().modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return list(module)
-    raise UnsupportedModelError(f"{type(model).__name__} has no list of {count} decoder layers")
+    return [layers for layers in lists if not isinstance(layers[0], nn.Linear)]
 
 
 def _some_ids(model: PreTrainedModel, count: int) -> torch.Tensor:
@@ -172,49 +266,3 @@ def _some_ids(model: PreTrainedModel, count: int) -> torch.Tensor:
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     drawn = torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(0))
     return drawn.to(model.device)
-
-
-@torch.no_grad()
-def _run_alone(model: PreTrainedModel, layers: Sequence[nn.Module], position: int) -> KVCache:
-    """Run a few tokens, each alone, at `position`: with nothing to attend to, only their keys' rotation depends on it."""
-    cache = KVCache(len(layers))
-    ids = _some_ids(model, 4).view(-1, 1)
-    model.get_decoder()(
-        input_ids=ids, position_ids=torch.full_like(ids, position), past_key_values=cache, use_cache=True
-    )
-    return cache
-
-
-class _FlopCache(KVCache):
-    """Notes how much arithmetic was done when each layer hands over its KV."""
-
-    def __init__(self, num_layers: int, counter: FlopCounterMode) -> None:
-        super().__init__(num_layers)
-        self._counter = counter
-        self.at_update: list[int] = []
-
-    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        self.at_update.append(self._counter.get_total_flops())
-        return super().update(*args, **kwargs)
-
-
-@torch.no_grad()
-def _block_arithmetic(model: PreTrainedModel, layers: Sequence[nn.Module]) -> tuple[float, int]:
-    """Return the share of a block's arithmetic behind which its KV is there, and the operations that it does on one row."""
-    starts: list[int] = []
-    counter = FlopCounterMode(display=False)
-    cache = _FlopCache(len(layers), counter)
-    hooks = [
-        layer.register_forward_pre_hook(lambda *_: starts.append(counter.get_total_flops())) for layer in layers[:2]
-    ]
-    ids = _some_ids(model, 8).view(1, -1)
-    try:
-        with counter:
-            model.get_decoder()(input_ids=ids, past_key_values=cache, use_cache=True)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if len(starts) < 2 or starts[1] <= starts[0]:
-        return 1.0, 1
-    whole = starts[1] - starts[0]
-    return (cache.at_update[0] - starts[0]) / whole, whole // ids.shape[1]

@@ -1,19 +1,29 @@
-"""A digest of everything about a model that its KV depends on."""
+"""A digest of everything about a model that its KV depends on, and a watch over whether it is still true."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
-__all__ = ["model_fingerprint"]
+from cacheblend_rag.errors import ConfigError
+
+__all__ = ["WeightsWatch", "model_fingerprint"]
+
+# What torch.compile puts before the names in a model that it wraps.
+_COMPILED = "_orig_mod."
+# What a layer of PEFT says of itself: which of its adapters are at work, and how much.
+_ADAPTER_ATTRIBUTES = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
 
 
 def model_fingerprint(model: PreTrainedModel) -> str:
-    """Return a digest of a model's weights, buffers, dtype and configuration.
+    """Return a digest of a model's weights, buffers, dtype, configuration and active adapters.
 
     Every byte of the weights is read, so that two models of one name but different weights never share KV; about a
     second for two gigabytes.
@@ -33,15 +43,84 @@ def model_fingerprint(model: PreTrainedModel) -> str:
         digests = list(pool.map(_tensor_digest, [tensor for _, tensor in tensors]))
     whole = hashlib.blake2b(digest_size=16)
     for (name, tensor), digest in zip(tensors, digests, strict=True):
-        whole.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        whole.update(f"{name.replace(_COMPILED, '')}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
         whole.update(digest)
     config = model.config.to_dict()
     for unrelated in ("_name_or_path", "transformers_version", "architectures", "torch_dtype"):
         config.pop(unrelated, None)
     whole.update(json.dumps(config, sort_keys=True, default=str).encode())
+    # Several adapters may be loaded; switching between them changes no weight. Without any, nothing is appended.
+    for name, module in _adapter_layers(model):
+        whole.update(f"{name}|{_adapter_state(module)}|".encode())
     return whole.hexdigest()
 
 
+class WeightsWatch:
+    """Notices that a model was changed after its fingerprint was taken.
+
+    What torch counts is seen, which is every change in place and every parameter put in the place of another, and every switch
+    of adapters; what is written past torch (``parameter.data``) is not. It takes microseconds.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The model.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._name = type(model).__name__
+        self._parameters = [
+            (f"{path}.{name}", module, name, parameter, _version(parameter))
+            for path, module in model.named_modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        self._adapters = [(name, module, _adapter_state(module)) for name, module in _adapter_layers(model)]
+
+    def check(self) -> None:
+        """See that nothing was changed.
+
+        Raises
+        ------
+        ConfigError
+            If a weight was changed, or another adapter is at work.
+        """
+        for path, module, name, parameter, version in self._parameters:
+            if module._parameters.get(name) is not parameter or _version(parameter) != version:
+                raise ConfigError(
+                    f"{path} of {self._name} was changed since this engine was made, and stored KV is that of the old weights; "
+                    "make another engine for the new ones"
+                )
+        for path, module, state in self._adapters:
+            now = _adapter_state(module)
+            if now != state:
+                raise ConfigError(
+                    f"the adapters of {self._name} at {path} were {state} when this engine was made and are {now}; make one "
+                    "engine for each adapter, and activate it before you call it"
+                )
+
+
+def _version(parameter: torch.Tensor) -> int:
+    return 0 if parameter.is_inference() else parameter._version
+
+
+def _adapter_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if hasattr(module, "disable_adapters") and hasattr(module, "merged_adapters"):
+            yield name, module
+
+
+def _adapter_state(module: nn.Module) -> str:
+    state: dict[str, Any] = {name: getattr(module, name, None) for name in _ADAPTER_ATTRIBUTES}
+    return json.dumps(state, sort_keys=True, default=str)
+
+
 def _tensor_digest(tensor: torch.Tensor) -> bytes:
+    inside = getattr(tensor, "__tensor_flatten__", None)
+    if inside is not None:
+        # A quantised weight is a tensor made of several.
+        names, context = inside()
+        parts = [_tensor_digest(getattr(tensor, name)) for name in names]
+        return hashlib.blake2b(b"".join(parts) + repr(context).encode(), digest_size=16).digest()
     flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(flat.numpy().data, digest_size=16).digest()

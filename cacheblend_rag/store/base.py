@@ -8,7 +8,7 @@ from typing import Protocol
 
 from cacheblend_rag.kv import ChunkKV, LayerKV
 
-__all__ = ["KVReader", "KVStore", "NodeRecord", "StoreStats"]
+__all__ = ["KVReader", "KVStore", "NameChanges", "NodeRecord", "StoreStats"]
 
 
 class KVReader(Protocol):
@@ -72,6 +72,29 @@ class NodeRecord:
     key: str
     text_hash: str
     token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NameChanges:
+    """What became of the names of a namespace.
+
+    Attributes
+    ----------
+    mark : int
+        What to ask with the next time.
+    whole : bool
+        Whether these are all names, rather than those that changed.
+    names : list of (int, str or None, str or None)
+        The number of each name, which it keeps as long as it is known, its id, and the digest of its text; the number alone
+        where the name is gone.
+    waiting : dict of (str, str)
+        All names that have no number yet, because their KV waits to be written: ids and digests.
+    """
+
+    mark: int
+    whole: bool
+    names: list[tuple[int, str | None, str | None]]
+    waiting: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +261,17 @@ class KVStore(Protocol):
 
     def revision(self) -> int:
         """Return a number that every change to a name raises, by whatever process; equal numbers mean that no name changed."""
+
+    def changes(self, namespace: str, since: int | None = None) -> NameChanges:
+        """Return the names that changed since an earlier call, or all of them.
+
+        Parameters
+        ----------
+        namespace : str
+            Where the names are.
+        since : int, optional
+            The `mark` of the earlier call; by default all names are returned, and so they are if the call was too long ago.
+        """
 
     def pin(self, namespace: str, ids: Sequence[str]) -> None:
         """Never drop the KV of these names for room, now held or later.

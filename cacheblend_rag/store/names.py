@@ -50,6 +50,25 @@ class Names:
         with self._database.read() as connection:
             return counter(connection, "revision")
 
+    def changes(self, namespace: str, since: int | None) -> tuple[int, bool, list[tuple[int, str | None, str | None]]]:
+        """Return a mark, whether all names follow, and the number, id and text digest of those that changed since `since`."""
+        with self._database.read() as connection:
+            # An index of an older version that may not be written has no such table.
+            if connection.execute("SELECT 1 FROM main.sqlite_master WHERE name = 'changes'").fetchone() is None:
+                mark, known = 0, False
+            else:
+                first, last = connection.execute("SELECT min(seq), max(seq) FROM changes").fetchone()
+                mark = last or 0
+                known = since is not None and (since == mark or (first is not None and first <= since + 1 <= mark))
+            if known:
+                query = (
+                    "SELECT DISTINCT node, id, text_hash FROM changes LEFT JOIN nodes ON nodes.seq = node AND namespace = ? "
+                    "WHERE changes.seq > ?"
+                )
+                return mark, False, connection.execute(query, (namespace, since)).fetchall()
+            query = "SELECT seq, id, text_hash FROM nodes WHERE namespace = ? ORDER BY seq"
+            return mark, True, connection.execute(query, (namespace,)).fetchall()
+
     def leading_to(self, key: str) -> tuple[str, str, list[str]] | None:
         """Return a namespace whose names lead to `key`, its tenant and those names; None if no name does."""
         query = (

@@ -13,8 +13,9 @@ _VERSION = 2
 
 # entries: the chunks whose KV is on disk. pending: files that may lie in the folder without an entry, because their writer is
 # between two steps; once it is dead they are removed. deletions: the keys that lost their entry lately, for other processes' RAM.
-# nodes: the names. namespaces: whose they are, where they are a tenant's. tenants: what each has, counted by triggers so that
-# nobody has to count a million rows. moment: the store's time and the wall clock's when it was last written down.
+# nodes: the names. changes: the numbers of those that changed lately; no ids, so that none outlives its name. namespaces: whose
+# they are, where they are a tenant's. tenants: what each has, counted by triggers so that nobody has to count a million rows.
+# moment: the store's time and the wall clock's when it was last written down.
 _TABLES = """
 CREATE TABLE IF NOT EXISTS entries (
     key TEXT PRIMARY KEY, file TEXT NOT NULL, bytes INTEGER NOT NULL, digest BLOB NOT NULL, last_used INTEGER NOT NULL,
@@ -27,6 +28,7 @@ CREATE TABLE IF NOT EXISTS nodes (
     seq INTEGER PRIMARY KEY, namespace TEXT NOT NULL, id TEXT NOT NULL, key TEXT NOT NULL, text_hash TEXT NOT NULL,
     token_ids BLOB NOT NULL, checksum INTEGER NOT NULL, pinned INTEGER NOT NULL DEFAULT 0, UNIQUE (namespace, id)
 );
+CREATE TABLE IF NOT EXISTS changes (seq INTEGER PRIMARY KEY, node INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS namespaces (namespace TEXT PRIMARY KEY, tenant TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS tenants (
     tenant TEXT PRIMARY KEY, entries INTEGER NOT NULL, bytes INTEGER NOT NULL, names INTEGER NOT NULL
@@ -70,6 +72,18 @@ CREATE TRIGGER IF NOT EXISTS node_removed AFTER DELETE ON nodes BEGIN
     UPDATE counters SET value = value + 1 WHERE name = 'revision';
     UPDATE tenants SET names = names - 1 WHERE tenant =
         ifnull((SELECT tenant FROM namespaces WHERE namespace = old.namespace), '');
+END;
+CREATE TRIGGER IF NOT EXISTS node_addition_noted AFTER INSERT ON nodes BEGIN
+    INSERT INTO changes (node) VALUES (new.seq);
+END;
+CREATE TRIGGER IF NOT EXISTS node_change_noted AFTER UPDATE OF key, text_hash, token_ids ON nodes BEGIN
+    INSERT INTO changes (node) VALUES (new.seq);
+END;
+CREATE TRIGGER IF NOT EXISTS node_removal_noted AFTER DELETE ON nodes BEGIN
+    INSERT INTO changes (node) VALUES (old.seq);
+END;
+CREATE TRIGGER IF NOT EXISTS changes_forgotten AFTER INSERT ON changes BEGIN
+    DELETE FROM changes WHERE seq <= new.seq - 10000;
 END;
 CREATE TRIGGER IF NOT EXISTS node_pinned AFTER UPDATE OF key, pinned ON nodes WHEN old.pinned OR new.pinned BEGIN
     UPDATE entries SET pinned = EXISTS (SELECT 1 FROM nodes WHERE nodes.key = entries.key AND nodes.pinned)

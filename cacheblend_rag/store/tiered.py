@@ -12,7 +12,7 @@ from typing import TypeVar
 from cacheblend_rag.codec import PackedKV
 from cacheblend_rag.errors import StoreError, StoreFullError
 from cacheblend_rag.kv import ChunkKV
-from cacheblend_rag.store.base import KVReader, NodeRecord, StoreStats
+from cacheblend_rag.store.base import KVReader, NameChanges, NodeRecord, StoreStats
 from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.copies import Copies
 from cacheblend_rag.store.database import Database
@@ -285,6 +285,12 @@ class TieredStore:
     def revision(self) -> int:
         """Return a number that every change to a name raises, by whatever process."""
         return self._names.revision() + self._waiting.changes
+
+    def changes(self, namespace: str, since: int | None = None) -> NameChanges:
+        """Return the names that changed since an earlier call, by the mark that it gave; all, if that was too long ago."""
+        # What is written in between is then found twice rather than not at all.
+        waiting = {node: record.text_hash for node, record in self._waiting.records(namespace).items()}
+        return NameChanges(*self._names.changes(namespace, since), waiting)
 
     def pin(self, namespace: str, ids: Sequence[str]) -> None:
         """Never evict the KV of these names, now held or later.

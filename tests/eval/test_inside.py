@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
@@ -187,8 +187,7 @@ def test_what_cannot_be_looked_at_is_said() -> None:
         InsideSetting(ratios=(0.0, 1.0))
     with pytest.raises(ConfigError, match=r"method 'best 0' is unknown"):
         InsideSetting(selectors=("best",))
-    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 512, "vocab_size": 97, "bos_token_id": 1}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, eos_token_id=2))
+    model = MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=97))
     with (
         BlendEngine(model, tiny_tokenizer()) as engine,
         pytest.raises(UnsupportedModelError, match="nothing to look at"),

@@ -57,6 +57,13 @@ def tiny(tokenizer: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
+@pytest.fixture(scope="package")
+def reference() -> Iterator[BlendEngine]:
+    """The shipped model; what a test adds to it, other tests see."""
+    with BlendEngine.from_pretrained("reference", config=BlendConfig(self_check=False)) as engine:
+        yield engine
+
+
 @pytest.fixture
 def engine(tiny: LlamaForCausalLM, tokenizer: Any) -> Iterator[BlendEngine]:
     with BlendEngine(tiny, tokenizer, config=BlendConfig(self_check=False)) as engine:
@@ -70,8 +77,9 @@ class LetterCounts(Embeddings):
         return [self.embed_query(text) for text in texts]
 
     def embed_query(self, text: str) -> list[float]:
-        counts = [text.lower().count(letter) for letter in ascii_lowercase]
-        return [count / math.hypot(1e-3, *counts) for count in counts]
+        # One more, so that a text without letters has a direction too.
+        counts = [*(text.lower().count(letter) for letter in ascii_lowercase), 0.1]
+        return [count / math.hypot(*counts) for count in counts]
 
 
 @pytest.fixture

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import gc
+import tempfile
 import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from cacheblend_rag import BlendConfig, BlendEngine, Chunk
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag.chunk import text_hash
 from langchain_cacheblend.catalog import ChunkCatalog, catalog_of
 
 CONFIG = BlendConfig(self_check=False)
@@ -78,6 +82,64 @@ def test_a_store_of_an_earlier_process(
             *list(chunks)[:3],
             "else",
         ]
+
+
+TEXTS = (
+    "Mara Lind was born in Oslo and moved north.",
+    "Mara Lind was born in Oslo and moved north. She came back.",
+    "A striped goat called Pim lives there too.",
+    "too short",
+    "日本語のテキストはここにあります。🙂🙃",
+)
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.sampled_from("uvwxyz"), st.sampled_from(TEXTS)),
+        st.tuples(st.just("retrieve"), st.sampled_from("uvwxyz"), st.sampled_from(TEXTS)),
+        st.tuples(st.just("delete"), st.sampled_from("uvwxyz"), st.just("")),
+    ),
+    max_size=6,
+)
+
+
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rounds=st.lists(STEPS, min_size=1, max_size=4))
+def test_a_catalog_that_follows_changes_is_as_good_as_a_new_one(
+    tiny: LlamaForCausalLM, tokenizer: Any, rounds: list[list[tuple[str, str, str]]]
+) -> None:
+    with tempfile.TemporaryDirectory() as folder, BlendEngine(tiny, tokenizer, config=CONFIG, store=folder) as engine:
+        catalog = ChunkCatalog()
+        for steps in rounds:
+            for step, id, text in steps:
+                if step == "add":
+                    engine.add([Chunk(text, id)])
+                elif step == "delete":
+                    engine.delete([id])
+                else:
+                    # A miss is named while its KV still waits to be written.
+                    engine.prefill(BlendPrompt("", [Chunk(text, id)], "What?"))
+            prompt = "; ".join(TEXTS)
+            # Of two names of one text either may be taken.
+            followed, fresh = catalog.split(engine, prompt), ChunkCatalog().split(engine, prompt)
+            assert [getattr(part, "text", part) for part in followed] == [getattr(part, "text", part) for part in fresh]
+            assert [type(part) for part in followed] == [type(part) for part in fresh]
+            for chunk in (part for part in followed if isinstance(part, Chunk)):
+                (record,) = engine.records([str(chunk.id)])
+                assert record is not None and record.text_hash == text_hash(chunk.text)
+
+
+def test_the_first_prompt_after_a_change_asks_for_what_changed_only(
+    engine: BlendEngine, chunks: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog = ChunkCatalog()
+    engine.add(Chunk(text, id) for id, text in chunks.items())
+    assert ids_in(catalog, engine, "\n".join(chunks.values())) == list(chunks)
+    asked: list[list[str]] = []
+    records = engine.records
+    monkeypatch.setattr(engine, "records", lambda ids: asked.append(list(ids)) or records(ids))
+    engine.add([Chunk("Somebody else wrote this line.", "else")])
+    engine.delete(["goat"])
+    assert ids_in(catalog, engine, "Nothing that is known stands here.") == []
+    assert asked == [["else"], []]
 
 
 def test_a_tokenizer_that_loses_text_is_said_once(

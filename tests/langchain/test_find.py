@@ -46,6 +46,35 @@ def test_finds_as_much_as_can_be_found(data: st.DataObject) -> None:
     assert sum(match.stop - match.start for match in matches) == naive_cover(prompt, set(texts))
 
 
+@settings(deadline=None, max_examples=150)
+@given(
+    texts=st.lists(st.text("ab\n🙂", max_size=24), min_size=1, max_size=8),
+    prompt=st.text("ab\n🙂", max_size=80),
+    least=st.integers(HEAD_CHARS, 22),
+)
+def test_everything_that_str_find_finds_and_nothing_else(texts: list[str], prompt: str, least: int) -> None:
+    # Prefixes of each other, repeated texts, and texts that are too short to be looked for.
+    texts = [*texts, texts[0] * 3, texts[0] * 3 + "a", texts[-1]]
+    prompt += texts[-2] + prompt + texts[0] * 4
+    known = {f"n{number}": text for number, text in enumerate(texts)}
+    matches = finder_of(known).find(prompt, least)
+    for match in matches:
+        assert prompt.find(known[match.id], match.start) == match.start
+        assert len(known[match.id]) == match.stop - match.start >= least
+    wanted = {text for text in texts if len(text) >= least}
+    assert sum(match.stop - match.start for match in matches) == naive_cover(prompt, wanted)
+
+
+def test_thousands_of_texts_with_one_heading_in_a_prompt_full_of_it() -> None:
+    heading = "# The same heading\n"
+    texts = {f"n{number}": heading + "lorem ipsum " * 3 + "x" * number + f" {number}" for number in range(3000)}
+    finder = finder_of(texts)
+    prompt = (heading * 50).join(texts[f"n{number}"] for number in (7, 2999, 7, 0))
+    assert [match.id for match in finder.find(prompt)] == ["n7", "n2999", "n7", "n0"]
+    finder.remove(["n7"])
+    assert [match.id for match in finder.find(prompt)] == ["n2999", "n0"]
+
+
 @settings(deadline=None, max_examples=100)
 @given(text=TEXTS, data=st.data())
 def test_one_changed_character_is_another_text(text: str, data: st.DataObject) -> None:

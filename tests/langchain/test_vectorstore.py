@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import chromadb
+import faiss
 import pytest
 from langchain_chroma import Chroma
+from langchain_community.docstore.in_memory import InMemoryDocstore
+from langchain_community.vectorstores import FAISS
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings
-from langchain_core.indexing import InMemoryRecordManager, index
+from langchain_core.indexing import InMemoryRecordManager, aindex, index
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.chunk import text_hash
 from cacheblend_rag.errors import CacheBlendError, ConfigError, PromptTooLongError
-from langchain_cacheblend import BlendVectorStore
+from langchain_cacheblend import BlendRetriever, BlendVectorStore, warm
+from langchain_cacheblend.inventory import Inventory
 
 INNER: dict[str, Callable[[Embeddings], VectorStore]] = {
     "chroma": lambda embedding: Chroma(
@@ -27,6 +32,9 @@ INNER: dict[str, Callable[[Embeddings], VectorStore]] = {
         client=chromadb.EphemeralClient(),
     ),
     "in_memory": InMemoryVectorStore,
+    "faiss": lambda embedding: FAISS(
+        embedding, faiss.IndexFlatL2(len(embedding.embed_query(""))), InMemoryDocstore(), {}
+    ),
 }
 
 
@@ -69,6 +77,12 @@ def test_texts_are_encoded_under_the_ids_that_the_store_gives(store: BlendVector
     assert (report.hits, report.misses) == (len(chunks), 0)
 
 
+def clear_for(store: BlendVectorStore, ids: list[str]) -> None:
+    """Make room for other documents of the same ids; FAISS alone refuses to replace any."""
+    if isinstance(store.inner, FAISS):
+        store.delete(ids)
+
+
 def test_documents_keep_their_ids_and_replace_those_of_the_same_id(
     store: BlendVectorStore, chunks: dict[str, str]
 ) -> None:
@@ -76,8 +90,10 @@ def test_documents_keep_their_ids_and_replace_those_of_the_same_id(
     assert store.add_documents(documents) == list(chunks)
     assert agree(store, chunks)
     changed = chunks | {"goat": "The goat has moved to the lighthouse."}
+    clear_for(store, ["goat"])
     store.add_documents([Document(changed["goat"], id="goat", metadata={"kind": "goat"})])
     assert agree(store, changed)
+    clear_for(store, ["goat"])
     store.add_texts([chunks["goat"], "Another text altogether."], ids=["goat", "new"])
     assert agree(store, chunks | {"new": "Another text altogether."})
 
@@ -167,8 +183,10 @@ def test_from_documents(embedding: Embeddings, engine: BlendEngine, chunks: dict
 
 def test_texts_that_cannot_be_encoded(store: BlendVectorStore, chunks: dict[str, str]) -> None:
     store.add_texts(chunks.values(), ids=list(chunks))
+    clear_for(store, ["goat"])
     store.add_texts(["   ", "A second text, with letters."], ids=["goat", "second"])
     assert set(store.engine.ids()) == {"mara", "works", "house", "second"}
+    clear_for(store, ["house"])
     with pytest.raises(PromptTooLongError):
         store.add_texts(["word " * 3000, "Yet another text."], ids=["house", "third"])
     # The inner store has replaced its text, so the old one's KV is gone.
@@ -176,22 +194,52 @@ def test_texts_that_cannot_be_encoded(store: BlendVectorStore, chunks: dict[str,
     assert isinstance(PromptTooLongError("x"), CacheBlendError)
 
 
-def test_index_keeps_exactly_the_live_documents(store: BlendVectorStore, chunks: dict[str, str]) -> None:
+def kept(store: BlendVectorStore) -> set[str]:
+    """The texts of the documents whose KV is held; no other KV is there, and the inner store has no other documents."""
+    engine = store.engine
+    engine.flush()
+    ids = engine.ids()
+    records = [record for record in engine.records(ids) if record is not None]
+    assert all(engine.store.holds([record.key for record in records]))
+    assert engine.store.stats().entries == len({record.key for record in records})
+    documents = Inventory(store.inner).documents()
+    assert {document.id: text_hash(document.page_content) for document in documents} == {
+        record.id: record.text_hash for record in records
+    }
+    return {document.page_content for document in documents}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["index", "aindex"])
+@pytest.mark.parametrize("cleanup", [None, "incremental", "full", "scoped_full"])
+async def test_index_keeps_exactly_the_kv_of_the_live_documents(
+    store: BlendVectorStore, chunks: dict[str, str], cleanup: Any, asynchronous: bool
+) -> None:
     records = InMemoryRecordManager("test")
     records.create_schema()
 
-    def run(texts: list[str]) -> set[str]:
-        documents = [Document(text, metadata={"source": "one"}) for text in texts]
-        index(documents, records, store, cleanup="full", source_id_key="source", key_encoder="sha256")
-        found = store.get_by_ids(store.engine.ids()) if store.engine.ids() else []
-        assert len(found) == len(store.engine.ids())
-        return {document.page_content for document in found}
+    async def run(sources: dict[str, list[str]]) -> set[str]:
+        documents = [Document(t, metadata={"source": source}) for source, texts in sources.items() for t in texts]
+        options = {"cleanup": cleanup, "source_id_key": "source", "key_encoder": "sha256"}
+        if asynchronous:
+            await aindex(documents, records, store, **options)
+        else:
+            index(documents, records, store, **options)
+        return kept(store)
 
-    texts = list(chunks.values())
-    assert run(texts) == set(texts)
-    assert run(texts) == set(texts)
-    assert run([*texts[1:], "A new text in its place."]) == {*texts[1:], "A new text in its place."}
-    assert run([]) == set()
+    one, two = list(chunks.values())[:3], list(chunks.values())[3:]
+    everything = {*one, *two}
+    assert await run({"one": one, "two": two}) == everything
+    assert await run({"one": one, "two": two}) == everything
+    # The first document of one source is replaced; the other source is not seen.
+    new = "A new text in its place."
+    expected = {
+        None: {*everything, new},
+        "incremental": {*one[1:], *two, new},
+        "scoped_full": {*one[1:], *two, new},
+        "full": {*one[1:], new},
+    }
+    assert await run({"one": [*one[1:], new]}) == expected[cleanup]
+    assert await run({}) == (set() if cleanup == "full" else expected[cleanup])
 
 
 def test_texts_added_in_the_background_are_encoded_by_the_flush(
@@ -252,3 +300,92 @@ async def test_documents_of_one_source_are_neighbours(
         )
         store.add_texts(["Four."], ids=["w"])
         assert found == {"x": ("z",), "y": (), "z": ("x",), "w": ()}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("kind", [Chroma, InMemoryVectorStore, FAISS])
+async def test_a_store_is_made_by_its_class_and_wrapped_in_one_line(
+    kind: type[VectorStore], embedding: Embeddings, engine: BlendEngine, chunks: dict[str, str], asynchronous: bool
+) -> None:
+    documents = [Document(text, id=id, metadata={"kind": id}) for id, text in chunks.items()]
+    options: dict[str, Any] = {"inner": kind, "engine": engine}
+    if kind is Chroma:
+        options |= {"client": chromadb.EphemeralClient(), "collection_name": f"test-{uuid.uuid4().hex}"}
+    if asynchronous:
+        store = await BlendVectorStore.afrom_documents(documents, embedding, **options)
+    else:
+        store = BlendVectorStore.from_documents(documents, embedding, **options)
+    assert isinstance(store.inner, kind)
+    assert agree(store, chunks)
+    assert store.embeddings is embedding
+    engine.delete(engine.ids())
+    if kind is not Chroma:
+        nameless = BlendVectorStore.from_texts(list(chunks.values()), embedding, **options)
+        assert kept(nameless) == set(chunks.values())
+
+
+# A store that is there already
+
+
+def test_warming_encodes_what_a_store_has(store: BlendVectorStore, chunks: dict[str, str]) -> None:
+    store.inner.add_texts(chunks.values(), [{"source": "one"} for _ in chunks], ids=list(chunks))
+    seen: list[tuple[int, int]] = []
+    assert store.engine.ids() == []
+    assert warm(store, ids=["goat"]).encoded == 1
+    result = warm(store, progress=lambda finished, total: seen.append((finished, total)))
+    assert (result.encoded, result.unchanged) == (3, 1)
+    assert seen[-1] == (4, 4)
+    assert kept(store) == set(chunks.values())
+    assert warm(store).encoded == 0
+    warm(store, lambda document: f"<{document.page_content}>")
+    records = store.engine.records(list(chunks))
+    assert [record and record.text_hash for record in records] == [text_hash(f"<{text}>") for text in chunks.values()]
+
+
+def test_warming_in_the_background(embedding: Embeddings, engine: BlendEngine, chunks: dict[str, str]) -> None:
+    store = BlendVectorStore(InMemoryVectorStore(embedding), engine=engine, background=True)
+    store.inner.add_documents([Document(text, id=id) for id, text in chunks.items()])
+    assert warm(store).result().encoded == 4
+    assert kept(store) == set(chunks.values())
+
+
+def test_a_store_that_cannot_list_its_documents_is_given_their_ids(
+    embedding: Embeddings, engine: BlendEngine, chunks: dict[str, str]
+) -> None:
+    inner = BlendVectorStore(InMemoryVectorStore(embedding), engine=engine)  # any store of a kind that we do not know
+    inner.inner.add_documents([Document(text, id=id) for id, text in chunks.items()])
+    store = BlendVectorStore(inner, engine=engine)
+    with pytest.raises(ConfigError, match="ids="):
+        warm(store)
+    assert warm(store, ids=list(chunks)).encoded == 4
+
+
+# Prefetching
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("wrapped", [False, True], ids=["as_retriever", "BlendRetriever"])
+async def test_what_is_retrieved_comes_to_ram(
+    embedding: Embeddings,
+    tiny: Any,
+    tokenizer: Any,
+    chunks: dict[str, str],
+    tmp_path: Path,
+    asynchronous: bool,
+    wrapped: bool,
+) -> None:
+    config = BlendConfig(self_check=False)
+    inner = InMemoryVectorStore(embedding)
+    with BlendEngine(tiny, tokenizer, config=config, store=tmp_path) as engine:
+        BlendVectorStore(inner, engine=engine).add_documents([Document(t, id=i) for i, t in chunks.items()])
+    with BlendEngine(tiny, tokenizer, config=config, store=tmp_path) as engine:
+        store = BlendVectorStore(inner, engine=engine)
+        options = {"search_kwargs": {"k": 3}}
+        retriever: Any = store.as_retriever(**options)
+        if wrapped:
+            retriever = BlendRetriever(retriever=inner.as_retriever(**options), engine=engine)
+        documents = await retriever.ainvoke("goat") if asynchronous else retriever.invoke("goat")
+        ids = [document.id for document in documents]
+        engine.prefetch(ids).wait(20)
+        report = engine.prefill(BlendPrompt("Read:\n", [*ids, *(set(chunks) - set(ids))], "\nWho?")).report
+        assert [chunk.tier for chunk in report.chunks] == ["ram"] * 3 + ["disk"]

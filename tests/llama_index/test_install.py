@@ -1,19 +1,31 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import llama_index.core
 import pytest
-from llama_index.core import StorageContext, SummaryIndex, VectorStoreIndex
+from llama_index.core import (
+    KnowledgeGraphIndex,
+    PromptHelper,
+    PropertyGraphIndex,
+    SimpleKeywordTableIndex,
+    StorageContext,
+    SummaryIndex,
+    TreeIndex,
+    VectorStoreIndex,
+    load_index_from_storage,
+)
 from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.indices.property_graph import ImplicitPathExtractor
 from llama_index.core.llms import MockLLM
 from llama_index.core.memory import ChatMemoryBuffer
+from llama_index.core.prompts import PromptTemplate
 from llama_index.core.query_engine import RetrieverQueryEngine
-from llama_index.core.response_synthesizers import ResponseMode, factory
+from llama_index.core.response_synthesizers import BaseSynthesizer, ResponseMode, factory
 from llama_index.core.schema import NodeWithScore
 from llama_index.vector_stores.chroma import ChromaVectorStore
-from pydantic import BaseModel
 
 from cacheblend_rag.errors import ConfigError
 from llama_index_cacheblend import BlendLLM, BlendSynthesizer, BlendVectorStore, install, uninstall
@@ -133,6 +145,73 @@ def test_other_doors(index: VectorStoreIndex, llm: BlendLLM, nodes: list[NodeWit
     assert summary.query(QUESTION).metadata["blend"]["hits"] == len(nodes)
 
 
+def test_an_index_that_was_loaded(
+    llm: BlendLLM, nodes: list[NodeWithScore], embedding: WordEmbedding, tmp_path: Path
+) -> None:
+    install()
+    stored = StorageContext.from_defaults()
+    VectorStoreIndex([each.node for each in nodes], storage_context=stored, embed_model=embedding)
+    stored.persist(tmp_path)
+    index = load_index_from_storage(StorageContext.from_defaults(persist_dir=str(tmp_path)), embed_model=embedding)
+    engine = index.as_query_engine(llm=llm, response_mode="blend", similarity_top_k=3)
+    assert [engine.query(QUESTION).metadata["blend"]["hits"] for _ in range(2)] == [0, 3]
+    compact = index.as_query_engine(llm=llm, similarity_top_k=3)
+    assert engine.query(QUESTION).response == compact.query(QUESTION).response
+
+
+def test_options_of_the_factory_arrive(llm: BlendLLM, nodes: list[NodeWithScore]) -> None:
+    install()
+    helper = PromptHelper(context_window=900, num_output=20, tokenizer=str.split)
+    synthesizer = llama_index.core.get_response_synthesizer(
+        llm, prompt_helper=helper, refine_template=PromptTemplate("{context_msg}"), response_mode="blend"
+    )
+    assert synthesizer._prompt_helper is helper
+    assert synthesizer.get_prompts()["refine_template"].template == "{context_msg}"
+
+
+@pytest.mark.parametrize("kind", ["summary", "keyword", "tree", "tree leaves"])
+def test_indices_without_vectors_blend_what_they_retrieve(llm: BlendLLM, nodes: list[NodeWithScore], kind: str) -> None:
+    install()
+    plain = [each.node for each in nodes]
+    index = {
+        "summary": lambda: SummaryIndex(plain),
+        "keyword": lambda: SimpleKeywordTableIndex(plain, llm=llm),
+        "tree": lambda: TreeIndex(plain, llm=llm),
+        "tree leaves": lambda: TreeIndex(plain, llm=llm),
+    }[kind]()
+    options = {"tree": {"retriever_mode": "root"}, "tree leaves": {"retriever_mode": "all_leaf"}}.get(kind, {})
+    compact = index.as_query_engine(llm=llm, **options).query(QUESTION)
+    engine = index.as_query_engine(llm=llm, response_mode="blend", **options)
+    first, second = engine.query(QUESTION), engine.query(QUESTION)
+    assert str(first) == str(second) == str(compact)
+    count = len(compact.source_nodes)
+    assert count > 0
+    assert (first.metadata["blend"]["misses"], second.metadata["blend"]["hits"]) == (count, count)
+
+
+# LlamaIndex has given this index up, and people still have it.
+@pytest.mark.filterwarnings("ignore:Call to deprecated class")
+def test_indices_that_write_their_context_anew_are_refused(
+    llm: BlendLLM, nodes: list[NodeWithScore], embedding: WordEmbedding
+) -> None:
+    def triplets(text: str) -> list[tuple[str, str, str]]:
+        first, *_, last = text.split()
+        return [(first, "is", last)]
+
+    plain = [each.node for each in nodes]
+    graph = KnowledgeGraphIndex(plain, llm=llm, embed_model=embedding, kg_triplet_extract_fn=triplets)
+    properties = PropertyGraphIndex(plain, kg_extractors=[ImplicitPathExtractor()], embed_model=embedding, llm=llm)
+    install()
+    for index, name in ((graph, "KGTableRetriever"), (properties, "PGRetriever")):
+        with pytest.raises(ConfigError, match=f"cannot be used with a {name}: .*use compact mode"):
+            index.as_query_engine(llm=llm, response_mode="blend")
+        with pytest.raises(ConfigError, match=name):
+            index.as_query_engine(llm=llm, response_synthesizer=BlendSynthesizer(llm=llm))
+        assert index.as_query_engine(llm=llm)
+    uninstall()
+    assert not hasattr(RetrieverQueryEngine.from_args, "__wrapped__")
+
+
 def test_the_official_way_needs_no_install(index: VectorStoreIndex, llm: BlendLLM) -> None:
     engine = index.as_query_engine(llm=llm, response_synthesizer=BlendSynthesizer(llm=llm), similarity_top_k=2)
     assert engine.query(QUESTION).metadata["blend"]["hits"] == 2
@@ -145,13 +224,7 @@ def test_other_modes_are_as_they_were(llm: BlendLLM, mode: ResponseMode) -> None
     assert type(llama_index.core.get_response_synthesizer(llm=llm, response_mode=mode)) is before
 
 
-class Place(BaseModel):
-    name: str
-
-
-@pytest.mark.parametrize(
-    "options", [{"output_cls": Place}, {"multimodal": True}, {"structured_answer_filtering": True}], ids=str
-)
+@pytest.mark.parametrize("options", [{"multimodal": True}, {"structured_answer_filtering": True}], ids=str)
 def test_what_cannot_be_combined_is_refused(llm: BlendLLM, options: dict[str, Any]) -> None:
     install()
     with pytest.raises(ConfigError, match=f"{next(iter(options))} cannot be combined"):
@@ -170,3 +243,13 @@ def test_a_llama_index_that_changed_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(factory, "get_response_synthesizer", changed)
     with pytest.raises(ConfigError, match=r"llama-index-core \d.*text_qa_template.*BlendSynthesizer"):
         install()
+
+
+def test_a_synthesizer_base_that_changed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def changed(self: Any, query: Any, nodes: Any) -> None: ...
+
+    monkeypatch.setattr(BaseSynthesizer, "asynthesize", changed)
+    before = holders()
+    with pytest.raises(ConfigError, match=r"changed has no parameter additional_source_nodes, response_kwargs"):
+        install()
+    assert holders() == before

@@ -5,6 +5,7 @@ import copy
 import gc
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from llama_index.core import Settings
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.llms import ChatMessage, ImageBlock, MessageRole, TextBlock
 from llama_index.core.prompts import PromptTemplate
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import BitsAndBytesConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cacheblend_rag import BlendConfig, BlendPrompt, CacheBlendError, Chunk
 from cacheblend_rag.errors import ConfigError, PromptError
@@ -166,6 +167,41 @@ def test_ready_made_objects(model: LlamaForCausalLM, tokenizer: PreTrainedTokeni
     assert own.engine.config.recompute_ratio == 1.0
     assert own.chat(MESSAGES).raw["token_ids"] == llm.chat(MESSAGES).raw["token_ids"]
     own.engine.close()
+
+
+def test_loading_options_are_passed_on(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, llm: BlendLLM, tmp_path: Path
+) -> None:
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    options = {"device_map": {"": "cpu"}, "attn_implementation": "eager", "dtype": torch.float32}
+    loaded = BlendLLM(tmp_path, model_kwargs=options, max_new_tokens=12)
+    assert loaded.engine.model.config._attn_implementation == "eager"
+    assert loaded.metadata.model_name == str(tmp_path)
+    assert loaded.chat(MESSAGES).raw["token_ids"] == llm.chat(MESSAGES).raw["token_ids"]
+    loaded.engine.close()
+    with pytest.raises((RuntimeError, ConfigError), match="nowhere"):
+        BlendLLM(tmp_path, model_kwargs={"device_map": "nowhere"})
+    # Without the package it needs, a quantised model cannot be loaded; that it is missed shows that the option arrived.
+    with pytest.raises((ImportError, ConfigError), match="bitsandbytes"):
+        BlendLLM(tmp_path, model_kwargs={"quantization_config": BitsAndBytesConfig(load_in_8bit=True)})
+
+
+def test_the_prompt_is_given_once(llm: BlendLLM) -> None:
+    said = llm.complete("Mara").text
+    assert llm.complete(prompt="Mara").text == said
+    assert "".join(piece.delta for piece in llm.stream_complete(prompt="Mara")) == said
+    for call in (llm.complete, llm.stream_complete):
+        with pytest.raises(TypeError):
+            call("Mara", prompt="Mara")
+        with pytest.raises(ValueError, match="prompt"):
+            call()
+
+
+def test_what_listeners_are_told_of_the_model(make_llm: MakeLLM) -> None:
+    llm = make_llm(model_name="tiny")
+    assert llm.to_payload()["model_name"] == "tiny"
+    assert llm.to_dict()["class_name"] == "BlendLLM"
 
 
 def test_images_are_refused(llm: BlendLLM) -> None:

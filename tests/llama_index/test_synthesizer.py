@@ -7,12 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from llama_index.core import PromptHelper
 from llama_index.core.base.response.schema import AsyncStreamingResponse, Response, StreamingResponse
 from llama_index.core.callbacks import CallbackManager, LlamaDebugHandler
 from llama_index.core.instrumentation.events.llm import (
     LLMChatEndEvent,
     LLMChatStartEvent,
     LLMCompletionEndEvent,
+    LLMCompletionStartEvent,
     LLMPredictStartEvent,
 )
 from llama_index.core.llms import ChatMessage, MessageRole, MockLLM
@@ -20,7 +22,7 @@ from llama_index.core.prompts import ChatPromptTemplate, PromptTemplate, RichPro
 from llama_index.core.response_synthesizers import CompactAndRefine
 from llama_index.core.schema import ImageNode, NodeWithScore, TextNode
 from llama_index.core.types import BaseOutputParser
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt
 from cacheblend_rag.errors import ConfigError, PromptTooLongError
@@ -264,6 +266,95 @@ def test_what_the_window_has_no_room_for_is_left_out_whole(
         synthesizer.synthesize(QUESTION, [long, *nodes])
 
 
+@pytest.mark.parametrize("chat", [True, False], ids=["chat", "text"])
+async def test_what_the_window_has_no_room_for_is_refined(
+    make_llm: MakeLLM,
+    make_model: Callable[..., LlamaForCausalLM],
+    nodes: list[NodeWithScore],
+    events: EventLog,
+    chat: bool,
+) -> None:
+    qa = PromptTemplate("{context_str}\nQ: {query_str}\nA:")
+    refine = PromptTemplate("{context_msg}\nQ: {query_str}\nSo far: {existing_answer}\nA:")
+    options = {"text_qa_template": qa, "refine_template": refine}
+    wide = make_llm(is_chat_model=chat)
+    two = BlendSynthesizer(llm=wide, text_qa_template=qa).synthesize(QUESTION, nodes[:2])
+    narrow = make_llm(is_chat_model=chat, model=make_model(two.metadata["blend"]["prompt_tokens"] + 12 + 25))
+    add(narrow, nodes)
+    events.events.clear()
+    response = BlendSynthesizer(llm=narrow, **options).synthesize(QUESTION, nodes)
+    report = response.metadata["blend"]
+    calls = [*report["earlier_calls"], report]
+    assert len(calls) > 1
+    assert [chunk["id"] for call in calls for chunk in call["chunks"]] == [each.node.node_id for each in nodes]
+    assert [call["hits"] for call in calls] == [len(call["chunks"]) for call in calls]
+    assert report["dropped"] == []
+    starts = [each for each in events.events if isinstance(each, LLMChatStartEvent | LLMCompletionStartEvent)]
+    ends = [each for each in events.events if isinstance(each, LLMChatEndEvent | LLMCompletionEndEvent)]
+    prompts = [each.messages[-1].content if chat else each.prompt for each in starts]
+    said = [each.response.message.content if chat else each.response.text for each in ends]
+    assert len(prompts) == len(calls)
+    for prompt, answer in zip(prompts[1:], said, strict=False):
+        assert prompt.endswith(f"Q: {QUESTION}\nSo far: {answer}\nA:")
+    assert response.response == said[-1]
+    # The last call is the one that streams.
+    stream = BlendSynthesizer(llm=narrow, streaming=True, **options).synthesize(QUESTION, nodes)
+    assert "".join(stream.response_gen) == response.response
+    assert [call["chunks"] for call in stream.metadata["blend"]["earlier_calls"]] == [
+        call["chunks"] for call in report["earlier_calls"]
+    ]
+    again = await BlendSynthesizer(llm=narrow, **options).asynthesize(QUESTION, nodes)
+    assert again.response == response.response
+    astream = await BlendSynthesizer(llm=narrow, streaming=True, **options).asynthesize(QUESTION, nodes)
+    assert "".join([piece async for piece in astream.async_response_gen()]) == response.response
+    dropped = BlendSynthesizer(llm=narrow, overflow="drop", **options).synthesize(QUESTION, nodes)
+    assert dropped.metadata["blend"]["dropped"]
+    assert dropped.metadata["blend"]["earlier_calls"] == []
+
+
+def test_a_chunk_that_no_call_has_room_for(
+    make_llm: MakeLLM, make_model: Callable[..., LlamaForCausalLM], nodes: list[NodeWithScore]
+) -> None:
+    llm = make_llm(model=make_model(400))
+    synthesizer = BlendSynthesizer(llm=llm, overflow="refine")
+    with pytest.raises(PromptTooLongError, match="'long'"):
+        synthesizer.synthesize(QUESTION, [*nodes, NodeWithScore(node=TextNode(id_="long", text="word " * 400))])
+    with pytest.raises(ConfigError, match="overflow='split'"):
+        BlendSynthesizer(llm=llm, overflow="split")  # type: ignore[arg-type]
+
+
+def test_an_answer_from_before_is_refined(llm: BlendLLM, nodes: list[NodeWithScore], events: EventLog) -> None:
+    texts = [each.node.text for each in nodes]
+    # LlamaIndex's own has the context in the middle of a line, where tokens of a text and of its parts may differ.
+    template = PromptTemplate(
+        "Context:\n{context_msg}\nQuery: {query_str}\nOriginal Answer: {existing_answer}\nNew Answer: "
+    )
+    for kind in (CompactAndRefine, BlendSynthesizer):
+        kind(llm=llm, refine_template=template).get_response(QUESTION, texts, prev_response="In Rome.")
+    theirs, ours = answers(events)
+    assert ours["token_ids"] == theirs["token_ids"]
+    assert ours["usage"] == theirs["usage"]
+
+
+def test_a_prompt_helper_limits_the_prompt(llm: BlendLLM, nodes: list[NodeWithScore]) -> None:
+    template = PromptTemplate("{context_str}\nQ: {query_str}\nA:")
+    three = BlendSynthesizer(llm=llm, text_qa_template=template).synthesize(QUESTION, nodes[:3])
+    tokens = three.metadata["blend"]["prompt_tokens"]
+    helper = PromptHelper(context_window=tokens + 50 + 3, num_output=50, tokenizer=str.split)
+    synthesizer = BlendSynthesizer(llm=llm, text_qa_template=template, prompt_helper=helper)
+    assert synthesizer._prompt_helper is helper
+    assert synthesizer.synthesize(QUESTION, nodes).metadata["blend"]["dropped"] == ["n3", "n4"]
+
+
+def test_a_model_that_writes_nothing(
+    make_llm: MakeLLM, tokenizer: PreTrainedTokenizerFast, nodes: list[NodeWithScore]
+) -> None:
+    end = tokenizer.eos_token_id
+    llm = make_llm(generation_kwargs={"prefix_allowed_tokens_fn": lambda batch, ids: [end], "eos_token_id": end})
+    compact = CompactAndRefine(llm=llm).synthesize(QUESTION, nodes)
+    assert BlendSynthesizer(llm=llm).synthesize(QUESTION, nodes).response == compact.response == "Empty Response"
+
+
 def test_a_template_that_changes_the_context_is_prefilled_whole(
     llm: BlendLLM, nodes: list[NodeWithScore], events: EventLog
 ) -> None:
@@ -287,7 +378,7 @@ def test_other_language_models_are_refused() -> None:
 
 def test_prompts_can_be_seen_and_replaced(llm: BlendLLM, nodes: list[NodeWithScore]) -> None:
     synthesizer = BlendSynthesizer(llm=llm)
-    assert set(synthesizer.get_prompts()) == {"text_qa_template"}
+    assert set(synthesizer.get_prompts()) == {"text_qa_template", "refine_template"}
     before = synthesizer.synthesize(QUESTION, nodes).metadata["blend"]["prompt_tokens"]
     synthesizer.update_prompts({"text_qa_template": TEMPLATES["plain"]})
     assert synthesizer.synthesize(QUESTION, nodes).metadata["blend"]["prompt_tokens"] < before

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from cacheblend_rag import BlendConfig, BlendEngine
 from cacheblend_rag.chunk import text_hash
-from cacheblend_rag.errors import ConfigError, PromptTooLongError
+from cacheblend_rag.errors import ConfigError
 from llama_index_cacheblend import BlendLLM, BlendSynthesizer, BlendVectorStore
 
 from .conftest import FACTS, WordEmbedding
@@ -245,13 +245,24 @@ def test_nodes_without_text_are_stored_but_not_encoded(
     assert not engine.contains("n0")
 
 
-def test_a_node_beyond_the_window_keeps_all_out(
-    store: BlendVectorStore, engine: BlendEngine, embedding: WordEmbedding
+@pytest.mark.parametrize("background", [False, True])
+def test_a_node_beyond_the_window_is_stored_without_kv(
+    inner: BasePydanticVectorStore,
+    engine: BlendEngine,
+    embedding: WordEmbedding,
+    caplog: pytest.LogCaptureFixture,
+    background: bool,
 ) -> None:
-    long = TextNode(id_="long", text="word " * 2000, embedding=embedding.get_text_embedding("long"))
-    with pytest.raises(PromptTooLongError, match="'long'"):
-        store.add([TextNode(id_="new", text="New.", embedding=embedding.get_text_embedding("new")), long])
-    assert held(store) == known(engine) == {"n0", "n1", "n2", "n3", "n4"}
+    store = BlendVectorStore(inner, engine=engine, background=background)
+    store.add(some_nodes(embedding))
+    long = TextNode(id_="n0", text="word " * 2000, embedding=embedding.get_text_embedding("long"))
+    added = store.add([TextNode(id_="new", text="New.", embedding=embedding.get_text_embedding("new")), long])
+    store.flush()
+    assert added == ["new", "n0"]
+    assert held(store) == {"n0", "n1", "n2", "n3", "n4", "new"}
+    # What n0 stood for before is gone too.
+    assert known(engine) == {"n1", "n2", "n3", "n4", "new"}
+    assert "node n0 is stored without KV: chunk 'n0' has 4000 tokens" in caplog.text
 
 
 def test_what_the_inner_store_refuses_is_not_kept(

@@ -132,6 +132,7 @@ def test_a_store_half_made(tmp_path: Path) -> None:
 
 def test_full_disk(small_disk: Path) -> None:
     store = open_store(small_disk / "s", 0)
+    store.name("ns", [record("n0", 0)])
     number = put_until_full(store, 0, tokens=150)
     assert number > 5
     assert store.holds([key_of(n) for n in range(number + 1)]) == [True] * number + [False]
@@ -142,7 +143,6 @@ def test_full_disk(small_disk: Path) -> None:
     report = check_store(small_disk / "s")
     assert (report.problems, report.entries) == ([], number)
     assert not list((small_disk / "s" / "tmp").glob("*.part"))
-    store.name("ns", [record("n0", 0)])
     store.discard(key_of(1))
     assert store.forget("ns", ["n0"]) == 1
     for n in range(2, 6):

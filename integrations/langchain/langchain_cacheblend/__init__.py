@@ -1,8 +1,21 @@
 """cacheblend-rag for LangChain: ordinary chains, answered by blended prefill."""
 
+from langchain_cacheblend.chain import create_blend_documents_chain
 from langchain_cacheblend.chat import ChatBlend
+from langchain_cacheblend.documents import documents_to_blocks
 from langchain_cacheblend.llm import BlendLLM
-from langchain_cacheblend.messages import documents_to_blocks
+from langchain_cacheblend.pml import PMLPromptTemplate
+from langchain_cacheblend.retriever import BlendRetriever
 from langchain_cacheblend.vectorstore import BlendVectorStore
+from langchain_cacheblend.warming import warm
 
-__all__ = ["BlendLLM", "BlendVectorStore", "ChatBlend", "documents_to_blocks"]
+__all__ = [
+    "BlendLLM",
+    "BlendRetriever",
+    "BlendVectorStore",
+    "ChatBlend",
+    "PMLPromptTemplate",
+    "create_blend_documents_chain",
+    "documents_to_blocks",
+    "warm",
+]

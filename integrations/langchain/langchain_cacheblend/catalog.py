@@ -6,6 +6,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.chunk import Segment, text_hash
@@ -28,6 +29,10 @@ class ChunkCatalog:
     def __init__(self) -> None:
         self._finder = ChunkFinder()
         self._passed_over: dict[str, str] = {}
+        # Which name has which number, as `BlendEngine.changes` counts them, and which names had none.
+        self._names: dict[int, str] = {}
+        self._waiting: set[str] = set()
+        self._mark: int | None = None
         self._revision: int | None = None
         self._warned = False
         self._lock = threading.Lock()
@@ -74,24 +79,36 @@ class ChunkCatalog:
         revision = engine.revision
         if revision == self._revision:
             return
-        ids = engine.ids()
-        gone = (self._finder.ids() | self._passed_over.keys()).difference(ids)
+        changes = engine.changes(self._mark)
+        named = {id: digest for _, id, digest in changes.names if id is not None and digest is not None}
+        if changes.whole:
+            before = self._finder.ids() | self._passed_over.keys()
+            self._names = {}
+        else:
+            before = self._waiting - changes.waiting.keys()
+            # What a number stood for: it may be gone, or stand for another name now.
+            before |= {self._names.pop(number) for number, _, _ in changes.names if number in self._names}
+        self._names.update((number, id) for number, id, _ in changes.names if id is not None)
+        live = changes.waiting | named
+        gone = before - live.keys()
         self._finder.remove(gone)
         for id in gone:
             self._passed_over.pop(id, None)
-        for start in range(0, len(ids), _BATCH):
-            self._learn(engine, ids[start : start + _BATCH])
-        self._revision = revision
+        fresh = [
+            id for id, digest in live.items() if digest not in (self._finder.digest(id), self._passed_over.get(id))
+        ]
+        for start in range(0, len(fresh), _BATCH):
+            self._learn(engine, fresh[start : start + _BATCH])
+        self._waiting = set(changes.waiting)
+        self._mark, self._revision = changes.mark, revision
 
     def _learn(self, engine: BlendEngine, ids: Sequence[str]) -> None:
-        """Take in those of the chunks that are new or have another text than before."""
+        """Take in chunks that are new or have another text than before."""
+        records = [record for record in engine.records(ids) if record is not None]
         fresh: list[tuple[str, str]] = []
-        for id, record in zip(ids, engine.records(ids), strict=True):
-            if record is None or record.text_hash in (self._finder.digest(id), self._passed_over.get(id)):
-                continue
-            text = engine.tokenizer.decode(
-                list(record.token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
+        texts = _texts(engine.tokenizer, [list(record.token_ids) for record in records])
+        for record, text in zip(records, texts, strict=True):
+            id = record.id
             readable = text_hash(text) == record.text_hash
             if readable and len(text) >= HEAD_CHARS:
                 self._passed_over.pop(id, None)
@@ -107,6 +124,14 @@ class ChunkCatalog:
                     id,
                 )
         self._finder.add(fresh)
+
+
+def _texts(tokenizer: Any, token_ids: Sequence[list[int]]) -> list[str]:
+    """Decode many chunks; the fast tokenizers do it in one go, without a Python loop over the tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return list(backend.decode_batch(token_ids, skip_special_tokens=False))
+    return [tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) for ids in token_ids]
 
 
 _catalogs: weakref.WeakKeyDictionary[BlendEngine, ChunkCatalog] = weakref.WeakKeyDictionary()

@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
+from operator import itemgetter
+from typing import Any, Literal
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.documents import Document
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
+from langchain_core.messages.tool import tool_call_chunk
+from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable, RunnableLambda, RunnableMap, RunnablePassthrough
+from langchain_core.tools import BaseTool
+from langchain_core.utils.function_calling import convert_to_openai_tool
+from langchain_core.utils.pydantic import is_basemodel_subclass
 
 from cacheblend_rag import BlendPrompt, Chunk
 from cacheblend_rag.chunk import Segment
-from cacheblend_rag.errors import PromptError
-from langchain_cacheblend.messages import render_chat
-from langchain_cacheblend.model import Answer, BlendModel
+from cacheblend_rag.errors import ConfigError
+from langchain_cacheblend.answer import Answer, Call
+from langchain_cacheblend.guide import Guide, json_grammar
+from langchain_cacheblend.model import BlendModel
+from langchain_cacheblend.pml import prompt_in, refuse_beside
+from langchain_cacheblend.structured import AnswerForm, requested_schema, with_schema
+from langchain_cacheblend.template import knows_tools, render_chat
+from langchain_cacheblend.tools import ToolGate, ToolReply, call_grammar, chosen_tools, parse_calls
 
 __all__ = ["ChatBlend"]
+
+_NO_TOOLS = (
+    "this model's chat template has no tools, so it cannot be told of any; take a model that has learnt to call tools, or "
+    'with_structured_output(schema), whose method "json_schema" needs none'
+)
 
 
 class ChatBlend(BlendModel, BaseChatModel):
@@ -29,23 +49,145 @@ class ChatBlend(BlendModel, BaseChatModel):
         chain = prompt | llm
 
     The conversation is rendered by the model's own chat template. Documents in a message's content, blocks of type "text-plain"
-    as `documents_to_blocks` makes them, are chunks as they are. What a call cost stands in the answer's
-    ``response_metadata["blend"]``, and how many tokens' KV was reused in its ``usage_metadata``. The parameters are those of
-    `BlendModel`.
+    as `documents_to_blocks` makes them, are chunks as they are. So are those of ``documents=`` in a call, which stand where the
+    template shows documents or else before the last message of the user, and those that a retriever's tool returned as its
+    artifact. What a call cost stands in the answer's ``response_metadata["blend"]``, and how many tokens' KV was reused in its
+    ``usage_metadata``.
+
+    The parameters are those of `BlendModel`, and `streaming`: whether `invoke` streams too, for callbacks that watch tokens.
     """
 
-    def blend_prompt(self, input: LanguageModelInput) -> BlendPrompt:
-        """Return the prompt that the engine is given for `input`, with the stored chunks that were found in it."""
+    streaming: bool = False
+
+    def blend_prompt(
+        self,
+        input: LanguageModelInput,
+        *,
+        tools: Sequence[Any] = (),
+        documents: Sequence[Document] = (),
+    ) -> BlendPrompt:
+        """Return the prompt that the engine is given for `input`, with the stored chunks that were found in it.
+
+        Parameters
+        ----------
+        input : str, list of messages or PromptValue
+            What the model is asked.
+        tools : sequence of tools
+            Tools that it is told of.
+        documents : sequence of Document
+            Documents beside the conversation.
+        """
+        messages = self._convert_input(input).to_messages()
+        prompt = prompt_in(messages)
+        if prompt is not None:
+            refuse_beside(tools=tools, documents=documents)
+            return self.engine.schemas.blend_prompt(prompt)
+        shown = [convert_to_openai_tool(tool) for tool in tools]
         segments: list[Segment] = []
-        for part in render_chat(self.engine.tokenizer, self._convert_input(input).to_messages()):
+        for part in render_chat(self.engine.tokenizer, messages, tools=shown, documents=documents):
             segments += [part] if isinstance(part, Chunk) else self._split(part)
         return BlendPrompt(segments=segments)
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Return how many tokens the model is given for a conversation, template included."""
-        if tools:
-            raise PromptError("ChatBlend passes no tools on to its model; leave them out")
-        return len(self.engine.prompt_ids(self.blend_prompt(messages)))
+        return len(self.engine.prompt_ids(self.blend_prompt(messages, tools=tools or ())))
+
+    # Tools and forms
+
+    def bind_tools(
+        self,
+        tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
+        *,
+        tool_choice: str | dict[str, Any] | bool | None = None,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """Return this model with tools that it may call.
+
+        Parameters
+        ----------
+        tools : sequence of tools
+            Functions, `BaseTool` objects, pydantic models or dictionaries.
+        tool_choice : str, dict or bool, optional
+            "auto", "none", "any" (a call of any of them), or the name of one, which the model then has to call. A call that has
+            to be made is held to the tool's schema token by token.
+        strict : bool, optional
+            Nothing changes by it: calls that have to be made always fit their schema.
+        **kwargs : Any
+            Options of the calls.
+
+        Raises
+        ------
+        ConfigError
+            If the model's chat template knows no tools, or `tool_choice` names none of them.
+        """
+        if not knows_tools(self.engine.tokenizer):
+            raise ConfigError(_NO_TOOLS)
+        shown = [convert_to_openai_tool(tool) for tool in tools]
+        chosen_tools(shown, tool_choice)
+        return self.bind(tools=shown, tool_choice=tool_choice, **kwargs)
+
+    def with_structured_output(
+        self,
+        schema: dict[str, Any] | type,
+        *,
+        method: Literal["json_schema", "json_mode", "function_calling"] = "json_schema",
+        include_raw: bool = False,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, Any]:
+        """Return a runnable whose answers are objects of a schema.
+
+        Parameters
+        ----------
+        schema : dict or type
+            A pydantic model (answers are its objects), a TypedDict or a JSON schema (answers are dictionaries).
+        method : {"json_schema", "json_mode", "function_calling"}
+            "json_schema" says the schema in the last message of the user and holds the answer to it token by token; "json_mode"
+            holds it to any JSON object, so say in the prompt which; "function_calling" makes the schema a tool, in models
+            whose template knows tools.
+        include_raw : bool
+            Whether to return a dictionary of the message (raw), the object (parsed) and what went wrong (parsing_error) instead.
+        strict : bool, optional
+            Nothing changes by it: answers always fit the schema.
+        **kwargs : Any
+            Options of the calls.
+
+        Raises
+        ------
+        ConfigError
+            If the method does not exist, the schema holds what cannot be enforced, or the template knows no tools.
+        """
+        traced = {"kwargs": {"method": method, "strict": strict}, "schema": schema}
+        parser: Runnable[Any, Any]
+        if method == "function_calling":
+            name = convert_to_openai_tool(schema)["function"]["name"]
+            llm = self.bind_tools([schema], tool_choice=name, ls_structured_output_format=traced, **kwargs)
+            if isinstance(schema, type) and is_basemodel_subclass(schema):
+                parser = PydanticToolsParser(tools=[schema], first_tool_only=True)
+            else:
+                parser = JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
+        elif method in ("json_schema", "json_mode"):
+            form = AnswerForm(schema)
+            asked: dict[str, Any] = {"type": "json_object"}
+            if method == "json_schema":
+                json_schema = form.json_schema()
+                json_grammar(json_schema)
+                asked = {
+                    "type": "json_schema",
+                    "json_schema": {"name": json_schema.get("title", "answer"), "schema": json_schema},
+                }
+            llm = self.bind(response_format=asked, ls_structured_output_format=traced, **kwargs)
+            parser = RunnableLambda(form.parse)
+        else:
+            raise ConfigError(f"method={method!r} is not known; give json_schema, json_mode or function_calling")
+        if not include_raw:
+            return llm | parser
+        parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
+        failed = RunnablePassthrough.assign(parsed=lambda _: None)
+        return RunnableMap(raw=llm) | parsed.with_fallbacks([failed], exception_key="parsing_error")
+
+    # How LangChain calls it
 
     def _generate(
         self,
@@ -54,7 +196,7 @@ class ChatBlend(BlendModel, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        return self._result(self._answer(self._call(self.blend_prompt(messages), stop, kwargs)))
+        return self._result(self._answer(self._prepared(messages, stop, kwargs)), kwargs)
 
     async def _agenerate(
         self,
@@ -63,7 +205,7 @@ class ChatBlend(BlendModel, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        return self._result(await self._aanswer(lambda: self._call(self.blend_prompt(messages), stop, kwargs)))
+        return self._result(await self._aanswer(partial(self._prepared, messages, stop, kwargs)), kwargs)
 
     def _stream(
         self,
@@ -72,26 +214,95 @@ class ChatBlend(BlendModel, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        for piece in self._pieces(self._call(self.blend_prompt(messages), stop, kwargs)):
-            if isinstance(piece, str):
-                message = AIMessageChunk(content=piece)
-            else:
-                message = AIMessageChunk(
-                    content="",
-                    usage_metadata=piece.usage(),
-                    response_metadata=self._metadata(piece),
-                    chunk_position="last",
-                )
-            chunk = ChatGenerationChunk(message=message)
-            if run_manager is not None:
-                run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-            yield chunk
+        gate = ToolGate() if kwargs.get("tools") else None
+        for piece in self._pieces(self._prepared(messages, stop, kwargs)):
+            for chunk in self._chunks(piece, gate):
+                if run_manager is not None:
+                    run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
 
-    def _result(self, answer: Answer) -> ChatResult:
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        gate = ToolGate() if kwargs.get("tools") else None
+        async for piece in self._apieces(partial(self._prepared, messages, stop, kwargs)):
+            for chunk in self._chunks(piece, gate):
+                if run_manager is not None:
+                    await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
+
+    def _prepared(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> Call:
+        options = dict(kwargs)
+        documents = options.pop("documents", None) or ()
+        response_format = options.pop("response_format", None)
+        offered = [convert_to_openai_tool(tool) for tool in options.pop("tools", None) or ()]
+        tools, must_call = chosen_tools(offered, options.pop("tool_choice", None))
+        for name in ("strict", "parallel_tool_calls"):
+            options.pop(name, None)
+        grammar = None
+        if response_format is not None:
+            schema = requested_schema(response_format)
+            grammar = json_grammar(schema)
+            if response_format["type"] == "json_schema":
+                messages = with_schema(messages, schema)
+        elif must_call and tools:
+            grammar = call_grammar(tools, str(self.engine.tokenizer.get_chat_template(tools=tools)))
+        prompt = self.blend_prompt(messages, tools=tools, documents=documents)
+        if grammar is not None:
+            options["logits_processor"] = [*options.get("logits_processor", ()), Guide(self.engine, grammar)]
+        return self._call(prompt, stop, options)
+
+    def _chunks(self, piece: str | Answer, gate: ToolGate | None) -> list[ChatGenerationChunk]:
+        if isinstance(piece, str):
+            shown = piece if gate is None else gate.pass_on(piece)
+            return [ChatGenerationChunk(message=AIMessageChunk(content=shown))] if shown else []
+        reply = ToolReply("") if gate is None else parse_calls(piece.text)
+        calls = [
+            tool_call_chunk(
+                name=call["name"], args=json.dumps(call["args"], ensure_ascii=False), id=call["id"], index=number
+            )
+            for number, call in enumerate(reply.calls)
+        ]
+        calls += [
+            tool_call_chunk(name=call["name"], args=call["args"], id=call["id"], index=number)
+            for number, call in enumerate(reply.invalid, len(calls))
+        ]
+        message = AIMessageChunk(
+            content="" if gate is None else reply.text[gate.shown :],
+            tool_call_chunks=calls,
+            usage_metadata=piece.usage(),
+            response_metadata=self._metadata(piece, reply),
+            chunk_position="last",
+        )
+        return [ChatGenerationChunk(message=message)]
+
+    def _result(self, answer: Answer, kwargs: dict[str, Any]) -> ChatResult:
+        reply = parse_calls(answer.text) if kwargs.get("tools") else ToolReply(answer.text)
         message = AIMessage(
-            content=answer.text, usage_metadata=answer.usage(), response_metadata=self._metadata(answer)
+            content=reply.text,
+            tool_calls=reply.calls,
+            invalid_tool_calls=reply.invalid,
+            usage_metadata=answer.usage(),
+            response_metadata=self._metadata(answer, reply),
         )
         return ChatResult(generations=[ChatGeneration(message=message)])
 
-    def _metadata(self, answer: Answer) -> dict[str, Any]:
-        return {"model_name": self.model, "model_provider": "cacheblend"} | answer.info()
+    def _metadata(self, answer: Answer, reply: ToolReply) -> dict[str, Any]:
+        info = answer.info() | ({"finish_reason": "tool_calls"} if reply.calls else {})
+        return {"model_name": self.model, "model_provider": "cacheblend"} | info
+
+    # What LangChain asks about
+
+    def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
+        # What the inherited method makes of an object with a ready-made engine does not tell engines apart.
+        stop = stop if stop is not None else self.stop
+        return str(sorted((self._identifying_params | kwargs | {"stop": stop, "_type": self._llm_type}).items()))
+
+    def _resolve_model_profile(self) -> Any:
+        tools = knows_tools(self.engine.tokenizer)
+        profile = {"text_inputs": True, "text_outputs": True, "structured_output": True, "tool_calling": tools}
+        return profile | ({} if self.engine.window is None else {"max_input_tokens": self.engine.window})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ HEAD_CHARS = 16
 _BASE = 0x9E3779B97F4A7C15
 _INVERSE = pow(_BASE, -1, 1 << 64)
 _FILTER_BITS = 22
+_FEW_LENGTHS = 16
 
 
 class Match(NamedTuple):
@@ -53,19 +54,56 @@ class _SliceHashes:
         return (self._sums[stops] - self._sums[starts]) * self._inverses[starts]
 
 
+class _Lengths:
+    """How many known texts of each length begin with the same characters."""
+
+    __slots__ = ("_counts", "_sorted")
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+        self._sorted: NDArray[np.int64] | None = None
+
+    def add(self, length: int) -> None:
+        self._counts[length] += 1
+        self._sorted = None
+
+    def remove(self, length: int) -> bool:
+        """Take one away, and return whether none is left."""
+        self._counts[length] -= 1
+        if not self._counts[length]:
+            del self._counts[length]
+        self._sorted = None
+        return not self._counts
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._counts)
+
+    def between(self, least: int, most: int) -> NDArray[np.int64]:
+        """Return the lengths within these bounds."""
+        if self._sorted is None:
+            self._sorted = np.sort(np.fromiter(self._counts, np.int64, len(self._counts)))
+        first, last = np.searchsorted(self._sorted, [least, most + 1])
+        return self._sorted[first:last]
+
+
 class ChunkFinder:
     """Finds every known text that stands verbatim in a longer one; not safe for several threads at once.
 
     It holds, of each text, its length and digests, not the text. Looking through a prompt costs a few passes of numpy over its
-    characters, however many texts are known: a table of bits says where the first `HEAD_CHARS` characters may be those of a known
-    text, and only there the hashes of the lengths in question are compared, and then the digests.
+    characters, however many texts are known: a table says where the first `HEAD_CHARS` characters may be those of a known text,
+    and only there the hashes of the lengths in question are looked up, in a second table and then for certain, and at last the
+    digests are compared.
     """
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
         self._ids: dict[int, dict[str, None]] = {}
-        self._lengths: dict[int, Counter[int]] = {}
-        self._filter = np.zeros(1 << _FILTER_BITS, np.bool_)
+        self._lengths: dict[int, _Lengths] = {}
+        self._heads = np.zeros(1 << _FILTER_BITS, np.bool_)
+        self._wholes = np.zeros(1 << _FILTER_BITS, np.bool_)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -82,11 +120,12 @@ class ChunkFinder:
         hashes = _SliceHashes("".join(text for _, text in pairs))
         heads = hashes.slices(starts, starts + HEAD_CHARS)
         wholes = hashes.slices(starts, stops)
-        self._filter[_filter_index(heads)] = True
+        self._heads[_filter_index(heads)] = True
+        self._wholes[_filter_index(wholes)] = True
         for (id, text), head, whole in zip(pairs, heads.tolist(), wholes.tolist(), strict=True):
             self._entries[id] = _Entry(head, whole, len(text), text_hash(text))
             self._ids.setdefault(whole, {})[id] = None
-            self._lengths.setdefault(head, Counter())[len(text)] += 1
+            self._lengths.setdefault(head, _Lengths()).add(len(text))
 
     def remove(self, ids: Iterable[str]) -> None:
         """Make texts unknown; ids that are not known do no harm."""
@@ -94,15 +133,11 @@ class ChunkFinder:
             entry = self._entries.pop(id, None)
             if entry is None:
                 continue
-            # Its bit in the filter stays: other heads may share it, and a bit too many costs one look into a dictionary.
+            # Its places in the tables stay: others may share them, and one too many costs a look into a dictionary.
             del self._ids[entry.whole][id]
             if not self._ids[entry.whole]:
                 del self._ids[entry.whole]
-            lengths = self._lengths[entry.head]
-            lengths[entry.length] -= 1
-            if not lengths[entry.length]:
-                del lengths[entry.length]
-            if not lengths:
+            if self._lengths[entry.head].remove(entry.length):
                 del self._lengths[entry.head]
 
     def digest(self, id: str) -> str | None:
@@ -132,20 +167,35 @@ class ChunkFinder:
         hashes = _SliceHashes(text)
         starts = np.arange(len(text) - HEAD_CHARS + 1)
         heads = hashes.slices(starts, starts + HEAD_CHARS)
-        possible = np.flatnonzero(self._filter[_filter_index(heads)])
+        possible = np.flatnonzero(self._heads[_filter_index(heads)])
         found: list[Match] = []
+        # Most heads are those of a few texts, which are compared in one go: numpy is slow on short arrays.
+        places: list[tuple[int, int]] = []
         for start, head in zip(possible.tolist(), heads[possible].tolist(), strict=True):
             lengths = self._lengths.get(head)
-            if lengths is not None:
-                fitting = [length for length in lengths if length >= min_chars and start + length <= len(text)]
-                found += self._at(text, start, fitting, hashes)
+            if lengths is None:
+                continue
+            most = len(text) - start
+            if len(lengths) > _FEW_LENGTHS:
+                stops = lengths.between(min_chars, most) + start
+                found += self._matches(text, np.full_like(stops, start), stops, hashes)
+            else:
+                places += [(start, start + length) for length in lengths if min_chars <= length <= most]
+        if places:
+            starts_of_few, stops = np.array(places, np.int64).T
+            found += self._matches(text, starts_of_few, stops, hashes)
         return _best_cover(found)
 
-    def _at(self, text: str, start: int, lengths: list[int], hashes: _SliceHashes) -> list[Match]:
-        """Return the known texts of these lengths that begin at `start`."""
+    def _matches(
+        self, text: str, starts: NDArray[np.int64], stops: NDArray[np.int64], hashes: _SliceHashes
+    ) -> list[Match]:
+        """Return the known texts among the slices ``text[start:stop]``."""
         found: list[Match] = []
-        stops = np.array(lengths, np.int64) + start
-        for stop, whole in zip(stops.tolist(), hashes.slices(np.full_like(stops, start), stops).tolist(), strict=True):
+        wholes = hashes.slices(starts, stops)
+        possible = self._wholes[_filter_index(wholes)]
+        for start, stop, whole in zip(
+            starts[possible].tolist(), stops[possible].tolist(), wholes[possible].tolist(), strict=True
+        ):
             ids = self._ids.get(whole)
             if ids is not None:
                 digest = text_hash(text[start:stop])

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.documents import Document
 from langchain_core.language_models import BaseLLM, LanguageModelInput
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
-from langchain_core.prompt_values import ChatPromptValue, PromptValue, StringPromptValue
+from langchain_core.prompt_values import ChatPromptValue, PromptValue
+from langchain_core.runnables.config import run_in_executor
+from pydantic import PrivateAttr
 
-from cacheblend_rag import BlendPrompt
-from langchain_cacheblend.messages import flatten
-from langchain_cacheblend.model import Answer, BlendModel, Call
+from cacheblend_rag import BlendPrompt, Chunk
+from cacheblend_rag.chunk import Segment
+from langchain_cacheblend.answer import Answer, Call
+from langchain_cacheblend.documents import as_chunks
+from langchain_cacheblend.holes import PromptText, TextPromptValue
+from langchain_cacheblend.model import BlendModel
+from langchain_cacheblend.pml import PMLText, refuse_beside
+from langchain_cacheblend.template import render_text
 
 __all__ = ["BlendLLM"]
+
+# What `generate` is told about a run, as opposed to its answer.
+_ABOUT_THE_RUN = ("tags", "metadata", "run_name", "run_id")
 
 
 class BlendLLM(BlendModel, BaseLLM):
@@ -27,12 +38,36 @@ class BlendLLM(BlendModel, BaseLLM):
         store = BlendVectorStore(Chroma(embedding_function=...), engine=llm.engine)
         chain = prompt | llm
 
-    The parameters are those of `BlendModel`. What a call cost stands in each generation's ``generation_info["blend"]``.
+    Documents among the messages of a chat prompt are chunks as they are, and so are those of ``documents=`` in a call, which
+    stand before the prompt. The parameters are those of `BlendModel`. What a call cost stands in each generation's
+    ``generation_info["blend"]``.
     """
 
-    def blend_prompt(self, input: LanguageModelInput) -> BlendPrompt:
-        """Return the prompt that the engine is given for `input`, with the stored chunks that were found in it."""
-        return BlendPrompt(segments=self._split(self._convert_input(input).to_string()))
+    # Options of the call under way, in a copy made for it.
+    _asked: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    def blend_prompt(self, input: LanguageModelInput, *, documents: Sequence[Document] = ()) -> BlendPrompt:
+        """Return the prompt that the engine is given for `input`, with the stored chunks that were found in it.
+
+        Parameters
+        ----------
+        input : str, list of messages or PromptValue
+            What the model is asked.
+        documents : sequence of Document
+            Documents that stand before it.
+        """
+        text = input if isinstance(input, PromptText | PMLText) else self._convert_input(input).to_string()
+        if isinstance(text, PMLText):
+            refuse_beside(documents=documents)
+            return self.engine.schemas.blend_prompt(text.prompt)
+        parts: list[str | Chunk] = []
+        for chunk in as_chunks(documents):
+            parts += [chunk, "\n\n"]
+        parts += text.parts if isinstance(text, PromptText) else [text]
+        segments: list[Segment] = []
+        for part in parts:
+            segments += [part] if isinstance(part, Chunk) else self._split(part)
+        return BlendPrompt(segments=segments)
 
     def generate_prompt(self, prompts: list[PromptValue], *args: Any, **kwargs: Any) -> LLMResult:
         return super().generate_prompt([self._convert_input(prompt) for prompt in prompts], *args, **kwargs)
@@ -40,11 +75,37 @@ class BlendLLM(BlendModel, BaseLLM):
     async def agenerate_prompt(self, prompts: list[PromptValue], *args: Any, **kwargs: Any) -> LLMResult:
         return await super().agenerate_prompt([self._convert_input(prompt) for prompt in prompts], *args, **kwargs)
 
+    def generate(
+        self, prompts: list[str], stop: list[str] | None = None, callbacks: Any = None, **kwargs: Any
+    ) -> LLMResult:
+        return super(BlendLLM, self._keyed(kwargs)).generate(prompts, self._stop(stop), callbacks, **kwargs)
+
+    async def agenerate(
+        self, prompts: list[str], stop: list[str] | None = None, callbacks: Any = None, **kwargs: Any
+    ) -> LLMResult:
+        return await super(BlendLLM, self._keyed(kwargs)).agenerate(prompts, self._stop(stop), callbacks, **kwargs)
+
+    def _keyed(self, kwargs: dict[str, Any]) -> BlendLLM:
+        # LangChain makes the key of a cached answer from the object alone, and would take one of another ratio or temperature.
+        options = {name: value for name, value in kwargs.items() if name not in _ABOUT_THE_RUN}
+        if not options:
+            return self
+        copy = self.model_copy()
+        copy._asked = options
+        return copy
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        return super()._identifying_params | ({"asked": self._asked} if self._asked else {})
+
+    def _stop(self, stop: list[str] | None) -> list[str] | None:
+        return self.stop if stop is None else stop
+
     def _convert_input(self, model_input: LanguageModelInput) -> PromptValue:
         # Messages become one string, and LangChain would leave out what is not text: take documents along, refuse the rest.
         value = super()._convert_input(model_input)
         if isinstance(value, ChatPromptValue):
-            return StringPromptValue(text=ChatPromptValue(messages=flatten(value.messages)).to_string())
+            return TextPromptValue.of(render_text(value.messages).parts)
         return value
 
     def _generate(
@@ -54,7 +115,10 @@ class BlendLLM(BlendModel, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
-        return _result([self._answer(self._prepared(prompt, stop, kwargs)) for prompt in prompts])
+        calls = [self._prepared(prompt, stop, kwargs) for prompt in prompts]
+        if len(calls) == 1:
+            return _result([self._answer(calls[0])])
+        return _result([self._finished(*pair) for pair in zip(calls, self._ask_all(calls), strict=True)])
 
     async def _agenerate(
         self,
@@ -63,13 +127,16 @@ class BlendLLM(BlendModel, BaseLLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
-        answers = []
-        for prompt in prompts:
-            answers.append(await self._aanswer(partial(self._prepared, prompt, stop, kwargs)))
-        return _result(answers)
+        if len(prompts) == 1:
+            return _result([await self._aanswer(partial(self._prepared, prompts[0], stop, kwargs))])
+        calls = [await run_in_executor(None, self._prepared, prompt, stop, kwargs) for prompt in prompts]
+        results = await self._aask_all(calls)
+        return _result([self._finished(*pair) for pair in zip(calls, results, strict=True)])
 
-    def _prepared(self, prompt: str, stop: list[str] | None, options: dict[str, Any]) -> Call:
-        return self._call(self.blend_prompt(prompt), stop, options)
+    def _prepared(self, prompt: str, stop: list[str] | None, kwargs: dict[str, Any]) -> Call:
+        options = dict(kwargs)
+        documents = options.pop("documents", None) or ()
+        return self._call(self.blend_prompt(prompt, documents=documents), stop, options)
 
     def _stream(
         self,
@@ -79,13 +146,31 @@ class BlendLLM(BlendModel, BaseLLM):
         **kwargs: Any,
     ) -> Iterator[GenerationChunk]:
         for piece in self._pieces(self._prepared(prompt, stop, kwargs)):
-            if isinstance(piece, str):
-                chunk = GenerationChunk(text=piece)
-            else:
-                chunk = GenerationChunk(text="", generation_info=_info(piece))
+            chunk = _chunk(piece)
             if run_manager is not None and chunk.text:
                 run_manager.on_llm_new_token(chunk.text, chunk=chunk)
             yield chunk
+
+    async def _astream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[GenerationChunk]:
+        async for piece in self._apieces(partial(self._prepared, prompt, stop, kwargs)):
+            chunk = _chunk(piece)
+            if run_manager is not None and chunk.text:
+                await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+            yield chunk
+
+
+def _chunk(piece: str | Answer) -> GenerationChunk:
+    return (
+        GenerationChunk(text=piece)
+        if isinstance(piece, str)
+        else GenerationChunk(text="", generation_info=_info(piece))
+    )
 
 
 def _info(answer: Answer) -> dict[str, Any]:

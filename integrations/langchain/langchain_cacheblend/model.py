@@ -2,82 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.runnables.config import run_in_executor
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from transformers import GenerationConfig
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, ValidationError
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, BlendReport, BlendStream, GenerationResult
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, BlendStream, GenerationResult
 from cacheblend_rag.chunk import Segment
 from cacheblend_rag.errors import ConfigError
+from langchain_cacheblend.answer import Answer, Call
+from langchain_cacheblend.batch import AnswersTogether
 from langchain_cacheblend.catalog import catalog_of
 from langchain_cacheblend.find import HEAD_CHARS
-from langchain_cacheblend.stop import StopStrings, TextGate, cut
+from langchain_cacheblend.options import check_options, generation_options, stop_strings
+from langchain_cacheblend.stop import Deadline, StopStrings, TextGate, cut
 
-__all__ = ["Answer", "BlendModel", "Call"]
+__all__ = ["BlendModel"]
 
-# LangChain's name, where it differs from that of transformers.
-_MAX_TOKENS = "max_tokens"
-# Said by some callers about how they call, not to the model.
-_NOT_FOR_THE_MODEL = ("stream",)
-_GENERATION_OPTIONS = frozenset(GenerationConfig().to_dict()) | {
-    "logits_processor",
-    "negative_prompt_ids",
-    "prefix_allowed_tokens_fn",
-    "stopping_criteria",
-    "synced_gpus",
-}
+_OPTIONS = ("max_tokens", "temperature", "top_p", "top_k")
 
 
-@dataclass(frozen=True)
-class Answer:
-    """An answer, cut at the first stop string.
-
-    Attributes
-    ----------
-    text : str
-        What to show.
-    finish_reason : str
-        "stop" at an end token or a stop string, else "length".
-    report : BlendReport
-        What it cost.
-    """
-
-    text: str
-    finish_reason: str
-    report: BlendReport
-
-    def info(self) -> dict[str, Any]:
-        """Return what goes into the response metadata."""
-        return {"finish_reason": self.finish_reason, "blend": self.report.to_dict()}
-
-    def usage(self) -> UsageMetadata:
-        """Return the tokens used; ``cache_read`` are the prompt tokens whose stored KV was taken as it stood."""
-        report = self.report
-        reused = sum(chunk.tokens - chunk.recomputed_tokens for chunk in report.chunks if chunk.hit)
-        return UsageMetadata(
-            input_tokens=report.prompt_tokens,
-            output_tokens=report.output_tokens,
-            total_tokens=report.prompt_tokens + report.output_tokens,
-            input_token_details=InputTokenDetails(cache_read=reused),
-        )
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of the engine: what is asked, and how the answer ends."""
-
-    prompt: BlendPrompt
-    stop: tuple[str, ...]
-    options: dict[str, Any]
-
-
-class BlendModel(BaseModel):
+class BlendModel(AnswersTogether, BaseModel):
     """Fields and calls that `BlendLLM` and `ChatBlend` share.
 
     Parameters
@@ -90,16 +37,20 @@ class BlendModel(BaseModel):
         With `model`: where KV is kept, a folder for example; by default this process's RAM.
     model_kwargs : dict, optional
         With `model`: passed to ``AutoModelForCausalLM.from_pretrained``, as ``device_map`` or ``quantization_config``.
-    blend_config : BlendConfig, optional
+    blend_config : BlendConfig or mapping, optional
         Blending settings. With `model` also those the model is loaded with; with `engine` they apply to this object's calls only.
     max_tokens, temperature, top_p, top_k : optional
         Generation options by LangChain's names; a temperature of 0 decodes greedily. By default the model's own.
     stop : list of str, optional
         Strings that end an answer, which is shown without them.
+    timeout : float, optional
+        Seconds after which a call is given up, at the next token: `AnswerTimeoutError`. Waiting for the model counts.
     generation_kwargs : dict
         Further options of transformers' ``generate``.
     min_chunk_chars : int
         Stored chunks shorter than this are not looked for in prompts.
+    max_retries, api_key : optional
+        Standard parameters of LangChain for models behind a network. They change nothing here.
 
     Raises
     ------
@@ -117,15 +68,21 @@ class BlendModel(BaseModel):
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=0)
     stop: list[str] | None = None
+    timeout: float | None = Field(default=None, gt=0)
     generation_kwargs: dict[str, Any] = Field(default_factory=dict)
     min_chunk_chars: int = Field(default=HEAD_CHARS, ge=HEAD_CHARS)
+    max_retries: int | None = Field(default=None, ge=0, exclude=True, repr=False)
+    api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
+
+    # How the engine was loaded, where this object did it.
+    _loaded: dict[str, Any] | None = PrivateAttr(default=None)
 
     def __init__(
         self,
         *,
         model: str | Path | None = None,
         engine: BlendEngine | None = None,
-        blend_config: BlendConfig | None = None,
+        blend_config: BlendConfig | Mapping[str, Any] | None = None,
         store: Any = None,
         model_kwargs: dict[str, Any] | None = None,
         **fields: Any,
@@ -136,63 +93,65 @@ class BlendModel(BaseModel):
             raise ConfigError(
                 f"{', '.join(unknown)}: {type(self).__name__} has no such parameter; generate's options go into generation_kwargs"
             )
-        _check_options(fields.get("generation_kwargs") or {})
+        check_options(fields.get("generation_kwargs") or {})
+        config = _config(blend_config)
         loads = engine is None
         if engine is None:
             if model is None:
                 raise ConfigError(
                     'name a model (model="reference", a Hugging Face id or a folder), or give a ready-made engine'
                 )
-            engine = BlendEngine.from_pretrained(model, config=blend_config, store=store, **(model_kwargs or {}))
+            engine = BlendEngine.from_pretrained(model, config=config, store=store, **(model_kwargs or {}))
         elif store is not None or model_kwargs:
             raise ConfigError(
                 "store and model_kwargs belong to a model that is loaded; a ready-made engine has both already"
             )
         name = str(model) if model is not None else _name_of(engine)
         try:
-            super().__init__(model=name, engine=engine, blend_config=blend_config, **fields)
+            super().__init__(model=name, engine=engine, blend_config=config, **fields)
         except ValidationError as error:
             if loads:
                 engine.close()
             raise ConfigError(f"{type(self).__name__}: {_explain(error)}") from error
+        if loads:
+            self._loaded = {"store": store, "model_kwargs": model_kwargs}
 
     # What is asked
 
     def _split(self, text: str) -> list[Segment]:
         return catalog_of(self.engine).split(self.engine, text, self.min_chunk_chars)
 
-    def _call(self, prompt: BlendPrompt, stop: Sequence[str] | None, kwargs: dict[str, Any]) -> Call:
+    def _call(self, prompt: BlendPrompt, stop: Sequence[str] | None, kwargs: Mapping[str, Any]) -> Call:
         """Merge the options of this object and of one call, which wins."""
-        own = {name: getattr(self, name) for name in ("blend_config", _MAX_TOKENS, "temperature", "top_p", "top_k")}
-        options: dict[str, Any] = {}
-        for layer in (own, self.generation_kwargs, kwargs):
-            for name, value in layer.items():
-                if value is not None and name not in _NOT_FOR_THE_MODEL:
-                    options["max_new_tokens" if name == _MAX_TOKENS else name] = value
-        config = options.pop("blend_config", None)
-        _check_options(options)
-        temperature = options.get("temperature")
-        if temperature is not None and "do_sample" not in options:
-            options["do_sample"] = temperature > 0
-        if not options.get("do_sample", True):
-            # transformers warns of settings that greedy decoding does not read.
-            for name in ("temperature", "top_p", "top_k"):
-                options.pop(name, None)
-        ends = tuple(stop if stop is not None else self.stop or ())
-        if any(not each for each in ends):
-            raise ConfigError("a stop string is empty; every text begins with it")
-        if ends:
-            criteria = StopStrings(self.engine.tokenizer, ends)
-            options["stopping_criteria"] = [*options.get("stopping_criteria", ()), criteria]
-        return Call(prompt, ends, options | {"config": config})
+        given = dict(kwargs)
+        config = _config(given.pop("blend_config", None)) or self.blend_config
+        timeout = given.pop("timeout", None)
+        timeout = self.timeout if timeout is None else timeout
+        model = given.pop("model", None)
+        if model is not None and model != self.model:
+            raise ConfigError(
+                f"this object answers with the model {self.model!r}, and one call cannot take {model!r}; make another for it"
+            )
+        own = {name: getattr(self, name) for name in _OPTIONS}
+        options = generation_options(own, self.generation_kwargs, given)
+        ends = stop_strings(stop if stop is not None else self.stop)
+        deadline = Deadline(timeout) if timeout is not None else None
+        criteria: list[Any] = [StopStrings(self.engine.tokenizer, ends)] if ends else []
+        criteria += [deadline] if deadline is not None else []
+        if criteria:
+            options["stopping_criteria"] = [*options.get("stopping_criteria", ()), *criteria]
+        return Call(prompt, ends, options | {"config": config}, deadline)
 
     # How it is answered
 
     def _answer(self, call: Call) -> Answer:
-        return self._finished(call, self.engine.generate(call.prompt, **call.options))
+        return self._finished(call, self._ask(call))
 
     async def _aanswer(self, make_call: Callable[[], Call]) -> Answer:
         call = await run_in_executor(None, make_call)
+        result = await self._aask_in_batch(call)
+        if result is not None:
+            return self._finished(call, result)
         # A stream, so that a cancelled task does not leave the engine busy with an answer that nobody waits for.
         stream = await run_in_executor(None, self.engine.stream, call.prompt, **call.options)
         try:
@@ -202,7 +161,20 @@ class BlendModel(BaseModel):
 
     def _pieces(self, call: Call) -> Iterator[str | Answer]:
         """Yield the answer piece by piece, and at the end as a whole."""
-        stream: BlendStream = self.engine.stream(call.prompt, **call.options)
+        return self._shown(call, self.engine.stream(call.prompt, **call.options))
+
+    async def _apieces(self, make_call: Callable[[], Call]) -> AsyncIterator[str | Answer]:
+        call = await run_in_executor(None, make_call)
+        stream = await run_in_executor(None, self.engine.stream, call.prompt, **call.options)
+        try:
+            pieces = self._shown(call, stream)
+            while (piece := await run_in_executor(None, next, pieces, None)) is not None:
+                yield piece
+        finally:
+            # At once, where the task is cancelled: the thread that waits for a piece sees the end then.
+            stream.close()
+
+    def _shown(self, call: Call, stream: BlendStream) -> Iterator[str | Answer]:
         gate = TextGate(call.stop)
         try:
             for piece in stream:
@@ -217,6 +189,8 @@ class BlendModel(BaseModel):
             stream.close()
 
     def _finished(self, call: Call, result: GenerationResult) -> Answer:
+        if call.deadline is not None:
+            call.deadline.check()
         text = cut(result.text, call.stop)
         ends = self.engine.model.generation_config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
@@ -231,28 +205,67 @@ class BlendModel(BaseModel):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        names = (_MAX_TOKENS, "temperature", "top_p", "top_k", "stop", "generation_kwargs", "min_chunk_chars")
+        # The engine's namespace tells models of one name apart by their weights, and is part of the keys of LangChain's caches.
         config = self.blend_config or self.engine.config
-        return {"model": self.model, "blend_config": config.model_dump(mode="json")} | {
-            name: getattr(self, name) for name in names
-        }
+        return {
+            "model": self.model,
+            "engine": self.engine.namespace,
+            "blend_config": _plain(config),
+        } | {name: getattr(self, name) for name in (*_OPTIONS, "stop", "generation_kwargs", "min_chunk_chars")}
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> Any:
+        stop = stop if stop is not None else self.stop
+        kwargs = {name: value for name in ("model", *_OPTIONS) if (value := kwargs.get(name)) is not None}
+        return super()._get_ls_params(stop=stop, **kwargs) | {"ls_provider": "cacheblend"}  # type: ignore[misc]
 
     def get_token_ids(self, text: str) -> list[int]:
         """Return the ids of a text by the model's own tokenizer, without special tokens added."""
+        if self.custom_get_token_ids is not None:  # type: ignore[attr-defined]  # a field of LangChain's classes
+            return list(self.custom_get_token_ids(text))  # type: ignore[attr-defined]
         return list(self.engine.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    # Serialisation
+
+    @classmethod
+    def is_lc_serializable(cls) -> bool:
+        """Return True: an object that was made with a model's name can be written down; `to_json` says when not."""
+        return True
+
+    def to_json(self) -> Any:
+        """Return how this object was made, so that LangChain's ``load`` makes another one like it, loading the model again.
+
+        An object around a ready-made engine, a store object or options that are no plain values cannot be written down, and says
+        so. The address of a remote tier is left out, since it may hold a password: the environment gives it.
+        """
+        loaded = self._loaded
+        if loaded is None or not all(map(_is_plain, loaded.values())):
+            return self.to_json_not_implemented()  # type: ignore[attr-defined]
+        written = super().to_json()  # type: ignore[misc]
+        kwargs = written["kwargs"]
+        kwargs.pop("blend_config", None)
+        if self.blend_config is not None:
+            kwargs["blend_config"] = _plain(self.blend_config, exclude_unset=True)
+        kwargs |= {name: str(value) if isinstance(value, Path) else value for name, value in loaded.items() if value}
+        return written
+
+
+def _config(config: BlendConfig | Mapping[str, Any] | None) -> BlendConfig | None:
+    return BlendConfig(**config) if isinstance(config, Mapping) else config
+
+
+def _plain(config: BlendConfig, *, exclude_unset: bool = False) -> dict[str, Any]:
+    # The address of a remote tier may hold a password.
+    return config.model_dump(mode="json", exclude_unset=exclude_unset, exclude={"remote"})
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(name, str) and _is_plain(each) for name, each in value.items())
+    return value is None or isinstance(value, str | int | float | bool | Path)
 
 
 def _name_of(engine: BlendEngine) -> str:
     return engine.model.name_or_path or type(engine.model).__name__
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    unknown = sorted(options.keys() - _GENERATION_OPTIONS)
-    if unknown:
-        raise ConfigError(
-            f"{', '.join(unknown)}: no generation option that this model knows; those of transformers' generate are known, and "
-            "max_tokens, temperature, top_p, top_k, stop and blend_config"
-        )
 
 
 def _explain(error: ValidationError) -> str:

@@ -1,14 +1,17 @@
-"""Stop strings: where they end a generation, and what of the text is shown."""
+"""What ends a generation early: stop strings, and how they are kept out of what is shown, and a deadline."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import StoppingCriteria
 
-__all__ = ["StopStrings", "TextGate", "cut"]
+from cacheblend_rag.errors import AnswerTimeoutError, ConfigError
+
+__all__ = ["Deadline", "StopStrings", "TextGate", "cut"]
 
 # No character takes more tokens than it has bytes in UTF-8.
 _TOKENS_PER_CHAR = 4
@@ -44,6 +47,41 @@ class StopStrings(StoppingCriteria):
         texts = (self._tokenizer.decode(row[begin:].tolist(), skip_special_tokens=True) for row in input_ids)
         done = [any(each in text for each in self._stop) for text in texts]
         return torch.tensor(done, dtype=torch.bool, device=input_ids.device)
+
+
+class Deadline(StoppingCriteria):
+    """Ends a generation at the first token after a time limit.
+
+    Parameters
+    ----------
+    timeout_s : float
+        Seconds from now.
+
+    Raises
+    ------
+    ConfigError
+        If that is no positive number.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        if not isinstance(timeout_s, int | float) or not timeout_s > 0:
+            raise ConfigError(f"timeout={timeout_s!r} must be a positive number of seconds, or None for no limit")
+        self._timeout_s = timeout_s
+        self._until = time.monotonic() + timeout_s
+        self._passed = False
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Return whether each sequence is done."""
+        self._passed = self._passed or time.monotonic() > self._until
+        return torch.full((input_ids.shape[0],), self._passed, dtype=torch.bool, device=input_ids.device)
+
+    def check(self) -> None:
+        """Raise `AnswerTimeoutError` if a generation was ended."""
+        if self._passed:
+            raise AnswerTimeoutError(
+                f"the answer was not there after timeout={self._timeout_s:g} s, waiting for the model included; "
+                "give it more time, or fewer max_tokens"
+            )
 
 
 class TextGate:

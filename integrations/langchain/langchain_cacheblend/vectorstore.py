@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -9,16 +10,16 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.runnables.config import run_in_executor
 from langchain_core.vectorstores import VectorStore
-from pydantic import ValidationError
 
 from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.chunk import text_hash
+from cacheblend_rag.engine import AddJob, AddResult
 from cacheblend_rag.errors import CacheBlendError, ConfigError
+from langchain_cacheblend.inventory import Inventory
+from langchain_cacheblend.retriever import BlendVectorStoreRetriever
 from langchain_cacheblend.search import SearchesInner
 
 __all__ = ["BlendVectorStore"]
-
-_BATCH = 500
 
 
 class BlendVectorStore(SearchesInner):
@@ -41,6 +42,7 @@ class BlendVectorStore(SearchesInner):
         super().__init__(inner)
         self.engine = engine
         self.background = background
+        self._inventory = Inventory(inner)
 
     # Adding
 
@@ -111,39 +113,96 @@ class BlendVectorStore(SearchesInner):
         metadatas: list[dict[str, Any]] | None = None,
         *,
         ids: list[str] | None = None,
-        inner: VectorStore | None = None,
+        inner: VectorStore | type[VectorStore] | None = None,
         engine: BlendEngine | None = None,
         background: bool = False,
         **kwargs: Any,
     ) -> BlendVectorStore:
         """Wrap `inner` and add texts to it; `from_documents` does the same with documents.
 
+        With a class in the place of `inner` one line becomes another: ``Chroma.from_documents(documents, embeddings)`` becomes
+        ``BlendVectorStore.from_documents(documents, embeddings, inner=Chroma, engine=llm.engine)``.
+
         Parameters
         ----------
         texts : list of str
             The texts.
         embedding : Embeddings, optional
-            The inner store's own; it has its embedding already.
+            Embeds the texts; a store that is there already has its own.
         metadatas : list of dict, optional
             One for each text.
         ids : list of str, optional
             One for each text.
-        inner : VectorStore
-            The store to wrap.
+        inner : VectorStore or type
+            The store to wrap, or the class of one to make by its own ``from_texts``.
         engine : BlendEngine
             The engine.
         background : bool
             Whether adding returns before the texts are encoded.
         **kwargs : Any
-            Passed to the inner store's ``add_texts``.
+            Passed to the inner store's ``add_texts``, or the class's ``from_texts``.
+
+        Raises
+        ------
+        ConfigError
+            If `inner` or `engine` is missing, or `embedding` is another than the inner store's.
         """
         if inner is None or engine is None:
             raise ConfigError("give inner=, the vector store to wrap, and engine=, the engine that encodes its texts")
+        if isinstance(inner, type):
+            given = [str(uuid.uuid4()) for _ in texts]
+            if ids is not None:
+                given = [id or new for id, new in zip(ids, given, strict=True)]
+            made = inner.from_texts(texts, embedding, metadatas, ids=given, **kwargs)  # type: ignore[arg-type]
+            store = cls(made, engine=engine, background=background)
+            store.encode(given, texts, metadatas)
+            return store
         if embedding is not None and inner.embeddings is not None and embedding is not inner.embeddings:
             raise ConfigError("embedding is not the one that the inner store embeds with; leave it out")
         store = cls(inner, engine=engine, background=background)
         store.add_texts(texts, metadatas, ids=ids, **kwargs)
         return store
+
+    def encode(
+        self,
+        ids: Sequence[str],
+        texts: Sequence[str],
+        metadatas: Sequence[dict[str, Any]] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> AddResult | AddJob:
+        """Encode texts under the ids that the inner store has for them; adding does it by itself.
+
+        Parameters
+        ----------
+        ids, texts : sequence of str
+            As many of one as of the other. A text that is blank has no KV.
+        metadatas : sequence of dict, optional
+            One for each text; those of one "source" are neighbours.
+        progress : callable, optional
+            Called with the number of finished texts and of all, after each batch.
+
+        Returns
+        -------
+        AddResult or AddJob
+            What was done, or in the background what will say it.
+        """
+        # A store may hold documents without text; there is nothing to encode in them.
+        blank = [id for id, text in zip(ids, texts, strict=True) if not text.strip()]
+        beside = self._same_source(ids, metadatas)
+        chunks = [Chunk(text, id, beside.get(id, ())) for id, text in zip(ids, texts, strict=True) if text.strip()]
+        if blank:
+            self.engine.delete(blank)
+        try:
+            return self.engine.add(chunks, progress=progress, background=self.background)
+        except CacheBlendError:
+            # Rather no chunk under an id than the text that the inner store has just replaced.
+            records = self.engine.records([chunk.id for chunk in chunks if chunk.id])
+            self.engine.delete(
+                record.id
+                for chunk, record in zip(chunks, records, strict=True)
+                if record is not None and record.text_hash != text_hash(chunk.text)
+            )
+            raise
 
     def flush(self) -> None:
         """Wait until the texts that were added in the background are encoded.
@@ -154,6 +213,13 @@ class BlendVectorStore(SearchesInner):
             If the KV of some of them could not be stored; it is computed at query time.
         """
         self.engine.flush()
+
+    # Retrieving
+
+    def as_retriever(self, **kwargs: Any) -> BlendVectorStoreRetriever:
+        """Return a retriever that has the KV of what it finds read while the prompt is made; it takes the usual arguments."""
+        tags = kwargs.pop("tags", None) or self._get_retriever_tags()
+        return BlendVectorStoreRetriever(vectorstore=self, tags=[*tags], **kwargs)
 
     # Deleting
 
@@ -189,7 +255,7 @@ class BlendVectorStore(SearchesInner):
 
     def delete_collection(self) -> None:
         """Remove the inner store's collection, in stores that have this method, and forget the KV of what it had."""
-        present = self._present(self.engine.ids())
+        present = self._inventory.present(self.engine.ids())
         self._inner_method("delete_collection")()
         self.engine.delete(present)
 
@@ -211,23 +277,7 @@ class BlendVectorStore(SearchesInner):
         if len(ids) != len(texts):
             name = type(self.inner).__name__
             raise ConfigError(f"{name} gave {len(ids)} ids for {len(texts)} texts, so the chunks cannot be named")
-        # A store may hold documents without text; there is nothing to encode in them.
-        blank = [id for id, text in zip(ids, texts, strict=True) if not text.strip()]
-        beside = self._same_source(ids, metadatas)
-        chunks = [Chunk(text, id, beside.get(id, ())) for id, text in zip(ids, texts, strict=True) if text.strip()]
-        if blank:
-            self.engine.delete(blank)
-        try:
-            self.engine.add(chunks, background=self.background)
-        except CacheBlendError:
-            # Rather no chunk under an id than the text that the inner store has just replaced.
-            records = self.engine.records([chunk.id for chunk in chunks if chunk.id])
-            self.engine.delete(
-                record.id
-                for chunk, record in zip(chunks, records, strict=True)
-                if record is not None and record.text_hash != text_hash(chunk.text)
-            )
-            raise
+        self.encode(ids, texts, metadatas)
         return ids
 
     def _same_source(self, ids: Sequence[str], metadatas: Sequence[dict[str, Any]] | None) -> dict[str, list[str]]:
@@ -249,29 +299,11 @@ class BlendVectorStore(SearchesInner):
         }
 
     def _forget(self, ids: Sequence[str], *, certain: bool) -> None:
-        self.engine.delete(ids if certain else set(ids).difference(self._present(ids)))
+        self.engine.delete(ids if certain else set(ids).difference(self._inventory.present(ids)))
 
     def _forgetting(self, action: Callable[[], Any]) -> Any:
         """Do something to the inner store, then forget the chunks that it had before and has no longer."""
-        before = self._present(self.engine.ids())
+        before = self._inventory.present(self.engine.ids())
         done = action()
-        self.engine.delete(set(before).difference(self._present(before)))
+        self.engine.delete(set(before).difference(self._inventory.present(before)))
         return done
-
-    def _present(self, ids: Sequence[str]) -> list[str]:
-        """Return those of the ids that the inner store has."""
-        found: list[str] = []
-        try:
-            for start in range(0, len(ids), _BATCH):
-                batch = ids[start : start + _BATCH]
-                try:
-                    found += [document.id for document in self.inner.get_by_ids(batch) if document.id]
-                except ValidationError:
-                    # langchain-chroma cannot make a document of what was stored without metadata; its `get` can say it is there.
-                    found += self._inner_method("get")(list(batch), include=[])["ids"]
-        except NotImplementedError as error:
-            name = type(self.inner).__name__
-            raise ConfigError(
-                f"{name} cannot say which ids it has; delete by ids, and without other criteria"
-            ) from error
-        return found

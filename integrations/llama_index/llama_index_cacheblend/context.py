@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.prompts import BasePromptTemplate
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk, Segment, text_hash
 from cacheblend_rag.errors import PromptTooLongError
+from cacheblend_rag.pml.fill import plain_text
 from llama_index_cacheblend.llm import BlendLLM
+from llama_index_cacheblend.pml import PMLPromptTemplate
 
 __all__ = ["SEPARATOR", "ContextPrompt", "make_context_prompt"]
 
@@ -34,11 +36,11 @@ class ContextPrompt:
     messages : list of ChatMessage or None
         The messages it was written from, if the model is a chat model.
     context : str
-        What was filled in for ``context_str``.
+        What was filled in for the context.
     blend : BlendPrompt
         The same prompt with its chunks told apart.
-    dropped : tuple of Chunk
-        Chunks that found no room in the model's window.
+    left_over : tuple of Chunk
+        Chunks, from the first for which there was no room on.
     fallback_reason : str or None
         Why the chunks could not be told apart, in which case the prompt is computed as a whole.
     """
@@ -47,57 +49,92 @@ class ContextPrompt:
     messages: list[ChatMessage] | None
     context: str
     blend: BlendPrompt
-    dropped: tuple[Chunk, ...] = ()
+    left_over: tuple[Chunk, ...] = ()
     fallback_reason: str | None = None
 
 
 def make_context_prompt(
-    llm: BlendLLM, template: BasePromptTemplate, chunks: Sequence[Chunk], **values: Any
+    llm: BlendLLM,
+    template: BasePromptTemplate,
+    chunks: Sequence[Chunk],
+    values: dict[str, Any],
+    *,
+    variable: str = "context_str",
+    limit: int | None = None,
+    structured: bool = False,
 ) -> ContextPrompt:
     """Fill a template with chunks as its context.
 
     Parameters
     ----------
     llm : BlendLLM
-        The model, whose chat template and window count.
+        The model, whose chat template counts.
     template : BasePromptTemplate
-        A template with the variable ``context_str``.
+        A template with a variable for the context.
     chunks : sequence of Chunk
         The context, the most important chunk first.
-    **values : Any
+    values : dict
         The template's other variables.
+    variable : str
+        The variable for the context.
+    limit : int, optional
+        Most tokens of the prompt.
+    structured : bool
+        Whether the template asks for an object.
 
     Returns
     -------
     ContextPrompt
-        The prompt. Chunks at the end for which the window has no room are left out, whole.
+        The prompt. It holds the chunks up to the first for which there is no room, whole.
 
     Raises
     ------
     PromptTooLongError
         If there is not even room for the first chunk.
     """
+    if isinstance(template, PMLPromptTemplate):
+        return _of_schema(llm, template, chunks, values, variable, limit)
     # The template is filled twice: where a mark that nobody can have written comes out, the context comes out too.
     mark = f"CACHEBLEND-{uuid.uuid4().hex}"
-    parts = llm.render(template, context_str=mark, **values)[0].split(mark)
-    kept = _fitting(llm, parts, chunks)
+    parts = llm.render(template, structured, **values, **{variable: mark})[0].split(mark)
+    kept = _fitting(llm, parts, chunks, limit)
     context = SEPARATOR.join(chunk.text for chunk in kept)
-    text, messages = llm.render(template, context_str=context, **values)
-    if dropped := tuple(chunks[len(kept) :]):
-        logger.warning(
-            "the prompt has no room for %d of %d chunks, %s; retrieve fewer or shorter ones, or lower max_new_tokens=%d",
-            len(dropped),
-            len(chunks),
-            [chunk.id for chunk in dropped],
-            llm.max_new_tokens,
-        )
+    text, messages = llm.render(template, structured, **values, **{variable: context})
+    left_over = tuple(chunks[len(kept) :])
     # A template's function, output parser or prompt function may change the context instead of just placing it.
     if len(parts) > 1 and context.join(parts) == text:
-        return ContextPrompt(text, messages, context, BlendPrompt(segments=_segments(parts, kept)), dropped)
-    what = "changes {context_str}" if len(parts) > 1 else "has no {context_str}, or changes it"
+        return ContextPrompt(text, messages, context, BlendPrompt(segments=_segments(parts, kept)), left_over)
+    what = f"changes {{{variable}}}" if len(parts) > 1 else f"has no {{{variable}}}, or changes it"
     reason = f"the template {what}, so the chunks cannot be told apart in the prompt"
     logger.warning("%s; it is prefilled as a whole", reason)
-    return ContextPrompt(text, messages, context, BlendPrompt(segments=[text]), dropped, reason)
+    return ContextPrompt(text, messages, context, BlendPrompt(segments=[text]), left_over, reason)
+
+
+def _of_schema(
+    llm: BlendLLM,
+    template: PMLPromptTemplate,
+    chunks: Sequence[Chunk],
+    values: dict[str, Any],
+    variable: str,
+    limit: int | None,
+) -> ContextPrompt:
+    """Put chunks into a schema's prompt, as many from the first on as there is room for."""
+    least = 1 if chunks and template.documents is not None else len(chunks)
+    for count in range(len(chunks), least - 1, -1):
+        texts = [chunk.text for chunk in chunks[:count]]
+        prompt = template.pml_prompt(**values, **{variable: texts})
+        blend = llm.engine.schemas.blend_prompt(prompt)
+        assert blend.positions is not None and isinstance(blend.segments[-1], tuple)
+        size = blend.positions[-1] + len(blend.segments[-1])
+        if limit is None or size <= limit:
+            text = plain_text(prompt)
+            messages = [ChatMessage(role=MessageRole.USER, content=text)] if llm.is_chat_model else None
+            return ContextPrompt(text, messages, SEPARATOR.join(texts), blend, tuple(chunks[count:]))
+    raise PromptTooLongError(
+        f"the prompt of schema {template.prompt.schema.name!r} reaches to position {size} with no more than its first document, "
+        f"and {limit} are left beside max_new_tokens={llm.max_new_tokens}; split documents into shorter chunks, or lower "
+        "max_new_tokens"
+    )
 
 
 def _segments(parts: Sequence[str], chunks: Sequence[Chunk]) -> list[Segment]:
@@ -113,26 +150,24 @@ def _segments(parts: Sequence[str], chunks: Sequence[Chunk]) -> list[Segment]:
     return segments
 
 
-def _fitting(llm: BlendLLM, parts: Sequence[str], chunks: Sequence[Chunk]) -> Sequence[Chunk]:
-    """Return the chunks from the first on for which the window has room, beside the other text and the answer."""
+def _fitting(llm: BlendLLM, parts: Sequence[str], chunks: Sequence[Chunk], limit: int | None) -> Sequence[Chunk]:
+    """Return the chunks from the first on for which a prompt of `limit` tokens has room, beside its other text."""
     times = len(parts) - 1
-    window = llm.engine.window
-    if window is None or not times or not chunks:
+    if limit is None or not times or not chunks:
         return chunks
     ids = llm.engine.tokenizer
     around = 1 + sum(len(ids(part, add_special_tokens=False)["input_ids"]) for part in parts if part)
-    room = window - llm.max_new_tokens - around
+    room = limit - around
     separator = len(ids(SEPARATOR, add_special_tokens=False)["input_ids"])
     used = 0
-    sizes = _sizes(llm, chunks)
-    for number, size in enumerate(sizes):
+    for number, size in enumerate(_sizes(llm, chunks)):
         used += times * (size + (separator if number else 0))
         if used > room:
             if not number:
                 raise PromptTooLongError(
-                    f"the first chunk, {chunks[0].id!r}, has {size} tokens, and the window of {window} has room for "
-                    f"{max(room, 0)} beside {around} of template and question and max_new_tokens={llm.max_new_tokens}; split "
-                    "documents into shorter chunks, or lower max_new_tokens"
+                    f"chunk {chunks[0].id!r} has {size} tokens, and of the {limit} that a prompt may have beside "
+                    f"max_new_tokens={llm.max_new_tokens} there are {max(room, 0)} left by template and question, which have "
+                    f"{around}; split documents into shorter chunks, or lower max_new_tokens"
                 )
             return chunks[:number]
     return chunks

@@ -11,10 +11,15 @@ from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
+from llama_index.core.indices.knowledge_graph.retrievers import KGTableRetriever, KnowledgeGraphRAGRetriever
+from llama_index.core.indices.property_graph import BasePGRetriever, PGRetriever
+from llama_index.core.indices.struct_store.sql_retriever import NLSQLRetriever
+from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.response_synthesizers import factory
 from llama_index.core.response_synthesizers.base import BaseSynthesizer
 
 from cacheblend_rag.errors import ConfigError
+from llama_index_cacheblend.chat_modes import install_chat, uninstall_chat
 from llama_index_cacheblend.synthesizer import BlendSynthesizer
 
 __all__ = ["RESPONSE_MODE", "install", "uninstall"]
@@ -23,16 +28,17 @@ RESPONSE_MODE = "blend"
 """The response mode that `install` makes known."""
 
 _NAME = "get_response_synthesizer"
-_USED = ("llm", "text_qa_template", "callback_manager", "streaming", "response_mode")
 _REFUSED = {
-    "output_cls": "structured output is not blended yet",
-    "program_factory": "blending makes one plain call, without a program",
-    "structured_answer_filtering": "blending makes one plain call, whose answer is not filtered",
+    "program_factory": "blending makes plain calls, without a program",
+    "structured_answer_filtering": "blending makes plain calls, whose answers are not filtered",
     "multimodal": "BlendLLM reads text only",
 }
+_COMPOSED = (KGTableRetriever, KnowledgeGraphRAGRetriever, BasePGRetriever, PGRetriever, NLSQLRetriever)
+"""Retrievers that write the text of their nodes anew for each query."""
 
 _original: Callable[..., BaseSynthesizer] | None = None
 _ours: Callable[..., BaseSynthesizer] | None = None
+_from_args: Any = None
 _lock = threading.Lock()
 
 
@@ -41,35 +47,43 @@ def install() -> None:
 
     LlamaIndex has no registry of response modes, so its function `get_response_synthesizer` is replaced wherever a module of
     LlamaIndex holds it. All other modes go to the function that was there. Doing it twice changes nothing. A module of yours that
-    imported the function before keeps the old one.
+    imported the function before keeps the old one. `RetrieverQueryEngine.from_args` is replaced too, by one that refuses
+    retrievers whose nodes are written anew for each query, as those of knowledge graphs are.
+
+    The chat modes "context", "condense_plus_context" and "best" of ``index.as_chat_engine`` take ``response_mode="blend"``, too.
 
     Raises
     ------
     ConfigError
         If the installed llama-index-core is not one this package can extend.
     """
-    global _original, _ours
+    global _original, _ours, _from_args
     with _lock:
         if _ours is not None:
             return
+        _check()
         original = factory.get_response_synthesizer
-        _check(original)
         ours = _extended(original)
         for module in _holders(original):
             setattr(module, _NAME, ours)
+        install_chat(RESPONSE_MODE)
+        _from_args = vars(RetrieverQueryEngine)["from_args"]
+        _set_from_args(_refusing(_from_args.__func__))
         _original, _ours = original, ours
 
 
 def uninstall() -> None:
     """Undo `install`; without one before, nothing happens."""
-    global _original, _ours
+    global _original, _ours, _from_args
     with _lock:
         if _ours is None:
             return
         # Searched again, because modules imported in the meantime have taken ours.
         for module in _holders(_ours):
             setattr(module, _NAME, _original)
-        _original = _ours = None
+        uninstall_chat()
+        _set_from_args(_from_args)
+        _original = _ours = _from_args = None
 
 
 def _holders(function: Callable[..., BaseSynthesizer]) -> Iterator[ModuleType]:
@@ -78,15 +92,31 @@ def _holders(function: Callable[..., BaseSynthesizer]) -> Iterator[ModuleType]:
             yield module
 
 
-def _check(original: Callable[..., BaseSynthesizer]) -> None:
-    parameters = inspect.signature(original).parameters
-    missing = [name for name in _USED if name not in parameters]
-    if missing:
-        raise ConfigError(
-            f"llama-index-core {version('llama-index-core')} cannot be taught response_mode={RESPONSE_MODE!r}: its {_NAME} has "
-            f"no parameter {', '.join(missing)}; install llama-index-core>=0.14,<0.15, or pass "
-            "response_synthesizer=BlendSynthesizer(...) yourself"
-        )
+def _set_from_args(function: Any) -> None:
+    RetrieverQueryEngine.from_args = function  # type: ignore[method-assign]
+
+
+def _check() -> None:
+    ours = "llm text_qa_template refine_template output_cls callback_manager streaming response_mode prompt_helper"
+    synthesize = "query nodes additional_source_nodes response_kwargs"
+    for function, names in (
+        (factory.get_response_synthesizer, ours),
+        (RetrieverQueryEngine.from_args, "retriever response_mode response_synthesizer"),
+        (
+            BaseSynthesizer.__init__,
+            "llm callback_manager prompt_helper chat_prompt_helper streaming output_cls empty_response",
+        ),
+        (BaseSynthesizer.synthesize, synthesize),
+        (BaseSynthesizer.asynthesize, synthesize),
+    ):
+        parameters = inspect.signature(function).parameters
+        missing = [name for name in names.split() if name not in parameters]
+        if missing:
+            raise ConfigError(
+                f"llama-index-core {version('llama-index-core')} cannot be taught response_mode={RESPONSE_MODE!r}: its "
+                f"{function.__qualname__} has no parameter {', '.join(missing)}; install llama-index-core>=0.14,<0.15, or pass "
+                "response_synthesizer=BlendSynthesizer(...) yourself"
+            )
 
 
 def _extended(original: Callable[..., BaseSynthesizer]) -> Callable[..., BaseSynthesizer]:
@@ -105,8 +135,30 @@ def _extended(original: Callable[..., BaseSynthesizer]) -> Callable[..., BaseSyn
         return BlendSynthesizer(
             llm=given.get("llm"),
             text_qa_template=given.get("text_qa_template"),
+            refine_template=given.get("refine_template"),
+            output_cls=given.get("output_cls"),
             streaming=given.get("streaming", False),
             callback_manager=given.get("callback_manager"),
+            prompt_helper=given.get("prompt_helper"),
         )
 
     return get_response_synthesizer
+
+
+def _refusing(original: Callable[..., RetrieverQueryEngine]) -> classmethod[RetrieverQueryEngine, Any, Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def from_args(*args: Any, **kwargs: Any) -> RetrieverQueryEngine:
+        given = signature.bind(*args, **kwargs).arguments
+        retriever, synthesizer = given.get("retriever"), given.get("response_synthesizer")
+        mode = RESPONSE_MODE if isinstance(synthesizer, BlendSynthesizer) else given.get("response_mode")
+        if mode == RESPONSE_MODE and isinstance(retriever, _COMPOSED):
+            raise ConfigError(
+                f"response_mode={RESPONSE_MODE!r} cannot be used with a {type(retriever).__name__}: it writes the text of its "
+                "nodes anew for each query, so that there is no stored KV to reuse; use compact mode for it, or retrieve the "
+                "nodes of a vector index"
+            )
+        return original(*args, **kwargs)
+
+    return classmethod(from_args)

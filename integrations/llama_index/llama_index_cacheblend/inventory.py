@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from llama_index.core.schema import BaseNode
@@ -18,6 +19,8 @@ logger = logging.getLogger(__name__)
 # LlamaIndex writes the id of a node's document under this key into every store's metadata.
 _DOCUMENT = "document_id"
 _BATCH = 1000
+# Qdrant lists 9999 nodes unless it is told a limit.
+_MOST_NODES = 10_000_000
 
 
 class Inventory:
@@ -51,6 +54,22 @@ class Inventory:
         for node_id in node_ids:
             self._documents.pop(node_id, None)
 
+    def remembered(self, document: str | None = None) -> list[str]:
+        """Return the ids of the nodes that this process added and has not deleted, all or those of a document."""
+        return [
+            node_id for node_id, ref_doc_id in self._documents.items() if document is None or ref_doc_id == document
+        ]
+
+    def nodes(self) -> list[BaseNode]:
+        """Return all nodes, from a store that keeps them.
+
+        Raises
+        ------
+        NotImplementedError
+            If the store cannot list them.
+        """
+        return list(self._store.get_nodes(None, None, **_limit(self._store.get_nodes, None)))
+
     def find(
         self,
         *,
@@ -76,9 +95,13 @@ class Inventory:
         """
         wanted = _filters(filters, document)
         if isinstance(self._store, SimpleVectorStore):
-            return self._in_simple_store(node_ids, wanted)
+            return self._in_simple_store(node_ids, filters, document)
         try:
-            return [node.node_id for batch in _batches(node_ids) for node in self._store.get_nodes(batch, wanted)]
+            return [
+                node.node_id
+                for batch in _batches(node_ids)
+                for node in self._store.get_nodes(batch, wanted, **_limit(self._store.get_nodes, batch))
+            ]
         except Exception as error:
             return self._remembered(error, node_ids, filters, document)
 
@@ -92,25 +115,28 @@ class Inventory:
         """Do what `find` does."""
         wanted = _filters(filters, document)
         if isinstance(self._store, SimpleVectorStore):
-            return self._in_simple_store(node_ids, wanted)
+            return self._in_simple_store(node_ids, filters, document)
         try:
             return [
-                node.node_id for batch in _batches(node_ids) for node in await self._store.aget_nodes(batch, wanted)
+                node.node_id
+                for batch in _batches(node_ids)
+                for node in await self._store.aget_nodes(batch, wanted, **_limit(self._store.aget_nodes, batch))
             ]
         except Exception as error:
             return self._remembered(error, node_ids, filters, document)
 
-    def _in_simple_store(self, node_ids: Sequence[str] | None, filters: MetadataFilters | None) -> list[str]:
+    def _in_simple_store(
+        self, node_ids: Sequence[str] | None, filters: MetadataFilters | None, document: str | None
+    ) -> list[str]:
         """Return node ids of LlamaIndex's own store, which keeps no nodes but all their metadata."""
         assert isinstance(self._store, SimpleVectorStore)
         data = self._store.data
-        passes = build_metadata_filter_fn(lambda node_id: data.metadata_dict[node_id], filters)
-        held = (
-            list(data.embedding_dict)
-            if node_ids is None
-            else [each for each in node_ids if each in data.embedding_dict]
-        )
-        return [node_id for node_id in held if passes(node_id)]
+        # A store that was persisted by an old version has no metadata, and no filter passes there.
+        passes = build_metadata_filter_fn(lambda node_id: data.metadata_dict.get(node_id, {}), filters)
+        held = list(data.embedding_dict) if node_ids is None else [id for id in node_ids if id in data.embedding_dict]
+        return [
+            id for id in held if passes(id) and (document is None or data.text_id_to_ref_doc_id.get(id) == document)
+        ]
 
     def _remembered(
         self,
@@ -119,12 +145,11 @@ class Inventory:
         filters: MetadataFilters | None,
         document: str | None,
     ) -> list[str] | None:
-        # Asking must not keep a user from deleting, whatever a store raises; most that cannot be asked raise NotImplementedError.
-        if not isinstance(error, NotImplementedError):
-            logger.warning("%s could not be asked for its nodes: %s", type(self._store).__name__, error)
-        if filters is not None or node_ids is not None:
-            return None
-        return [each for each, ref_doc_id in self._documents.items() if document is None or ref_doc_id == document]
+        # Asking must not keep a user from adding or deleting, whatever a store raises. Which ids are there is only asked before
+        # adding, when some stores have no collection yet.
+        level = logging.DEBUG if node_ids is not None or isinstance(error, NotImplementedError) else logging.WARNING
+        logger.log(level, "%s could not be asked for its nodes: %s", type(self._store).__name__, error)
+        return None if filters is not None or node_ids is not None else self.remembered(document)
 
 
 def _filters(filters: MetadataFilters | None, document: str | None) -> MetadataFilters | None:
@@ -136,3 +161,9 @@ def _batches(node_ids: Sequence[str] | None) -> list[Any]:
     if node_ids is None:
         return [None]
     return [list(node_ids[start : start + _BATCH]) for start in range(0, len(node_ids), _BATCH)]
+
+
+def _limit(list_nodes: Callable[..., Any], node_ids: Sequence[str] | None) -> dict[str, int]:
+    """Return the keyword that keeps a store from leaving nodes out, if it takes one."""
+    takes_it = node_ids is None and "limit" in inspect.signature(list_nodes).parameters
+    return {"limit": _MOST_NODES} if takes_it else {}

@@ -23,23 +23,24 @@ from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.callbacks import CallbackManager
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
-from llama_index.core.llms.llm import LLM
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.types import BaseOutputParser, PydanticProgramMode
 
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine import BlendEngine, BlendStream, GenerationResult
+from cacheblend_rag.engine import BlendEngine, BlendStream, Conversation, GenerationResult
 from llama_index_cacheblend.construction import engine_name, make_engine
 from llama_index_cacheblend.decoding import check_length, cut_at_stop, decoding_options, read_stream, stop_list
 from llama_index_cacheblend.messages import has_chat_template, render_messages
+from llama_index_cacheblend.pml import prompt_in
 from llama_index_cacheblend.responses import as_chat, as_completion, responses
+from llama_index_cacheblend.structured import JSONAnswers
 from llama_index_cacheblend.threads import iterate_in_thread
 
 __all__ = ["BlendLLM"]
 
 
-class BlendLLM(LLM):
+class BlendLLM(JSONAnswers):
     """An open-weight model in this process whose prompts may hold stored chunks.
 
     It is an ordinary LlamaIndex language model. Every call takes ``temperature``, ``max_new_tokens``, ``stop`` and options of
@@ -90,6 +91,7 @@ class BlendLLM(LLM):
     is_chat_model: bool = Field(description="Whether LlamaIndex should send messages.")
 
     _engine: BlendEngine = PrivateAttr()
+    _conversation: Conversation | None = PrivateAttr(default=None)
 
     def __init__(
         self,
@@ -145,6 +147,12 @@ class BlendLLM(LLM):
         """The engine that computes; a `BlendVectorStore` stores its chunks in it."""
         return self._engine
 
+    def in_conversation(self, conversation: Conversation) -> BlendLLM:
+        """Return the same model, but each of its calls is a turn of a conversation (`BlendEngine.conversation`)."""
+        model = self.model_copy()
+        model._conversation = conversation
+        return model
+
     @property
     def metadata(self) -> LLMMetadata:
         """What LlamaIndex needs to know of the model."""
@@ -155,13 +163,17 @@ class BlendLLM(LLM):
             model_name=self.model_name,
         )
 
-    def render(self, template: BasePromptTemplate, **values: Any) -> tuple[str, list[ChatMessage] | None]:
+    def render(
+        self, template: BasePromptTemplate, structured: bool = False, **values: Any
+    ) -> tuple[str, list[ChatMessage] | None]:
         """Fill a template as `predict` does.
 
         Parameters
         ----------
         template : BasePromptTemplate
             The template.
+        structured : bool
+            Fill it as `structured_predict` does instead, which has no use for this model's own output parser.
         **values : Any
             Its variables.
 
@@ -171,8 +183,13 @@ class BlendLLM(LLM):
             The whole prompt as text, and the messages it was written from if this is a chat model.
         """
         if not self.is_chat_model:
+            if structured:
+                return self._worded(template.format(llm=self, **values), False), None
             return self._get_prompt(template, **values), None
-        messages = self._get_messages(template, **values)
+        if structured:
+            messages = self._extend_messages(template.format_messages(llm=self, **values))
+        else:
+            messages = self._get_messages(template, **values)
         return self._written(messages), messages
 
     @llm_completion_callback()
@@ -231,14 +248,15 @@ class BlendLLM(LLM):
     def _request(self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """Return the engine's arguments for a call, and its stop strings."""
         others = self.generation_kwargs | kwargs
-        prompt = others.pop("blend_prompt", None)
+        prompt = others.pop("blend_prompt", None) or prompt_in(given)
         if prompt is None:
             prompt = BlendPrompt(segments=[given if isinstance(given, str) else self._written(given)])
         config = others.pop("blend_config", None)
         stops = stop_list(others.pop("stop", self.stop))
         length = check_length(others.pop("max_new_tokens", self.max_new_tokens))
         options = decoding_options(others.pop("temperature", self.temperature), stops, others)
-        return {"prompt": prompt, "max_new_tokens": length, "config": config} | options, stops
+        asked = {"prompt": prompt, "max_new_tokens": length, "config": config, "conversation": self._conversation}
+        return asked | options, stops
 
     def _generate(
         self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any]

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Generator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
-from llama_index.core.base.llms.types import ChatResponse, CompletionResponse
 from llama_index.core.base.response.schema import RESPONSE_TYPE
+from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.callbacks import CallbackManager
 from llama_index.core.indices.prompt_helper import ChatPromptHelper, PromptHelper
 from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
-from llama_index.core.instrumentation.events.llm import LLMPredictEndEvent, LLMPredictStartEvent
+from llama_index.core.instrumentation.events.llm import (
+    LLMPredictEndEvent,
+    LLMPredictStartEvent,
+    LLMStructuredPredictEndEvent,
+    LLMStructuredPredictStartEvent,
+)
 from llama_index.core.instrumentation.events.synthesis import GetResponseEndEvent, GetResponseStartEvent
+from llama_index.core.llms.structured_llm import StructuredLLM
 from llama_index.core.prompts import BasePromptTemplate
-from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
+from llama_index.core.prompts.default_prompt_selectors import DEFAULT_REFINE_PROMPT_SEL, DEFAULT_TEXT_QA_PROMPT_SEL
 from llama_index.core.prompts.mixin import PromptDictType
 from llama_index.core.response_synthesizers import BaseSynthesizer
 from llama_index.core.schema import NodeWithScore, QueryType
@@ -23,77 +31,114 @@ from llama_index.core.settings import Settings
 from cacheblend_rag.chunk import Chunk
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError
+from llama_index_cacheblend.calls import Caller, ModelResponse, text_of
 from llama_index_cacheblend.context import ContextPrompt, make_context_prompt
 from llama_index_cacheblend.llm import BlendLLM
 from llama_index_cacheblend.nodes import node_chunks
+from llama_index_cacheblend.rounds import Rounds
+from llama_index_cacheblend.sources import annotate
+from llama_index_cacheblend.structured import AnswerParser, asking_for, check_mode
 
 __all__ = ["BlendSynthesizer"]
 
 dispatcher = get_dispatcher(__name__)
+logger = logging.getLogger(__name__)
 
 
 class BlendSynthesizer(BaseSynthesizer):
     """Answers from retrieved nodes whose KV is stored.
 
-    The model is given the prompt that LlamaIndex's compact mode gives it, in one call. ``response.metadata["blend"]`` holds the
-    `BlendReport` as a dictionary, with ``dropped``, the ids of the nodes for which the model's window had no room, beside it. Of
-    a stream it is filled when the stream ends, and it is None where nothing was retrieved.
+    The model is given the prompt that LlamaIndex's compact mode gives it. ``response.metadata["blend"]`` holds the `BlendReport`
+    as a dictionary, and beside it ``dropped``, the ids of the nodes for which there was no room, and ``earlier_calls``, the
+    reports of the calls before the last where the answer was refined. Of a stream it is filled when the stream ends, and it is
+    None where nothing was retrieved. With ``source_attention`` in the settings, source nodes are copies whose metadata have
+    ``blend_attention``, the share of the answer's attention that went to the node, and ``blend_status``, why it was not blended
+    if it was not.
 
     Parameters
     ----------
-    llm : BlendLLM, optional
-        The model; by default ``Settings.llm``.
+    llm : BlendLLM or StructuredLLM, optional
+        The model, or what its ``as_structured_llm`` returned; by default ``Settings.llm``.
     text_qa_template : BasePromptTemplate, optional
         The template, with ``context_str`` and ``query_str``.
+    refine_template : BasePromptTemplate, optional
+        The template of the calls after the first, with ``context_msg``, ``query_str`` and ``existing_answer``.
+    overflow : {"drop", "refine"}, optional
+        What becomes of nodes for which the model's window has no room. They are whole in either case, and in retrieval order.
+        "drop" answers by one call without them; "refine" gives them to further calls, with the answer so far. By default
+        "refine" if a `refine_template` is given, or else "drop".
+    output_cls : type, optional
+        A pydantic model. The answer is one of these, which the model writes as JSON; never a stream.
     config : BlendConfig, optional
         Blending settings of this synthesizer, instead of the engine's.
     streaming : bool
         Whether answers are streams.
     callback_manager : CallbackManager, optional
         Callbacks.
+    prompt_helper : PromptHelper, optional
+        Its ``context_window`` less its ``num_output`` limits the prompt, where that is less than the model's window has room
+        for; by default ``Settings.prompt_helper``, if it was set.
     empty_response : str, optional
         The answer where nothing was retrieved.
 
     Raises
     ------
     ConfigError
-        If the language model cannot blend.
+        If the language model cannot blend, or `overflow` is none of the two.
     """
 
     def __init__(
         self,
-        llm: BlendLLM | None = None,
+        llm: BlendLLM | StructuredLLM | None = None,
         text_qa_template: BasePromptTemplate | None = None,
+        refine_template: BasePromptTemplate | None = None,
+        *,
+        overflow: Literal["drop", "refine"] | None = None,
+        output_cls: type[BaseModel] | None = None,
         config: BlendConfig | None = None,
         streaming: bool = False,
         callback_manager: CallbackManager | None = None,
+        prompt_helper: PromptHelper | None = None,
         empty_response: str | None = None,
     ) -> None:
         model = Settings.llm if llm is None else llm
+        if isinstance(model, StructuredLLM):
+            output_cls, model = output_cls or model.output_cls, model.llm
         if not isinstance(model, BlendLLM):
             raise ConfigError(
                 f"blending needs a BlendLLM, and the language model is a {type(model).__name__}; pass "
                 'llm=BlendLLM(model="reference"), or set Settings.llm to one'
             )
+        if overflow not in (None, "drop", "refine"):
+            raise ConfigError(f'overflow={overflow!r} is none of "drop" and "refine"')
+        if output_cls is not None:
+            check_mode(model.pydantic_program_mode)
+        helper = prompt_helper or Settings._prompt_helper
         # Given so that LlamaIndex does not load a tokenizer of another model to count tokens with.
         tokenize = model.engine.tokenizer.encode
         super().__init__(
             llm=model,
             callback_manager=callback_manager,
-            prompt_helper=PromptHelper.from_llm_metadata(model.metadata, tokenizer=tokenize),
+            prompt_helper=helper or PromptHelper.from_llm_metadata(model.metadata, tokenizer=tokenize),
             chat_prompt_helper=ChatPromptHelper.from_llm_metadata(model.metadata, tokenizer=tokenize),
             streaming=streaming,
+            output_cls=output_cls,
             empty_response=empty_response,
         )
         self._model = model
-        self._config = config
+        self._caller = Caller(model, config)
+        self._tells_sources = (config or model.engine.config).source_attention
+        self._limited_by = helper
         self._text_qa_template = text_qa_template or DEFAULT_TEXT_QA_PROMPT_SEL
+        self._refine_template = refine_template or DEFAULT_REFINE_PROMPT_SEL
+        self._refines = (overflow or ("drop" if refine_template is None else "refine")) == "refine"
 
     def _get_prompts(self) -> PromptDictType:
-        return {"text_qa_template": self._text_qa_template}
+        return {"text_qa_template": self._text_qa_template, "refine_template": self._refine_template}
 
     def _update_prompts(self, prompts: PromptDictType) -> None:
         self._text_qa_template = prompts.get("text_qa_template", self._text_qa_template)
+        self._refine_template = prompts.get("refine_template", self._refine_template)
 
     def synthesize(
         self,
@@ -107,7 +152,7 @@ class BlendSynthesizer(BaseSynthesizer):
         response = super().synthesize(
             query, nodes, additional_source_nodes, blend_nodes=nodes, blend_report=report, **response_kwargs
         )
-        return _with_report(response, report if nodes else None)
+        return self._with_report(response, report if nodes else None)
 
     async def asynthesize(
         self,
@@ -121,17 +166,18 @@ class BlendSynthesizer(BaseSynthesizer):
         response = await super().asynthesize(
             query, nodes, additional_source_nodes, blend_nodes=nodes, blend_report=report, **response_kwargs
         )
-        return _with_report(response, report if nodes else None)
+        return self._with_report(response, report if nodes else None)
 
     @dispatcher.span
     def get_response(
         self,
         query_str: str,
         text_chunks: Sequence[str],
+        prev_response: str | None = None,
         blend_nodes: Sequence[NodeWithScore] | None = None,
         blend_report: dict[str, Any] | None = None,
         **response_kwargs: Any,
-    ) -> str | Generator[str, None, None]:
+    ) -> str | BaseModel | Generator[str, None, None]:
         """Answer from chunks.
 
         Parameters
@@ -140,6 +186,8 @@ class BlendSynthesizer(BaseSynthesizer):
             The question.
         text_chunks : sequence of str
             The texts of the chunks.
+        prev_response : str, optional
+            An answer to refine from these chunks.
         blend_nodes : sequence of NodeWithScore, optional
             The nodes they belong to; without them the KV is found by the text alone.
         blend_report : dict, optional
@@ -149,19 +197,26 @@ class BlendSynthesizer(BaseSynthesizer):
 
         Returns
         -------
-        str or generator of str
+        str, BaseModel or generator of str
             The answer.
+
+        Raises
+        ------
+        StructuredOutputError
+            If an object was asked for, and the model wrote something else.
+        PromptTooLongError
+            If there is no room for the first chunk of a call.
         """
         dispatcher.event(GetResponseStartEvent(query_str=query_str, text_chunks=list(text_chunks)))
-        prompt = self._prompt(query_str, text_chunks, blend_nodes, response_kwargs)
-        report = {} if blend_report is None else blend_report
-        answer: str | Generator[str, None, None]
-        if self._streaming:
-            answer = self._tokens(prompt, report)
-        elif prompt.messages is not None:
-            answer = self._answer(self._model.chat(prompt.messages, **self._options(prompt)), prompt, report)
+        rounds = self._rounds(query_str, text_chunks, prev_response, blend_nodes, blend_report, response_kwargs)
+        while self._goes_on(prompt := self._prompt(rounds)):
+            response = self._caller.call(prompt)
+            rounds.refine(prompt, response, _written(self._answer(response)))
+        answer: str | BaseModel | Generator[str, None, None]
+        if self._streams:
+            answer = self._caller.stream(prompt, partial(rounds.end, prompt))
         else:
-            answer = self._answer(self._model.complete(prompt.text, True, **self._options(prompt)), prompt, report)
+            answer = self._end(rounds, prompt, self._caller.call(prompt))
         dispatcher.event(GetResponseEndEvent())
         return answer
 
@@ -170,99 +225,113 @@ class BlendSynthesizer(BaseSynthesizer):
         self,
         query_str: str,
         text_chunks: Sequence[str],
+        prev_response: str | None = None,
         blend_nodes: Sequence[NodeWithScore] | None = None,
         blend_report: dict[str, Any] | None = None,
         **response_kwargs: Any,
-    ) -> str | AsyncGenerator[str, None]:
+    ) -> str | BaseModel | AsyncGenerator[str, None]:
         """Do what `get_response` does."""
         dispatcher.event(GetResponseStartEvent(query_str=query_str, text_chunks=list(text_chunks)))
-        prompt = await asyncio.to_thread(self._prompt, query_str, text_chunks, blend_nodes, response_kwargs)
-        report = {} if blend_report is None else blend_report
-        answer: str | AsyncGenerator[str, None]
-        if self._streaming:
-            answer = await self._atokens(prompt, report)
-        elif prompt.messages is not None:
-            answer = self._answer(await self._model.achat(prompt.messages, **self._options(prompt)), prompt, report)
+        rounds = self._rounds(query_str, text_chunks, prev_response, blend_nodes, blend_report, response_kwargs)
+        while self._goes_on(prompt := await asyncio.to_thread(self._prompt, rounds)):
+            response = await self._caller.acall(prompt)
+            rounds.refine(prompt, response, _written(self._answer(response)))
+        answer: str | BaseModel | AsyncGenerator[str, None]
+        if self._streams:
+            answer = await self._caller.astream(prompt, partial(rounds.end, prompt))
         else:
-            answer = self._answer(
-                await self._model.acomplete(prompt.text, True, **self._options(prompt)), prompt, report
-            )
+            answer = self._end(rounds, prompt, await self._caller.acall(prompt))
         dispatcher.event(GetResponseEndEvent())
         return answer
 
-    def _prompt(
+    @property
+    def _streams(self) -> bool:
+        # An object is there when it is whole, as in compact mode.
+        return self._streaming and self._output_cls is None
+
+    def _goes_on(self, prompt: ContextPrompt) -> bool:
+        """Whether further calls follow that of `prompt`."""
+        return self._refines and bool(prompt.left_over)
+
+    def _rounds(
         self,
         query_str: str,
         text_chunks: Sequence[str],
+        prev_response: str | None,
         nodes: Sequence[NodeWithScore] | None,
+        report: dict[str, Any] | None,
         values: dict[str, Any],
-    ) -> ContextPrompt:
-        if nodes is None:
-            chunks = [Chunk(text=text.strip()) for text in text_chunks if text.strip()]
-        else:
-            chunks = node_chunks(each.node for each in nodes)
-        if self._streaming and (self._text_qa_template.output_parser or self._model.output_parser):
+    ) -> Rounds:
+        if self._streams and (
+            self._model.output_parser or self._text_qa_template.output_parser or self._refine_template.output_parser
+        ):
             raise ConfigError("an output parser needs the whole answer; leave it out, or set streaming=False")
-        prompt = make_context_prompt(self._model, self._text_qa_template, chunks, query_str=query_str, **values)
-        # What LlamaIndex's own `predict` tells its listeners.
-        shown = {"context_str": prompt.context, "query_str": query_str, **values}
-        dispatcher.event(LLMPredictStartEvent(template=self._text_qa_template, template_args=shown))
-        self._model._log_template_data(self._text_qa_template, **shown)
+        chunks = (
+            [Chunk(text=text.strip()) for text in text_chunks if text.strip()]
+            if nodes is None
+            else node_chunks(each.node for each in nodes)
+        )
+        return Rounds(query_str, chunks, values, prev_response, {} if report is None else report)
+
+    def _prompt(self, rounds: Rounds) -> ContextPrompt:
+        """Return the prompt of the next call, and tell LlamaIndex's listeners what its own methods would."""
+        template = self._text_qa_template if rounds.answer is None else self._refine_template
+        asked = template if self._output_cls is None else asking_for(template, self._output_cls)
+        prompt = make_context_prompt(
+            self._model,
+            asked,
+            rounds.chunks,
+            rounds.variables(),
+            variable=rounds.variable,
+            limit=self._limit(),
+            structured=self._output_cls is not None,
+        )
+        if prompt.left_over and not self._refines:
+            logger.warning(
+                "the prompt has no room for %d of %d chunks, %s; retrieve fewer or shorter ones, lower max_new_tokens=%d, or "
+                'give BlendSynthesizer overflow="refine"',
+                len(prompt.left_over),
+                len(rounds.chunks),
+                [chunk.id for chunk in prompt.left_over],
+                self._model.max_new_tokens,
+            )
+        shown = {**rounds.variables(), rounds.variable: prompt.context}
+        if self._output_cls is None:
+            dispatcher.event(LLMPredictStartEvent(template=template, template_args=shown))
+            self._model._log_template_data(template, **shown)
+        else:
+            dispatcher.event(
+                LLMStructuredPredictStartEvent(output_cls=self._output_cls, template=template, template_args=shown)
+            )
         return prompt
 
-    def _options(self, prompt: ContextPrompt) -> dict[str, Any]:
-        options: dict[str, Any] = {"blend_prompt": prompt.blend}
-        return options if self._config is None else options | {"blend_config": self._config}
+    def _limit(self) -> int | None:
+        """Return how many tokens a prompt may have."""
+        window = self._model.engine.window
+        limits = [] if window is None else [window - self._model.max_new_tokens]
+        if self._limited_by is not None:
+            limits.append(self._limited_by.context_window - self._limited_by.num_output)
+        return min(limits, default=None)
 
-    def _answer(
-        self, response: ChatResponse | CompletionResponse, prompt: ContextPrompt, report: dict[str, Any]
-    ) -> str:
-        report.update(_report_of(response, prompt))
-        text = (response.message.content or "") if isinstance(response, ChatResponse) else response.text
+    def _with_report(self, response: RESPONSE_TYPE, report: dict[str, Any] | None) -> RESPONSE_TYPE:
+        response.metadata = {**(response.metadata or {}), "blend": report}
+        return annotate(response, report) if self._tells_sources and report is not None else response
+
+    def _answer(self, response: ModelResponse) -> str | BaseModel:
+        text = text_of(response)
+        if self._output_cls is not None:
+            answer = AnswerParser(self._output_cls).parse(text)
+            dispatcher.event(LLMStructuredPredictEndEvent(output=answer))
+            return answer
         output = self._model._parse_output(text)
         dispatcher.event(LLMPredictEndEvent(output=output))
         return output
 
-    def _tokens(self, prompt: ContextPrompt, report: dict[str, Any]) -> Generator[str, None, None]:
-        # Called here and not in the generator, so that the model begins, and errors appear, before anyone reads.
-        responses = (
-            self._model.stream_complete(prompt.text, True, **self._options(prompt))
-            if prompt.messages is None
-            else self._model.stream_chat(prompt.messages, **self._options(prompt))
-        )
-
-        def read() -> Generator[str, None, None]:
-            for response in responses:
-                if response.raw is not None:
-                    report.update(_report_of(response, prompt))
-                if response.delta:
-                    yield response.delta
-
-        return read()
-
-    async def _atokens(self, prompt: ContextPrompt, report: dict[str, Any]) -> AsyncGenerator[str, None]:
-        responses = (
-            await self._model.astream_complete(prompt.text, True, **self._options(prompt))
-            if prompt.messages is None
-            else await self._model.astream_chat(prompt.messages, **self._options(prompt))
-        )
-
-        async def read() -> AsyncGenerator[str, None]:
-            async for response in responses:
-                if response.raw is not None:
-                    report.update(_report_of(response, prompt))
-                if response.delta:
-                    yield response.delta
-
-        return read()
+    def _end(self, rounds: Rounds, prompt: ContextPrompt, response: ModelResponse) -> str | BaseModel:
+        rounds.end(prompt, response)
+        # Where the model wrote nothing, LlamaIndex says so, or keeps what was there before.
+        return self._answer(response) or rounds.answer or self._empty_response
 
 
-def _report_of(response: ChatResponse | CompletionResponse, prompt: ContextPrompt) -> dict[str, Any]:
-    assert response.raw is not None
-    report: dict[str, Any] = response.raw["blend"] | {"dropped": [chunk.id for chunk in prompt.dropped]}
-    return report if prompt.fallback_reason is None else report | {"fallback_reason": prompt.fallback_reason}
-
-
-def _with_report(response: RESPONSE_TYPE, report: dict[str, Any] | None) -> RESPONSE_TYPE:
-    response.metadata = {**(response.metadata or {}), "blend": report}
-    return response
+def _written(answer: str | BaseModel) -> str:
+    return answer.model_dump_json() if isinstance(answer, BaseModel) else answer

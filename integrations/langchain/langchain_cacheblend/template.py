@@ -1,0 +1,176 @@
+"""From a conversation to a prompt, by the model's own chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from langchain_core.documents import Document
+from langchain_core.messages import (
+    AIMessage,
+    BaseMessage,
+    ChatMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolMessage,
+    get_buffer_string,
+)
+
+from cacheblend_rag import Chunk
+from cacheblend_rag.errors import ConfigError, PromptError
+from langchain_cacheblend.content import parts_of
+from langchain_cacheblend.documents import as_chunks, documents_to_blocks
+from langchain_cacheblend.holes import Holes, PromptText
+
+__all__ = ["knows_tools", "render_chat", "render_text"]
+
+_ROLES: tuple[tuple[type[BaseMessage], str], ...] = (
+    (SystemMessage, "system"),
+    (HumanMessage, "user"),
+    (AIMessage, "assistant"),
+    (ToolMessage, "tool"),
+)
+_PROBE = "probe_of_cacheblend"
+
+
+def knows_tools(tokenizer: Any) -> bool:
+    """Return whether a tokenizer's chat template shows tools to the model."""
+    function = {"name": _PROBE, "description": "None.", "parameters": {"type": "object", "properties": {}}}
+    return _shows_probe(tokenizer, tools=[{"type": "function", "function": function}])
+
+
+def render_chat(
+    tokenizer: Any,
+    messages: Sequence[BaseMessage],
+    *,
+    tools: Sequence[dict[str, Any]] = (),
+    documents: Sequence[Document] = (),
+) -> list[str | Chunk]:
+    """Render messages by the tokenizer's chat template, up to where the answer begins.
+
+    Parameters
+    ----------
+    tokenizer : Any
+        The model's tokenizer.
+    messages : sequence of BaseMessage
+        The conversation.
+    tools : sequence of dict
+        Tools in OpenAI's form.
+    documents : sequence of Document
+        Documents beside the conversation. They stand where the template shows documents, or else, where it knows none, before
+        the text of the last message of the user.
+
+    Returns
+    -------
+    list of str or Chunk
+        Text, and the documents.
+
+    Raises
+    ------
+    ConfigError
+        If the tokenizer has no chat template.
+    PromptError
+        If a message holds something else than text and documents, or the template cannot show the conversation, its tools
+        included.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigError("this model's tokenizer has no chat template; set tokenizer.chat_template, or use BlendLLM")
+    if (tools or any(map(_is_about_tools, messages))) and not knows_tools(tokenizer):
+        raise PromptError(
+            "this model's chat template has no tools, so neither tools nor their calls and results can be shown to it; put what "
+            "a tool returned into a message of the user, or take a model that has learnt to call tools"
+        )
+    holes = Holes()
+    variables: dict[str, Any] = {"tools": list(tools)} if tools else {}
+    chunks = as_chunks(documents)
+    if chunks and _shows_probe(tokenizer, documents=[{"title": "", "text": _PROBE}]):
+        titles = [str(document.metadata.get("title", "")) for document in documents if document.page_content]
+        variables["documents"] = [
+            {"title": title, "text": holes.put(chunk)} for title, chunk in zip(titles, chunks, strict=True)
+        ]
+    elif chunks:
+        messages = _with_documents(messages, documents)
+    names = {
+        call["id"]: call["name"]
+        for message in messages
+        if isinstance(message, AIMessage)
+        for call in message.tool_calls
+    }
+    turns = [_turn(message, holes, names) for message in messages]
+    return holes.fill(_apply(tokenizer, turns, variables))
+
+
+def render_text(messages: Sequence[BaseMessage], documents: Sequence[Document] = ()) -> PromptText:
+    """Write messages as one text, as LangChain does it for models that take a string, without losing documents.
+
+    Parameters
+    ----------
+    messages : sequence of BaseMessage
+        The conversation.
+    documents : sequence of Document
+        Documents, which stand before the text of the last message of the user.
+
+    Raises
+    ------
+    PromptError
+        If a message holds something else than text and documents.
+    """
+    holes = Holes()
+    if as_chunks(documents):
+        messages = _with_documents(messages, documents)
+    flat = [message.model_copy(update={"content": holes.text(parts_of(message))}) for message in messages]
+    return PromptText(holes.fill(get_buffer_string(flat)))
+
+
+def _apply(tokenizer: Any, turns: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+    try:
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **variables))
+    except Exception as error:  # a template may raise what it likes, mostly about the order of roles
+        raise PromptError(f"the model's chat template refuses these messages: {error}") from error
+
+
+def _shows_probe(tokenizer: Any, **variables: Any) -> bool:
+    try:
+        return _PROBE in _apply(tokenizer, [{"role": "user", "content": "Hello."}], variables)
+    except PromptError:
+        return False
+
+
+def _with_documents(messages: Sequence[BaseMessage], documents: Sequence[Document]) -> list[BaseMessage]:
+    for place in range(len(messages) - 1, -1, -1):
+        message = messages[place]
+        if isinstance(message, HumanMessage):
+            content = [message.content] if isinstance(message.content, str) else list(message.content)
+            changed = message.model_copy(update={"content": [*documents_to_blocks(documents), *content]})
+            return [*messages[:place], changed, *messages[place + 1 :]]
+    raise PromptError("documents= needs a message of the user to stand in; there is none among the messages")
+
+
+def _is_about_tools(message: BaseMessage) -> bool:
+    return isinstance(message, ToolMessage) or (
+        isinstance(message, AIMessage) and bool(message.tool_calls or message.invalid_tool_calls)
+    )
+
+
+def _turn(message: BaseMessage, holes: Holes, names: dict[str | None, str]) -> dict[str, Any]:
+    turn: dict[str, Any] = {"role": _role(message), "content": holes.text(parts_of(message))}
+    if isinstance(message, ToolMessage):
+        turn["tool_call_id"] = message.tool_call_id
+        name = message.name or names.get(message.tool_call_id)
+        if name:
+            turn["name"] = name
+    elif isinstance(message, AIMessage) and message.tool_calls:
+        turn["tool_calls"] = [
+            {"type": "function", "id": call["id"], "function": {"name": call["name"], "arguments": call["args"]}}
+            for call in message.tool_calls
+        ]
+    return turn
+
+
+def _role(message: BaseMessage) -> str:
+    if isinstance(message, ChatMessage):
+        return message.role
+    for kind, role in _ROLES:
+        if isinstance(message, kind):
+            return role
+    raise PromptError(f"a {type(message).__name__} is no part of a conversation that ChatBlend can show to its model")

@@ -1,0 +1,133 @@
+"""From nodes to stored KV."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from llama_index.core.schema import BaseNode
+
+from cacheblend_rag.chunk import Chunk, text_hash
+from cacheblend_rag.engine import AddJob, AddResult, BlendEngine
+from cacheblend_rag.errors import PromptError, StoreError
+from llama_index_cacheblend.neighbours import NeighbourFinder
+from llama_index_cacheblend.nodes import TextOf, llm_text, node_chunks
+
+__all__ = ["EncodedNodes", "NodeEncoder", "Progress"]
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+"""Called with the number of finished nodes, and of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedNodes:
+    """What encoding some nodes came to.
+
+    Attributes
+    ----------
+    done : AddResult, AddJob or None
+        What the engine did, or will have done in the background; None if it stored less than it was given.
+    without_text : tuple of str
+        Ids of nodes that show the language model nothing.
+    failed : dict of str to str
+        Ids of the other nodes that have no KV, and why.
+    """
+
+    done: AddResult | AddJob | None
+    without_text: tuple[str, ...] = ()
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+class NodeEncoder:
+    """Has an engine compute the KV of nodes, under their ids.
+
+    Nothing that is wrong with a node, or with the place where KV is kept, is an error here: the node is computed when it is
+    retrieved, and a warning says so.
+
+    Parameters
+    ----------
+    engine : BlendEngine
+        The engine.
+    text_of : callable, optional
+        What the language model is shown of a node; by default its text and metadata as LlamaIndex writes them.
+    finder : NeighbourFinder, optional
+        Finds what the nodes are measured behind; by default those before them in the same call are taken.
+    """
+
+    def __init__(
+        self, engine: BlendEngine, text_of: TextOf | None = None, finder: NeighbourFinder | None = None
+    ) -> None:
+        self.engine = engine
+        self.text_of = llm_text if text_of is None else text_of
+        self._finder = finder
+
+    def encode(
+        self, nodes: Sequence[BaseNode], *, progress: Progress | None = None, background: bool = False
+    ) -> EncodedNodes:
+        """Encode those nodes that are not stored exactly so.
+
+        Parameters
+        ----------
+        nodes : sequence of BaseNode
+            The nodes.
+        progress : callable, optional
+            Called with the number of nodes with text that are finished, and of all of them.
+        background : bool
+            Whether to return when they are named, and encode them when no prompt waits for the model.
+
+        Returns
+        -------
+        EncodedNodes
+            What was done.
+        """
+        chunks = node_chunks(nodes, self.text_of)
+        with_text = {chunk.id for chunk in chunks}
+        without_text = tuple(node.node_id for node in nodes if node.node_id not in with_text)
+        if without_text:
+            # An update may have left them so.
+            self.engine.delete(without_text)
+        if self._finder is not None:
+            chunks = self._finder.with_neighbours(chunks, nodes)
+        failed: dict[str, str] = {}
+        try:
+            try:
+                done: AddResult | AddJob = self.engine.add(chunks, progress=progress, background=background)
+            except PromptError:
+                failed = self._refused(chunks)
+                chunks = [chunk for chunk in chunks if chunk.id not in failed]
+                done = self.engine.add(chunks, progress=progress, background=background)
+        # A full disk, or a device without memory for a batch; torch has no class of its own for what devices raise.
+        except (StoreError, MemoryError, RuntimeError) as error:
+            return EncodedNodes(None, without_text, failed | self._not_stored(chunks, error))
+        return EncodedNodes(done, without_text, failed)
+
+    def _refused(self, chunks: Sequence[Chunk]) -> dict[str, str]:
+        """Return the chunks that the engine takes from nobody, and why; what their ids stood for before is deleted."""
+        refusals = zip(chunks, self.engine.refusals(chunks), strict=True)
+        refused = {str(chunk.id): str(error) for chunk, error in refusals if error is not None}
+        self.engine.delete(refused)
+        for node_id, reason in refused.items():
+            logger.warning("node %s is stored without KV: %s", node_id, reason)
+        return refused
+
+    def _not_stored(self, chunks: Sequence[Chunk], error: Exception) -> dict[str, str]:
+        """Return the chunks that were not stored; KV of a text that one of them replaced is deleted."""
+        records = self.engine.records([str(chunk.id) for chunk in chunks])
+        missing = [
+            (chunk, record)
+            for chunk, record in zip(chunks, records, strict=True)
+            if record is None or record.text_hash != text_hash(chunk.text)
+        ]
+        logger.warning(
+            "the KV of %d of %d nodes was not stored and is computed at query time: %s",
+            len(missing),
+            len(chunks),
+            error,
+        )
+        with suppress(StoreError):
+            self.engine.delete([str(chunk.id) for chunk, record in missing if record is not None])
+        return {str(chunk.id): str(error) for chunk, _ in missing}

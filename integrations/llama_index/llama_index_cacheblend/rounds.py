@@ -1,0 +1,70 @@
+"""The calls that one answer takes: one, or several where contexts over the window are refined."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cacheblend_rag.chunk import Chunk
+from llama_index_cacheblend.calls import ModelResponse
+from llama_index_cacheblend.context import ContextPrompt
+
+__all__ = ["Rounds"]
+
+
+@dataclass
+class Rounds:
+    """What has been asked of a question, and what is still to be asked.
+
+    Attributes
+    ----------
+    query_str : str
+        The question.
+    chunks : sequence of Chunk
+        The context that no call has read yet.
+    values : dict
+        Further variables of the templates.
+    answer : str or None
+        The answer so far.
+    report : dict
+        What ``response.metadata["blend"]`` will be.
+    earlier_calls : list of dict
+        The reports of the calls before the last.
+    """
+
+    query_str: str
+    chunks: Sequence[Chunk]
+    values: dict[str, Any]
+    answer: str | None
+    report: dict[str, Any]
+    earlier_calls: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def variable(self) -> str:
+        """The variable for the context, in LlamaIndex's template of the next call."""
+        return "context_str" if self.answer is None else "context_msg"
+
+    def variables(self) -> dict[str, Any]:
+        """Return the other variables of the next call's template."""
+        existing = {} if self.answer is None else {"existing_answer": self.answer}
+        return {"query_str": self.query_str, **self.values, **existing}
+
+    def refine(self, prompt: ContextPrompt, response: ModelResponse, answer: str) -> None:
+        """Go on to the chunks that the last prompt had no room for."""
+        # LlamaIndex starts over where a model wrote nothing.
+        self.answer = answer or self.answer
+        self.chunks = prompt.left_over
+        self.earlier_calls.append(_call_report(prompt, response))
+
+    def end(self, prompt: ContextPrompt, response: ModelResponse) -> None:
+        """Fill the report; `response` is the last call's."""
+        self.report.update(_call_report(prompt, response))
+        self.report["dropped"] = [chunk.id for chunk in prompt.left_over]
+        self.report["earlier_calls"] = self.earlier_calls
+
+
+def _call_report(prompt: ContextPrompt, response: ModelResponse) -> dict[str, Any]:
+    assert response.raw is not None
+    report: dict[str, Any] = response.raw["blend"]
+    return report if prompt.fallback_reason is None else report | {"fallback_reason": prompt.fallback_reason}

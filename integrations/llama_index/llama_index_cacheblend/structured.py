@@ -1,0 +1,178 @@
+"""Answers that are objects: what the model is asked to write, and what it wrote."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Generator
+from typing import Any, TypeVar
+
+from llama_index.core.bridge.pydantic import BaseModel, ValidationError
+from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
+from llama_index.core.instrumentation.events.llm import LLMStructuredPredictEndEvent, LLMStructuredPredictStartEvent
+from llama_index.core.llms.llm import LLM
+from llama_index.core.output_parsers import PydanticOutputParser
+from llama_index.core.program import LLMTextCompletionProgram
+from llama_index.core.program.utils import FlexibleModel
+from llama_index.core.prompts import BasePromptTemplate
+from llama_index.core.types import PydanticProgramMode
+
+from cacheblend_rag.errors import ConfigError, StructuredOutputError
+
+__all__ = ["AnswerParser", "JSONAnswers", "asking_for", "check_mode"]
+
+dispatcher = get_dispatcher(__name__)
+
+M = TypeVar("M", bound=BaseModel)
+
+_SHOWN = 200
+
+
+class AnswerParser(PydanticOutputParser[M]):
+    """LlamaIndex's parser, whose errors say what the model wrote and what can be done.
+
+    Parameters
+    ----------
+    output_cls : type
+        The pydantic model of an answer.
+    """
+
+    def parse(self, text: str) -> M:
+        """Return the object that `text` holds as JSON.
+
+        Raises
+        ------
+        StructuredOutputError
+            If it holds none, or another one.
+        """
+        try:
+            answer: M = super().parse(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(str(part) for part in first["loc"])
+            raise _refuse(self.output_cls, text, f"{place}: {first['msg']}" if place else first["msg"]) from error
+        except ValueError as error:
+            raise _refuse(self.output_cls, text, "there is no JSON object in it") from error
+        return answer
+
+
+def asking_for(template: BasePromptTemplate, output_cls: type[BaseModel]) -> BasePromptTemplate:
+    """Return a copy of a template that also shows the model the schema of its answer, as LlamaIndex's own program does."""
+    copy = template.partial_format()
+    copy.output_parser = AnswerParser(output_cls)
+    return copy
+
+
+class JSONAnswers(LLM):
+    """A language model that is asked for objects as JSON, and whose errors say what it wrote instead."""
+
+    def structured_predict(
+        self,
+        output_cls: type[M],
+        prompt: BasePromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> M:
+        """Answer a template with an object, which the model writes as JSON.
+
+        Raises
+        ------
+        StructuredOutputError
+            If what it writes is no such object.
+        """
+        program = self._program(output_cls, prompt)
+        dispatcher.event(
+            LLMStructuredPredictStartEvent(output_cls=output_cls, template=prompt, template_args=prompt_args)
+        )
+        answer = program(llm_kwargs=llm_kwargs, **prompt_args)
+        dispatcher.event(LLMStructuredPredictEndEvent(output=answer))
+        return answer
+
+    async def astructured_predict(
+        self,
+        output_cls: type[M],
+        prompt: BasePromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> M:
+        """Do what `structured_predict` does."""
+        program = self._program(output_cls, prompt)
+        dispatcher.event(
+            LLMStructuredPredictStartEvent(output_cls=output_cls, template=prompt, template_args=prompt_args)
+        )
+        answer = await program.acall(llm_kwargs=llm_kwargs, **prompt_args)
+        dispatcher.event(LLMStructuredPredictEndEvent(output=answer))
+        return answer
+
+    def stream_structured_predict(
+        self,
+        output_cls: type[M],
+        prompt: BasePromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Generator[M | FlexibleModel, None, None]:
+        """Yield what is known of the object so far; the last one is whole.
+
+        Raises
+        ------
+        StructuredOutputError
+            At the end, if what the model wrote is no such object.
+        """
+        check_mode(self.pydantic_program_mode)
+        last = None
+        # A copy, because LlamaIndex leaves its parser on the template that it is given.
+        for last in super().stream_structured_predict(output_cls, prompt.partial_format(), llm_kwargs, **prompt_args):
+            yield last
+        _check_complete(last, output_cls)
+
+    async def astream_structured_predict(
+        self,
+        output_cls: type[M],
+        prompt: BasePromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> AsyncGenerator[M | FlexibleModel, None]:
+        """Do what `stream_structured_predict` does."""
+        check_mode(self.pydantic_program_mode)
+        partials = await super().astream_structured_predict(
+            output_cls, prompt.partial_format(), llm_kwargs, **prompt_args
+        )
+
+        async def read() -> AsyncGenerator[M | FlexibleModel, None]:
+            last = None
+            async for last in partials:
+                yield last
+            _check_complete(last, output_cls)
+
+        return read()
+
+    def _program(self, output_cls: type[M], prompt: BasePromptTemplate) -> LLMTextCompletionProgram[M]:
+        check_mode(self.pydantic_program_mode)
+        # A copy, because the program leaves its parser on the template that it is given.
+        return LLMTextCompletionProgram(AnswerParser(output_cls), output_cls, prompt.partial_format(), self)
+
+
+def _refuse(output_cls: type[BaseModel], text: str, why: str) -> StructuredOutputError:
+    """Return the error for an answer that is no `output_cls`."""
+    shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+    return StructuredOutputError(
+        f"the model's answer is no {output_cls.__name__} ({why}): {shown!r}. Ask a model that can write JSON, raise "
+        "max_new_tokens if the answer is cut off, or constrain it by generation_kwargs, as with prefix_allowed_tokens_fn",
+        text,
+    )
+
+
+def check_mode(mode: PydanticProgramMode) -> None:
+    """Raise `ConfigError` for a way to structured output other than writing JSON."""
+    if mode not in (PydanticProgramMode.DEFAULT, PydanticProgramMode.LLM):
+        raise ConfigError(
+            f"pydantic_program_mode={mode.value!r} cannot be used here: an open-weight model in this process is asked to write "
+            "JSON; leave it out"
+        )
+
+
+def _check_complete(last: Any, output_cls: type[BaseModel]) -> None:
+    """Raise `StructuredOutputError` if the last object of a stream is still a partial one."""
+    if not isinstance(last, output_cls):
+        text = last.model_dump_json() if isinstance(last, BaseModel) else str(last)
+        raise _refuse(
+            output_cls, text, "the stream was not JSON from its first character to its last; this could be read of it"
+        )

@@ -1,0 +1,268 @@
+"""Computing the KV of an index that is there already."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, overload
+
+from llama_index.core.indices.base import BaseIndex
+from llama_index.core.schema import BaseNode
+from llama_index.core.settings import Settings
+from llama_index.core.vector_stores.simple import SimpleVectorStore
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+from cacheblend_rag.engine import AddJob, AddResult, BlendEngine
+from cacheblend_rag.errors import ConfigError
+from llama_index_cacheblend.encoder import EncodedNodes, NodeEncoder, Progress
+from llama_index_cacheblend.inventory import Inventory
+from llama_index_cacheblend.llm import BlendLLM
+from llama_index_cacheblend.nodes import TextOf
+from llama_index_cacheblend.vector_store import BlendVectorStore
+
+__all__ = ["WarmJob", "WarmResult", "warm_index"]
+
+# Nodes that are handed over at once: so many are tokenised before the first of them is encoded.
+_BATCH = 256
+
+
+@dataclass(frozen=True, slots=True)
+class WarmResult:
+    """What `warm_index` did.
+
+    Attributes
+    ----------
+    nodes : int
+        Nodes of the index.
+    encoded : int
+        Texts whose KV was computed now.
+    unchanged : int
+        Nodes whose KV was stored already.
+    tokens : int
+        Tokens encoded now.
+    without_text : tuple of str
+        Ids of nodes that show the language model nothing.
+    failed : dict of str to str
+        Ids of the other nodes that have no KV now, and why. They are computed when they are retrieved.
+    pruned : int
+        Chunks that the engine knew and the index does not, whose KV was dropped.
+    seconds : float
+        How long it took.
+    """
+
+    nodes: int
+    encoded: int
+    unchanged: int
+    tokens: int
+    without_text: tuple[str, ...] = ()
+    failed: dict[str, str] = field(default_factory=dict)
+    pruned: int = 0
+    seconds: float = 0.0
+
+
+class WarmJob:
+    """What `warm_index` returns when it encodes in the background.
+
+    Parameters
+    ----------
+    parts : sequence of EncodedNodes
+        What was handed to the engine.
+    sum_up : callable
+        Makes the result of what the engine did.
+    """
+
+    def __init__(self, parts: Sequence[EncodedNodes], sum_up: Callable[[Sequence[AddResult]], WarmResult]) -> None:
+        self._jobs = [part.done for part in parts if isinstance(part.done, AddJob)]
+        self._sum_up = sum_up
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """How many nodes with text are finished, and how many there are."""
+        counts = [job.progress for job in self._jobs]
+        return sum(finished for finished, _ in counts), sum(total for _, total in counts)
+
+    def done(self) -> bool:
+        """Whether the work has ended, well or not."""
+        return all(job.done() for job in self._jobs)
+
+    def result(self, timeout_s: float | None = None) -> WarmResult:
+        """Wait for the end of the work.
+
+        Parameters
+        ----------
+        timeout_s : float, optional
+            Seconds to wait at most; by default as long as it takes.
+
+        Returns
+        -------
+        WarmResult
+            What was done.
+
+        Raises
+        ------
+        CacheBlendError
+            What went wrong, a `StoreError` most likely; what was stored until then stays.
+        TimeoutError
+            If the work goes on after `timeout_s` seconds.
+        """
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        results = [job.result(None if until is None else max(0.0, until - time.monotonic())) for job in self._jobs]
+        return self._sum_up(results)
+
+
+@overload
+def warm_index(
+    index: BaseIndex[Any],
+    text_of: TextOf | None = ...,
+    *,
+    engine: BlendEngine | None = ...,
+    nodes: Sequence[BaseNode] | None = ...,
+    progress: Progress | None = ...,
+    show_progress: bool = ...,
+    prune: bool = ...,
+    background: Literal[False] = ...,
+) -> WarmResult: ...
+
+
+@overload
+def warm_index(
+    index: BaseIndex[Any],
+    text_of: TextOf | None = ...,
+    *,
+    engine: BlendEngine | None = ...,
+    nodes: Sequence[BaseNode] | None = ...,
+    progress: Progress | None = ...,
+    show_progress: bool = ...,
+    prune: bool = ...,
+    background: Literal[True],
+) -> WarmJob: ...
+
+
+def warm_index(
+    index: BaseIndex[Any],
+    text_of: TextOf | None = None,
+    *,
+    engine: BlendEngine | None = None,
+    nodes: Sequence[BaseNode] | None = None,
+    progress: Progress | None = None,
+    show_progress: bool = False,
+    prune: bool = False,
+    background: bool = False,
+) -> WarmResult | WarmJob:
+    """Compute the KV of the nodes of an index that was made before, or without, `BlendVectorStore`.
+
+    The index stays as it is: nothing is embedded or written but KV. What is stored already is not computed again, so a call that
+    was cut short is finished by the next one, and a call for an index that is warm costs little. Nodes whose text was changed
+    behind the store's back are encoded anew.
+
+    Parameters
+    ----------
+    index : BaseIndex
+        The index.
+    text_of : callable, optional
+        What the language model is shown of a node, where a postprocessor changes it after retrieval; by default what the index's
+        `BlendVectorStore` was given, or else the node's text and metadata as LlamaIndex writes them.
+    engine : BlendEngine, optional
+        Where the KV is computed and kept; by default that of the index's `BlendVectorStore`, or else of ``Settings.llm``.
+    nodes : sequence of BaseNode, optional
+        The nodes to encode, instead of all of the index.
+    progress : callable, optional
+        Called with the number of finished nodes and of all, batch after batch.
+    show_progress : bool
+        Whether a bar shows it.
+    prune : bool
+        Whether KV of chunks that are not in the index is dropped, as of nodes that were deleted behind the store's back. Only for
+        an engine that keeps nothing but this index.
+    background : bool
+        Whether to return when the nodes are read and named, and encode them when no prompt waits for the model. Progress is the
+        job's then.
+
+    Returns
+    -------
+    WarmResult or WarmJob
+        What was done; in the background, a job that will say.
+
+    Raises
+    ------
+    ConfigError
+        If there is no engine, the index cannot list its nodes, or `prune` is asked for beside `nodes`.
+    """
+    started = time.perf_counter()
+    if prune and nodes is not None:
+        raise ConfigError(
+            "prune drops what is not in the index, and nodes are only a part of it; leave one of them out"
+        )
+    encoder = _encoder(index, text_of, engine)
+    found = _nodes(index) if nodes is None else list(nodes)
+    pruned = 0
+    if prune:
+        pruned = encoder.engine.delete(set(encoder.engine.ids()) - {node.node_id for node in found})
+    parts: list[EncodedNodes] = []
+    with tqdm(total=len(found), desc="Encoding nodes", unit="node", disable=background or not show_progress) as bar:
+        for start in range(0, len(found), _BATCH):
+            batch = found[start : start + _BATCH]
+
+            def show(finished: int, total: int, before: int = start, size: int = len(batch)) -> None:
+                # Those without text are finished from the start.
+                now = before + size - total + finished
+                bar.update(now - bar.n)
+                if progress is not None:
+                    progress(now, len(found))
+
+            parts.append(encoder.encode(batch, progress=None if background else show, background=background))
+
+    def sum_up(results: Sequence[AddResult]) -> WarmResult:
+        return WarmResult(
+            nodes=len(found),
+            encoded=sum(result.encoded for result in results),
+            unchanged=sum(result.unchanged for result in results),
+            tokens=sum(result.tokens for result in results),
+            without_text=tuple(node_id for part in parts for node_id in part.without_text),
+            failed={node_id: reason for part in parts for node_id, reason in part.failed.items()},
+            pruned=pruned,
+            seconds=time.perf_counter() - started,
+        )
+
+    if background:
+        return WarmJob(parts, sum_up)
+    return sum_up([part.done for part in parts if isinstance(part.done, AddResult)])
+
+
+def _encoder(index: BaseIndex[Any], text_of: TextOf | None, engine: BlendEngine | None) -> NodeEncoder:
+    store = getattr(index, "vector_store", None)
+    if isinstance(store, BlendVectorStore):
+        if engine is None or engine is store.engine:
+            return store.encoder if text_of is None else NodeEncoder(store.engine, text_of)
+        text_of = text_of or store.encoder.text_of
+    if engine is None:
+        # `Settings.llm` would make a default model where none is set.
+        model = Settings._llm
+        if not isinstance(model, BlendLLM):
+            raise ConfigError(
+                "nobody says which engine computes the KV; pass engine=llm.engine, or set Settings.llm to a BlendLLM"
+            )
+        engine = model.engine
+    return NodeEncoder(engine, text_of)
+
+
+def _nodes(index: BaseIndex[Any]) -> list[BaseNode]:
+    """Return the nodes of an index as a retriever would: those of a vector store that keeps nodes, or else of the docstore."""
+    store = getattr(index, "vector_store", None)
+    inner = store.inner if isinstance(store, BlendVectorStore) else store
+    if inner is not None and inner.stores_text:
+        try:
+            return Inventory(inner).nodes()
+        except NotImplementedError:
+            pass
+    struct = index.index_struct
+    node_ids = getattr(struct, "nodes_dict", None) or getattr(struct, "nodes", None) or getattr(struct, "node_ids", ())
+    if isinstance(node_ids, dict):
+        # A node that was deleted may be left in the docstore; it cannot be retrieved then.
+        held = set(Inventory(inner).find() or ()) if isinstance(inner, SimpleVectorStore) else node_ids
+        node_ids = [node_id for text_id, node_id in node_ids.items() if text_id in held]
+    if not node_ids and inner is not None and inner.stores_text:
+        raise ConfigError(
+            f"{type(inner).__name__} cannot list its nodes; hand them over, as in warm_index(index, nodes=[...])"
+        )
+    return index.docstore.get_nodes(list(node_ids), raise_error=False)

@@ -1,0 +1,443 @@
+"""Many prompts answered together are answered as one after the other, down to the logits."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LogitsProcessor, StoppingCriteria
+
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag.engine.many import plan_decoding
+from cacheblend_rag.errors import ConfigError, PromptTooLongError, UnsupportedModelError
+from tests.families import tiny_model, tiny_tokenizer, words
+
+CONFIG = BlendConfig(self_check=False)
+CHUNKS = [Chunk(words(5 + 6 * number, number), f"c{number}") for number in range(6)]
+# Of the scale of the logits. Summing in another order, as a batch does, changes the last digits.
+TOLERANCE = 1e-5
+
+
+_model = cache(tiny_model)
+
+
+def engine_of(
+    family: str = "llama", attention: str = "sdpa", config: BlendConfig = CONFIG, **options: Any
+) -> BlendEngine:
+    return BlendEngine(_model(family, attention), tiny_tokenizer(), config=config, **options)
+
+
+def some_prompts(count: int = 6) -> list[BlendPrompt]:
+    """Prompts of different lengths, of 0 to 3 chunks each."""
+    return [
+        BlendPrompt(
+            words(3 + number, 50 + number),
+            [CHUNKS[(number + place) % len(CHUNKS)] for place in range(number % 4)],
+            words(2 + 3 * number, 90 + number),
+        )
+        for number in range(count)
+    ]
+
+
+class Recorder(LogitsProcessor):
+    """Notes the logits behind every sequence of ids that it is shown."""
+
+    def __init__(self) -> None:
+        self.logits: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        (ids,) = input_ids.tolist()
+        self.logits[tuple(ids)] = scores[0].clone()
+        return scores
+
+
+def assert_as_one_by_one(
+    make: Callable[[], BlendEngine], prompts: Sequence[BlendPrompt], tokens: int = 8, **options: Any
+) -> None:
+    """Fail unless `generate_many` gives the answers of `generate`, and its logits at every step of them."""
+    many, alone = Recorder(), Recorder()
+    with make() as engine:
+        together = engine.generate_many(prompts, tokens, do_sample=False, logits_processor=[many], **options)
+    with make() as engine:
+        wanted = [
+            engine.generate(prompt, tokens, do_sample=False, logits_processor=[alone], **options) for prompt in prompts
+        ]
+    assert [result.token_ids for result in together] == [result.token_ids for result in wanted]
+    assert [result.text for result in together] == [result.text for result in wanted]
+    assert [result.prompt_ids for result in together] == [result.prompt_ids for result in wanted]
+    assert {result.report.batch_size for result in together} == {len(prompts)}
+    for ids, logits in alone.logits.items():
+        allowed = logits.isfinite()
+        assert torch.equal(many.logits[ids].isfinite(), allowed)
+        difference = (many.logits[ids] - logits)[allowed]
+        assert float(difference.norm() / logits[allowed].norm()) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [
+        ("llama", "sdpa"),
+        ("llama", "eager"),
+        ("mistral", "sdpa"),
+        ("gemma2", "eager"),
+        ("gemma3", "sdpa"),
+        ("qwen3-moe", "sdpa"),
+        ("gpt-neox", "eager"),
+        ("smollm3", "sdpa"),
+    ],
+)
+def test_as_one_by_one(family: str, attention: str) -> None:
+    def make() -> BlendEngine:
+        engine = engine_of(family, attention)
+        engine.add(CHUNKS[:3])
+        return engine
+
+    assert_as_one_by_one(make, some_prompts(), tokens=20)
+
+
+@settings(deadline=None, max_examples=8)
+@given(data=st.data())
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_any_mix_of_lengths_hits_and_misses(family: str, data: st.DataObject) -> None:
+    stored = data.draw(st.sets(st.sampled_from(range(len(CHUNKS)))))
+    parts = st.lists(st.sampled_from(CHUNKS), max_size=4)
+    drawn = data.draw(st.lists(st.tuples(parts, st.integers(1, 40), st.integers(0, 99)), min_size=2, max_size=6))
+    prompts = [BlendPrompt(words(2, seed), chunks, words(length, seed)) for chunks, length, seed in drawn]
+
+    def make() -> BlendEngine:
+        engine = engine_of(family)
+        engine.add([CHUNKS[number] for number in sorted(stored)])
+        return engine
+
+    assert_as_one_by_one(make, prompts, tokens=4)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.15, 1.0])
+def test_the_reference_model_answers_as_one_by_one(ratio: float) -> None:
+    config = BlendConfig(recompute_ratio=ratio, self_check=False)
+    with BlendEngine.from_pretrained("reference", config=config) as engine:
+        texts = [f"Person number {number} was born in the town of Oslo and works there." for number in range(4)]
+        engine.add(Chunk(text, str(number)) for number, text in enumerate(texts[:2]))
+        chunks = [Chunk(text, str(number)) for number, text in enumerate(texts)]
+        prompts = [
+            BlendPrompt("Read this:\n", chunks[: 1 + number], "\nWhere was " * (1 + number)) for number in range(4)
+        ]
+        for options in ({}, {"stop_strings": ["e", "an"]}):
+            together = engine.generate_many(prompts, 12, do_sample=False, **options)
+            wanted = [engine.generate(prompt, 12, do_sample=False, **options) for prompt in prompts]
+            assert [result.token_ids for result in together] == [result.token_ids for result in wanted]
+            assert {result.report.batch_size for result in together} == {4}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 3.0},
+        {"min_new_tokens": 6, "eos_token_id": [2, 13, 41, 77]},
+        {"eos_token_id": list(range(3, 30))},
+        {"bad_words_ids": [[number] for number in range(3, 40)], "suppress_tokens": [41, 42]},
+    ],
+)
+def test_options_count_for_each_row(options: dict[str, Any]) -> None:
+    prompts = some_prompts()
+    with engine_of() as engine:
+        plain = [result.token_ids for result in engine.generate_many(prompts, 12, do_sample=False)]
+        changed = [result.token_ids for result in engine.generate_many(prompts, 12, do_sample=False, **options)]
+    assert plain != changed
+    assert_as_one_by_one(engine_of, prompts, tokens=12, **options)
+
+
+def test_answers_can_be_sampled_each_by_its_own_distribution() -> None:
+    prompts = some_prompts()
+    with engine_of() as engine:
+        greedy = engine.generate_many(prompts, 8, do_sample=False)
+        # Of one candidate there is one draw.
+        drawn = engine.generate_many(prompts, 8, do_sample=True, temperature=0.7, top_k=1)
+        free = engine.generate_many(prompts, 8, do_sample=True, temperature=5.0, top_k=0)
+    assert [result.token_ids for result in drawn] == [result.token_ids for result in greedy]
+    assert [result.token_ids for result in free] != [result.token_ids for result in greedy]
+    assert {result.report.batch_size for result in (*drawn, *free)} == {len(prompts)}
+
+
+class AfterSome(StoppingCriteria):
+    """Ends an answer after a number of tokens that depends on the prompt; keeps a state, and knows no batches."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        assert input_ids.shape[0] == 1
+        self.seen += 1
+        return torch.tensor([self.seen >= 2 + int(input_ids[0, 1]) % 5])
+
+
+def test_criteria_see_each_row_by_itself() -> None:
+    prompts = some_prompts()
+    with engine_of() as engine:
+        together = engine.generate_many(prompts, 12, do_sample=False, stopping_criteria=[AfterSome()])
+        wanted = [engine.generate(prompt, 12, do_sample=False, stopping_criteria=[AfterSome()]) for prompt in prompts]
+    assert [result.token_ids for result in together] == [result.token_ids for result in wanted]
+    assert len({len(result.token_ids) for result in together}) > 1
+    assert {result.report.batch_size for result in together} == {len(prompts)}
+
+
+def test_each_prompt_may_have_criteria_of_its_own() -> None:
+    prompts = some_prompts(3)
+    criteria = [[AfterSome()], [], [AfterSome(), AfterSome()]]
+    with engine_of() as engine:
+        for size in (None, 1):
+            results = engine.generate_many(
+                prompts, 12, batch_size=size, do_sample=False, eos_token_id=-1, stopping_criteria=criteria
+            )
+            assert [each.seen > 0 for own in criteria for each in own] == [True, True, True]
+            assert len(results[1].token_ids) == 12 > max(len(results[0].token_ids), len(results[2].token_ids))
+        with pytest.raises(ConfigError, match="a list of 2 for 3 prompts"):
+            engine.generate_many(prompts, 4, stopping_criteria=[[], []])
+
+
+def test_no_answer_passes_the_window_and_each_goes_as_far_as_it_may() -> None:
+    lengths = (500, 505, 511, 40)
+    prompts = [BlendPrompt(words(length - 1, length)) for length in lengths]
+    with engine_of() as engine:
+        results = engine.generate_many(prompts, 30, do_sample=False, eos_token_id=-1)
+        assert [len(result.token_ids) for result in results] == [12, 7, 1, 30]
+        assert {result.report.batch_size for result in results} == {4}
+        wanted = [engine.generate(prompt, 30, do_sample=False, eos_token_id=-1) for prompt in prompts]
+    assert [result.token_ids for result in results] == [result.token_ids for result in wanted]
+
+
+def test_prompts_with_positions_of_their_own() -> None:
+    segments = [words(4, 1), CHUNKS[1], words(5, 2)]
+    prompts = [
+        BlendPrompt(segments=segments, positions=[0, 10, 60]),
+        BlendPrompt(segments=[words(3, 7), CHUNKS[2], words(9, 3)], positions=[5, 20, 100]),
+        *some_prompts(3),
+    ]
+    assert_as_one_by_one(engine_of, prompts)
+
+
+def test_misses_of_all_prompts_are_encoded_in_one_batch_and_each_once() -> None:
+    with engine_of() as engine:
+        engine.add(CHUNKS[:1])
+        batches: list[torch.Size] = []
+        decoder = engine.model.get_decoder()
+        hook = decoder.register_forward_pre_hook(
+            lambda _, __, kwargs: batches.append(kwargs["input_ids"].shape), with_kwargs=True
+        )
+        prompts = [BlendPrompt("t5", CHUNKS[:2], "t6"), BlendPrompt("t7 t8", [CHUNKS[1], CHUNKS[2]], "t9")]
+        results = engine.generate_many(prompts, 2, do_sample=False)
+        hook.remove()
+        # Two chunks behind the BOS; two prefills; then one step, of which all rows are part.
+        assert [tuple(size) for size in batches] == [
+            (2, 1 + 17),
+            (1, len(results[1].prompt_ids)),
+            (1, len(results[0].prompt_ids)),
+            (2, 1),
+        ]
+        assert [(result.report.hits, result.report.misses) for result in results] == [(1, 1), (0, 2)]
+        assert all(result.report.encode_s > 0 for result in results)
+        again = engine.generate_many(prompts, 2, do_sample=False)
+        assert [(result.report.hits, result.report.misses) for result in again] == [(2, 0), (2, 0)]
+        assert [result.report.encode_s for result in again] == [0, 0]
+
+
+def test_reports_add_up() -> None:
+    with engine_of() as engine:
+        engine.add(CHUNKS)
+        began = time.perf_counter()
+        results = engine.generate_many(some_prompts(), 6, do_sample=False, eos_token_id=-1)
+        elapsed = time.perf_counter() - began
+        for result in results:
+            report = result.report
+            assert 0 < report.ttft_s < elapsed
+            assert report.recompute_s + report.load_s + report.encode_s <= report.ttft_s
+            assert report.output_tokens == len(result.token_ids) == 6
+            assert report.tpot_s is not None and report.ttft_s + 5 * report.tpot_s <= elapsed
+        # All wait for the last prefill; what each took itself is its own.
+        assert len({round(result.report.ttft_s, 9) for result in results}) == 1
+        assert sum(result.report.recompute_s for result in results) <= results[0].report.ttft_s
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    prompts=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=30),
+    batch_tokens=st.integers(1, 400),
+    batch_size=st.none() | st.integers(1, 8),
+)
+def test_batches_keep_the_budget(prompts: list[tuple[int, int]], batch_tokens: int, batch_size: int | None) -> None:
+    lengths, limits = [length for length, _ in prompts], [limit for _, limit in prompts]
+    groups = plan_decoding(lengths, limits, batch_tokens, batch_size)
+    assert sorted(chain.from_iterable(groups)) == list(range(len(prompts)))
+    for group in groups:
+        assert batch_size is None or len(group) <= batch_size
+        tokens = len(group) * (max(lengths[index] for index in group) + max(limits[index] for index in group))
+        assert len(group) == 1 or tokens <= batch_tokens
+
+
+def test_more_prompts_than_fit_are_decoded_batch_after_batch() -> None:
+    prompts = some_prompts(7)
+    with engine_of() as engine:
+        wanted = [engine.generate(prompt, 4, do_sample=False).token_ids for prompt in prompts]
+        for options, sizes in (
+            ({"batch_size": 3}, {3, 1}),
+            ({"batch_size": 1}, {1}),
+            ({"config": CONFIG.replace(decode_batch_tokens=1)}, {1}),
+        ):
+            results = engine.generate_many(prompts, 4, do_sample=False, **options)
+            assert [result.token_ids for result in results] == wanted
+            assert {result.report.batch_size for result in results} == sizes
+            assert {result.report.alone_reason for result in results} == {None}
+        assert engine.generate_many([]) == []
+        assert engine.generate_many(prompts[:1], 4, do_sample=False)[0].token_ids == wanted[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "reason"),
+    [
+        ({"repair_ratio": 0.2}, {}, "repair_ratio=0.2"),
+        ({"kv_capacity": 20}, {}, "kv_capacity=20"),
+        ({}, {"no_repeat_ngram_size": 2}, "no_repeat_ngram_size=2"),
+        ({}, {"max_time": 60.0}, "max_time=60.0"),
+    ],
+)
+def test_what_no_batch_can_do_is_done_one_by_one(config: dict[str, Any], options: dict[str, Any], reason: str) -> None:
+    prompts, config_of_call = some_prompts(), CONFIG.replace(**config)
+    with engine_of() as engine:
+        engine.add(CHUNKS)
+        results = engine.generate_many(prompts, 6, config=config_of_call, do_sample=False, **options)
+        wanted = [engine.generate(prompt, 6, config=config_of_call, do_sample=False, **options) for prompt in prompts]
+    assert [result.token_ids for result in results] == [result.token_ids for result in wanted]
+    for result in results:
+        assert result.report.batch_size == 1
+        assert reason in str(result.report.alone_reason)
+
+
+def test_a_model_that_fails_in_a_batch_answers_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_of(config=BlendConfig()) as engine:
+        model = engine.model
+        own = model.forward
+
+        def deaf(*args: Any, **kwargs: Any) -> Any:
+            kwargs.pop("attention_mask", None)
+            return own(*args, **kwargs)
+
+        monkeypatch.setattr(model, "forward", deaf)
+        prompts = some_prompts()
+        results = engine.generate_many(prompts, 4, do_sample=False)
+        assert "goes on with other logits" in str(results[0].report.alone_reason)
+        assert model.forward is deaf
+        wanted = [engine.generate(prompt, 4, do_sample=False) for prompt in prompts]
+    assert [result.token_ids for result in results] == [result.token_ids for result in wanted]
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    with engine_of(config=BlendConfig()) as engine:
+        engine.generate_many(some_prompts(), 3, do_sample=False)
+        assert "forward" not in vars(engine.model)
+        with pytest.raises(ValueError, match="temperature"):
+            engine.generate_many(some_prompts(), 3, do_sample=True, temperature=-1.0)
+        assert "forward" not in vars(engine.model)
+
+
+def test_an_unsupported_model_is_answered_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(model: Any) -> None:
+        raise UnsupportedModelError("no such thing")
+
+    monkeypatch.setattr("cacheblend_rag.engine.engine.inspect_model", refuse)
+    prompts = some_prompts(3)
+    with engine_of() as engine:
+        results = engine.generate_many(prompts, 3, do_sample=False)
+        assert "cannot be blended" in str(results[0].report.alone_reason)
+        assert [len(result.token_ids) for result in results] == [3, 3, 3]
+
+
+def test_damaged_kv_of_one_prompt_changes_no_answer(tmp_path: Path) -> None:
+    prompts = some_prompts()
+    with engine_of(store=tmp_path) as engine:
+        engine.add(CHUNKS)
+        wanted = [result.token_ids for result in engine.generate_many(prompts, 6, do_sample=False)]
+    files = sorted(tmp_path.rglob("*.safetensors"))
+    assert len(files) == len(CHUNKS)
+    for file in files[::2]:
+        content = bytearray(file.read_bytes())
+        content[-40:] = bytes(40)
+        file.write_bytes(content)
+    with engine_of(store=tmp_path) as engine:
+        assert [result.token_ids for result in engine.generate_many(prompts, 6, do_sample=False)] == wanted
+
+
+def test_nothing_is_computed_if_one_prompt_cannot_be_served() -> None:
+    with engine_of() as engine:
+        calls: list[Any] = []
+        engine.model.register_forward_pre_hook(lambda *_: calls.append(1))
+        with pytest.raises(PromptTooLongError, match="600 tokens"):
+            engine.generate_many([*some_prompts(2), BlendPrompt(words(599, 1))], 4)
+        with pytest.raises(ConfigError, match="batch_size=0"):
+            engine.generate_many(some_prompts(2), 4, batch_size=0)
+        with pytest.raises(ConfigError, match="streamer"):
+            engine.generate_many(some_prompts(2), 4, streamer=object())
+        with pytest.raises(ConfigError, match="give a list of them"):
+            engine.generate_many(some_prompts(1)[0])  # type: ignore[arg-type]
+        assert not calls
+
+
+def test_drawn_answers_of_a_batch_are_compared_by_the_guard() -> None:
+    with engine_of(config=CONFIG.replace(guard_rate=1.0)) as engine:
+        engine.add(CHUNKS)
+        engine.generate_many(some_prompts(4), 4, do_sample=False)
+        assert engine.guard.wait(60)
+        # The first prompt has no chunks, and is computed as a whole.
+        assert engine.guard.status().compared == 3
+
+
+async def test_the_async_form_leaves_the_loop_alone() -> None:
+    prompts = some_prompts()
+    with engine_of() as engine:
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                ticks += 1
+                await asyncio.sleep(0)
+
+        ticking = asyncio.create_task(tick())
+        results = await engine.agenerate_many(prompts, 8, do_sample=False)
+        ticking.cancel()
+        assert ticks > 3
+        wanted = engine.generate_many(prompts, 8, do_sample=False)
+    assert [result.token_ids for result in results] == [result.token_ids for result in wanted]
+
+
+async def test_cancelling_ends_the_generation_at_the_next_token() -> None:
+    steps: list[int] = []
+    first = threading.Event()
+
+    class Step(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            steps.append(1)
+            first.set()
+            time.sleep(0.01)
+            return torch.tensor([False])
+
+    with engine_of() as engine:
+        task = asyncio.create_task(
+            engine.agenerate_many(some_prompts(3), 400, do_sample=False, eos_token_id=-1, stopping_criteria=[Step()])
+        )
+        assert await asyncio.get_running_loop().run_in_executor(None, first.wait, 60)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        # The model is free for who comes next.
+        engine.generate(some_prompts(1)[0], 2, do_sample=False)
+        assert len(steps) < 3 * 200

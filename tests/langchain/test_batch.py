@@ -1,0 +1,327 @@
+"""A batch is answered together, and every input of it is still a run of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from langchain_core.caches import InMemoryCache
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.output_parsers import StrOutputParser
+from langchain_core.prompts import ChatPromptTemplate
+from transformers import StoppingCriteria
+
+from cacheblend_rag import BlendEngine, Chunk
+from cacheblend_rag.errors import PromptTooLongError
+from langchain_cacheblend import BlendLLM, ChatBlend
+from langchain_cacheblend.meeting import AsyncMeeting, ThreadMeeting
+
+TOKENS = 6
+KINDS = pytest.mark.parametrize("kind", [BlendLLM, ChatBlend])
+QUESTIONS = ["Who?", "Where is it?", "What is the goat called, and where does it live?", "And then?", "Why?"]
+
+
+@pytest.fixture(autouse=True)
+def _chunks(engine: BlendEngine, chunks: dict[str, str]) -> None:
+    engine.add(Chunk(text, id) for id, text in chunks.items())
+
+
+@pytest.fixture
+def prompts(chunks: dict[str, str]) -> list[str]:
+    texts = list(chunks.values())
+    return ["\n\n".join([*texts[: number % 4], question]) for number, question in enumerate(QUESTIONS)]
+
+
+def text_of(answer: Any) -> str:
+    return answer if isinstance(answer, str) else answer.text
+
+
+class Calls:
+    """What an engine was asked for: how many prompts at a time."""
+
+    def __init__(self, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sizes: list[int] = []
+        many, one = engine.generate_many, engine.generate
+        monkeypatch.setattr(
+            engine, "generate_many", lambda prompts, **kw: self._note(len(prompts), many(prompts, **kw))
+        )
+        monkeypatch.setattr(engine, "generate", lambda prompt, **kw: self._note(1, one(prompt, **kw)))
+        amany = engine.agenerate_many
+
+        async def asked(prompts: Sequence[Any], **kw: Any) -> Any:
+            return self._note(len(prompts), await amany(prompts, **kw))
+
+        monkeypatch.setattr(engine, "agenerate_many", asked)
+
+    def _note(self, size: int, result: Any) -> Any:
+        self.sizes.append(size)
+        return result
+
+
+@pytest.fixture
+def calls(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls(engine, monkeypatch)
+
+
+@KINDS
+def test_a_batch_is_asked_once_and_answered_as_one_by_one(
+    kind: type[BlendLLM] | type[ChatBlend], engine: BlendEngine, calls: Calls, prompts: list[str]
+) -> None:
+    llm = kind(engine=engine, max_tokens=TOKENS)
+    wanted = [text_of(llm.invoke(prompt)) for prompt in prompts]
+    calls.sizes.clear()
+    assert [text_of(answer) for answer in llm.batch(prompts)] == wanted
+    assert calls.sizes == [len(prompts)]
+    assert [text_of(answer) for answer in asyncio.run(llm.abatch(prompts))] == wanted
+    assert calls.sizes == [len(prompts)] * 2
+    chain = ChatPromptTemplate.from_template("{text}") | llm | StrOutputParser()
+    chained = [chain.invoke({"text": prompt}) for prompt in prompts]
+    calls.sizes.clear()
+    assert chain.batch([{"text": prompt} for prompt in prompts]) == chained
+    assert calls.sizes == [len(prompts)]
+    assert llm.batch([]) == asyncio.run(llm.abatch([])) == []
+    assert text_of(llm.batch(prompts[:1])[0]) == wanted[0]
+
+
+def test_generate_of_many_prompts_is_asked_once(engine: BlendEngine, calls: Calls, prompts: list[str]) -> None:
+    llm = BlendLLM(engine=engine, max_tokens=TOKENS)
+    wanted = [llm.invoke(prompt) for prompt in prompts]
+    calls.sizes.clear()
+    result = llm.generate(prompts)
+    later = asyncio.run(llm.agenerate(prompts))
+    assert calls.sizes == [len(prompts)] * 2
+    for each in (result, later):
+        assert [generations[0].text for generations in each.generations] == wanted
+        assert {generations[0].generation_info["blend"]["batch_size"] for generations in each.generations} == {5}
+
+
+@KINDS
+@pytest.mark.parametrize("stop", [["e"], ["a", "t"]])
+def test_stop_strings_count_for_each_answer(
+    kind: type[BlendLLM] | type[ChatBlend], engine: BlendEngine, prompts: list[str], stop: list[str]
+) -> None:
+    llm = kind(engine=engine, max_tokens=40)
+    wanted = [text_of(llm.invoke(prompt, stop=stop)) for prompt in prompts]
+    assert [text_of(answer) for answer in llm.batch(prompts, stop=stop)] == wanted
+    assert [text_of(answer) for answer in asyncio.run(llm.abatch(prompts, stop=stop))] == wanted
+
+
+class Runs(BaseCallbackHandler):
+    """Notes the runs it is told of."""
+
+    def __init__(self) -> None:
+        self.begun: dict[uuid.UUID, list[str]] = {}
+        self.ended: set[uuid.UUID] = set()
+        self.failed: set[uuid.UUID] = set()
+
+    def on_llm_start(self, serialized: Any, prompts: list[str], *, run_id: uuid.UUID, **kwargs: Any) -> None:
+        self.begun[run_id] = kwargs.get("tags") or []
+
+    def on_chat_model_start(self, serialized: Any, messages: Any, *, run_id: uuid.UUID, **kwargs: Any) -> None:
+        self.begun[run_id] = kwargs.get("tags") or []
+
+    def on_llm_end(self, response: Any, *, run_id: uuid.UUID, **kwargs: Any) -> None:
+        self.ended.add(run_id)
+
+    def on_llm_error(self, error: BaseException, *, run_id: uuid.UUID, **kwargs: Any) -> None:
+        self.failed.add(run_id)
+
+
+@KINDS
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_each_input_is_a_run_with_its_own_config_and_error(
+    kind: type[BlendLLM] | type[ChatBlend], asynchronous: bool, engine: BlendEngine, calls: Calls, prompts: list[str]
+) -> None:
+    llm = kind(engine=engine, max_tokens=TOKENS)
+    wanted = [text_of(llm.invoke(prompt)) for prompt in prompts]
+    calls.sizes.clear()
+    handler, ids = Runs(), [uuid.uuid4() for _ in prompts]
+    configs: list[Any] = [
+        {"callbacks": [handler], "run_id": id, "tags": [f"input {number}"]} for number, id in enumerate(ids)
+    ]
+    inputs = [*prompts[:2], "far too long " * 2000, *prompts[3:]]
+
+    def answer(**options: Any) -> list[Any]:
+        if asynchronous:
+            return asyncio.run(llm.abatch(inputs, configs, **options))
+        return llm.batch(inputs, configs, **options)
+
+    answers = answer(return_exceptions=True)
+    assert isinstance(answers[2], PromptTooLongError)
+    assert [text_of(each) for each in (*answers[:2], *answers[3:])] == [*wanted[:2], *wanted[3:]]
+    assert calls.sizes == [4]
+    assert handler.begun == {id: [f"input {number}"] for number, id in enumerate(ids)}
+    assert handler.failed == {ids[2]}
+    assert handler.ended == {*ids} - {ids[2]}
+    with pytest.raises(PromptTooLongError):
+        answer()
+
+
+@KINDS
+@pytest.mark.parametrize(("limit", "sizes"), [(2, [2, 2, 1]), (1, [1] * 5), (9, [5])])
+def test_no_more_runs_at_once_than_asked(
+    kind: type[BlendLLM] | type[ChatBlend],
+    limit: int,
+    sizes: list[int],
+    engine: BlendEngine,
+    calls: Calls,
+    prompts: list[str],
+) -> None:
+    llm = kind(engine=engine, max_tokens=2)
+    llm.batch(prompts, {"max_concurrency": limit})
+    assert sum(calls.sizes) == 5 and max(calls.sizes) == max(sizes)
+    calls.sizes.clear()
+    asyncio.run(llm.abatch(prompts, {"max_concurrency": limit}))
+    assert sum(calls.sizes) == 5 and max(calls.sizes) == max(sizes)
+
+
+@KINDS
+def test_what_a_cache_answers_is_not_waited_for(
+    kind: type[BlendLLM] | type[ChatBlend], engine: BlendEngine, calls: Calls, prompts: list[str]
+) -> None:
+    llm = kind(engine=engine, max_tokens=TOKENS, cache=InMemoryCache())
+    first = [text_of(answer) for answer in llm.batch(prompts[:3])]
+    again = [text_of(answer) for answer in llm.batch(prompts)]
+    assert again[:3] == first
+    assert calls.sizes == [3, 2]
+    assert [text_of(answer) for answer in asyncio.run(llm.abatch(prompts))] == again
+    assert calls.sizes == [3, 2]
+
+
+class AsksToo(BaseCallbackHandler):
+    """A callback that asks the same model something else, while a batch is under way."""
+
+    raise_error = True
+
+    def __init__(self, llm: Any, prompt: str) -> None:
+        self.llm = llm
+        self.prompt = prompt
+        self.answers: list[str] = []
+
+    def on_llm_start(self, *args: Any, **kwargs: Any) -> None:
+        self.answers.append(text_of(self.llm.invoke(self.prompt, {"callbacks": []}, max_tokens=2)))
+
+    on_chat_model_start = on_llm_start
+
+
+@KINDS
+def test_a_model_that_is_asked_inside_a_run_does_not_take_its_place(
+    kind: type[BlendLLM] | type[ChatBlend], engine: BlendEngine, calls: Calls, prompts: list[str]
+) -> None:
+    llm = kind(engine=engine, max_tokens=TOKENS)
+    wanted = [text_of(llm.invoke(prompt)) for prompt in prompts]
+    other = text_of(llm.invoke("Something else?", max_tokens=2))
+    calls.sizes.clear()
+    handler = AsksToo(llm, "Something else?")
+    assert [text_of(answer) for answer in llm.batch(prompts, {"callbacks": [handler]})] == wanted
+    assert handler.answers == [other] * 5
+    assert sorted(calls.sizes) == [1, 1, 1, 1, 1, 5]
+
+
+class Slow(StoppingCriteria):
+    """Takes its time over each token, and says when it has begun."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.steps: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.begun.set()
+        self.steps.append(time.monotonic())
+        time.sleep(0.01)
+        return torch.tensor([False])
+
+
+@KINDS
+def test_a_cancelled_batch_frees_the_engine(
+    kind: type[BlendLLM] | type[ChatBlend], engine: BlendEngine, prompts: list[str]
+) -> None:
+    slow = Slow()
+    llm = kind(engine=engine, max_tokens=1000, generation_kwargs={"stopping_criteria": [slow], "eos_token_id": -1})
+
+    async def cancel() -> None:
+        task = asyncio.create_task(llm.abatch(prompts))
+        await asyncio.get_running_loop().run_in_executor(None, slow.begun.wait, 60)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
+    assert len(slow.steps) < 1000
+
+
+def test_an_error_of_the_engine_reaches_every_run(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, prompts: list[str]
+) -> None:
+    llm = BlendLLM(engine=engine)
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise OSError("the machine is tired")
+
+    monkeypatch.setattr(engine, "generate_many", fail)
+    answers = llm.batch(prompts, return_exceptions=True)
+    assert [str(answer) for answer in answers] == ["the machine is tired"] * 5
+
+
+# The meetings themselves
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 8])
+def test_threads_meet_and_those_who_leave_are_not_waited_for(at_once: int) -> None:
+    rounds: list[int] = []
+
+    def answer(asks: list[int]) -> list[int]:
+        rounds.append(len(asks))
+        return [2 * ask for ask in asks]
+
+    meeting: ThreadMeeting[int, int] = ThreadMeeting(answer, 8, at_once)
+    replies: dict[int, int] = {}
+    work = iter(range(8))
+    lock = threading.Lock()
+
+    def worker() -> None:
+        while True:
+            with lock:
+                number = next(work, None)
+            if number is None:
+                return
+            if number % 4:
+                replies[number] = meeting.ask(number)
+            meeting.leave()
+
+    threads = [threading.Thread(target=worker) for _ in range(at_once)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert replies == {number: 2 * number for number in range(8) if number % 4}
+    assert sum(rounds) == 6 and max(rounds) <= at_once
+
+
+async def test_a_task_that_is_cancelled_while_it_waits_holds_nobody_up() -> None:
+    asked: list[list[str]] = []
+
+    async def answer(asks: list[str]) -> list[str]:
+        asked.append(asks)
+        return [ask.upper() for ask in asks]
+
+    meeting: AsyncMeeting[str, str] = AsyncMeeting(answer, 3, 3)
+
+    async def take_part(ask: str) -> str:
+        try:
+            return await meeting.ask(ask)
+        finally:
+            meeting.leave()
+
+    tasks = [asyncio.create_task(take_part(ask)) for ask in ("a", "b")]
+    await asyncio.sleep(0)
+    tasks[0].cancel()
+    third = asyncio.create_task(take_part("c"))
+    assert await asyncio.gather(tasks[1], third) == ["B", "C"]
+    assert asked == [["b", "c"]]

@@ -1,0 +1,209 @@
+"""Tools: what the model is shown, how it is made to call one, how its calls are read."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from langchain_core.documents import Document
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_core.output_parsers.openai_tools import PydanticToolsParser
+from langchain_core.tools import create_retriever_tool, tool
+from pydantic import BaseModel
+from transformers import LlamaForCausalLM
+
+from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag.errors import ConfigError, PromptError
+from langchain_cacheblend import BlendVectorStore, ChatBlend
+from langchain_cacheblend.tools import ToolGate, parse_calls
+from tests.langchain.asking import TOOL_TEMPLATE, chunk_ids
+
+CALL = ("weather", {"city": "Oslo", "days": 2})
+TWO = [CALL, ("time", {})]
+
+
+def as_json(name: str, args: dict[str, Any], key: str = "arguments") -> str:
+    return json.dumps({"name": name, key: args})
+
+
+FORMS = {
+    "tags": (f"<tool_call>\n{as_json(*CALL)}\n</tool_call>", [CALL]),
+    "tags of two": ("".join(f"\n<tool_call>\n{as_json(*each)}\n</tool_call>" for each in TWO), TWO),
+    "tags without an end": (f"<tool_call>\n{as_json(*CALL)}", [CALL]),
+    "xml": (
+        "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\n"
+        "</tool_call>",
+        [CALL],
+    ),
+    "parameters": (as_json(*CALL, key="parameters"), [CALL]),
+    "python tag": (f"<|python_tag|>{as_json(*CALL, key='parameters')}", [CALL]),
+    "semicolons": ("; ".join(as_json(*each, key="parameters") for each in TWO), TWO),
+    "list": (f"[TOOL_CALLS][{', '.join(as_json(*each) for each in TWO)}]", TWO),
+    "list without its mark": (f" [{as_json(*CALL)}]", [CALL]),
+    "arguments as a string": (json.dumps({"name": "weather", "arguments": json.dumps(CALL[1])}), [CALL]),
+    "OpenAI's": (json.dumps({"type": "function", "function": {"name": "weather", "arguments": CALL[1]}}), [CALL]),
+    "python": ('[weather(city="Oslo", days=2), time()]', TWO),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_calls_are_read_in_the_forms_that_models_write(form: str) -> None:
+    text, calls = FORMS[form]
+    reply = parse_calls(text)
+    assert [(call["name"], call["args"]) for call in reply.calls] == calls
+    assert reply.text == ""
+    assert not reply.invalid
+    assert len({call["id"] for call in reply.calls}) == len(calls)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "It is 4.",
+        '{"city": "Oslo"}',
+        "[1, 2]",
+        "[x for x in y]",
+        '{"name": "weather"',
+        "weather(1)",
+        "[f(1)]",
+        "{}",
+        "[]",
+    ],
+)
+def test_what_is_no_call_is_text(text: str) -> None:
+    reply = parse_calls(text)
+    assert (reply.text, reply.calls, reply.invalid) == (text, [], [])
+
+
+def test_a_call_that_cannot_be_read_is_said_to_be_invalid() -> None:
+    reply = parse_calls('Well.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Os')
+    assert reply.text == "Well."
+    assert not reply.calls
+    assert (reply.invalid[0]["name"], reply.invalid[0]["args"]) == ("weather", '{"city": "Os')
+
+
+@given(st.text(max_size=60), st.lists(st.integers(1, 12), max_size=12), st.sampled_from([*FORMS, "none"]))
+def test_a_stream_shows_what_the_answer_says(before: str, cuts: list[int], form: str) -> None:
+    text = before + (FORMS[form][0] if form.startswith("tags") else "") or FORMS.get(form, ("",))[0]
+    gate = ToolGate()
+    shown, rest = "", text
+    for size in [*cuts, len(text)]:
+        shown += gate.pass_on(rest[:size])
+        rest = rest[size:]
+    reply = parse_calls(text)
+    assert len(shown) == gate.shown
+    assert reply.text.startswith(shown)
+    assert "<tool_call>" not in shown
+
+
+# With a model
+
+
+@pytest.fixture
+def tool_engine(tiny: LlamaForCausalLM, tokenizer: Any) -> Iterator[BlendEngine]:
+    shows = copy.deepcopy(tokenizer)
+    shows.chat_template = TOOL_TEMPLATE
+    with BlendEngine(tiny, shows, config=BlendConfig(self_check=False)) as engine:
+        yield engine
+
+
+@tool
+def weather(city: str, days: int = 1) -> str:
+    """Say what the weather will be."""
+    return f"{city}: rain for {days} days"
+
+
+class Age(BaseModel):
+    """The age of a person."""
+
+    sure: bool
+
+
+def test_a_template_without_tools_is_said_to_have_none(engine: BlendEngine) -> None:
+    llm = ChatBlend(engine=engine)
+    with pytest.raises(ConfigError, match="no tools"):
+        llm.bind_tools([weather])
+    with pytest.raises(ConfigError, match="no tools"):
+        llm.with_structured_output(Age, method="function_calling")
+    with pytest.raises(PromptError, match="no tools"):
+        llm.invoke("What is it?", tools=[weather])
+    assert llm._resolve_model_profile()["tool_calling"] is False
+
+
+def test_the_model_is_shown_the_tools_their_calls_and_results(tool_engine: BlendEngine) -> None:
+    llm = ChatBlend(engine=tool_engine)
+    call = {"name": "weather", "args": {"city": "Oslo"}, "id": "1"}
+    messages = [HumanMessage("And Oslo?"), AIMessage("", tool_calls=[call]), ToolMessage("rain", tool_call_id="1")]
+    text = tool_engine.tokenizer.decode(tool_engine.prompt_ids(llm.blend_prompt(messages, tools=[weather])))
+    assert '"description": "Say what the weather will be."' in text
+    assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>' in text
+    assert "<tool_response>\nrain\n</tool_response>" in text
+    assert llm.get_num_tokens_from_messages(messages, tools=[weather]) == len(
+        tool_engine.prompt_ids(llm.blend_prompt(messages, tools=[weather]))
+    )
+    none = llm.bind_tools([weather], tool_choice="none").invoke(messages, max_tokens=1)
+    assert none.usage_metadata["input_tokens"] == len(tool_engine.prompt_ids(llm.blend_prompt(messages)))
+
+
+async def test_a_call_that_has_to_be_made_fits_the_tool(tool_engine: BlendEngine) -> None:
+    # The bias ends what a random model would go on with for ever.
+    bias = {tuple(tool_engine.tokenizer(sign, add_special_tokens=False)["input_ids"]): 50.0 for sign in ('"', "}")}
+    llm = ChatBlend(engine=tool_engine, max_tokens=120, generation_kwargs={"sequence_bias": bias})
+    for choice in ("any", "weather", {"type": "function", "function": {"name": "weather"}}, True):
+        bound = llm.bind_tools([weather] if choice == "any" else [Age, weather], tool_choice=choice)
+        answer = bound.invoke("Rain?")
+        assert answer.response_metadata["finish_reason"] == "tool_calls"
+        assert answer.content == ""
+        (call,) = answer.tool_calls
+        if choice is not True:
+            assert call["name"] == "weather"
+            assert isinstance(weather.invoke(call["args"]), str)
+        pieces = list(bound.stream("Rain?"))
+        whole = sum(pieces[1:], start=pieces[0])
+        assert [(c["name"], c["args"]) for c in whole.tool_calls] == [(call["name"], call["args"])]
+        assert whole.content == ""
+        again = await bound.ainvoke("Rain?")
+        assert [(c["name"], c["args"]) for c in again.tool_calls] == [(call["name"], call["args"])]
+    structured = llm.with_structured_output(Age, method="function_calling")
+    assert isinstance(structured.invoke("Sure?"), Age)
+    assert isinstance((llm.bind_tools([Age], tool_choice="any") | PydanticToolsParser(tools=[Age])).invoke("?")[0], Age)
+    with pytest.raises(ConfigError, match="none of the tools weather"):
+        llm.bind_tools([weather], tool_choice="time")
+
+
+def test_without_having_to_the_answer_is_text(tool_engine: BlendEngine) -> None:
+    llm = ChatBlend(engine=tool_engine, max_tokens=12)
+    bound = llm.bind_tools([weather])
+    answer = bound.invoke("Rain?")
+    assert answer.content
+    assert not answer.tool_calls
+    assert "".join(piece.text for piece in bound.stream("Rain?")) == answer.content
+
+
+def test_what_a_retrievers_tool_found_is_blended(
+    tool_engine: BlendEngine, embedding: Any, chunks: dict[str, str]
+) -> None:
+    from langchain_core.vectorstores import InMemoryVectorStore
+
+    store = BlendVectorStore(InMemoryVectorStore(embedding), engine=tool_engine)
+    store.add_documents([Document(text, id=id) for id, text in chunks.items()])
+    llm = ChatBlend(engine=tool_engine, max_tokens=4, min_chunk_chars=10_000)
+    retrieve = create_retriever_tool(
+        store.as_retriever(search_kwargs={"k": 3}), "search", "Look it up.", response_format="content_and_artifact"
+    )
+    call = {"name": "search", "args": {"query": "goat"}, "id": "c1", "type": "tool_call"}
+    result = retrieve.invoke(call)
+    messages = [HumanMessage("Who?"), AIMessage("", tool_calls=[call]), result]
+    # Found by the artifact: nothing is looked for in the text here.
+    assert chunk_ids(llm.blend_prompt(messages)) == [document.id for document in result.artifact]
+    assert llm.invoke(messages).response_metadata["blend"]["hits"] == 3
+    # Without the artifact, and with one that is not in the text, there is only text.
+    for artifact in (None, [Document("Something else altogether.", id="x")]):
+        plain = ToolMessage(result.content, tool_call_id="c1", artifact=artifact)
+        assert chunk_ids(llm.blend_prompt([*messages[:2], plain])) == []

@@ -1,0 +1,96 @@
+"""200 nodes and 30 questions about them, always the same, that the reference model can answer."""
+
+from __future__ import annotations
+
+import functools
+import random
+from dataclasses import dataclass
+from itertools import pairwise
+
+from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
+
+from cacheblend_rag.reference.corpus import EVAL_STYLE, make_example
+from cacheblend_rag.reference.world import build_world
+
+__all__ = ["Asked", "Corpus", "corpus"]
+
+NODES, QUESTIONS = 200, 30
+_PER_CONTEXT = 3
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question, its answer (the value alone, and the sentence the model learnt to write), and the ids of the nodes it needs."""
+
+    text: str
+    answer: str
+    sentence: str
+    kind: str
+    support: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Nodes in reading order, and questions about them."""
+
+    nodes: tuple[TextNode, ...]
+    questions: tuple[Asked, ...]
+
+    def fresh_nodes(self) -> list[TextNode]:
+        """Return copies of the nodes, which an index may fill with embeddings."""
+        return [node.model_copy(deep=True) for node in self.nodes]
+
+
+@functools.cache
+def corpus() -> Corpus:
+    """Return the corpus.
+
+    It is made of held-out contexts of the reference model's world, of which no two speak of the same subject. Node ids are
+    ``n000`` to ``n199``; the document that a node comes from (``ref_doc_id``) is named by its title, the subject's name, and a
+    node's metadata say title and place in it, to us and not to the models. Two nodes have the same text.
+    """
+    nodes: list[TextNode] = []
+    questions: list[Asked] = []
+    titles: set[str] = set()
+    for seed in range(1000):
+        if len(nodes) == NODES:
+            break
+        # An example is made of a world, which knows which chunks are one document's.
+        world = build_world(random.Random(f"llama-index:{seed}"), EVAL_STYLE, "held_out")
+        example = make_example(random.Random(f"llama-index:{seed}"), EVAL_STYLE, "held_out", _PER_CONTEXT)
+        subjects = {document.title for document in world.documents}
+        if subjects & titles:
+            continue
+        titles |= subjects
+        names = [f"n{len(nodes) + number:03}" for number in range(len(world.chunks))]
+        unused = iter(names)
+        for document in world.documents:
+            nodes += _chained([_node(next(unused), document.title, *each) for each in enumerate(document.chunks)])
+        questions += [
+            Asked(each.text, each.answer, each.sentence, each.kind, tuple(names[place] for place in each.support))
+            for each in example.questions
+        ]
+        del nodes[NODES:]
+    nodes[-1].relationships.pop(NodeRelationship.NEXT, None)
+    known = {node.node_id for node in nodes}
+    answerable = [each for each in questions if known.issuperset(each.support)]
+    return Corpus(tuple(nodes), tuple(answerable[:QUESTIONS]))
+
+
+def _node(node_id: str, title: str, place: int, text: str) -> TextNode:
+    node = TextNode(
+        id_=node_id,
+        text=text,
+        metadata={"title": title, "place": place},
+        excluded_llm_metadata_keys=["title", "place"],
+        excluded_embed_metadata_keys=["title", "place"],
+    )
+    node.relationships[NodeRelationship.SOURCE] = RelatedNodeInfo(node_id=title)
+    return node
+
+
+def _chained(nodes: list[TextNode]) -> list[TextNode]:
+    for one, other in pairwise(nodes):
+        one.relationships[NodeRelationship.NEXT] = RelatedNodeInfo(node_id=other.node_id)
+        other.relationships[NodeRelationship.PREVIOUS] = RelatedNodeInfo(node_id=one.node_id)
+    return nodes

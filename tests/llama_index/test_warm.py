@@ -1,0 +1,204 @@
+"""Warming an index that is there already: nothing is embedded, everything is encoded, and once is enough."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama_index.core import Document, Settings, StorageContext, SummaryIndex, VectorStoreIndex
+from llama_index.core.schema import TextNode
+from llama_index.core.vector_stores import SimpleVectorStore
+from llama_index.core.vector_stores.types import BasePydanticVectorStore
+from llama_index.vector_stores.chroma import ChromaVectorStore
+
+from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag.errors import ConfigError, StoreError
+from llama_index_cacheblend import BlendLLM, BlendSynthesizer, BlendVectorStore, warm_index
+
+from .conftest import FACTS, WordEmbedding
+
+
+class Unwilling(WordEmbedding):
+    """Embeds questions, and nothing else any more."""
+
+    def _get_text_embedding(self, text: str) -> list[float]:
+        raise AssertionError(f"embedded again: {text}")
+
+    def _get_query_embedding(self, query: str) -> list[float]:
+        return WordEmbedding._get_text_embedding(self, query)
+
+
+@pytest.fixture(params=["chroma", "simple"])
+def inner(request: pytest.FixtureRequest, chroma: ChromaVectorStore) -> BasePydanticVectorStore:
+    return chroma if request.param == "chroma" else SimpleVectorStore()
+
+
+@pytest.fixture
+def index(inner: BasePydanticVectorStore, embedding: WordEmbedding) -> VectorStoreIndex:
+    """An index that somebody made without us."""
+    index = VectorStoreIndex.from_documents(
+        [Document(text=text, id_=f"d{number}", metadata={"by": "Ada"}) for number, text in enumerate(FACTS)],
+        storage_context=StorageContext.from_defaults(vector_store=inner),
+        embed_model=embedding,
+    )
+    index._embed_model = Unwilling(model_name="unwilling")
+    return index
+
+
+def report_of(index: VectorStoreIndex, llm: BlendLLM) -> dict[str, Any]:
+    nodes = index.as_retriever(similarity_top_k=9).retrieve("Mara?")
+    report: dict[str, Any] = BlendSynthesizer(llm=llm).synthesize("Mara?", nodes).metadata["blend"]
+    return report
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_every_node_hits_afterwards(index: VectorStoreIndex, llm: BlendLLM, background: bool) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def note(finished: int, total: int) -> None:
+        seen.append((finished, total))
+
+    if background:
+        job = warm_index(index, engine=llm.engine, background=True)
+        result = job.result()
+        assert job.done()
+        assert job.progress == (5, 5)
+    else:
+        result = warm_index(index, engine=llm.engine, progress=note)
+        assert seen[-1] == (5, 5)
+        assert seen == sorted(seen)
+    assert (result.nodes, result.encoded, result.unchanged) == (5, 5, 0)
+    assert result.tokens > 0
+    report = report_of(index, llm)
+    assert (report["hits"], report["misses"]) == (5, 0)
+    again = warm_index(index, engine=llm.engine)
+    assert (again.nodes, again.encoded, again.unchanged, again.tokens) == (5, 0, 5, 0)
+
+
+def test_queries_need_not_wait(index: VectorStoreIndex, llm: BlendLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    asked = threading.Event()
+    plan = llm.engine._runner.plan
+
+    def slow(*args: Any) -> Any:
+        # The background has not encoded anything before the first answer is there.
+        if threading.current_thread().name == "cacheblend-encoder":
+            asked.wait(60)
+        return plan(*args)
+
+    monkeypatch.setattr(llm.engine._runner, "plan", slow)
+    job = warm_index(index, engine=llm.engine, background=True)
+    assert report_of(index, llm)["misses"] == 5
+    assert not job.done()
+    with pytest.raises(TimeoutError):
+        job.result(timeout_s=0.01)
+    asked.set()
+    # What the query needed was encoded for it, and is not encoded again.
+    assert job.result(timeout_s=60).encoded == 0
+    assert report_of(index, llm)["hits"] == 5
+
+
+def test_what_was_cut_short_is_finished(
+    index: VectorStoreIndex, llm: BlendLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import llama_index_cacheblend.warm as warm
+
+    monkeypatch.setattr(warm, "_BATCH", 2)
+
+    def interrupt(finished: int, total: int) -> None:
+        if finished == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        warm_index(index, engine=llm.engine, progress=interrupt)
+    assert len(llm.engine.ids()) == 4
+    result = warm_index(index, engine=llm.engine)
+    assert (result.encoded, result.unchanged) == (1, 4)
+
+
+def test_the_engine_is_that_of_the_store_or_of_the_settings(
+    index: VectorStoreIndex, llm: BlendLLM, make_llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Settings, "_llm", None)
+    with pytest.raises(ConfigError, match=r"engine=llm\.engine"):
+        warm_index(index)
+    monkeypatch.setattr(Settings, "_llm", make_llm())
+    assert warm_index(index).encoded == 5
+    index._vector_store = BlendVectorStore(index.vector_store, engine=llm.engine)
+    assert warm_index(index).encoded == 5
+    assert len(llm.engine.ids()) == 5
+
+
+def test_the_text_is_that_of_the_caller_or_of_the_store(index: VectorStoreIndex, llm: BlendLLM) -> None:
+    def loud(node: Any) -> str:
+        return str(node.get_content()).upper()
+
+    index._vector_store = BlendVectorStore(index.vector_store, engine=llm.engine, text_of=loud)
+    assert warm_index(index).encoded == 5
+    assert warm_index(index, loud).unchanged == 5
+    assert warm_index(index, lambda node: node.get_content()).encoded == 5
+    result = warm_index(index, lambda node: "" if "Mara" in node.get_content() else "It.")
+    assert len(result.without_text) == 1
+    # Four nodes of one text.
+    assert (result.nodes, result.encoded, result.unchanged) == (5, 1, 0)
+    assert len(llm.engine.ids()) == 4
+
+
+def test_what_cannot_be_encoded_is_said(index: VectorStoreIndex, llm: BlendLLM, chroma: ChromaVectorStore) -> None:
+    result = warm_index(index, lambda node: "word " * (2000 if "Mara" in node.get_content() else 1), engine=llm.engine)
+    [reason] = result.failed.values()
+    assert "4000 tokens" in reason
+    assert len(llm.engine.ids()) == 4
+
+
+def test_a_store_without_room_is_said(
+    index: VectorStoreIndex, model: Any, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with BlendEngine(model, tokenizer, config=BlendConfig(ram_bytes=1, self_check=False)) as engine:
+        result = warm_index(index, engine=engine)
+        assert len(result.failed) == 5
+        assert "of 5 nodes was not stored" in caplog.text
+        with pytest.raises(StoreError):
+            warm_index(index, engine=engine, background=True).result(timeout_s=60)
+        with pytest.raises(StoreError):
+            engine.flush()
+
+
+def test_what_is_gone_is_pruned_on_request(index: VectorStoreIndex, llm: BlendLLM) -> None:
+    warm_index(index, engine=llm.engine)
+    index.delete_ref_doc("d0", delete_from_docstore=True)
+    # Deleted behind our back: nobody told the engine.
+    assert len(llm.engine.ids()) == 5
+    assert warm_index(index, engine=llm.engine).nodes == 4
+    assert len(llm.engine.ids()) == 5
+    assert warm_index(index, engine=llm.engine, prune=True).pruned == 1
+    assert len(llm.engine.ids()) == llm.engine.store.stats().entries == 4
+    with pytest.raises(ConfigError, match="only a part"):
+        warm_index(index, engine=llm.engine, prune=True, nodes=[])
+
+
+def test_nodes_can_be_handed_over(index: VectorStoreIndex, llm: BlendLLM) -> None:
+    nodes = [each.node for each in index.as_retriever(similarity_top_k=2).retrieve("Mara?")]
+    assert warm_index(index, engine=llm.engine, nodes=nodes).encoded == 2
+    assert set(llm.engine.ids()) == {node.node_id for node in nodes}
+
+
+def test_other_indices_have_their_nodes_in_the_docstore(llm: BlendLLM) -> None:
+    index = SummaryIndex([TextNode(text=text, id_=f"n{number}") for number, text in enumerate(FACTS)])
+    assert warm_index(index, engine=llm.engine).encoded == 5
+    nodes = index.as_retriever().retrieve("Mara?")
+    assert BlendSynthesizer(llm=llm).synthesize("Mara?", nodes).metadata["blend"]["hits"] == 5
+
+
+def test_a_bar_shows_it(index: VectorStoreIndex, llm: BlendLLM, capsys: pytest.CaptureFixture[str]) -> None:
+    warm_index(index, engine=llm.engine, show_progress=True)
+    assert "Encoding nodes: 100%" in capsys.readouterr().err
+
+
+def test_kv_of_a_folder_is_there_in_the_next_process(index: VectorStoreIndex, make_llm: Any, tmp_path: Path) -> None:
+    first = make_llm(store=tmp_path)
+    assert warm_index(index, engine=first.engine).encoded == 5
+    first.engine.close()
+    assert warm_index(index, engine=make_llm(store=tmp_path).engine).unchanged == 5
