@@ -94,7 +94,7 @@ def test_apart_modules_do_not_see_each_other_but_any_selector_can_make_up_for_it
     reuse = engine.prefill(prompt)
     assert reuse.report.misses == 0 and reuse.report.hits == 5 and reuse.report.recomputed_tokens == 0
     assert (reuse.logits - own).abs().max() > 10 * TOLERANCE * size
-    full = engine.prefill(prompt, config=engine.config.replace(selector="full", recompute_ratio=1.0))
+    full = engine.prefill(prompt, config=engine.config.replace(selector="full", recompute_ratio=0.999))
     assert full.report.hits == 5
     assert (full.logits - own).abs().max() < TOLERANCE * size
     off = engine.prefill(prompt, config=engine.config.replace(enabled=False))
