@@ -127,8 +127,8 @@ class LaidOutPrompt:
     Attributes
     ----------
     segments : tuple of PromptSegment
-        In order of position, not overlapping, none empty. The first holds the BOS, where the tokenizer has one; the last one is
-        computed.
+        In order of position, not overlapping, none empty. The first one holds the BOS, where the tokenizer has one. The last
+        one is computed, unless the prompt ends with a module and there is no chat template.
     parts : tuple of Part
         The parts that cached segments are cut from, each once. Rows of a part that no segment takes are filler tokens.
     """

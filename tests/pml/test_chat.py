@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers import AutoTokenizer
 
+from cacheblend_rag import reference
 from cacheblend_rag.errors import PMLError
 from cacheblend_rag.pml import Import, Schema, SchemaLayout, Tokens, Turn, lay_out
 from cacheblend_rag.pml.tokens import Message
@@ -157,3 +160,15 @@ def test_a_scaffold_of_messages_holds_their_words() -> None:
         [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Read: AAA\nWhy?"}]
     )
     assert said(schema, tokens_of("chatml"), Import("a"), "Why?") == expected
+
+
+def test_a_real_tokenizer_reads_what_its_template_writes() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(Path(reference.__file__).with_name("weights"))
+    layout = SchemaLayout(SCHEMA, Tokens.of(tokenizer))
+    found = lay_out(layout, SCHEMA.prompt(Import("a"), Import("b"), "Why?"))
+    written = tokenizer.apply_chat_template(
+        messages("Read: AAABBB", {"role": "user", "content": "Why?"}), tokenize=False, add_generation_prompt=True
+    )
+    assert tokenizer.decode(found.token_ids) == written
+    assert found.token_ids.count(tokenizer.bos_token_id) == 1
+    assert layout.tokens.filler_id == tokenizer.pad_token_id

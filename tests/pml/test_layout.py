@@ -93,7 +93,7 @@ def test_a_prompt_takes_the_positions_of_the_paper(data: st.DataObject) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-@settings(max_examples=3_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=2_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_many_prompts_take_the_positions_of_the_paper(data: st.DataObject) -> None:
     children = data.draw(schemas())
