@@ -11,7 +11,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
+    Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -39,7 +41,7 @@ def _rope(theta: float) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": theta}
 
 
-_Shape = tuple[type[LlamaConfig] | type[Qwen2Config], dict[str, Any]]
+_Shape = tuple[type[LlamaConfig] | type[Qwen2Config] | type[Gemma3TextConfig] | type[Phi3Config], dict[str, Any]]
 
 # From each model's published config.json.
 _SHAPES: dict[str, _Shape] = {
@@ -81,6 +83,37 @@ _SHAPES: dict[str, _Shape] = {
             max_position_embeddings=131072,
             rope_parameters=_rope(1000000.0),
             tie_word_embeddings=True,
+        ),
+    ),
+    "gemma-3-1b": (
+        Gemma3TextConfig,
+        dict(
+            vocab_size=262144,
+            hidden_size=1152,
+            intermediate_size=6912,
+            num_hidden_layers=26,
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            head_dim=256,
+            max_position_embeddings=32768,
+            sliding_window=512,
+            query_pre_attn_scalar=256,
+            tie_word_embeddings=True,
+        ),
+    ),
+    # The first quarter of its layers.
+    "phi-3-mini-8-layers": (
+        Phi3Config,
+        dict(
+            vocab_size=32064,
+            hidden_size=3072,
+            intermediate_size=8192,
+            num_hidden_layers=8,
+            num_attention_heads=32,
+            num_key_value_heads=32,
+            max_position_embeddings=4096,
+            rope_parameters=_rope(10000.0) | {"partial_rotary_factor": 1.0},
+            tie_word_embeddings=False,
         ),
     ),
     "llama-3.2-1b": (
@@ -129,7 +162,7 @@ _SHAPES: dict[str, _Shape] = {
 }
 
 SHAPES: tuple[str, ...] = tuple(_SHAPES)
-"""The names of the shapes, smallest first."""
+"""The names of the shapes, about from the smallest on."""
 
 
 def shape_config(name: str) -> PretrainedConfig:

@@ -7,16 +7,14 @@ from typing import Annotated
 
 import typer
 
-from cacheblend_rag.cli.options import JsonOption
+from cacheblend_rag.cli.options import JsonOption, ShapeOption
 from cacheblend_rag.cli.output import console, say_bytes, show_table, write_json
 
 __all__ = ["codecs"]
 
 
 def codecs(
-    shape: Annotated[
-        str, typer.Option(help="tiny, smollm2-360m, qwen2-0.5b, llama-3.2-1b, qwen2.5-7b or llama-3.1-8b.")
-    ] = "qwen2-0.5b",
+    shape: ShapeOption = "qwen2-0.5b",
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the chunk.")] = 512,
     dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "float32",
     repeats: Annotated[int, typer.Option(min=1, help="Rounds; each runs every codec once. The fastest counts.")] = 9,

@@ -8,16 +8,14 @@ from typing import Annotated
 
 import typer
 
-from cacheblend_rag.cli.options import JsonOption
+from cacheblend_rag.cli.options import JsonOption, ShapeOption
 from cacheblend_rag.cli.output import console, make_quiet, say_bytes, say_seconds, show_table, write_json
 
 __all__ = ["encode"]
 
 
 def encode(
-    shape: Annotated[
-        str, typer.Option(help="tiny, smollm2-360m, qwen2-0.5b, llama-3.2-1b, qwen2.5-7b or llama-3.1-8b.")
-    ] = "qwen2-0.5b",
+    shape: ShapeOption = "qwen2-0.5b",
     chunks: Annotated[int, typer.Option(min=1, help="Chunks to add.")] = 64,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each chunk.")] = 512,
     prefix_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the encoding prefix; 1 is a BOS alone.")] = 1,

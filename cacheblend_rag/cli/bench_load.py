@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cacheblend_rag.cli.options import FolderOption, JsonOption
+from cacheblend_rag.cli.options import FolderOption, JsonOption, ShapeOption
 from cacheblend_rag.cli.output import (
     console,
     make_quiet,
@@ -24,7 +24,7 @@ __all__ = ["load"]
 
 
 def load(
-    shape: Annotated[str, typer.Option(help="The shape whose KV is loaded, as for ttft.")] = "qwen2-0.5b",
+    shape: ShapeOption = "qwen2-0.5b",
     chunks: Annotated[int, typer.Option(min=1, help="Chunks.")] = 6,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each chunk.")] = 512,
     threads: Annotated[

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cacheblend_rag.cli.options import FolderOption, JsonOption
+from cacheblend_rag.cli.options import FolderOption, JsonOption, ShapeOption
 from cacheblend_rag.cli.output import (
     console,
     make_quiet,
@@ -23,7 +23,7 @@ __all__ = ["prefetch"]
 
 
 def prefetch(
-    shape: Annotated[str, typer.Option(help="The model's shape, as for ttft.")] = "qwen2-0.5b",
+    shape: ShapeOption = "qwen2-0.5b",
     candidates: Annotated[int, typer.Option(min=1, help="Chunks that are retrieved.")] = 12,
     chunks: Annotated[int, typer.Option(min=1, help="Chunks of them that the reranker chooses.")] = 6,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each chunk.")] = 512,

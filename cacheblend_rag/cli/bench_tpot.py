@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cacheblend_rag.cli.options import JsonOption
+from cacheblend_rag.cli.options import JsonOption, ShapeOption
 from cacheblend_rag.cli.output import (
     console,
     make_quiet,
@@ -23,9 +23,7 @@ __all__ = ["tpot"]
 
 
 def tpot(
-    shape: Annotated[
-        str, typer.Option(help="tiny, smollm2-360m, qwen2-0.5b, llama-3.2-1b, qwen2.5-7b or llama-3.1-8b.")
-    ] = "qwen2-0.5b",
+    shape: ShapeOption = "qwen2-0.5b",
     chunks: Annotated[int, typer.Option(min=1, help="Chunks in the prompt.")] = 6,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each chunk.")] = 512,
     question_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the question.")] = 32,

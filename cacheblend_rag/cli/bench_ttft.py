@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cacheblend_rag.cli.options import FolderOption, JsonOption
+from cacheblend_rag.cli.options import FolderOption, JsonOption, ShapeOption
 from cacheblend_rag.cli.output import (
     console,
     make_quiet,
@@ -23,9 +23,7 @@ __all__ = ["ttft"]
 
 
 def ttft(
-    shape: Annotated[
-        str, typer.Option(help="tiny, smollm2-360m, qwen2-0.5b, llama-3.2-1b, qwen2.5-7b or llama-3.1-8b.")
-    ] = "qwen2-0.5b",
+    shape: ShapeOption = "qwen2-0.5b",
     chunks: Annotated[int, typer.Option(min=1, help="Chunks in the prompt.")] = 6,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each chunk.")] = 512,
     question_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the question.")] = 32,
@@ -54,7 +52,7 @@ def ttft(
     """Measure the time to the first token: full prefill, the model's own prefix cache, plain reuse and blend, in alternation.
 
     Full prefill is the model's own forward pass over the whole prompt; "prefix_cache" is its own cache of the first chunk.
-    "limit" is the speedup if computing rows were all that took time.
+    "limit" is the speedup if computing rows were all that took time, "of limit" how much of it is there.
     """
     from cacheblend_rag.bench import TTFTBench, TTFTSetting
 
@@ -88,6 +86,7 @@ def ttft(
             f"{say_seconds(row.ttft_min_s)} to {say_seconds(row.ttft_max_s)}",
             f"{row.speedup:.2f}x",
             f"{row.limit:.1f}x",
+            f"{row.speedup / row.limit:.2f}",
             None if row.over_ram is None else f"{row.over_ram:.2f}x",
             None if row.load_s is None else say_seconds(row.load_s),
         )
@@ -107,6 +106,7 @@ def ttft(
         "range",
         "speedup",
         "limit",
+        "of limit",
         "of ram",
         "waited",
     )

@@ -13,6 +13,7 @@ __all__ = [
     "JsonOption",
     "MarkdownOption",
     "ModelOption",
+    "ShapeOption",
     "StoreOption",
     "StoredModelOption",
 ]
@@ -68,6 +69,15 @@ EmbeddingOption = Annotated[
         "--embedding",
         metavar="NAME",
         help="A sentence-transformers model, id or folder; by default all-MiniLM-L6-v2.",
+    ),
+]
+ShapeOption = Annotated[
+    str,
+    typer.Option(
+        "--shape",
+        metavar="NAME",
+        help="The model's shape: tiny, smollm2-360m, qwen2-0.5b, gemma-3-1b, phi-3-mini-8-layers, llama-3.2-1b, qwen2.5-7b or "
+        "llama-3.1-8b.",
     ),
 ]
 FolderOption = Annotated[

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheblend_rag.cli.models import open_engine
-from cacheblend_rag.cli.options import JsonOption, ModelOption
+from cacheblend_rag.cli.options import JsonOption, ModelOption, ShapeOption
 from cacheblend_rag.cli.output import (
     console,
     make_quiet,
@@ -105,9 +105,7 @@ def profile(
 
 
 def auto(
-    shape: Annotated[
-        str, typer.Option(help="tiny, smollm2-360m, qwen2-0.5b, llama-3.2-1b, qwen2.5-7b or llama-3.1-8b.")
-    ] = "qwen2-0.5b",
+    shape: ShapeOption = "qwen2-0.5b",
     tiers: Annotated[
         str, typer.Option(help="ram, disk, or a rate such as 200MB/s for an emulated device; comma-separated.")
     ] = "ram,disk,200MB/s",

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.bench import SHAPES, TTFTBench, TTFTSetting, random_model, shape_config, word_tokenizer
 from cacheblend_rag.cli import app
+from cacheblend_rag.cli.options import ShapeOption
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 
 SETTING = TTFTSetting("tiny", chunks=3, chunk_tokens=20, question_tokens=5, ratios=(0.0, 0.15, 1.0), repeats=2)
@@ -212,3 +213,8 @@ def test_an_emulated_device_is_as_slow_as_it_says() -> None:
     assert slow.load_bytes and slow.load_bytes == unpipelined.load_bytes == rows["ram", True].load_bytes
     # What comes last cannot be there before all of it could have come.
     assert min(slow.ttft_min_s, unpipelined.ttft_min_s) >= slow.load_bytes / 1e6
+
+
+def test_help_names_every_shape() -> None:
+    help = ShapeOption.__metadata__[0].help
+    assert all(shape in help for shape in SHAPES)

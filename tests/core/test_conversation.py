@@ -18,7 +18,7 @@ from cacheblend_rag.engine import Conversation
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.store import open_store
 from tests.core.dense import _FixedRows, stale_kv
-from tests.families import FAMILIES, tiny_model, tiny_tokenizer, words
+from tests.families import ATTENTION, FAMILIES, FURTHER, tiny_model, tiny_tokenizer, words
 
 TOLERANCE = 1e-4
 LEAST_RUN = 8
@@ -65,9 +65,9 @@ def own_answer(model: PreTrainedModel, prompt_ids: Sequence[int], count: int) ->
     return tuple(model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :].tolist())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *FURTHER])
 def test_at_ratio_1_a_chat_has_the_models_own_answers(family: str, make_engine: MakeEngine) -> None:
-    model = tiny_model(family, "eager" if family == "gemma2" else "sdpa")
+    model = tiny_model(family, ATTENTION[family][0])
     engine = make_engine(model, recompute_ratio=1.0)
     conversation = engine.conversation()
     history: list[int] = []
