@@ -100,16 +100,19 @@ class _Placing:
         return ids
 
     def _place(self, children: Sequence[Import | NewText], cursor: int, parent: str | None) -> int:
-        """Place the new text among `children` from `cursor` on; return where the last thing that was passed ends."""
+        """Place the new text among `children` from `cursor` on; return where all of them end."""
+        end = cursor
         for number, node in enumerate(children):
             if isinstance(node, NewText):
                 following = next((each for each in children[number + 1 :] if isinstance(each, Import)), None)
                 cursor = self._place_text(node, cursor, children[:number], following, parent)
-                continue
-            start = self._layout.extents[node.name].start
-            inner = self._place(_texts_and_imports(node.children), start, node.name)
-            cursor = max(inner, self._own_stop.get(node.name, start))
-        return cursor
+            else:
+                start = self._layout.extents[node.name].start
+                inner = self._place(_texts_and_imports(node.children), start, node.name)
+                cursor = max(inner, self._own_stop.get(node.name, start))
+            # Imports may stand in another order than the schema's.
+            end = max(end, cursor)
+        return end
 
     def _place_text(
         self, node: NewText, cursor: int, before: Sequence[object], following: Import | None, parent: str | None

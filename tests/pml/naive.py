@@ -152,7 +152,7 @@ def interpret(children: list[Spec], items: list[Request | str]) -> dict[int, tup
         return at + len(text)
 
     def put_texts(here: list[Request | str], start: int, end: int | None, *, top: bool) -> int:
-        behind = start
+        behind = furthest = start
         for number, item in enumerate(here):
             later = [each for each in here[number + 1 :] if isinstance(each, Request)]
             if isinstance(item, str):
@@ -166,7 +166,8 @@ def interpret(children: list[Spec], items: list[Request | str]) -> dict[int, tup
                 node, at = whole[item.name]
                 inner = put_texts(item.items, at, at + size(node), top=False)
                 behind = max(inner, last_position(item))
-        return behind
+            furthest = max(furthest, behind)
+        return furthest
 
     put_cached(children, 1, {}, requests_of(items))
     put_texts(items, 1, None, top=True)

@@ -143,6 +143,22 @@ def test_new_text_takes_the_place_of_what_is_left_out() -> None:
         laid_out(schema, '<prompt schema="s"><a/>new<b/></prompt>')
 
 
+def test_a_module_ends_where_the_last_of_what_is_imported_in_it_ends() -> None:
+    schema = (
+        '<schema name="s"><module name="m"><module name="a">aa</module><module name="b">bb</module>'
+        '<module name="c">cc</module></module><module name="n">nn</module></schema>'
+    )
+    assert shown(laid_out(schema, '<prompt schema="s"><m><c/><a/></m><n/></prompt>')) == [
+        (1, "aa"),
+        (5, "cc"),
+        (7, "nn"),
+    ]
+    with pytest.raises(
+        PMLError, match="2 more than the 0 positions that are free behind module 'm' and before module 'n'"
+    ):
+        laid_out(schema, '<prompt schema="s"><m><c/><a/></m>XY<n/></prompt>')
+
+
 def test_a_scaffold_is_one_part_of_what_is_imported() -> None:
     schema = Schema.from_text(
         '<schema name="s">head<scaffold><module name="a">aa</module>-<module name="b">bb<module name="c">c</module></module>'
