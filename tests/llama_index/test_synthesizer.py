@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from llama_index.core import PromptHelper
+from llama_index.core import PromptHelper, SummaryIndex
 from llama_index.core.base.llms.types import CompletionResponse
 from llama_index.core.base.response.schema import AsyncStreamingResponse, Response, StreamingResponse
 from llama_index.core.callbacks import CallbackManager, LlamaDebugHandler
@@ -30,7 +30,12 @@ from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt
 from cacheblend_rag.errors import ConfigError, PromptTooLongError
 from cacheblend_rag.reference import load_model, load_tokenizer
 from cacheblend_rag.reference.corpus import demo_documents, demo_questions
-from llama_index_cacheblend import BlendLLM, BlendSynthesizer
+from llama_index_cacheblend import (
+    BlendCondensePlusContextChatEngine,
+    BlendContextChatEngine,
+    BlendLLM,
+    BlendSynthesizer,
+)
 from llama_index_cacheblend.context import ContextPrompt
 from llama_index_cacheblend.nodes import node_chunks
 from llama_index_cacheblend.rounds import Rounds
@@ -498,6 +503,25 @@ class Shouting(BaseOutputParser):
 
     def format(self, query: str) -> str:
         return query + "\nAnswer in capitals."
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"recompute_ratio": 0.3}, r"config is a dict; give a BlendConfig"),
+        (BlendConfig(selector="hkdv"), "selector='hkdv' is unknown"),
+        (BlendConfig(check_layers=(99,)), "99"),
+        (BlendConfig(ram_bytes=1), "ram_bytes=1 cannot be set for one call"),
+    ],
+)
+def test_wrong_settings_are_said_before_a_question(make_llm: MakeLLM, config: Any, said: str) -> None:
+    llm = make_llm()
+    with pytest.raises(ConfigError, match=said):
+        BlendSynthesizer(llm=llm, config=config)
+    retriever = SummaryIndex([]).as_retriever()
+    for engine in (BlendContextChatEngine, BlendCondensePlusContextChatEngine):
+        with pytest.raises(ConfigError, match=said):
+            engine.from_defaults(retriever, llm=llm, config=config)
 
 
 def test_output_parsers(make_llm: MakeLLM, nodes: list[NodeWithScore]) -> None:

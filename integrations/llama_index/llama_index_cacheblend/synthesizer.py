@@ -89,7 +89,8 @@ class BlendSynthesizer(BaseSynthesizer):
     Raises
     ------
     ConfigError
-        If the language model cannot blend, its ``max_new_tokens`` leave no room for a prompt, or `overflow` is none of the two.
+        If the language model cannot blend, its ``max_new_tokens`` leave no room for a prompt, its engine cannot be given
+        `config`, or `overflow` is none of the two.
     """
 
     def __init__(
@@ -116,6 +117,8 @@ class BlendSynthesizer(BaseSynthesizer):
             )
         if overflow not in (None, "drop", "refine"):
             raise ConfigError(f'overflow={overflow!r} is none of "drop" and "refine"')
+        if config is not None:
+            model.engine.check_config(config)
         if output_cls is not None:
             check_mode(model.pydantic_program_mode)
         helper = prompt_helper or Settings._prompt_helper
