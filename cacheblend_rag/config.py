@@ -233,6 +233,23 @@ class BlendConfig(BaseSettings):
         except SettingsError as error:
             raise ConfigError(f"{error}; in the environment, lists are written as JSON, as in [1,2]") from error
 
+    @classmethod
+    def of(cls, config: Any) -> BlendConfig:
+        """Return settings as they were given; where that is None, those of the environment.
+
+        Raises
+        ------
+        ConfigError
+            If they are not a `BlendConfig`.
+        """
+        if config is None:
+            return cls()
+        if not isinstance(config, BlendConfig):
+            raise ConfigError(
+                f"config is a {type(config).__name__}; give a BlendConfig, as in config=BlendConfig(recompute_ratio=0.3)"
+            )
+        return config
+
     @field_validator("recompute_ratio", mode="before")
     @classmethod
     def _ratio_or_auto(cls, ratio: Any) -> Any:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.errors import ConfigError
-
 if TYPE_CHECKING:
     from cacheblend_rag.config import BlendConfig
     from cacheblend_rag.engine import BlendEngine
@@ -51,8 +49,6 @@ def open_engine(
     from cacheblend_rag.config import BlendConfig
     from cacheblend_rag.engine import BlendEngine
 
-    if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
-        raise ConfigError(f"model {model} cannot be loaded: there is no such folder")
     make_quiet()
     changes = {name: value for name, value in settings.items() if value is not None}
     config = BlendConfig(**changes) if config is None else config.replace(**changes)

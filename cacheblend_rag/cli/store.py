@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -174,7 +175,11 @@ def export_(
     report = export_store(kv, file, namespace, None if ids is None else [node.strip() for node in ids.split(",")])
     typer.echo(f"{file}: {report.entries} chunks with KV and {report.names} names, {say_bytes(report.nbytes)}")
     if report.damaged:
-        typer.echo(f"{report.damaged} damaged chunks were left out; mend the store with store check --repair", err=True)
+        typer.echo(
+            f"{report.damaged} damaged chunks were left out; mend the store with store check --repair --store "
+            f"{shlex.quote(str(store))}",
+            err=True,
+        )
     write_json(json_file, "store export", [{"store": str(kv), "file": str(file), **asdict(report)}])
 
 

@@ -52,6 +52,7 @@ from cacheblend_rag.model import (
 from cacheblend_rag.pml.nodes import SchemaTree
 from cacheblend_rag.pml.prompt import Prompt
 from cacheblend_rag.report import BlendReport
+from cacheblend_rag.selection import make_selector
 from cacheblend_rag.store import KVStore, NameChanges, NodeRecord, open_store
 from cacheblend_rag.store.device import spare_bytes
 
@@ -137,7 +138,7 @@ class BlendEngine:
         store: KVStore | str | Path | None = None,
         namespace: str | None = None,
     ) -> None:
-        config = BlendConfig() if config is None else config
+        config = BlendConfig.of(config)
         self.config = config if namespace is None else config.replace(namespace=namespace)
         self.model = model.eval()
         self.tokenizer = tokenizer
@@ -229,11 +230,43 @@ class BlendEngine:
         Raises
         ------
         ConfigError
-            If there is no such model, or it cannot be reached.
+            If there is no such model, it cannot be reached or its device is not there, or the settings have no meaning.
         """
-        config = BlendConfig() if config is None else config
+        config = BlendConfig.of(config)
+        # Known before a large model is loaded for nothing.
+        make_selector(config)
         loaded, tokenizer = load_pretrained(model, config, model_kwargs)
         return cls(loaded, tokenizer, config=config, store=store, namespace=namespace)
+
+    def check_config(self, config: BlendConfig) -> BlendConfig:
+        """Return settings as a call that is given them uses them.
+
+        Parameters
+        ----------
+        config : BlendConfig
+            Settings for some calls, as `generate` takes them.
+
+        Returns
+        -------
+        BlendConfig
+            The same, but for what this engine has settled of its own.
+
+        Raises
+        ------
+        ConfigError
+            If they name a selector or a layer that does not exist, ask of the model what it does not have, or change what was
+            settled when the engine was made.
+        """
+        config = BlendConfig.of(config)
+        self._check_call_settings(config)
+        settled = {name: getattr(self.config, name) for name in ("neighbours", "encode_on")}
+        if any(getattr(config, name) != value for name, value in settled.items()):
+            # They say what "auto" stands for.
+            config = config.replace(**settled)
+        self._check_selector(config)
+        if self.decoder is not None:
+            check_attention(config, self.decoder)
+        return config
 
     @staticmethod
     def is_settled(name: str) -> bool:
@@ -933,14 +966,7 @@ class BlendEngine:
                 guard_action=order.action,
                 conversation=conversation,
             )
-        self._check_call_settings(config)
-        settled = {name: getattr(self.config, name) for name in ("neighbours", "encode_on")}
-        if any(getattr(config, name) != value for name, value in settled.items()):
-            # They say what "auto" stands for.
-            config = config.replace(**settled)
-        self._check_selector(config)
-        if self.decoder is not None:
-            check_attention(config, self.decoder)
+        config = self.check_config(config)
         return PromptRun(self._assemble(prompt, config), config, started, conversation=conversation)
 
     def _assemble(self, prompt: BlendPrompt, config: BlendConfig) -> AssembledPrompt:

@@ -26,6 +26,7 @@ _HUB_OPTIONS = frozenset(
         "trust_remote_code",
     }
 )
+_REFERENCE_NAME = "reference"
 _REFERENCE = Path(__file__).parents[1] / "reference" / "weights"
 
 
@@ -51,10 +52,13 @@ def load_pretrained(
     Raises
     ------
     ConfigError
-        If there is no such model, or it cannot be reached.
+        If there is no such model, it cannot be reached, or its device is not there.
     """
-    name = str(_REFERENCE) if model == "reference" else str(model)
+    name = _checked_name(model)
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    placed = "device_map" in model_kwargs
+    if not placed:
+        _check_device(device)
     dtype = config.torch_dtype() or (torch.float32 if device == "cpu" else "auto")
     options = {"dtype": dtype} | model_kwargs
     try:
@@ -66,6 +70,35 @@ def load_pretrained(
             f"model {str(model)!r} cannot be loaded: {str(error).strip().splitlines()[0]} Give a Hugging Face id that can be "
             'reached, a folder with a model and its tokenizer, or "reference"'
         ) from error
-    if "device_map" not in model_kwargs:
+    if not placed:
         loaded = loaded.to(torch.device(device))  # type: ignore[arg-type]
     return loaded, tokenizer
+
+
+def _checked_name(model: str | Path) -> str:
+    """Return the folder or the Hugging Face id that `model` means."""
+    name = str(model)
+    if model == _REFERENCE_NAME:
+        return str(_REFERENCE)
+    if name.startswith((".", "/", "~")) or isinstance(model, Path):
+        folder = Path(model).expanduser()
+        if not folder.is_dir():
+            raise ConfigError(f"model {name} cannot be loaded: there is no such folder")
+        return str(folder)
+    # No id on the Hub is this alone, and asking there takes its time.
+    if name.strip().lower() == _REFERENCE_NAME and not Path(name).is_dir():
+        raise ConfigError(
+            f'model {name!r} cannot be loaded: the model that comes with this package is "{_REFERENCE_NAME}"'
+        )
+    return name
+
+
+def _check_device(device: str) -> None:
+    """See that a device is there, before a model is loaded for it."""
+    try:
+        torch.empty(1, device=device)
+    # torch has no class of its own for what a missing device raises.
+    except (AssertionError, RuntimeError, NotImplementedError) as error:
+        raise ConfigError(
+            f"device={device!r} cannot be used: {str(error).strip().splitlines()[0]}; give one that is there, or leave device out"
+        ) from error

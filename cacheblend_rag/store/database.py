@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sqlite3
 import weakref
 from collections.abc import Iterator
@@ -214,9 +215,12 @@ def _translated(path: Path | None) -> Iterator[None]:
         if "readonly" in text:
             raise StoreReadOnlyError(f"index {where} may not be written; the store can only be read") from error
         if "malformed" in text or "not a database" in text:
-            raise StoreError(
-                f"index {where} is damaged ({text}); mend it with `cacheblend-rag store check --repair`"
-            ) from error
+            how = (
+                ""
+                if path is None
+                else f"; mend it with `cacheblend-rag store check --repair --store {shlex.quote(str(path.parent))}`"
+            )
+            raise StoreError(f"index {where} is damaged ({text}){how}") from error
         raise StoreError(f"index {where}: {text}") from error
 
 

@@ -18,6 +18,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -149,7 +150,7 @@ class StoreFolder:
         if not _FILE.fullmatch(name):
             raise StoreError(
                 f"{name[:200]!r} is no file name of a store: the index of {self.path} is damaged; "
-                "mend it with `cacheblend-rag store check --repair`"
+                f"mend it with `cacheblend-rag store check --repair --store {shlex.quote(str(self.path))}`"
             )
         return self.path / "kv" / name[:2] / name
 

@@ -341,8 +341,40 @@ def test_settings_that_one_call_cannot_change(engine: BlendEngine, setting: dict
 
 
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    for name in (tmp_path / "nothing", Path("nothing"), str(tmp_path / "nothing"), "./nothing", "~/nothing"):
+        with pytest.raises(ConfigError, match=r"nothing cannot be loaded: there is no such folder"):
+            BlendEngine.from_pretrained(name)
     with pytest.raises(ConfigError, match=r"cannot be loaded: .* or \"reference\""):
-        BlendEngine.from_pretrained(tmp_path / "nothing")
+        BlendEngine.from_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"'Reference' .* the model that comes with this package is \"reference\""):
+        BlendEngine.from_pretrained("Reference")
+
+
+def test_a_device_that_is_not_there() -> None:
+    # Neither without CUDA nor with it.
+    for device in ("cuda:99", "xpu:99"):
+        with pytest.raises(ConfigError, match=f"device='{device}' cannot be used: .*leave device out"):
+            BlendEngine.from_pretrained("reference", config=BlendConfig(device=device))
+
+
+def test_settings_that_are_none(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"recompute_ratio": 0.3}
+    asked = (
+        lambda: BlendEngine(engine.model, engine.tokenizer, config=settings),  # type: ignore[arg-type]
+        lambda: BlendEngine.from_pretrained("reference", config=settings),  # type: ignore[arg-type]
+        lambda: engine.prefill(BlendPrompt("t5", [GOOD], "t6"), config=settings),  # type: ignore[arg-type]
+    )
+    for ask in asked:
+        with pytest.raises(ConfigError, match=r"config is a dict; give a BlendConfig, as in config=BlendConfig\("):
+            ask()
+
+    def load(*args: object) -> None:
+        raise AssertionError("the model was loaded")
+
+    # A wrong name is said before the model is loaded for nothing.
+    monkeypatch.setattr("cacheblend_rag.engine.engine.load_pretrained", load)
+    with pytest.raises(ConfigError, match="selector='hkdv' is unknown"):
+        BlendEngine.from_pretrained("reference", config=BlendConfig(selector="hkdv"))
 
 
 def test_an_argument_that_is_none_is_not_taken_for_the_mask(engine: BlendEngine) -> None:

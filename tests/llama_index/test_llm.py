@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
+import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -140,6 +141,8 @@ def test_blend_prompt_and_config_of_a_call(make_llm: MakeLLM) -> None:
     [
         ({}, "either a model"),
         ({"model": "reference", "engine": "theirs"}, "either a model"),
+        ({"engine": "reference"}, "engine='reference' is a str"),
+        ({"model_name": "reference"}, r"BlendLLM\(model='reference'\)"),
         ({"engine": "theirs", "store": "folder"}, "store belongs to the engine"),
         ({"model": "reference", "tokenizer": object()}, "brings its own tokenizer"),
         ({"model": object()}, "give its tokenizer"),
@@ -167,6 +170,19 @@ def test_ready_made_objects(model: LlamaForCausalLM, tokenizer: PreTrainedTokeni
     assert own.engine.config.recompute_ratio == 1.0
     assert own.chat(MESSAGES).raw["token_ids"] == llm.chat(MESSAGES).raw["token_ids"]
     own.engine.close()
+
+
+def test_a_model_is_shared_and_never_copied(llm: BlendLLM) -> None:
+    assert BlendLLM(engine=llm).engine is llm.engine
+    with pytest.raises(ConfigError, match="holds the model"):
+        pickle.dumps(llm)
+    llm.stop = ["."]
+    for copied in (copy.deepcopy(llm), llm.model_copy(deep=True)):
+        assert copied.engine is llm.engine
+        assert copied.chat(MESSAGES).raw["token_ids"] == llm.chat(MESSAGES).raw["token_ids"]
+        copied.stop.append("!")
+        copied.temperature = 0.5
+    assert (llm.stop, llm.temperature) == (["."], 0.0)
 
 
 def test_loading_options_are_passed_on(

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from llama_index.core import PromptHelper
+from llama_index.core import PromptHelper, SummaryIndex
+from llama_index.core.base.llms.types import CompletionResponse
 from llama_index.core.base.response.schema import AsyncStreamingResponse, Response, StreamingResponse
 from llama_index.core.callbacks import CallbackManager, LlamaDebugHandler
 from llama_index.core.instrumentation.events.llm import (
@@ -22,14 +23,22 @@ from llama_index.core.prompts import ChatPromptTemplate, PromptTemplate, RichPro
 from llama_index.core.response_synthesizers import CompactAndRefine
 from llama_index.core.schema import ImageNode, NodeWithScore, TextNode
 from llama_index.core.types import BaseOutputParser
+from pydantic import BaseModel
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt
 from cacheblend_rag.errors import ConfigError, PromptTooLongError
 from cacheblend_rag.reference import load_model, load_tokenizer
 from cacheblend_rag.reference.corpus import demo_documents, demo_questions
-from llama_index_cacheblend import BlendLLM, BlendSynthesizer
+from llama_index_cacheblend import (
+    BlendCondensePlusContextChatEngine,
+    BlendContextChatEngine,
+    BlendLLM,
+    BlendSynthesizer,
+)
+from llama_index_cacheblend.context import ContextPrompt
 from llama_index_cacheblend.nodes import node_chunks
+from llama_index_cacheblend.rounds import Rounds
 
 from .conftest import EVERY_ROW, EventLog
 
@@ -261,9 +270,6 @@ def test_what_the_window_has_no_room_for_is_left_out_whole(
     assert report["output_tokens"] == 12
     assert str(response) == str(three)
     assert "['n3', 'n4']" in caplog.text
-    long = NodeWithScore(node=TextNode(id_="long", text="word " * window))
-    with pytest.raises(PromptTooLongError, match="'long'"):
-        synthesizer.synthesize(QUESTION, [long, *nodes])
 
 
 @pytest.mark.parametrize("chat", [True, False], ids=["chat", "text"])
@@ -312,15 +318,113 @@ async def test_what_the_window_has_no_room_for_is_refined(
     assert dropped.metadata["blend"]["earlier_calls"] == []
 
 
-def test_a_chunk_that_no_call_has_room_for(
-    make_llm: MakeLLM, make_model: Callable[..., LlamaForCausalLM], nodes: list[NodeWithScore]
+def node(node_id: str, text: str) -> NodeWithScore:
+    return NodeWithScore(node=TextNode(id_=node_id, text=text))
+
+
+def ids_of(report: dict[str, Any]) -> list[str]:
+    return [chunk["id"] for chunk in report["chunks"]]
+
+
+@pytest.fixture
+def narrow(make_llm: MakeLLM, make_model: Callable[..., LlamaForCausalLM]) -> BlendLLM:
+    return make_llm(model=make_model(400))
+
+
+@pytest.mark.parametrize("place", [0, 2, 5])
+def test_a_node_over_the_window_keeps_no_other_out(
+    narrow: BlendLLM, nodes: list[NodeWithScore], place: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    llm = make_llm(model=make_model(400))
-    synthesizer = BlendSynthesizer(llm=llm, overflow="refine")
-    with pytest.raises(PromptTooLongError, match="'long'"):
-        synthesizer.synthesize(QUESTION, [*nodes, NodeWithScore(node=TextNode(id_="long", text="word " * 400))])
+    synthesizer = BlendSynthesizer(llm=narrow)
+    alone = synthesizer.synthesize(QUESTION, nodes)
+    assert alone.metadata["blend"]["dropped"] == []
+    with_long = [*nodes[:place], node("long", "word " * 400), *nodes[place:]]
+    caplog.clear()
+    response = synthesizer.synthesize(QUESTION, with_long)
+    assert ids_of(response.metadata["blend"]) == [each.node.node_id for each in nodes]
+    assert response.metadata["blend"]["dropped"] == ["long"]
+    assert response.response == alone.response
+    assert "no room for 1 of 6 chunks, ['long']" in caplog.text
+    # Beside the first of these there is no room for the second, but for what stands behind it.
+    halves = [node(name, "word " * 70) for name in ("one", "two")]
+    report = synthesizer.synthesize(QUESTION, [*halves, nodes[0]]).metadata["blend"]
+    assert (ids_of(report), report["dropped"]) == (["one", "n0"], ["two"])
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_refining_ends_where_a_node_is_over_the_window(
+    narrow: BlendLLM, nodes: list[NodeWithScore], streaming: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    synthesizer = BlendSynthesizer(llm=narrow, overflow="refine", streaming=streaming)
+    halves = [node(name, "word " * 70) for name in ("one", "two")]
+    asked = [nodes[0], node("long", "word " * 400), *halves, node("longer", "word " * 500)]
+
+    async def ask() -> list[Any]:
+        response, later = synthesizer.synthesize(QUESTION, asked), await synthesizer.asynthesize(QUESTION, asked)
+        if streaming:
+            # Filled when the streams end.
+            texts = ["".join(response.response_gen), "".join([piece async for piece in later.async_response_gen()])]
+        else:
+            texts = [str(response), str(later)]
+        return [*zip(texts, (response.metadata["blend"], later.metadata["blend"]), strict=True)]
+
+    (text, report), again = await ask()
+    assert report["dropped"] == ["long", "longer"]
+    assert [ids_of(call) for call in (*report["earlier_calls"], report)] == [["n0", "one"], ["two"]]
+    assert (text, report["dropped"]) == (again[0], again[1]["dropped"])
+    # A template that leaves the next call no room: the answer so far is the answer.
+    synthesizer.update_prompts(
+        {"refine_template": PromptTemplate("word " * 250 + "{context_msg} {query_str} {existing_answer}")}
+    )
+    caplog.clear()
+    results = await ask()
+    for said, last in results:
+        assert ids_of(last) == ["n0", "one"]
+        assert (last["earlier_calls"], last["dropped"]) == ([], ["long", "longer", "two"])
+        assert said == results[0][0] != ""
+    assert "['two']; split documents" in caplog.text
+
+
+def test_an_object_is_the_answer_where_refining_gives_up(nodes: list[NodeWithScore]) -> None:
+    class Place(BaseModel):
+        name: str
+
+    rounds = Rounds("?", node_chunks(each.node for each in nodes), {}, None, {})
+    prompt = ContextPrompt("", None, "", BlendPrompt(segments=[""]), left_over=tuple(rounds.chunks[2:]))
+    rounds.refine(prompt, CompletionResponse(text="", raw={"blend": {"hits": 2}}), Place(name="Oslo"))
+    assert rounds.answer == '{"name":"Oslo"}'
+    rounds.give_up()
+    assert rounds.last == Place(name="Oslo")
+    assert rounds.report == {"hits": 2, "dropped": ["n2", "n3", "n4"], "earlier_calls": []}
+
+
+def test_what_has_no_room_at_all_is_said(narrow: BlendLLM, make_llm: MakeLLM, nodes: list[NodeWithScore]) -> None:
+    long = node("long", "word " * 400)
+    for overflow in ("drop", "refine"):
+        synthesizer = BlendSynthesizer(llm=narrow, overflow=overflow)  # type: ignore[arg-type]
+        with pytest.raises(PromptTooLongError, match=r"chunk 'long' has \d+ tokens, .* no other chunk"):
+            synthesizer.synthesize(QUESTION, [long, node("longer", "word " * 500)])
+        with pytest.raises(
+            PromptTooLongError, match=r"without any chunk, .* has \d+ tokens already, and 388 .*shorten"
+        ) as error:
+            synthesizer.synthesize("why " * 500, nodes)
+        assert "n0" not in str(error.value)
     with pytest.raises(ConfigError, match="overflow='split'"):
-        BlendSynthesizer(llm=llm, overflow="split")  # type: ignore[arg-type]
+        BlendSynthesizer(llm=narrow, overflow="split")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"max_new_tokens=1024 leaves no room .* window of 1024 tokens"):
+        BlendSynthesizer(llm=make_llm(max_new_tokens=1024))
+
+
+def test_a_warning_names_few_of_many_dropped_nodes(
+    narrow: BlendLLM, nodes: list[NodeWithScore], caplog: pytest.LogCaptureFixture
+) -> None:
+    report = (
+        BlendSynthesizer(llm=narrow)
+        .synthesize(QUESTION, [nodes[0], *(node(f"m{number}", "word " * 400) for number in range(40))])
+        .metadata["blend"]
+    )
+    assert len(report["dropped"]) == 40
+    assert "no room for 40 of 41 chunks, ['m0', 'm1', 'm2', 'm3', 'm4'] and 35 more" in caplog.text
 
 
 def test_an_answer_from_before_is_refined(llm: BlendLLM, nodes: list[NodeWithScore], events: EventLog) -> None:
@@ -399,6 +503,25 @@ class Shouting(BaseOutputParser):
 
     def format(self, query: str) -> str:
         return query + "\nAnswer in capitals."
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"recompute_ratio": 0.3}, r"config is a dict; give a BlendConfig"),
+        (BlendConfig(selector="hkdv"), "selector='hkdv' is unknown"),
+        (BlendConfig(check_layers=(99,)), "99"),
+        (BlendConfig(ram_bytes=1), "ram_bytes=1 cannot be set for one call"),
+    ],
+)
+def test_wrong_settings_are_said_before_a_question(make_llm: MakeLLM, config: Any, said: str) -> None:
+    llm = make_llm()
+    with pytest.raises(ConfigError, match=said):
+        BlendSynthesizer(llm=llm, config=config)
+    retriever = SummaryIndex([]).as_retriever()
+    for engine in (BlendContextChatEngine, BlendCondensePlusContextChatEngine):
+        with pytest.raises(ConfigError, match=said):
+            engine.from_defaults(retriever, llm=llm, config=config)
 
 
 def test_output_parsers(make_llm: MakeLLM, nodes: list[NodeWithScore]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from llama_index.core import Document, StorageContext, VectorStoreIndex, load_index_from_storage
+from llama_index.core import Document, Settings, StorageContext, VectorStoreIndex, load_index_from_storage
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import BaseNode, MetadataMode, NodeRelationship, RelatedNodeInfo, TextNode
@@ -307,6 +307,20 @@ def test_progress(
 def test_only_vector_stores_are_wrapped(engine: BlendEngine, chroma: ChromaVectorStore) -> None:
     with pytest.raises(ConfigError, match="ChromaVectorStore"):
         BlendVectorStore(chroma.client, engine=engine)
+
+
+def test_the_engine_is_the_models_or_that_of_the_settings(
+    llm: BlendLLM, chroma: ChromaVectorStore, embedding: WordEmbedding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Settings, "_llm", None)
+    with pytest.raises(ConfigError, match="nobody says which engine"):
+        BlendVectorStore(chroma)
+    with pytest.raises(ConfigError, match="engine='reference' is a str, which computes no KV"):
+        BlendVectorStore(chroma, engine="reference")  # type: ignore[arg-type]
+    given = BlendVectorStore(chroma, engine=llm)
+    assert given.add(some_nodes(embedding)) and len(known(llm.engine)) == 5
+    monkeypatch.setattr(Settings, "_llm", llm)
+    assert BlendVectorStore(chroma).engine is given.engine is llm.engine
 
 
 class Unlisted(BasePydanticVectorStore):

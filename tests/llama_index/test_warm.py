@@ -12,7 +12,7 @@ from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.core.vector_stores.types import BasePydanticVectorStore
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
-from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag import BlendConfig, BlendEngine, Chunk
 from cacheblend_rag.errors import ConfigError, StoreError
 from llama_index_cacheblend import BlendLLM, BlendSynthesizer, BlendVectorStore, warm_index
 
@@ -129,6 +129,49 @@ def test_the_engine_is_that_of_the_store_or_of_the_settings(
     index._vector_store = BlendVectorStore(index.vector_store, engine=llm.engine)
     assert warm_index(index).encoded == 5
     assert len(llm.engine.ids()) == 5
+    assert warm_index(index, engine=llm).unchanged == 5
+    with pytest.raises(ConfigError, match=r"engine='reference' is a str.*engine=llm\.engine"):
+        warm_index(index, engine="reference")  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="positional"):
+        warm_index(index, llm.engine)  # type: ignore[call-overload]
+
+
+def test_every_node_is_counted_once(index: VectorStoreIndex, llm: BlendLLM) -> None:
+    texts = {node.node_id: node.get_content() for node in index.docstore.docs.values()} or {
+        node.node_id: node.get_content() for node in index.vector_store.get_nodes(None)
+    }
+    shown = {node_id: (text if "Mara" not in text else None) for node_id, text in texts.items()}
+    # The same texts are stored under other ids.
+    llm.engine.add([Chunk(text=text, id=f"other-{node_id}") for node_id, text in texts.items()])
+
+    def text_of(node: Any) -> str | None:
+        return shown[node.node_id]
+
+    for named in (4, 0):
+        result = warm_index(index, engine=llm, text_of=text_of)
+        assert (result.nodes, result.encoded, result.named, result.unchanged) == (5, 0, named, 4 - named)
+        assert result.named + result.unchanged + len(result.without_text) + len(result.failed) == result.nodes
+    assert len(result.without_text) == 1
+
+
+def test_a_text_that_cannot_be_read_is_said(
+    index: VectorStoreIndex, llm: BlendLLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    warm_index(index, engine=llm)
+
+    def window(node: Any) -> Any:
+        content = node.get_content()
+        return {}["window"] if "Mara" in content else 3 if "Otto" in content else content
+
+    result = warm_index(index, engine=llm, text_of=window)
+    reasons = sorted(result.failed.values(), key=lambda reason: "KeyError" not in reason)
+    assert (len(reasons), result.encoded, result.without_text) == (2, 3, ())
+    assert "cannot be read: window raised KeyError('window')" in reasons[0]
+    assert "must be a text or None, and window returned an object of type int" in reasons[1]
+    assert "2 of 5 nodes are stored without KV" in caplog.text
+    # What their ids stood for before is gone.
+    assert not set(result.failed) & set(llm.engine.ids())
+    assert len(llm.engine.ids()) == 3
 
 
 def test_the_text_is_that_of_the_caller_or_of_the_store(index: VectorStoreIndex, llm: BlendLLM) -> None:
@@ -137,17 +180,20 @@ def test_the_text_is_that_of_the_caller_or_of_the_store(index: VectorStoreIndex,
 
     index._vector_store = BlendVectorStore(index.vector_store, engine=llm.engine, text_of=loud)
     assert warm_index(index).encoded == 5
-    assert warm_index(index, loud).unchanged == 5
-    assert warm_index(index, lambda node: node.get_content()).encoded == 5
-    result = warm_index(index, lambda node: "" if "Mara" in node.get_content() else "It.")
+    assert warm_index(index, text_of=loud).unchanged == 5
+    assert warm_index(index, text_of=lambda node: node.get_content()).encoded == 5
+    result = warm_index(index, text_of=lambda node: "" if "Mara" in node.get_content() else "It.")
     assert len(result.without_text) == 1
     # Four nodes of one text.
-    assert (result.nodes, result.encoded, result.unchanged) == (5, 1, 0)
+    assert (result.nodes, result.encoded, result.named, result.unchanged) == (5, 1, 4, 0)
     assert len(llm.engine.ids()) == 4
 
 
 def test_what_cannot_be_encoded_is_said(index: VectorStoreIndex, llm: BlendLLM, chroma: ChromaVectorStore) -> None:
-    result = warm_index(index, lambda node: "word " * (2000 if "Mara" in node.get_content() else 1), engine=llm.engine)
+    def text_of(node: Any) -> str:
+        return "word " * (2000 if "Mara" in node.get_content() else 1)
+
+    result = warm_index(index, engine=llm.engine, text_of=text_of)
     [reason] = result.failed.values()
     assert "4000 tokens" in reason
     assert len(llm.engine.ids()) == 4

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import shutil
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from cacheblend_rag.cli import app
+from cacheblend_rag.errors import StoreError
 from cacheblend_rag.store import KVStore, check_store, open_store
+from cacheblend_rag.store.folder import StoreFolder
 from tests.store.kit import files_of, key_of, make_kv, read, record, same
 
 Damage = Callable[[Path], None]
@@ -113,6 +119,23 @@ def test_foreign_file_is_reported_and_left(folder: Path) -> None:
     (folder / "kv" / "notes.txt").write_text("x")
     assert "move it away" in check_store(folder, repair=True).problems[0]
     assert (folder / "kv" / "notes.txt").exists()
+
+
+def test_the_error_of_a_damaged_index_says_how_it_is_mended(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    moved = Path(shutil.copytree(folder, tmp_path_factory.mktemp("elsewhere") / "two words"))
+    (moved / "index.sqlite").write_bytes(b"hello" * 3000)
+    with pytest.raises(StoreError, match="is damaged") as error:
+        open_store(moved, 0).stats()
+    said = re.search("`cacheblend-rag (.*)`", str(error.value))
+    assert said is not None
+    result = CliRunner().invoke(app, shlex.split(said[1]))
+    assert result.exit_code == 0, result.output
+    assert check_store(moved).is_clean
+    with pytest.raises(StoreError, match="is no file name") as error:
+        StoreFolder(moved).file_path("../x")
+    assert f"--store '{moved}'" in str(error.value)
 
 
 @pytest.mark.parametrize("how", ["zeros", "cut", "text"])

@@ -35,7 +35,7 @@ class _BlendChat:
         self, retriever: BaseRetriever, llm: Any, *args: Any, config: BlendConfig | None = None, **kwargs: Any
     ) -> None:
         model = _blend_llm(llm)
-        self._config = config
+        self._config = _checked(model, config)
         self._conversation = model.engine.conversation()
         self._condensing = model.engine.conversation()
         self._talking = model.in_conversation(self._conversation)
@@ -91,7 +91,7 @@ class _BlendChat:
                 tokenizer_fn=model.engine.tokenizer.encode,
             )
         made = super().from_defaults(retriever, chat_history=chat_history, memory=memory, llm=model, **kwargs)  # type: ignore[misc]
-        made._config = config
+        made._config = _checked(model, config)
         return made
 
     @property
@@ -204,6 +204,13 @@ class BlendCondensePlusContextChatEngine(_BlendChat, CondensePlusContextChatEngi
     As `BlendContextChatEngine`, but a message is first made a question of its own, by the model and the history, and that
     question retrieves. Parameters and errors are the same, `CondensePlusContextChatEngine` in the place of `ContextChatEngine`.
     """
+
+
+def _checked(model: BlendLLM, config: BlendConfig | None) -> BlendConfig | None:
+    """Return settings, of which a wrong one is said now and not by the first message."""
+    if config is not None:
+        model.engine.check_config(config)
+    return config
 
 
 def _blend_llm(llm: Any) -> BlendLLM:

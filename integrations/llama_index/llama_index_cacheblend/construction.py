@@ -5,17 +5,50 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from llama_index.core.settings import Settings
+
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["engine_name", "make_engine"]
+__all__ = ["engine_name", "find_engine", "make_engine"]
+
+
+def find_engine(engine: Any) -> BlendEngine:
+    """Return the engine that an argument named ``engine`` means.
+
+    Parameters
+    ----------
+    engine : BlendEngine, BlendLLM or None
+        An engine, or what has one; None for that of ``Settings.llm``.
+
+    Returns
+    -------
+    BlendEngine
+        The engine.
+
+    Raises
+    ------
+    ConfigError
+        If it is none.
+    """
+    # `Settings.llm` would make a default model where none is set.
+    given = Settings._llm if engine is None else engine
+    found = given if isinstance(given, BlendEngine) else getattr(given, "engine", None)
+    if not isinstance(found, BlendEngine):
+        what = (
+            "nobody says which engine computes the KV"
+            if engine is None
+            else f"engine={str(engine)[:80]!r} is a {type(engine).__name__}, which computes no KV"
+        )
+        raise ConfigError(f"{what}; pass engine=llm.engine, or set Settings.llm to a BlendLLM")
+    return found
 
 
 def make_engine(
     model: Any,
     tokenizer: Any,
-    engine: BlendEngine | None,
+    engine: Any,
     config: BlendConfig | None,
     store: Any,
     model_kwargs: dict[str, Any] | None,
@@ -28,7 +61,7 @@ def make_engine(
         "reference", a Hugging Face id, a folder, or a model object.
     tokenizer : Any, optional
         The tokenizer of a model object.
-    engine : BlendEngine, optional
+    engine : BlendEngine or BlendLLM, optional
         An engine to share, instead of all others.
     config : BlendConfig, optional
         Settings.
@@ -45,7 +78,7 @@ def make_engine(
     Raises
     ------
     ConfigError
-        If the arguments contradict each other.
+        If the arguments contradict each other, or `engine` is none.
     """
     if (model is None) == (engine is None):
         raise ConfigError(
@@ -62,7 +95,7 @@ def make_engine(
                 raise ConfigError(
                     f"{name} belongs to the engine; give it to BlendEngine, not to BlendLLM beside engine="
                 )
-        return engine
+        return find_engine(engine)
     if isinstance(model, str | Path):
         if tokenizer is not None:
             raise ConfigError(

@@ -40,7 +40,9 @@ class ContextPrompt:
     blend : BlendPrompt
         The same prompt with its chunks told apart.
     left_over : tuple of Chunk
-        Chunks, from the first for which there was no room on.
+        Chunks for further prompts, if there are to be some: from the first for which there was no room on.
+    dropped : tuple of Chunk
+        Chunks for which there is no room, in further prompts either.
     fallback_reason : str or None
         Why the chunks could not be told apart, in which case the prompt is computed as a whole.
     """
@@ -50,6 +52,7 @@ class ContextPrompt:
     context: str
     blend: BlendPrompt
     left_over: tuple[Chunk, ...] = ()
+    dropped: tuple[Chunk, ...] = ()
     fallback_reason: str | None = None
 
 
@@ -61,6 +64,7 @@ def make_context_prompt(
     *,
     variable: str = "context_str",
     limit: int | None = None,
+    refines: bool = False,
     structured: bool = False,
 ) -> ContextPrompt:
     """Fill a template with chunks as its context.
@@ -79,35 +83,37 @@ def make_context_prompt(
         The variable for the context.
     limit : int, optional
         Most tokens of the prompt.
+    refines : bool
+        Whether further prompts take, in order, what this one has no room for.
     structured : bool
         Whether the template asks for an object.
 
     Returns
     -------
     ContextPrompt
-        The prompt. It holds the chunks up to the first for which there is no room, whole.
+        The prompt. It holds all chunks for which there is room, whole and in their order; where it `refines`, those up to the
+        first that has to wait for the next prompt.
 
     Raises
     ------
     PromptTooLongError
-        If there is not even room for the first chunk.
+        If there is room for none of the chunks, or not even for what stands around them.
     """
     if isinstance(template, PMLPromptTemplate):
         return _of_schema(llm, template, chunks, values, variable, limit)
     # The template is filled twice: where a mark that nobody can have written comes out, the context comes out too.
     mark = f"CACHEBLEND-{uuid.uuid4().hex}"
     parts = llm.render(template, structured, **values, **{variable: mark})[0].split(mark)
-    kept = _fitting(llm, parts, chunks, limit)
+    kept, left_over, dropped = _fitting(llm, parts, chunks, limit, refines)
     context = SEPARATOR.join(chunk.text for chunk in kept)
     text, messages = llm.render(template, structured, **values, **{variable: context})
-    left_over = tuple(chunks[len(kept) :])
     # A template's function, output parser or prompt function may change the context instead of just placing it.
     if len(parts) > 1 and context.join(parts) == text:
-        return ContextPrompt(text, messages, context, BlendPrompt(segments=_segments(parts, kept)), left_over)
+        return ContextPrompt(text, messages, context, BlendPrompt(segments=_segments(parts, kept)), left_over, dropped)
     what = f"changes {{{variable}}}" if len(parts) > 1 else f"has no {{{variable}}}, or changes it"
     reason = f"the template {what}, so the chunks cannot be told apart in the prompt"
     logger.warning("%s; it is prefilled as a whole", reason)
-    return ContextPrompt(text, messages, context, BlendPrompt(segments=[text]), left_over, reason)
+    return ContextPrompt(text, messages, context, BlendPrompt(segments=[text]), left_over, dropped, reason)
 
 
 def _of_schema(
@@ -150,27 +156,45 @@ def _segments(parts: Sequence[str], chunks: Sequence[Chunk]) -> list[Segment]:
     return segments
 
 
-def _fitting(llm: BlendLLM, parts: Sequence[str], chunks: Sequence[Chunk], limit: int | None) -> Sequence[Chunk]:
-    """Return the chunks from the first on for which a prompt of `limit` tokens has room, beside its other text."""
+def _fitting(
+    llm: BlendLLM, parts: Sequence[str], chunks: Sequence[Chunk], limit: int | None, refines: bool
+) -> tuple[Sequence[Chunk], tuple[Chunk, ...], tuple[Chunk, ...]]:
+    """Return the chunks for which a prompt of `limit` tokens has room beside its other text, those that wait, and the others."""
     times = len(parts) - 1
     if limit is None or not times or not chunks:
-        return chunks
+        return chunks, (), ()
     ids = llm.engine.tokenizer
     around = 1 + sum(len(ids(part, add_special_tokens=False)["input_ids"]) for part in parts if part)
     room = limit - around
+    if room < 1:
+        raise PromptTooLongError(
+            f"without any chunk, the prompt (template, chat history and question) has {around} tokens already, and {limit} is "
+            f"the most beside max_new_tokens={llm.max_new_tokens}; shorten the question, keep less of the chat in its memory "
+            "(token_limit), or lower max_new_tokens"
+        )
     separator = len(ids(SEPARATOR, add_special_tokens=False)["input_ids"])
+    sizes = [times * size for size in _sizes(llm, chunks)]
+    kept: list[Chunk] = []
+    left_over: list[Chunk] = []
+    dropped: list[Chunk] = []
     used = 0
-    for number, size in enumerate(_sizes(llm, chunks)):
-        used += times * (size + (separator if number else 0))
-        if used > room:
-            if not number:
-                raise PromptTooLongError(
-                    f"chunk {chunks[0].id!r} has {size} tokens, and of the {limit} that a prompt may have beside "
-                    f"max_new_tokens={llm.max_new_tokens} there are {max(room, 0)} left by template and question, which have "
-                    f"{around}; split documents into shorter chunks, or lower max_new_tokens"
-                )
-            return chunks[:number]
-    return chunks
+    for chunk, size in zip(chunks, sizes, strict=True):
+        more = size + (times * separator if kept else 0)
+        if size > room or (used + more > room and not refines):
+            dropped.append(chunk)
+        elif left_over or used + more > room:
+            left_over.append(chunk)
+        else:
+            kept.append(chunk)
+            used += more
+    if not kept:
+        raise PromptTooLongError(
+            f"chunk {chunks[0].id!r} has {sizes[0] // times} tokens, and of the {limit} that a prompt may have beside "
+            f"max_new_tokens={llm.max_new_tokens} there are {room} left by template and question, which have {around}; "
+            f"{'no other chunk is short enough either; ' if len(chunks) > 1 else ''}split documents into shorter chunks, or "
+            "lower max_new_tokens"
+        )
+    return kept, tuple(left_over), tuple(dropped)
 
 
 def _sizes(llm: BlendLLM, chunks: Sequence[Chunk]) -> list[int]:

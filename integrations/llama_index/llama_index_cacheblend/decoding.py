@@ -59,16 +59,20 @@ def decoding_options(temperature: float, stops: Sequence[str], others: dict[str,
     return options | others
 
 
-def check_length(max_new_tokens: Any) -> int:
+def check_length(max_new_tokens: Any, window: int | None = None) -> int:
     """Return how many tokens an answer may have.
 
     Raises
     ------
     ConfigError
-        If it is no whole number from 1 upwards.
+        If it is no whole number from 1 upwards, or leaves no room for a prompt in the model's window.
     """
     if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens={max_new_tokens!r} must be a whole number from 1 upwards")
+    if window is not None and max_new_tokens >= window:
+        raise ConfigError(
+            f"max_new_tokens={max_new_tokens} leaves no room for a prompt in the model's window of {window} tokens; lower it"
+        )
     return max_new_tokens
 
 

@@ -11,7 +11,7 @@ from llama_index.core.schema import BaseNode
 
 from cacheblend_rag.chunk import Chunk, text_hash
 from cacheblend_rag.engine import AddJob, AddResult, BlendEngine
-from cacheblend_rag.errors import PromptError, StoreError
+from cacheblend_rag.errors import ConfigError, PromptError, StoreError
 from llama_index_cacheblend.neighbours import NeighbourFinder
 from llama_index_cacheblend.nodes import TextOf, llm_text, node_chunks
 
@@ -84,26 +84,40 @@ class NodeEncoder:
         EncodedNodes
             What was done.
         """
-        chunks = node_chunks(nodes, self.text_of)
+        chunks, failed = self._read(nodes)
         with_text = {chunk.id for chunk in chunks}
-        without_text = tuple(node.node_id for node in nodes if node.node_id not in with_text)
-        if without_text:
+        without_text = tuple(node.node_id for node in nodes if node.node_id not in with_text | failed.keys())
+        if without_text or failed:
             # An update may have left them so.
-            self.engine.delete(without_text)
+            self.engine.delete([*without_text, *failed])
         if self._finder is not None:
             chunks = self._finder.with_neighbours(chunks, nodes)
-        failed: dict[str, str] = {}
         try:
             try:
                 done: AddResult | AddJob = self.engine.add(chunks, progress=progress, background=background)
             except PromptError:
-                failed = self._refused(chunks)
+                failed |= self._refused(chunks)
                 chunks = [chunk for chunk in chunks if chunk.id not in failed]
                 done = self.engine.add(chunks, progress=progress, background=background)
         # A full disk, or a device without memory for a batch; torch has no class of its own for what devices raise.
         except (StoreError, MemoryError, RuntimeError) as error:
             return EncodedNodes(None, without_text, failed | self._not_stored(chunks, error))
         return EncodedNodes(done, without_text, failed)
+
+    def _read(self, nodes: Sequence[BaseNode]) -> tuple[list[Chunk], dict[str, str]]:
+        """Return the nodes' chunks, and the nodes of which none can be made, and why."""
+        chunks: list[Chunk] = []
+        failed: dict[str, str] = {}
+        for node in nodes:
+            try:
+                chunks += node_chunks([node], self.text_of)
+            except (ConfigError, PromptError) as error:
+                failed[node.node_id] = str(error)
+        if failed:
+            logger.warning(
+                "%d of %d nodes are stored without KV: %s", len(failed), len(nodes), next(iter(failed.values()))
+            )
+        return chunks, failed
 
     def _refused(self, chunks: Sequence[Chunk]) -> dict[str, str]:
         """Return the chunks that the engine takes from nobody, and why; what their ids stood for before is deleted."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from llama_index.core.types import BaseOutputParser, PydanticProgramMode
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine, BlendStream, Conversation, GenerationResult
+from cacheblend_rag.errors import ConfigError
 from llama_index_cacheblend.construction import engine_name, make_engine
 from llama_index_cacheblend.decoding import check_length, cut_at_stop, decoding_options, read_stream, stop_list
 from llama_index_cacheblend.messages import has_chat_template, render_messages
@@ -53,7 +55,7 @@ class BlendLLM(JSONAnswers):
         "reference", a Hugging Face id, a folder, or a model object.
     tokenizer : Any, optional
         The tokenizer of a model object.
-    engine : BlendEngine, optional
+    engine : BlendEngine or BlendLLM, optional
         An engine to share, instead of `model`.
     config : BlendConfig, optional
         The engine's settings; by default those of the environment.
@@ -98,7 +100,7 @@ class BlendLLM(JSONAnswers):
         model: Any = None,
         *,
         tokenizer: Any = None,
-        engine: BlendEngine | None = None,
+        engine: BlendEngine | BlendLLM | None = None,
         config: BlendConfig | None = None,
         store: Any = None,
         model_kwargs: dict[str, Any] | None = None,
@@ -118,24 +120,42 @@ class BlendLLM(JSONAnswers):
         stops = stop_list(stop)
         decoding_options(temperature, stops, generation_kwargs or {})
         check_length(max_new_tokens)
-        engine = make_engine(model, tokenizer, engine, config, store, model_kwargs)
-        chat = has_chat_template(engine.tokenizer)
+        if model is None and engine is None and model_name is not None:
+            raise ConfigError(
+                f"model_name only says what a model is called in logs; give BlendLLM(model={model_name!r}) to load it"
+            )
+        computing = make_engine(model, tokenizer, engine, config, store, model_kwargs)
+        chat = has_chat_template(computing.tokenizer)
         values: dict[str, Any] = {
-            "model_name": model_name or (str(model) if isinstance(model, str | Path) else engine_name(engine)),
+            "model_name": model_name or (str(model) if isinstance(model, str | Path) else engine_name(computing)),
             "temperature": temperature,
             "max_new_tokens": max_new_tokens,
             "stop": stops,
             "generation_kwargs": generation_kwargs or {},
             "is_chat_model": chat if is_chat_model is None else is_chat_model,
             "system_prompt": system_prompt,
-            "messages_to_prompt": messages_to_prompt or (partial(render_messages, engine.tokenizer) if chat else None),
+            "messages_to_prompt": messages_to_prompt
+            or (partial(render_messages, computing.tokenizer) if chat else None),
             "completion_to_prompt": completion_to_prompt,
             "callback_manager": callback_manager or CallbackManager([]),
             "output_parser": output_parser,
             "pydantic_program_mode": pydantic_program_mode,
         }
         super().__init__(**values)
-        self._engine = engine
+        self._engine = computing
+
+    def __getstate__(self) -> Any:
+        # LlamaIndex's own would leave out the engine, and the copy would say so only when it is asked.
+        raise ConfigError(
+            "a BlendLLM holds the model, which cannot be copied or sent to another process; make one there"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> BlendLLM:
+        """Return a model with settings of its own; the engine, which is the model itself, is shared."""
+        copied = self.model_copy()
+        for name in ("stop", "generation_kwargs"):
+            setattr(copied, name, deepcopy(getattr(self, name), memo))
+        return copied
 
     @classmethod
     def class_name(cls) -> str:

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable
 from llama_index.core.schema import BaseNode, MetadataMode
 
 from cacheblend_rag.chunk import Chunk
+from cacheblend_rag.errors import ConfigError
 
 __all__ = ["TextOf", "llm_text", "node_chunks"]
 
-TextOf = Callable[[BaseNode], str]
-"""Returns what the language model is shown of a node, metadata included; empty for a node that has no text."""
+TextOf = Callable[[BaseNode], str | None]
+"""Returns what the language model is shown of a node, metadata included; empty or None for a node that has no text."""
 
 
 def llm_text(node: BaseNode) -> str:
@@ -46,6 +47,29 @@ def node_chunks(nodes: Iterable[BaseNode], text_of: TextOf = llm_text) -> list[C
     -------
     list of Chunk
         The chunks, in the order of the nodes.
+
+    Raises
+    ------
+    ConfigError
+        If `text_of` raises, or returns anything but a text or None.
     """
-    texts = ((node.node_id, text_of(node).strip()) for node in nodes)
+    texts = ((node.node_id, _read(node, text_of)) for node in nodes)
     return [Chunk(text=text, id=node_id) for node_id, text in texts if text]
+
+
+def _read(node: BaseNode, text_of: TextOf) -> str:
+    name = getattr(text_of, "__name__", type(text_of).__name__)
+    try:
+        text = text_of(node)
+    except Exception as error:
+        raise ConfigError(
+            f"what the language model is shown of node {node.node_id!r} cannot be read: {name} raised {error!r}"
+        ) from error
+    if text is None:
+        return ""
+    if not isinstance(text, str):
+        raise ConfigError(
+            f"what the language model is shown of node {node.node_id!r} must be a text or None, and {name} returned an object "
+            f"of type {type(text).__name__}"
+        )
+    return text.strip()

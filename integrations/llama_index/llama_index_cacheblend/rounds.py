@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from llama_index.core.bridge.pydantic import BaseModel
+
 from cacheblend_rag.chunk import Chunk
 from llama_index_cacheblend.calls import ModelResponse
 from llama_index_cacheblend.context import ContextPrompt
@@ -31,6 +33,10 @@ class Rounds:
         What ``response.metadata["blend"]`` will be.
     earlier_calls : list of dict
         The reports of the calls before the last.
+    dropped : list of Chunk
+        Context that no call has read or will read.
+    last : str, BaseModel or None
+        The answer so far, as it was read from what the model wrote.
     """
 
     query_str: str
@@ -39,6 +45,8 @@ class Rounds:
     answer: str | None
     report: dict[str, Any]
     earlier_calls: list[dict[str, Any]] = field(default_factory=list)
+    dropped: list[Chunk] = field(default_factory=list)
+    last: str | BaseModel | None = None
 
     @property
     def variable(self) -> str:
@@ -50,17 +58,26 @@ class Rounds:
         existing = {} if self.answer is None else {"existing_answer": self.answer}
         return {"query_str": self.query_str, **self.values, **existing}
 
-    def refine(self, prompt: ContextPrompt, response: ModelResponse, answer: str) -> None:
-        """Go on to the chunks that the last prompt had no room for."""
+    def refine(self, prompt: ContextPrompt, response: ModelResponse, answer: str | BaseModel) -> None:
+        """Go on to the chunks that the last prompt left over."""
         # LlamaIndex starts over where a model wrote nothing.
-        self.answer = answer or self.answer
+        self.last = answer or self.last
+        self.answer = self.last.model_dump_json() if isinstance(self.last, BaseModel) else self.last or self.answer
         self.chunks = prompt.left_over
+        self.dropped += prompt.dropped
         self.earlier_calls.append(_call_report(prompt, response))
 
     def end(self, prompt: ContextPrompt, response: ModelResponse) -> None:
         """Fill the report; `response` is the last call's."""
-        self.report.update(_call_report(prompt, response))
-        self.report["dropped"] = [chunk.id for chunk in prompt.left_over]
+        self._fill(_call_report(prompt, response), [*self.dropped, *prompt.dropped])
+
+    def give_up(self) -> None:
+        """Fill the report; the call that answered last is the last, since beside its answer no chunk has room any more."""
+        self._fill(self.earlier_calls.pop(), [*self.dropped, *self.chunks])
+
+    def _fill(self, report: dict[str, Any], dropped: Sequence[Chunk]) -> None:
+        self.report.update(report)
+        self.report["dropped"] = [chunk.id for chunk in dropped]
         self.report["earlier_calls"] = self.earlier_calls
 
 

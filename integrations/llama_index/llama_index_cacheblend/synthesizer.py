@@ -30,9 +30,10 @@ from llama_index.core.settings import Settings
 
 from cacheblend_rag.chunk import Chunk
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.errors import ConfigError, PromptTooLongError
 from llama_index_cacheblend.calls import Caller, ModelResponse, text_of
 from llama_index_cacheblend.context import ContextPrompt, make_context_prompt
+from llama_index_cacheblend.decoding import check_length
 from llama_index_cacheblend.llm import BlendLLM
 from llama_index_cacheblend.nodes import node_chunks
 from llama_index_cacheblend.rounds import Rounds
@@ -43,6 +44,9 @@ __all__ = ["BlendSynthesizer"]
 
 dispatcher = get_dispatcher(__name__)
 logger = logging.getLogger(__name__)
+
+# Nodes that a warning names.
+_SHOWN = 5
 
 
 class BlendSynthesizer(BaseSynthesizer):
@@ -65,8 +69,9 @@ class BlendSynthesizer(BaseSynthesizer):
         The template of the calls after the first, with ``context_msg``, ``query_str`` and ``existing_answer``.
     overflow : {"drop", "refine"}, optional
         What becomes of nodes for which the model's window has no room. They are whole in either case, and in retrieval order.
-        "drop" answers by one call without them; "refine" gives them to further calls, with the answer so far. By default
-        "refine" if a `refine_template` is given, or else "drop".
+        "drop" answers by one call without them; "refine" gives them to further calls, with the answer so far. A node that is
+        too long for a call of its own is dropped in either case. By default "refine" if a `refine_template` is given, or else
+        "drop".
     output_cls : type, optional
         A pydantic model. The answer is one of these, which the model writes as JSON; never a stream.
     config : BlendConfig, optional
@@ -84,7 +89,8 @@ class BlendSynthesizer(BaseSynthesizer):
     Raises
     ------
     ConfigError
-        If the language model cannot blend, or `overflow` is none of the two.
+        If the language model cannot blend, its ``max_new_tokens`` leave no room for a prompt, its engine cannot be given
+        `config`, or `overflow` is none of the two.
     """
 
     def __init__(
@@ -111,6 +117,8 @@ class BlendSynthesizer(BaseSynthesizer):
             )
         if overflow not in (None, "drop", "refine"):
             raise ConfigError(f'overflow={overflow!r} is none of "drop" and "refine"')
+        if config is not None:
+            model.engine.check_config(config)
         if output_cls is not None:
             check_mode(model.pydantic_program_mode)
         helper = prompt_helper or Settings._prompt_helper
@@ -132,6 +140,7 @@ class BlendSynthesizer(BaseSynthesizer):
         self._text_qa_template = text_qa_template or DEFAULT_TEXT_QA_PROMPT_SEL
         self._refine_template = refine_template or DEFAULT_REFINE_PROMPT_SEL
         self._refines = (overflow or ("drop" if refine_template is None else "refine")) == "refine"
+        check_length(model.max_new_tokens, model.engine.window)
 
     def _get_prompts(self) -> PromptDictType:
         return {"text_qa_template": self._text_qa_template, "refine_template": self._refine_template}
@@ -205,15 +214,18 @@ class BlendSynthesizer(BaseSynthesizer):
         StructuredOutputError
             If an object was asked for, and the model wrote something else.
         PromptTooLongError
-            If there is no room for the first chunk of a call.
+            If there is room for none of the chunks, or not even for the question.
         """
         dispatcher.event(GetResponseStartEvent(query_str=query_str, text_chunks=list(text_chunks)))
         rounds = self._rounds(query_str, text_chunks, prev_response, blend_nodes, blend_report, response_kwargs)
-        while self._goes_on(prompt := self._prompt(rounds)):
+        while (prompt := self._prompt(rounds)) is not None and prompt.left_over:
             response = self._caller.call(prompt)
-            rounds.refine(prompt, response, _written(self._answer(response)))
+            rounds.refine(prompt, response, self._answer(response))
         answer: str | BaseModel | Generator[str, None, None]
-        if self._streams:
+        if prompt is None:
+            answer = self._given_up(rounds)
+            answer = _in_one_piece(answer) if self._streams else answer
+        elif self._streams:
             answer = self._caller.stream(prompt, partial(rounds.end, prompt))
         else:
             answer = self._end(rounds, prompt, self._caller.call(prompt))
@@ -233,11 +245,14 @@ class BlendSynthesizer(BaseSynthesizer):
         """Do what `get_response` does."""
         dispatcher.event(GetResponseStartEvent(query_str=query_str, text_chunks=list(text_chunks)))
         rounds = self._rounds(query_str, text_chunks, prev_response, blend_nodes, blend_report, response_kwargs)
-        while self._goes_on(prompt := await asyncio.to_thread(self._prompt, rounds)):
+        while (prompt := await asyncio.to_thread(self._prompt, rounds)) is not None and prompt.left_over:
             response = await self._caller.acall(prompt)
-            rounds.refine(prompt, response, _written(self._answer(response)))
+            rounds.refine(prompt, response, self._answer(response))
         answer: str | BaseModel | AsyncGenerator[str, None]
-        if self._streams:
+        if prompt is None:
+            answer = self._given_up(rounds)
+            answer = _ain_one_piece(answer) if self._streams else answer
+        elif self._streams:
             answer = await self._caller.astream(prompt, partial(rounds.end, prompt))
         else:
             answer = self._end(rounds, prompt, await self._caller.acall(prompt))
@@ -248,10 +263,6 @@ class BlendSynthesizer(BaseSynthesizer):
     def _streams(self) -> bool:
         # An object is there when it is whole, as in compact mode.
         return self._streaming and self._output_cls is None
-
-    def _goes_on(self, prompt: ContextPrompt) -> bool:
-        """Whether further calls follow that of `prompt`."""
-        return self._refines and bool(prompt.left_over)
 
     def _rounds(
         self,
@@ -273,28 +284,31 @@ class BlendSynthesizer(BaseSynthesizer):
         )
         return Rounds(query_str, chunks, values, prev_response, {} if report is None else report)
 
-    def _prompt(self, rounds: Rounds) -> ContextPrompt:
-        """Return the prompt of the next call, and tell LlamaIndex's listeners what its own methods would."""
+    def _prompt(self, rounds: Rounds) -> ContextPrompt | None:
+        """Return the prompt of the next call, and tell LlamaIndex's listeners what its own methods would.
+
+        None where the answer so far leaves no room for any chunk that is left.
+        """
         template = self._text_qa_template if rounds.answer is None else self._refine_template
         asked = template if self._output_cls is None else asking_for(template, self._output_cls)
-        prompt = make_context_prompt(
-            self._model,
-            asked,
-            rounds.chunks,
-            rounds.variables(),
-            variable=rounds.variable,
-            limit=self._limit(),
-            structured=self._output_cls is not None,
-        )
-        if prompt.left_over and not self._refines:
-            logger.warning(
-                "the prompt has no room for %d of %d chunks, %s; retrieve fewer or shorter ones, lower max_new_tokens=%d, or "
-                'give BlendSynthesizer overflow="refine"',
-                len(prompt.left_over),
-                len(rounds.chunks),
-                [chunk.id for chunk in prompt.left_over],
-                self._model.max_new_tokens,
+        try:
+            prompt = make_context_prompt(
+                self._model,
+                asked,
+                rounds.chunks,
+                rounds.variables(),
+                variable=rounds.variable,
+                limit=self._limit(),
+                refines=self._refines,
+                structured=self._output_cls is not None,
             )
+        except PromptTooLongError:
+            if not rounds.earlier_calls:
+                raise
+            self._warn(rounds.chunks, rounds)
+            return None
+        if prompt.dropped:
+            self._warn(prompt.dropped, rounds)
         shown = {**rounds.variables(), rounds.variable: prompt.context}
         if self._output_cls is None:
             dispatcher.event(LLMPredictStartEvent(template=template, template_args=shown))
@@ -305,9 +319,24 @@ class BlendSynthesizer(BaseSynthesizer):
             )
         return prompt
 
+    def _warn(self, dropped: Sequence[Chunk], rounds: Rounds) -> None:
+        ids = [chunk.id for chunk in dropped]
+        logger.warning(
+            "the prompt has no room for %d of %d chunks, %s%s; %s, or lower max_new_tokens=%d",
+            len(ids),
+            len(rounds.chunks),
+            ids[:_SHOWN],
+            f" and {len(ids) - _SHOWN} more" if len(ids) > _SHOWN else "",
+            "split documents into shorter chunks"
+            if self._refines
+            else 'retrieve fewer or shorter ones, give BlendSynthesizer overflow="refine"',
+            self._model.max_new_tokens,
+        )
+
     def _limit(self) -> int | None:
         """Return how many tokens a prompt may have."""
         window = self._model.engine.window
+        check_length(self._model.max_new_tokens, window)
         limits = [] if window is None else [window - self._model.max_new_tokens]
         if self._limited_by is not None:
             limits.append(self._limited_by.context_window - self._limited_by.num_output)
@@ -332,6 +361,14 @@ class BlendSynthesizer(BaseSynthesizer):
         # Where the model wrote nothing, LlamaIndex says so, or keeps what was there before.
         return self._answer(response) or rounds.answer or self._empty_response
 
+    def _given_up(self, rounds: Rounds) -> Any:
+        rounds.give_up()
+        return rounds.last or rounds.answer or self._empty_response
 
-def _written(answer: str | BaseModel) -> str:
-    return answer.model_dump_json() if isinstance(answer, BaseModel) else answer
+
+def _in_one_piece(answer: str) -> Generator[str, None, None]:
+    yield answer
+
+
+async def _ain_one_piece(answer: str) -> AsyncGenerator[str, None]:
+    yield answer

@@ -20,8 +20,10 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
+from llama_index_cacheblend.construction import find_engine
 from llama_index_cacheblend.encoder import NodeEncoder
 from llama_index_cacheblend.inventory import Inventory
+from llama_index_cacheblend.llm import BlendLLM
 from llama_index_cacheblend.neighbours import NeighbourFinder
 from llama_index_cacheblend.nodes import TextOf
 
@@ -41,8 +43,8 @@ class BlendVectorStore(BasePydanticVectorStore):
     ----------
     inner : BasePydanticVectorStore
         The store that keeps and finds the nodes.
-    engine : BlendEngine
-        Where their KV is computed and kept, `BlendLLM.engine` for example.
+    engine : BlendEngine or BlendLLM, optional
+        Where their KV is computed and kept, `BlendLLM.engine` for example; by default that of ``Settings.llm``.
     show_progress : bool
         Whether a bar shows the encoding.
     background : bool
@@ -55,7 +57,7 @@ class BlendVectorStore(BasePydanticVectorStore):
     Raises
     ------
     ConfigError
-        If `inner` is not a vector store of LlamaIndex.
+        If `inner` is not a vector store of LlamaIndex, or there is no engine.
     """
 
     stores_text: bool = True
@@ -70,7 +72,7 @@ class BlendVectorStore(BasePydanticVectorStore):
         self,
         inner: BasePydanticVectorStore,
         *,
-        engine: BlendEngine,
+        engine: BlendEngine | BlendLLM | None = None,
         show_progress: bool = False,
         background: bool = False,
         text_of: TextOf | None = None,
@@ -79,12 +81,13 @@ class BlendVectorStore(BasePydanticVectorStore):
             raise ConfigError(
                 f"inner is a {type(inner).__name__}; give a LlamaIndex vector store, as ChromaVectorStore(chroma_collection=...)"
             )
+        found = find_engine(engine)
         super().__init__(stores_text=inner.stores_text, is_embedding_query=inner.is_embedding_query)
         self._inner = inner
         self._show_progress = show_progress
         self._background = background
         self._inventory = Inventory(inner)
-        self._encoder = NodeEncoder(engine, text_of, NeighbourFinder(inner, engine, self._inventory))
+        self._encoder = NodeEncoder(found, text_of, NeighbourFinder(inner, found, self._inventory))
 
     @classmethod
     def class_name(cls) -> str:

@@ -9,12 +9,12 @@ from typing import Any, Literal, overload
 
 from llama_index.core.indices.base import BaseIndex
 from llama_index.core.schema import BaseNode
-from llama_index.core.settings import Settings
 from llama_index.core.vector_stores.simple import SimpleVectorStore
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from cacheblend_rag.engine import AddJob, AddResult, BlendEngine
 from cacheblend_rag.errors import ConfigError
+from llama_index_cacheblend.construction import find_engine
 from llama_index_cacheblend.encoder import EncodedNodes, NodeEncoder, Progress
 from llama_index_cacheblend.inventory import Inventory
 from llama_index_cacheblend.llm import BlendLLM
@@ -31,14 +31,19 @@ _BATCH = 256
 class WarmResult:
     """What `warm_index` did.
 
+    `named`, `unchanged`, `without_text` and `failed` are the nodes, each counted once.
+
     Attributes
     ----------
     nodes : int
         Nodes of the index.
     encoded : int
         Texts whose KV was computed now.
+    named : int
+        Nodes that are new to the engine, or whose text is; more than were encoded where texts recur or their KV was there
+        already, under another id for example.
     unchanged : int
-        Nodes whose KV was stored already.
+        Nodes that were stored exactly so already.
     tokens : int
         Tokens encoded now.
     without_text : tuple of str
@@ -55,6 +60,7 @@ class WarmResult:
     encoded: int
     unchanged: int
     tokens: int
+    named: int = 0
     without_text: tuple[str, ...] = ()
     failed: dict[str, str] = field(default_factory=dict)
     pruned: int = 0
@@ -114,9 +120,9 @@ class WarmJob:
 @overload
 def warm_index(
     index: BaseIndex[Any],
-    text_of: TextOf | None = ...,
     *,
-    engine: BlendEngine | None = ...,
+    engine: BlendEngine | BlendLLM | None = ...,
+    text_of: TextOf | None = ...,
     nodes: Sequence[BaseNode] | None = ...,
     progress: Progress | None = ...,
     show_progress: bool = ...,
@@ -128,9 +134,9 @@ def warm_index(
 @overload
 def warm_index(
     index: BaseIndex[Any],
-    text_of: TextOf | None = ...,
     *,
-    engine: BlendEngine | None = ...,
+    engine: BlendEngine | BlendLLM | None = ...,
+    text_of: TextOf | None = ...,
     nodes: Sequence[BaseNode] | None = ...,
     progress: Progress | None = ...,
     show_progress: bool = ...,
@@ -141,9 +147,9 @@ def warm_index(
 
 def warm_index(
     index: BaseIndex[Any],
-    text_of: TextOf | None = None,
     *,
-    engine: BlendEngine | None = None,
+    engine: BlendEngine | BlendLLM | None = None,
+    text_of: TextOf | None = None,
     nodes: Sequence[BaseNode] | None = None,
     progress: Progress | None = None,
     show_progress: bool = False,
@@ -160,11 +166,11 @@ def warm_index(
     ----------
     index : BaseIndex
         The index.
+    engine : BlendEngine or BlendLLM, optional
+        Where the KV is computed and kept; by default that of the index's `BlendVectorStore`, or else of ``Settings.llm``.
     text_of : callable, optional
         What the language model is shown of a node, where a postprocessor changes it after retrieval; by default what the index's
         `BlendVectorStore` was given, or else the node's text and metadata as LlamaIndex writes them.
-    engine : BlendEngine, optional
-        Where the KV is computed and kept; by default that of the index's `BlendVectorStore`, or else of ``Settings.llm``.
     nodes : sequence of BaseNode, optional
         The nodes to encode, instead of all of the index.
     progress : callable, optional
@@ -193,7 +199,7 @@ def warm_index(
         raise ConfigError(
             "prune drops what is not in the index, and nodes are only a part of it; leave one of them out"
         )
-    encoder = _encoder(index, text_of, engine)
+    encoder = _encoder(index, text_of, None if engine is None else find_engine(engine))
     found = _nodes(index) if nodes is None else list(nodes)
     pruned = 0
     if prune:
@@ -216,6 +222,7 @@ def warm_index(
         return WarmResult(
             nodes=len(found),
             encoded=sum(result.encoded for result in results),
+            named=sum(result.named for result in results),
             unchanged=sum(result.unchanged for result in results),
             tokens=sum(result.tokens for result in results),
             without_text=tuple(node_id for part in parts for node_id in part.without_text),
@@ -235,15 +242,7 @@ def _encoder(index: BaseIndex[Any], text_of: TextOf | None, engine: BlendEngine 
         if engine is None or engine is store.engine:
             return store.encoder if text_of is None else NodeEncoder(store.engine, text_of)
         text_of = text_of or store.encoder.text_of
-    if engine is None:
-        # `Settings.llm` would make a default model where none is set.
-        model = Settings._llm
-        if not isinstance(model, BlendLLM):
-            raise ConfigError(
-                "nobody says which engine computes the KV; pass engine=llm.engine, or set Settings.llm to a BlendLLM"
-            )
-        engine = model.engine
-    return NodeEncoder(engine, text_of)
+    return NodeEncoder(find_engine(engine), text_of)
 
 
 def _nodes(index: BaseIndex[Any]) -> list[BaseNode]:
