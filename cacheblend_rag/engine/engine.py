@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import threading
@@ -21,6 +20,7 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.controller import Profile, check_attention, check_selector
 from cacheblend_rag.engine.conversation import Conversation, Conversations
 from cacheblend_rag.engine.decode import check_options, decode
+from cacheblend_rag.engine.feed import Feed
 from cacheblend_rag.engine.firsttoken import FirstLogits, last_logits
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PrefillResult
 from cacheblend_rag.engine.guard import Guard
@@ -768,11 +768,15 @@ class BlendEngine:
         config: BlendConfig | None = None,
         **generation_kwargs: Any,
     ) -> list[GenerationResult]:
-        """Answer many prompts as `generate_many` does, in another thread; if cancelled, that ends at the next token."""
+        """Answer many prompts as `generate_many` does, in a thread of its own; if cancelled, that ends at the next token."""
         stop = threading.Event()
-        work = partial(self._generate_many, prompts, max_new_tokens, batch_size, config, generation_kwargs, stop)
+        answers: Feed[None, list[GenerationResult]] = Feed()
+        answers.start(
+            partial(self._generate_many, prompts, max_new_tokens, batch_size, config, generation_kwargs, stop),
+            "cacheblend-many",
+        )
         try:
-            return await asyncio.get_running_loop().run_in_executor(None, work)
+            return await answers.aoutcome()
         finally:
             stop.set()
 

@@ -6,19 +6,21 @@ import asyncio
 import inspect
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from langchain_core.caches import InMemoryCache
 from langchain_core.documents import Document
 from langchain_core.load import dumpd, load
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import ConfigurableField
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, StoppingCriteria
 
-from cacheblend_rag import BlendConfig, BlendEngine, Chunk
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import AnswerTimeoutError, ConfigError
 from langchain_cacheblend import BlendLLM, ChatBlend
 
@@ -207,6 +209,41 @@ def test_a_call_that_takes_too_long_is_given_up(kind: Kind, engine: BlendEngine)
     with pytest.raises(ConfigError, match="dict stands among the documents"):
         llm.invoke("Who?", documents=[{"text": "A text."}])
     assert text_of(llm.invoke("Who?", timeout=60, max_tokens=2))
+
+
+class Held(StoppingCriteria):
+    """Keeps the model busy at its first token, until it is let go."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.go_on = threading.Event()
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.begun.set()
+        self.go_on.wait(60)
+        return torch.tensor([True])
+
+
+@KINDS
+async def test_calls_that_wait_for_the_model_leave_the_loops_threads_to_others(kind: Kind, engine: BlendEngine) -> None:
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+    llm = kind(engine=engine, max_tokens=TOKENS)
+
+    async def read() -> str:
+        return "".join([text_of(piece) async for piece in llm.astream("Who?")])
+
+    held = Held()
+    stream = engine.stream(BlendPrompt("A question"), 4, stopping_criteria=[held])
+    try:
+        held.begun.wait(60)
+        tasks = [asyncio.create_task(each) for _ in range(4) for each in (read(), llm.ainvoke("Who?"))]
+        while sum(thread.name == "cacheblend-stream" for thread in threading.enumerate()) < 9:
+            await asyncio.sleep(0.01)
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 20) == "free"
+    finally:
+        held.go_on.set()
+    assert len({text_of(answer) for answer in await asyncio.gather(*tasks)}) == 1
+    assert stream.result().token_ids
 
 
 @KINDS

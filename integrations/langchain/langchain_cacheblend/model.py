@@ -9,7 +9,7 @@ from typing import Any
 from langchain_core.runnables.config import run_in_executor
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, ValidationError
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, BlendStream, GenerationResult
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, GenerationResult
 from cacheblend_rag.chunk import Segment
 from cacheblend_rag.errors import ConfigError
 from langchain_cacheblend.answer import Answer, Call
@@ -155,26 +155,13 @@ class BlendModel(AnswersTogether, BaseModel):
         # A stream, so that a cancelled task does not leave the engine busy with an answer that nobody waits for.
         stream = await run_in_executor(None, self.engine.stream, call.prompt, **call.options)
         try:
-            return self._finished(call, await run_in_executor(None, stream.result))
+            return self._finished(call, await stream.aresult())
         finally:
             stream.close()
 
     def _pieces(self, call: Call) -> Iterator[str | Answer]:
         """Yield the answer piece by piece, and at the end as a whole."""
-        return self._shown(call, self.engine.stream(call.prompt, **call.options))
-
-    async def _apieces(self, make_call: Callable[[], Call]) -> AsyncIterator[str | Answer]:
-        call = await run_in_executor(None, make_call)
-        stream = await run_in_executor(None, self.engine.stream, call.prompt, **call.options)
-        try:
-            pieces = self._shown(call, stream)
-            while (piece := await run_in_executor(None, next, pieces, None)) is not None:
-                yield piece
-        finally:
-            # At once, where the task is cancelled: the thread that waits for a piece sees the end then.
-            stream.close()
-
-    def _shown(self, call: Call, stream: BlendStream) -> Iterator[str | Answer]:
+        stream = self.engine.stream(call.prompt, **call.options)
         gate = TextGate(call.stop)
         try:
             for piece in stream:
@@ -185,6 +172,22 @@ class BlendModel(AnswersTogether, BaseModel):
             if rest:
                 yield rest
             yield self._finished(call, stream.result())
+        finally:
+            stream.close()
+
+    async def _apieces(self, make_call: Callable[[], Call]) -> AsyncIterator[str | Answer]:
+        call = await run_in_executor(None, make_call)
+        stream = await run_in_executor(None, self.engine.stream, call.prompt, **call.options)
+        gate = TextGate(call.stop)
+        try:
+            async for piece in stream:
+                shown = gate.pass_on(piece)
+                if shown:
+                    yield shown
+            rest = gate.rest()
+            if rest:
+                yield rest
+            yield self._finished(call, await stream.aresult())
         finally:
             stream.close()
 
