@@ -21,8 +21,8 @@ from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.chunk import text_hash
-from cacheblend_rag.errors import CacheBlendError, ConfigError, PromptTooLongError
-from langchain_cacheblend import BlendRetriever, BlendVectorStore, warm
+from cacheblend_rag.errors import ConfigError, PromptError, StoreFullError
+from langchain_cacheblend import BlendLLM, BlendRetriever, BlendVectorStore, warm
 from langchain_cacheblend.inventory import Inventory
 
 INNER: dict[str, Callable[[Embeddings], VectorStore]] = {
@@ -181,17 +181,51 @@ def test_from_documents(embedding: Embeddings, engine: BlendEngine, chunks: dict
         BlendVectorStore.from_texts(["a text"], DeterministicFakeEmbedding(size=26), inner=inner, engine=engine)
 
 
-def test_texts_that_cannot_be_encoded(store: BlendVectorStore, chunks: dict[str, str]) -> None:
+def test_texts_that_cannot_be_encoded(
+    store: BlendVectorStore, chunks: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
     store.add_texts(chunks.values(), ids=list(chunks))
     clear_for(store, ["goat"])
     store.add_texts(["   ", "A second text, with letters."], ids=["goat", "second"])
     assert set(store.engine.ids()) == {"mara", "works", "house", "second"}
     clear_for(store, ["house"])
-    with pytest.raises(PromptTooLongError):
-        store.add_texts(["word " * 3000, "Yet another text."], ids=["house", "third"])
+    added = store.add_texts(["word " * 3000, "Yet another text."], ids=["house", "third"])
+    assert added == ["house", "third"]
     # The inner store has replaced its text, so the old one's KV is gone.
-    assert set(store.engine.ids()) == {"mara", "works", "second"}
-    assert isinstance(PromptTooLongError("x"), CacheBlendError)
+    assert set(store.engine.ids()) == {"mara", "works", "second", "third"}
+    assert "house is stored without KV: chunk 'house' has" in caplog.text
+    assert set(contents(store, added)) == {"house", "third"}
+    store.engine.delete(["third"])
+    warm(store)
+    assert set(store.engine.ids()) == {"mara", "works", "second", "third"}
+
+
+def test_half_a_character_keeps_no_other_text_from_being_encoded(
+    embedding: Embeddings, engine: BlendEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = BlendVectorStore(InMemoryVectorStore(embedding), engine=engine)
+    store.add_texts(["A text before.", "Another text."], ids=["a", "b"])
+    store.add_texts(["A text \ud83d after.", "A third text."], ids=["a", "c"])
+    assert set(engine.ids()) == {"b", "c"}
+    assert "a is stored without KV" in caplog.text
+    with pytest.raises(PromptError, match="at character 5, half of a UTF-16 pair"):
+        BlendLLM(engine=engine).invoke("What \ud83d?")
+
+
+@pytest.mark.parametrize("error", [StoreFullError("no room"), KeyboardInterrupt()])
+def test_what_was_replaced_is_forgotten_however_encoding_ends(
+    error: BaseException, embedding: Embeddings, engine: BlendEngine
+) -> None:
+    store = BlendVectorStore(InMemoryVectorStore(embedding), engine=engine)
+    store.add_texts(["A text before.", "Another text."], ids=["a", "b"])
+
+    def interrupted(done: int, total: int) -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        store.encode(["b", "a"], ["Another text, changed.", "A text " * 300], progress=interrupted)
+    held = {record.id: record.text_hash for record in engine.records(["a", "b"]) if record is not None}
+    assert held.items() <= {("b", text_hash("Another text, changed.")), ("a", text_hash("A text " * 300))}
 
 
 def kept(store: BlendVectorStore) -> set[str]:

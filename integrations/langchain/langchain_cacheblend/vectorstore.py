@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -14,12 +15,14 @@ from langchain_core.vectorstores import VectorStore
 from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.chunk import text_hash
 from cacheblend_rag.engine import AddJob, AddResult
-from cacheblend_rag.errors import CacheBlendError, ConfigError
+from cacheblend_rag.errors import ConfigError, PromptError
 from langchain_cacheblend.inventory import Inventory
 from langchain_cacheblend.retriever import BlendVectorStoreRetriever
 from langchain_cacheblend.search import SearchesInner
 
 __all__ = ["BlendVectorStore"]
+
+logger = logging.getLogger(__name__)
 
 
 class BlendVectorStore(SearchesInner):
@@ -56,6 +59,9 @@ class BlendVectorStore(SearchesInner):
     ) -> list[str]:
         """Add texts to the inner store, then encode them.
 
+        A text that the model cannot be given, because it is longer than the window or holds half a character, is stored without
+        KV, and a warning names it.
+
         Returns
         -------
         list of str
@@ -63,10 +69,9 @@ class BlendVectorStore(SearchesInner):
 
         Raises
         ------
-        PromptTooLongError
-            If a text does not fit the model's window. The inner store has it by then, and nothing of it is encoded.
         StoreError
-            If the KV cannot be stored. The inner store has the texts by then; adding them again completes it.
+            If the KV cannot be stored. The inner store has the texts by then, so do not add them again: `warm` encodes what is
+            left.
         """
         texts = list(texts)
         # Not every store takes ids=None as if it were left out.
@@ -175,7 +180,7 @@ class BlendVectorStore(SearchesInner):
         Parameters
         ----------
         ids, texts : sequence of str
-            As many of one as of the other. A text that is blank has no KV.
+            As many of one as of the other. A text that is blank has no KV, nor one that the model cannot be given.
         metadatas : sequence of dict, optional
             One for each text; those of one "source" are neighbours.
         progress : callable, optional
@@ -193,8 +198,11 @@ class BlendVectorStore(SearchesInner):
         if blank:
             self.engine.delete(blank)
         try:
-            return self.engine.add(chunks, progress=progress, background=self.background)
-        except CacheBlendError:
+            try:
+                return self.engine.add(chunks, progress=progress, background=self.background)
+            except PromptError:
+                return self.engine.add(self._served(chunks), progress=progress, background=self.background)
+        except BaseException:
             # Rather no chunk under an id than the text that the inner store has just replaced.
             records = self.engine.records([chunk.id for chunk in chunks if chunk.id])
             self.engine.delete(
@@ -279,6 +287,15 @@ class BlendVectorStore(SearchesInner):
             raise ConfigError(f"{name} gave {len(ids)} ids for {len(texts)} texts, so the chunks cannot be named")
         self.encode(ids, texts, metadatas)
         return ids
+
+    def _served(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """Return the chunks that the engine takes; what the ids of the others stood for before is forgotten."""
+        refusals = list(zip(chunks, self.engine.refusals(chunks), strict=True))
+        for chunk, refusal in refusals:
+            if refusal is not None:
+                logger.warning("document %s is stored without KV: %s", chunk.id, refusal)
+        self.engine.delete(chunk.id for chunk, refusal in refusals if refusal is not None and chunk.id)
+        return [chunk for chunk, refusal in refusals if refusal is None]
 
     def _same_source(self, ids: Sequence[str], metadatas: Sequence[dict[str, Any]] | None) -> dict[str, list[str]]:
         """Return of each document the ones before it that have the same "source", of the first one those behind it.
