@@ -122,7 +122,6 @@ def decode(
     def forward(cache: BlendCache | None, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         if stop.is_set() or (streamer is not None and not threading.main_thread().is_alive()):
             # Closed while it waited for the model: nobody needs its prefill.
-            streamer.end()
             return torch.empty(0, dtype=torch.int64)
         if streamer is not None:
             # A second attempt, after damaged KV, hands the streamer the prompt again, which is not to be shown.

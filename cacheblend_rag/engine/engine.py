@@ -678,6 +678,7 @@ class BlendEngine:
         *,
         config: BlendConfig | None = None,
         conversation: Conversation | None = None,
+        wait_s: float | None = None,
         **generation_kwargs: Any,
     ) -> GenerationResult:
         """Answer a prompt.
@@ -692,6 +693,8 @@ class BlendEngine:
             Blending settings for this call.
         conversation : Conversation, optional
             The conversation that this is a turn of (`conversation`).
+        wait_s : float, optional
+            Most seconds to wait for the model while other calls have it; by default as long as it takes.
         **generation_kwargs : Any
             Options of transformers' ``generate``, which does the decoding: sampling, stop strings, processors and so
             on.
@@ -705,11 +708,14 @@ class BlendEngine:
         ------
         PromptError
             If the prompt cannot be served.
+        AnswerTimeoutError
+            If the model was not free within `wait_s`.
         ConfigError
             If an option cannot be combined with blending.
         """
         check_options(max_new_tokens, generation_kwargs)
         run = self._begin(prompt, config, conversation)
+        run.wait_until = _until(run.started, wait_s)
         return self._decode(run, max_new_tokens, generation_kwargs, threading.Event(), None, self.guard.watch(run))
 
     def generate_many(
@@ -719,6 +725,7 @@ class BlendEngine:
         *,
         batch_size: int | None = None,
         config: BlendConfig | None = None,
+        wait_s: float | None = None,
         **generation_kwargs: Any,
     ) -> list[GenerationResult]:
         """Answer many prompts, which is faster than one after the other.
@@ -742,6 +749,8 @@ class BlendEngine:
             Most prompts that are decoded together; by default as many as `config.decode_batch_tokens` allows.
         config : BlendConfig, optional
             Blending settings for this call.
+        wait_s : float, optional
+            Most seconds to wait for the model while other calls have it; by default as long as it takes.
         **generation_kwargs : Any
             Options of transformers' ``generate``.
 
@@ -754,10 +763,14 @@ class BlendEngine:
         ------
         PromptError
             If a prompt cannot be served.
+        AnswerTimeoutError
+            If the model was not free within `wait_s`.
         ConfigError
             If an option cannot be combined with blending, or `batch_size` is below 1.
         """
-        return self._generate_many(prompts, max_new_tokens, batch_size, config, generation_kwargs, threading.Event())
+        return self._generate_many(
+            prompts, max_new_tokens, batch_size, config, wait_s, generation_kwargs, threading.Event()
+        )
 
     async def agenerate_many(
         self,
@@ -766,13 +779,14 @@ class BlendEngine:
         *,
         batch_size: int | None = None,
         config: BlendConfig | None = None,
+        wait_s: float | None = None,
         **generation_kwargs: Any,
     ) -> list[GenerationResult]:
         """Answer many prompts as `generate_many` does, in a thread of its own; if cancelled, that ends at the next token."""
         stop = threading.Event()
         answers: Feed[None, list[GenerationResult]] = Feed()
         answers.start(
-            partial(self._generate_many, prompts, max_new_tokens, batch_size, config, generation_kwargs, stop),
+            partial(self._generate_many, prompts, max_new_tokens, batch_size, config, wait_s, generation_kwargs, stop),
             "cacheblend-many",
         )
         try:
@@ -786,6 +800,7 @@ class BlendEngine:
         max_new_tokens: int | None,
         batch_size: int | None,
         config: BlendConfig | None,
+        wait_s: float | None,
         options: dict[str, Any],
         stop: threading.Event,
     ) -> list[GenerationResult]:
@@ -798,6 +813,7 @@ class BlendEngine:
         runs = [self._begin(prompt, config) for prompt in prompts]
         for run in runs:
             run.started = started
+            run.wait_until = _until(started, wait_s)
         firsts = [self.guard.watch(run) for run in runs]
         results: dict[int, GenerationResult] = {}
         for index, result in self._many.answer(runs, max_new_tokens, batch_size, options, stop, firsts):
@@ -815,6 +831,7 @@ class BlendEngine:
         *,
         config: BlendConfig | None = None,
         conversation: Conversation | None = None,
+        wait_s: float | None = None,
         **generation_kwargs: Any,
     ) -> BlendStream:
         """Answer a prompt piece by piece; takes and raises what `generate` does, prompt errors at once.
@@ -826,6 +843,7 @@ class BlendEngine:
         """
         check_options(max_new_tokens, generation_kwargs)
         run = self._begin(prompt, config, conversation)
+        run.wait_until = _until(run.started, wait_s)
         first = self.guard.watch(run)
 
         def generate(streamer: Any, stop: threading.Event) -> GenerationResult:
@@ -942,3 +960,11 @@ def _id_list(ids: Iterable[str]) -> list[str]:
     if isinstance(ids, str):
         raise ConfigError(f"ids is the string {ids[:40]!r}; give a list of ids")
     return list(ids)
+
+
+def _until(started: float, wait_s: float | None) -> float | None:
+    if wait_s is None:
+        return None
+    if not isinstance(wait_s, int | float) or not 0 <= wait_s < math.inf:
+        raise ConfigError(f"wait_s={wait_s!r} must be a number of seconds from 0 upwards; leave it out for no limit")
+    return started + wait_s

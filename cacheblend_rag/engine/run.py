@@ -101,6 +101,8 @@ class PromptRun:
         What was generated, once that is over.
     sources : SourceAttention or None
         What the answer attended to, where that is asked for.
+    wait_until : float or None
+        Until when it waits for the model, by `time.perf_counter`; None for as long as it takes.
     """
 
     prompt: AssembledPrompt
@@ -132,6 +134,7 @@ class PromptRun:
     resumed: Resumption | None = None
     output_ids: tuple[int, ...] = ()
     sources: SourceAttention | None = None
+    wait_until: float | None = None
 
     @property
     def layout(self) -> PromptLayout:
@@ -301,7 +304,7 @@ class Runner:
                     f"the prompt places its segments, and {type(self._model).__name__} takes no positions; leave positions out"
                 )
             inputs["position_ids"] = torch.tensor([layout.positions], device=self._model.device)
-        with self.lock, torch.no_grad():
+        with self.lock.within(run.wait_until), torch.no_grad():
             resets = 0 if run.conversation is None else run.conversation.resets
             while True:
                 readers = self._prepare(run)
@@ -517,7 +520,7 @@ class Runner:
         return self._encoder.plan(lengths)
 
     def encode(
-        self, token_ids: Sequence[Sequence[int]], *, patient: bool = False
+        self, token_ids: Sequence[Sequence[int]], *, patient: bool = False, until: float | None = None
     ) -> Iterator[list[tuple[int, ChunkKV]]]:
         """Compute the KV of chunks, giving way to prompts between batches; yields as `Encoder.encode` does.
 
@@ -527,11 +530,13 @@ class Runner:
             Token ids of each chunk.
         patient : bool
             Whether all prompts that wait go first, rather than those that came first.
+        until : float, optional
+            When to give up waiting for the model, by `time.perf_counter`.
         """
         assert self._encoder is not None
         batches = self._encoder.encode(token_ids)
         while True:
-            with self.lock.after_others() if patient else self.lock:
+            with self.lock.after_others() if patient else self.lock.within(until):
                 batch = next(batches, None)
             if batch is None:
                 return
@@ -572,7 +577,8 @@ class Runner:
                     missing.setdefault(chunk.key, []).append((run, chunk))
         keys = list(missing)
         started = time.perf_counter()
-        for batch in self.encode([missing[key][0][1].token_ids for key in keys]) if keys else ():
+        until = min((run.wait_until for run in runs if run.wait_until is not None), default=None)
+        for batch in self.encode([missing[key][0][1].token_ids for key in keys], until=until) if keys else ():
             for index, kv in batch:
                 wanted = missing[keys[index]]
                 self._keep([chunk for _, chunk in wanted], kv)
@@ -590,7 +596,7 @@ class Runner:
             return False
         if ratio != "auto":
             return True
-        with self.lock:
+        with self.lock.within(run.wait_until):
             return self.controller().choose(config, layout, None).fallback_reason is None
 
     def _open_all(self, run: PromptRun) -> dict[str, KVReader | None]:

@@ -225,6 +225,24 @@ class Held(StoppingCriteria):
 
 
 @KINDS
+async def test_a_call_that_waits_for_the_model_too_long_is_given_up(kind: Kind, engine: BlendEngine) -> None:
+    held = Held()
+    stream = engine.stream(BlendPrompt("A question"), 4, stopping_criteria=[held])
+    held.begun.wait(60)
+    llm = kind(engine=engine, max_tokens=TOKENS, timeout=0.05)
+    try:
+        for ask in (lambda: llm.invoke("Who?"), lambda: list(llm.stream("Who?")), lambda: llm.batch(["Who?", "Why?"])):
+            with pytest.raises(AnswerTimeoutError, match="other calls had the model"):
+                ask()
+        with pytest.raises(AnswerTimeoutError, match="other calls had the model"):
+            await llm.ainvoke("Who?")
+    finally:
+        held.go_on.set()
+    assert stream.result().token_ids
+    assert text_of(llm.invoke("Who?", timeout=60))
+
+
+@KINDS
 async def test_calls_that_wait_for_the_model_leave_the_loops_threads_to_others(kind: Kind, engine: BlendEngine) -> None:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
     llm = kind(engine=engine, max_tokens=TOKENS)

@@ -44,7 +44,8 @@ class BlendModel(AnswersTogether, BaseModel):
     stop : list of str, optional
         Strings that end an answer, which is shown without them.
     timeout : float, optional
-        Seconds after which a call is given up, at the next token: `AnswerTimeoutError`. Waiting for the model counts.
+        Seconds after which a call is given up, at once while it waits for the model and else at its next token:
+        `AnswerTimeoutError`. A prefill under way is not interrupted.
     generation_kwargs : dict
         Further options of transformers' ``generate``.
     min_chunk_chars : int
@@ -140,7 +141,7 @@ class BlendModel(AnswersTogether, BaseModel):
         criteria += [deadline] if deadline is not None else []
         if criteria:
             options["stopping_criteria"] = [*options.get("stopping_criteria", ()), *criteria]
-        return Call(prompt, ends, options | {"config": config}, deadline)
+        return Call(prompt, ends, options | {"config": config, "wait_s": timeout}, deadline)
 
     # How it is answered
 
