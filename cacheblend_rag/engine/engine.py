@@ -897,6 +897,10 @@ class BlendEngine:
                 guard_action=order.action,
                 conversation=conversation,
             )
+        if not isinstance(config, BlendConfig):
+            raise ConfigError(
+                f"config is the {type(config).__name__} {config!r:.40}; give a BlendConfig, as BlendConfig(recompute_ratio=0.2)"
+            )
         self._check_call_settings(config)
         settled = {name: getattr(self.config, name) for name in ("neighbours", "encode_on")}
         if any(getattr(config, name) != value for name, value in settled.items()):
@@ -965,6 +969,6 @@ def _id_list(ids: Iterable[str]) -> list[str]:
 def _until(started: float, wait_s: float | None) -> float | None:
     if wait_s is None:
         return None
-    if not isinstance(wait_s, int | float) or not 0 <= wait_s < math.inf:
+    if not isinstance(wait_s, int | float) or not wait_s >= 0:
         raise ConfigError(f"wait_s={wait_s!r} must be a number of seconds from 0 upwards; leave it out for no limit")
     return started + wait_s

@@ -50,7 +50,7 @@ class Turn:
             self._leave()
 
     def _take(self, until: float | None) -> None:
-        left = None if until is None else until - time.perf_counter()
+        left = None if until is None else min(until - time.perf_counter(), threading.TIMEOUT_MAX)
         with self._changed:
             if self._owner != threading.get_ident():
                 place = object()

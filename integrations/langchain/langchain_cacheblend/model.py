@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from langchain_core.runnables.config import run_in_executor
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, ValidationError
+from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, ValidationError
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, GenerationResult
 from cacheblend_rag.chunk import Segment
@@ -16,15 +16,22 @@ from langchain_cacheblend.answer import Answer, Call
 from langchain_cacheblend.batch import AnswersTogether
 from langchain_cacheblend.catalog import catalog_of
 from langchain_cacheblend.find import HEAD_CHARS
-from langchain_cacheblend.options import check_options, generation_options, stop_strings
+from langchain_cacheblend.options import (
+    DecodingFields,
+    check_options,
+    explain,
+    generation_options,
+    stop_strings,
+    with_objects,
+)
 from langchain_cacheblend.stop import Deadline, StopStrings, TextGate, cut
 
 __all__ = ["BlendModel"]
 
-_OPTIONS = ("max_tokens", "temperature", "top_p", "top_k")
+_OPTIONS = tuple(DecodingFields.model_fields)
 
 
-class BlendModel(AnswersTogether, BaseModel):
+class BlendModel(AnswersTogether, DecodingFields):
     """Fields and calls that `BlendLLM` and `ChatBlend` share.
 
     Parameters
@@ -64,10 +71,6 @@ class BlendModel(AnswersTogether, BaseModel):
     model: str
     engine: BlendEngine = Field(exclude=True, repr=False)
     blend_config: BlendConfig | None = None
-    max_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=0)
     stop: list[str] | None = None
     timeout: float | None = Field(default=None, gt=0)
     generation_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -113,7 +116,7 @@ class BlendModel(AnswersTogether, BaseModel):
         except ValidationError as error:
             if loads:
                 engine.close()
-            raise ConfigError(f"{type(self).__name__}: {_explain(error)}") from error
+            raise ConfigError(f"{type(self).__name__}: {explain(error)}") from error
         if loads:
             self._loaded = {"store": store, "model_kwargs": model_kwargs}
 
@@ -134,13 +137,13 @@ class BlendModel(AnswersTogether, BaseModel):
                 f"this object answers with the model {self.model!r}, and one call cannot take {model!r}; make another for it"
             )
         own = {name: getattr(self, name) for name in _OPTIONS}
-        options = generation_options(own, self.generation_kwargs, given)
+        options = generation_options(own, self.generation_kwargs, DecodingFields.checked(given))
         ends = stop_strings(stop if stop is not None else self.stop)
         deadline = Deadline(timeout) if timeout is not None else None
         criteria: list[Any] = [StopStrings(self.engine.tokenizer, ends)] if ends else []
         criteria += [deadline] if deadline is not None else []
         if criteria:
-            options["stopping_criteria"] = [*options.get("stopping_criteria", ()), *criteria]
+            options["stopping_criteria"] = with_objects(options, "stopping_criteria", *criteria)
         return Call(prompt, ends, options | {"config": config, "wait_s": timeout}, deadline)
 
     # How it is answered
@@ -254,7 +257,13 @@ class BlendModel(AnswersTogether, BaseModel):
 
 
 def _config(config: BlendConfig | Mapping[str, Any] | None) -> BlendConfig | None:
-    return BlendConfig(**config) if isinstance(config, Mapping) else config
+    if isinstance(config, Mapping):
+        return BlendConfig(**config)
+    if not isinstance(config, BlendConfig | None):
+        raise ConfigError(
+            f"blend_config is the {type(config).__name__} {config!r:.40}; give a BlendConfig, or its settings as a dictionary"
+        )
+    return config
 
 
 def _plain(config: BlendConfig, *, exclude_unset: bool = False) -> dict[str, Any]:
@@ -270,7 +279,3 @@ def _is_plain(value: Any) -> bool:
 
 def _name_of(engine: BlendEngine) -> str:
     return engine.model.name_or_path or type(engine.model).__name__
-
-
-def _explain(error: ValidationError) -> str:
-    return "; ".join(f"{'.'.join(map(str, item['loc'])) or 'fields'}: {item['msg']}" for item in error.errors())
