@@ -228,6 +228,53 @@ def test_what_was_replaced_is_forgotten_however_encoding_ends(
     assert held.items() <= {("b", text_hash("Another text, changed.")), ("a", text_hash("A text " * 300))}
 
 
+def test_what_two_stores_have_is_forgotten_when_both_have_deleted_it(
+    store: BlendVectorStore, embedding: Embeddings, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = store.engine
+    other = BlendVectorStore(InMemoryVectorStore(embedding), engine=engine)
+    for each in (store, other):
+        each.add_documents([Document("The same text in both.", id="same")])
+    store.add_documents([Document("A text of the first.", id="taken")])
+    assert "vector store" not in caplog.text
+    other.add_documents([Document("A text of the second.", id="taken"), Document("Its own text.", id="own")])
+    assert "1 of 2 ids, taken for one, stand for another text in another vector store" in caplog.text
+    store.delete(["same", "taken"])
+    assert set(engine.ids()) == {"same", "taken", "own"}
+    # The engine's chunk is the other's by now, whichever of the two was there first.
+    assert [record.text_hash for record in engine.records(["taken"]) if record] == [text_hash("A text of the second.")]
+    other.delete(["same", "taken"])
+    assert engine.ids() == ["own"]
+
+
+def test_a_deleted_text_is_forgotten_although_another_store_has_its_id(
+    embedding: Embeddings, engine: BlendEngine
+) -> None:
+    first, second = (BlendVectorStore(InMemoryVectorStore(embedding), engine=engine) for _ in range(2))
+    first.add_documents([Document("A text of the first.", id="taken")])
+    second.add_documents([Document("A text of the second.", id="taken")])
+    second.delete(["taken"])
+    assert engine.ids() == []
+
+
+def test_two_objects_around_one_store_are_one(
+    embedding: Embeddings, engine: BlendEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    name, client = f"test-{uuid.uuid4().hex}", chromadb.EphemeralClient()
+    first, second = (
+        BlendVectorStore(Chroma(name, embedding_function=embedding, client=client), engine=engine) for _ in range(2)
+    )
+    first.add_documents(
+        [Document("A text.", id="a", metadata={"n": 1}), Document("Another.", id="b", metadata={"n": 2})]
+    )
+    second.add_documents([Document("A text, changed.", id="a", metadata={"n": 1})])
+    assert "another vector store" not in caplog.text
+    second.delete(["a"])
+    assert engine.ids() == ["b"]
+    first.delete_collection()
+    assert engine.ids() == []
+
+
 def kept(store: BlendVectorStore) -> set[str]:
     """The texts of the documents whose KV is held; no other KV is there, and the inner store has no other documents."""
     engine = store.engine

@@ -19,6 +19,7 @@ from cacheblend_rag.errors import ConfigError, PromptError
 from langchain_cacheblend.inventory import Inventory
 from langchain_cacheblend.retriever import BlendVectorStoreRetriever
 from langchain_cacheblend.search import SearchesInner
+from langchain_cacheblend.siblings import Siblings
 
 __all__ = ["BlendVectorStore"]
 
@@ -28,8 +29,9 @@ logger = logging.getLogger(__name__)
 class BlendVectorStore(SearchesInner):
     """A vector store around yours: what is added to it is also encoded, what is deleted from it is also forgotten.
 
-    A chunk's id is the id of its document, and its text the document's ``page_content``. Everything else is the inner store's
-    business; what has no counterpart here is reached as ``store.inner``.
+    A chunk's id is the id of its document, and its text the document's ``page_content``. So documents of several stores over one
+    engine need ids of their own; where two have one id, the chunk is that which was added last, and a warning says so.
+    Everything else is the inner store's business; what has no counterpart here is reached as ``store.inner``.
 
     Parameters
     ----------
@@ -46,6 +48,7 @@ class BlendVectorStore(SearchesInner):
         self.engine = engine
         self.background = background
         self._inventory = Inventory(inner)
+        self._siblings = Siblings(self)
 
     # Adding
 
@@ -192,6 +195,7 @@ class BlendVectorStore(SearchesInner):
             What was done, or in the background what will say it.
         """
         # A store may hold documents without text; there is nothing to encode in them.
+        self._siblings.warn_of(ids, texts)
         blank = [id for id, text in zip(ids, texts, strict=True) if not text.strip()]
         beside = self._same_source(ids, metadatas)
         chunks = [Chunk(text, id, beside.get(id, ())) for id, text in zip(ids, texts, strict=True) if text.strip()]
@@ -265,7 +269,7 @@ class BlendVectorStore(SearchesInner):
         """Remove the inner store's collection, in stores that have this method, and forget the KV of what it had."""
         present = self._inventory.present(self.engine.ids())
         self._inner_method("delete_collection")()
-        self.engine.delete(present)
+        self._forget_all(present)
 
     def _inner_method(self, name: str) -> Callable[..., Any]:
         method: Callable[..., Any] | None = getattr(self.inner, name, None)
@@ -316,11 +320,19 @@ class BlendVectorStore(SearchesInner):
         }
 
     def _forget(self, ids: Sequence[str], *, certain: bool) -> None:
-        self.engine.delete(ids if certain else set(ids).difference(self._inventory.present(ids)))
+        self._forget_all(ids if certain else set(ids).difference(self._inventory.present(ids)))
 
     def _forgetting(self, action: Callable[[], Any]) -> Any:
         """Do something to the inner store, then forget the chunks that it had before and has no longer."""
         before = self._inventory.present(self.engine.ids())
         done = action()
-        self.engine.delete(set(before).difference(self._inventory.present(before)))
+        self._forget_all(set(before).difference(self._inventory.present(before)))
         return done
+
+    def _forget_all(self, ids: Iterable[str]) -> None:
+        """Forget chunks, but not those that are documents of another store over this engine as well."""
+        ids = list(dict.fromkeys(ids))
+        held = self._siblings.texts(ids)
+        shared = [record for record in self.engine.records(list(held)) if record is not None] if held else []
+        kept = {record.id for record in shared if record.text_hash == text_hash(held[record.id])}
+        self.engine.delete(id for id in ids if id not in kept)
