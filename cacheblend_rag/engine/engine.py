@@ -108,6 +108,8 @@ class BlendEngine:
 
     Attributes
     ----------
+    model_name : str
+        What `from_pretrained` was given, or else how the model calls itself.
     metrics : EngineMetrics
         What the engine has done, for Prometheus.
     guard : Guard
@@ -135,6 +137,7 @@ class BlendEngine:
         config = BlendConfig() if config is None else config
         self.config = config if namespace is None else config.replace(namespace=namespace)
         self.model = model.eval()
+        self.model_name: str = getattr(model, "name_or_path", "") or type(model).__name__
         self.tokenizer = tokenizer
         self._closed = False
         self.unsupported_reason: str | None = None
@@ -227,7 +230,9 @@ class BlendEngine:
         """
         config = BlendConfig() if config is None else config
         loaded, tokenizer = load_pretrained(model, config, model_kwargs)
-        return cls(loaded, tokenizer, config=config, store=store, namespace=namespace)
+        engine = cls(loaded, tokenizer, config=config, store=store, namespace=namespace)
+        engine.model_name = str(model)
+        return engine
 
     @staticmethod
     def is_settled(name: str) -> bool:

@@ -69,7 +69,6 @@ async def test_a_cached_answer_is_taken_for_the_same_question_only(
                 "Who"
             ),
             lambda: kind(engine=other, max_tokens=TOKENS, cache=cache, temperature=0).invoke("Who?"),
-            lambda: kind(engine=engine, model="named", max_tokens=TOKENS, cache=cache, temperature=0).invoke("Who?"),
         ]
         for number, make in enumerate(makes, 2):
             make()
@@ -84,10 +83,10 @@ async def test_a_cached_answer_is_taken_for_the_same_question_only(
 
 @KINDS
 def test_what_tracing_is_told(kind: Kind, engine: BlendEngine) -> None:
-    llm = kind(engine=engine, model="mine", temperature=0.5, max_tokens=7, stop=["x"])
+    llm = kind(engine=engine, temperature=0.5, max_tokens=7, stop=["x"])
     params = llm._get_ls_params()
     assert params["ls_provider"] == "cacheblend"
-    assert (params["ls_model_name"], params["ls_temperature"], params["ls_max_tokens"]) == ("mine", 0.5, 7)
+    assert (params["ls_model_name"], params["ls_temperature"], params["ls_max_tokens"]) == (engine.model_name, 0.5, 7)
     assert params["ls_stop"] == ["x"]
     assert llm._get_ls_params(stop=["y"], temperature=0.1)["ls_stop"] == ["y"]
     assert llm._get_ls_params(temperature=0.1)["ls_temperature"] == 0.1
@@ -118,6 +117,24 @@ def test_fields_can_be_configured(kind: Kind, engine: BlendEngine) -> None:
     assert len(text_of(chosen.with_config(configurable={"which": "short"}).invoke("Who?"))) < len(text_of(short)) + 8
     tiny_ratio = configurable.with_config(configurable={"blend": engine.config.replace(enabled=False)})
     assert text_of(tiny_ratio.invoke("Who?")) == text_of(llm.invoke("Who?"))
+
+
+@KINDS
+def test_an_engine_answers_under_the_name_of_its_own_model_only(kind: Kind, engine: BlendEngine) -> None:
+    llm = kind(engine=engine, max_tokens=TOKENS)
+    for model in (engine.model_name, engine.model.name_or_path or engine.model_name):
+        assert kind(engine=engine, model=model).model == engine.model_name
+    with pytest.raises(ConfigError, match=r"model='another' is not .* configurable_alternatives"):
+        kind(engine=engine, model="another")
+    configurable = llm.configurable_fields(model=ConfigurableField(id="model"))
+    assert text_of(configurable.invoke("Who?")) == text_of(llm.invoke("Who?"))
+    with pytest.raises(ConfigError, match="configurable_alternatives"):
+        configurable.with_config(configurable={"model": "another"}).invoke("Who?")
+
+
+def test_an_engine_is_known_by_the_name_it_was_loaded_by(reference: BlendEngine) -> None:
+    assert reference.model_name == "reference"
+    assert ChatBlend(engine=reference).model == ChatBlend(model="reference", engine=reference).model == "reference"
 
 
 # Being written down
@@ -291,7 +308,7 @@ async def test_a_cancelled_stream_frees_the_engine(kind: Kind, engine: BlendEngi
 
 @KINDS
 def test_another_model_is_another_object(kind: Kind, engine: BlendEngine) -> None:
-    llm = kind(engine=engine, model="mine", max_tokens=1)
-    assert text_of(llm.invoke("Who?", model="mine"))
+    llm = kind(engine=engine, max_tokens=1)
+    assert text_of(llm.invoke("Who?", model=engine.model_name))
     with pytest.raises(ConfigError, match="make another"):
         llm.invoke("Who?", model="other")

@@ -39,7 +39,7 @@ class BlendModel(AnswersTogether, DecodingFields):
     model : str, optional
         A Hugging Face id, a folder, or "reference" for the small model that comes with cacheblend-rag.
     engine : BlendEngine, optional
-        A ready-made engine instead of `model`.
+        A ready-made engine instead of `model`, which may then be left out, or be the engine's own.
     store : KVStore, str or Path, optional
         With `model`: where KV is kept, a folder for example; by default this process's RAM.
     model_kwargs : dict, optional
@@ -110,7 +110,12 @@ class BlendModel(AnswersTogether, DecodingFields):
             raise ConfigError(
                 "store and model_kwargs belong to a model that is loaded; a ready-made engine has both already"
             )
-        name = str(model) if model is not None else _name_of(engine)
+        if model is not None and str(model) not in (engine.model_name, getattr(engine.model, "name_or_path", "")):
+            raise ConfigError(
+                f"model={str(model)!r} is not {engine.model_name!r}, the model of the engine that is given, which would answer "
+                "under its name; leave model out, or make an object of each model and choose between them by configurable_alternatives"
+            )
+        name = engine.model_name if model is None else str(model)
         try:
             super().__init__(model=name, engine=engine, blend_config=config, **fields)
         except ValidationError as error:
@@ -275,7 +280,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(isinstance(name, str) and _is_plain(each) for name, each in value.items())
     return value is None or isinstance(value, str | int | float | bool | Path)
-
-
-def _name_of(engine: BlendEngine) -> str:
-    return engine.model.name_or_path or type(engine.model).__name__
