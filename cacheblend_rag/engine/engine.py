@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import threading
@@ -21,6 +20,7 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.controller import Profile, check_attention, check_selector
 from cacheblend_rag.engine.conversation import Conversation, Conversations
 from cacheblend_rag.engine.decode import check_options, decode
+from cacheblend_rag.engine.feed import Feed
 from cacheblend_rag.engine.firsttoken import FirstLogits, last_logits
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PrefillResult
 from cacheblend_rag.engine.guard import Guard
@@ -112,6 +112,8 @@ class BlendEngine:
 
     Attributes
     ----------
+    model_name : str
+        What `from_pretrained` was given, or else how the model calls itself.
     metrics : EngineMetrics
         What the engine has done, for Prometheus.
     schemas : Schemas
@@ -141,6 +143,7 @@ class BlendEngine:
         config = BlendConfig.of(config)
         self.config = config if namespace is None else config.replace(namespace=namespace)
         self.model = model.eval()
+        self.model_name: str = getattr(model, "name_or_path", "") or type(model).__name__
         self.tokenizer = tokenizer
         self._closed = False
         self.unsupported_reason: str | None = None
@@ -236,7 +239,9 @@ class BlendEngine:
         # Known before a large model is loaded for nothing.
         make_selector(config)
         loaded, tokenizer = load_pretrained(model, config, model_kwargs)
-        return cls(loaded, tokenizer, config=config, store=store, namespace=namespace)
+        engine = cls(loaded, tokenizer, config=config, store=store, namespace=namespace)
+        engine.model_name = str(model)
+        return engine
 
     def check_config(self, config: BlendConfig) -> BlendConfig:
         """Return settings as a call that is given them uses them.
@@ -771,6 +776,7 @@ class BlendEngine:
         *,
         config: BlendConfig | None = None,
         conversation: Conversation | None = None,
+        wait_s: float | None = None,
         **generation_kwargs: Any,
     ) -> GenerationResult:
         """Answer a prompt.
@@ -785,6 +791,8 @@ class BlendEngine:
             Blending settings for this call.
         conversation : Conversation, optional
             The conversation that this is a turn of (`conversation`).
+        wait_s : float, optional
+            Most seconds to wait for the model while other calls have it; by default as long as it takes.
         **generation_kwargs : Any
             Options of transformers' ``generate``, which does the decoding: sampling, stop strings, processors and so
             on.
@@ -798,11 +806,14 @@ class BlendEngine:
         ------
         PromptError
             If the prompt cannot be served.
+        AnswerTimeoutError
+            If the model was not free within `wait_s`.
         ConfigError
             If an option cannot be combined with blending.
         """
         check_options(max_new_tokens, generation_kwargs)
         run = self._begin(prompt, config, conversation)
+        run.wait_until = _until(run.started, wait_s)
         return self._decode(run, max_new_tokens, generation_kwargs, threading.Event(), None, self.guard.watch(run))
 
     def generate_many(
@@ -812,6 +823,7 @@ class BlendEngine:
         *,
         batch_size: int | None = None,
         config: BlendConfig | None = None,
+        wait_s: float | None = None,
         **generation_kwargs: Any,
     ) -> list[GenerationResult]:
         """Answer many prompts, which is faster than one after the other.
@@ -835,6 +847,8 @@ class BlendEngine:
             Most prompts that are decoded together; by default as many as `config.decode_batch_tokens` allows.
         config : BlendConfig, optional
             Blending settings for this call.
+        wait_s : float, optional
+            Most seconds to wait for the model while other calls have it; by default as long as it takes.
         **generation_kwargs : Any
             Options of transformers' ``generate``.
 
@@ -847,10 +861,14 @@ class BlendEngine:
         ------
         PromptError
             If a prompt cannot be served.
+        AnswerTimeoutError
+            If the model was not free within `wait_s`.
         ConfigError
             If an option cannot be combined with blending, or `batch_size` is below 1.
         """
-        return self._generate_many(prompts, max_new_tokens, batch_size, config, generation_kwargs, threading.Event())
+        return self._generate_many(
+            prompts, max_new_tokens, batch_size, config, wait_s, generation_kwargs, threading.Event()
+        )
 
     async def agenerate_many(
         self,
@@ -859,13 +877,18 @@ class BlendEngine:
         *,
         batch_size: int | None = None,
         config: BlendConfig | None = None,
+        wait_s: float | None = None,
         **generation_kwargs: Any,
     ) -> list[GenerationResult]:
-        """Answer many prompts as `generate_many` does, in another thread; if cancelled, that ends at the next token."""
+        """Answer many prompts as `generate_many` does, in a thread of its own; if cancelled, that ends at the next token."""
         stop = threading.Event()
-        work = partial(self._generate_many, prompts, max_new_tokens, batch_size, config, generation_kwargs, stop)
+        answers: Feed[None, list[GenerationResult]] = Feed()
+        answers.start(
+            partial(self._generate_many, prompts, max_new_tokens, batch_size, config, wait_s, generation_kwargs, stop),
+            "cacheblend-many",
+        )
         try:
-            return await asyncio.get_running_loop().run_in_executor(None, work)
+            return await answers.aoutcome()
         finally:
             stop.set()
 
@@ -875,6 +898,7 @@ class BlendEngine:
         max_new_tokens: int | None,
         batch_size: int | None,
         config: BlendConfig | None,
+        wait_s: float | None,
         options: dict[str, Any],
         stop: threading.Event,
     ) -> list[GenerationResult]:
@@ -887,6 +911,7 @@ class BlendEngine:
         runs = [self._begin(prompt, config) for prompt in prompts]
         for run in runs:
             run.started = started
+            run.wait_until = _until(started, wait_s)
         firsts = [self.guard.watch(run) for run in runs]
         results: dict[int, GenerationResult] = {}
         for index, result in self._many.answer(runs, max_new_tokens, batch_size, options, stop, firsts):
@@ -904,6 +929,7 @@ class BlendEngine:
         *,
         config: BlendConfig | None = None,
         conversation: Conversation | None = None,
+        wait_s: float | None = None,
         **generation_kwargs: Any,
     ) -> BlendStream:
         """Answer a prompt piece by piece; takes and raises what `generate` does, prompt errors at once.
@@ -915,6 +941,7 @@ class BlendEngine:
         """
         check_options(max_new_tokens, generation_kwargs)
         run = self._begin(prompt, config, conversation)
+        run.wait_until = _until(run.started, wait_s)
         first = self.guard.watch(run)
 
         def generate(streamer: Any, stop: threading.Event) -> GenerationResult:
@@ -1032,3 +1059,11 @@ def _id_list(ids: Iterable[str]) -> list[str]:
     if isinstance(ids, str):
         raise ConfigError(f"ids is the string {ids[:40]!r}; give a list of ids")
     return list(ids)
+
+
+def _until(started: float, wait_s: float | None) -> float | None:
+    if wait_s is None:
+        return None
+    if not isinstance(wait_s, int | float) or not wait_s >= 0:
+        raise ConfigError(f"wait_s={wait_s!r} must be a number of seconds from 0 upwards; leave it out for no limit")
+    return started + wait_s

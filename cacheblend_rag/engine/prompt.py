@@ -159,7 +159,20 @@ class Assembler:
         self.namespace = hashlib.blake2b(f"{identity}|{self.prefix_ids}{owner}".encode(), digest_size=16).hexdigest()
 
     def tokenize(self, text: str) -> tuple[int, ...]:
-        """Return the ids of `text` on its own, without special tokens added."""
+        """Return the ids of `text` on its own, without special tokens added.
+
+        Raises
+        ------
+        PromptError
+            If it holds half a character.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise PromptError(
+                f"the text {text[:40]!r} holds {text[error.start]!r} at character {error.start}, half of a UTF-16 pair, which no "
+                'tokenizer reads; repair the text where it is read, or replace it: text.encode(errors="replace").decode()'
+            ) from None
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def key(self, token_ids: Sequence[int], places: Sequence[int] | None = None) -> str:
@@ -198,6 +211,8 @@ class Assembler:
             If its text has no tokens.
         PromptTooLongError
             If it does not fit the model's window behind the encoding prefix.
+        PromptError
+            If its text cannot be tokenised.
         """
         ids = self.tokenize(chunk.text) if chunk.token_ids is None else self._checked(chunk.token_ids)
         if not ids:

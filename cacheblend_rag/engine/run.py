@@ -102,6 +102,8 @@ class PromptRun:
         What was generated, once that is over.
     sources : SourceAttention or None
         What the answer attended to, where that is asked for.
+    wait_until : float or None
+        Until when it waits for the model, by `time.perf_counter`; None for as long as it takes.
     """
 
     prompt: AssembledPrompt
@@ -133,6 +135,7 @@ class PromptRun:
     resumed: Resumption | None = None
     output_ids: tuple[int, ...] = ()
     sources: SourceAttention | None = None
+    wait_until: float | None = None
 
     @property
     def layout(self) -> PromptLayout:
@@ -299,7 +302,7 @@ class Runner:
         layout = run.prompt.layout
         places = layout.positions if run.prompt.has_positions else None
         inputs = {"input_ids": torch.tensor([layout.token_ids], device=self._model.device)}
-        with self.lock, torch.no_grad():
+        with self.lock.within(run.wait_until), torch.no_grad():
             resets = 0 if run.conversation is None else run.conversation.resets
             while True:
                 readers = self._prepare(run)
@@ -542,6 +545,7 @@ class Runner:
         places: Sequence[Sequence[int] | None] = (),
         *,
         patient: bool = False,
+        until: float | None = None,
     ) -> Iterator[list[tuple[int, ChunkKV]]]:
         """Compute the KV of chunks, giving way to prompts between batches; yields as `Encoder.encode` does.
 
@@ -553,11 +557,13 @@ class Runner:
             Where its tokens stand; see `Encoder.encode`.
         patient : bool
             Whether all prompts that wait go first, rather than those that came first.
+        until : float, optional
+            When to give up waiting for the model, by `time.perf_counter`.
         """
         assert self._encoder is not None
         batches = self._encoder.encode(token_ids, places)
         while True:
-            with self.lock.after_others() if patient else self.lock:
+            with self.lock.after_others() if patient else self.lock.within(until):
                 batch = next(batches, None)
             if batch is None:
                 return
@@ -600,7 +606,8 @@ class Runner:
         started = time.perf_counter()
         texts = [missing[key][0][1] for key in keys]
         places = [chunk.positions for chunk in texts]
-        for batch in self.encode([chunk.token_ids for chunk in texts], places) if keys else ():
+        until = min((run.wait_until for run in runs if run.wait_until is not None), default=None)
+        for batch in self.encode([chunk.token_ids for chunk in texts], places, until=until) if keys else ():
             for index, kv in batch:
                 wanted = missing[keys[index]]
                 self._keep([chunk for _, chunk in wanted], kv)
@@ -618,7 +625,7 @@ class Runner:
             return False
         if ratio != "auto":
             return True
-        with self.lock:
+        with self.lock.within(run.wait_until):
             return self.controller().choose(config, layout, None).fallback_reason is None
 
     def _open_all(self, run: PromptRun) -> dict[str, KVReader | None]:

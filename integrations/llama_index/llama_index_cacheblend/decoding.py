@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterable, Sequence
 from typing import Any
 
 from cacheblend_rag.engine import BlendStream
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["StopCutter", "check_length", "cut_at_stop", "decoding_options", "read_stream", "stop_list"]
+__all__ = ["StopCutter", "aread_stream", "check_length", "cut_at_stop", "decoding_options", "read_stream", "stop_list"]
 
 
 def stop_list(stop: str | Sequence[str] | None) -> list[str]:
@@ -121,6 +121,19 @@ def read_stream(stream: BlendStream, stops: Sequence[str]) -> Generator[str, Non
     cutter = StopCutter(stops)
     try:
         for piece in stream:
+            if shown := cutter.feed(piece):
+                yield shown
+        if shown := cutter.flush():
+            yield shown
+    finally:
+        stream.close()
+
+
+async def aread_stream(stream: BlendStream, stops: Sequence[str]) -> AsyncGenerator[str, None]:
+    """Do what `read_stream` does, on an event loop."""
+    cutter = StopCutter(stops)
+    try:
+        async for piece in stream:
             if shown := cutter.feed(piece):
                 yield shown
         if shown := cutter.flush():
