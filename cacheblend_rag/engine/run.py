@@ -340,6 +340,8 @@ class Runner:
     def _prepare(self, run: PromptRun) -> list[KVReader] | None:
         """Decide how a prompt is prefilled; return readers of its chunks' KV, or None where it is computed as a whole."""
         layout, config = run.prompt.layout, run.config
+        # After damaged KV this is asked again, and the choice between blending and not may fall otherwise.
+        run.resumed = None
         ratio = config.recompute_ratio
         found: dict[str, KVReader | None] = {}
         given = run.rows
