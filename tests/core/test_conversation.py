@@ -252,6 +252,21 @@ def test_history_behind_another_context_is_blended_like_chunks(make_engine: Make
     assert engine.generate(prompt, 4).report.conversation_tokens == 0
 
 
+def test_the_questions_attention_is_the_same_behind_resumed_rows(make_engine: MakeEngine) -> None:
+    engine = make_engine(selector="a3", recompute_ratio=0.3)
+    conversation = engine.conversation()
+    before = words(40, 80)
+    engine.prefill(BlendPrompt(segments=[f"{before} {words(8, 81)}"]), conversation=conversation)
+    prompt = BlendPrompt(segments=[f"{before} ", *CHUNKS[:3], words(9, 91)])
+    turn, alone = engine.prefill(prompt, conversation=conversation), engine.prefill(prompt)
+    assert turn.report.conversation_tokens == 1 + 40
+    # All that is resumed is exact, so the same tokens are chosen for the same reason.
+    assert [each.recomputed_tokens for each in turn.report.chunks] == [
+        each.recomputed_tokens for each in alone.report.chunks
+    ]
+    assert (turn.logits - alone.logits).abs().max() < TOLERANCE
+
+
 def test_a_question_asked_again_is_computed_again(make_engine: MakeEngine) -> None:
     engine = make_engine()
     conversation = engine.conversation()
