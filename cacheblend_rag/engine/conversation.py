@@ -72,7 +72,7 @@ class Conversation:
         return 0 if held is None else held.nbytes
 
     def reset(self) -> None:
-        """Forget everything; what a turn under way computes is not kept."""
+        """Forget everything; what turns compute that have been asked for by now is not kept, whether they run or wait."""
         with self._lock:
             self._held = None
             self._resets += 1
@@ -167,7 +167,7 @@ class Conversation:
         blended : bool
             Whether it was blended.
         resets : int
-            `resets` when the turn began; nothing is kept where it has changed.
+            `resets` when the turn was asked for; nothing is kept where it has changed.
         """
         if prompt.has_positions:
             return

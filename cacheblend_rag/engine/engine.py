@@ -859,6 +859,8 @@ class BlendEngine:
         started = time.perf_counter()
         self._check_open()
         self._conversations.checked(conversation)
+        # Before all that takes time: what is reset from now on forgets this turn too.
+        resets = 0 if conversation is None else conversation.resets
         self._weights.check()
         if not isinstance(prompt, BlendPrompt):
             raise ConfigError(
@@ -874,6 +876,7 @@ class BlendEngine:
                 guard_level=order.level,
                 guard_action=order.action,
                 conversation=conversation,
+                resets=resets,
             )
         self._check_call_settings(config)
         settled = {name: getattr(self.config, name) for name in ("neighbours", "encode_on")}
@@ -883,7 +886,7 @@ class BlendEngine:
         self._check_selector(config)
         if self.decoder is not None:
             check_attention(config, self.decoder)
-        return PromptRun(self._assemble(prompt, config), config, started, conversation=conversation)
+        return PromptRun(self._assemble(prompt, config), config, started, conversation=conversation, resets=resets)
 
     def _assemble(self, prompt: BlendPrompt, config: BlendConfig) -> AssembledPrompt:
         assembled = self._assembler.assemble(prompt, retrieving=config.enabled)

@@ -95,6 +95,8 @@ class PromptRun:
         Why it was decoded alone although others were asked with it.
     conversation : Conversation or None
         The conversation that it is a turn of.
+    resets : int
+        How often that had been reset when the call came.
     resumed : Resumption or None
         What it takes over from its conversation.
     output_ids : tuple of int
@@ -129,6 +131,7 @@ class PromptRun:
     batch_size: int = 1
     alone_reason: str | None = None
     conversation: Conversation | None = None
+    resets: int = 0
     resumed: Resumption | None = None
     output_ids: tuple[int, ...] = ()
     sources: SourceAttention | None = None
@@ -302,7 +305,6 @@ class Runner:
                 )
             inputs["position_ids"] = torch.tensor([layout.positions], device=self._model.device)
         with self.lock, torch.no_grad():
-            resets = 0 if run.conversation is None else run.conversation.resets
             while True:
                 readers = self._prepare(run)
                 if readers is None:
@@ -314,7 +316,7 @@ class Runner:
                     cache = BlendCache(self._num_layers)
                     with self._evicting(run, cache, headroom), self._watching(run, cache):
                         output = forward(cache, inputs)
-                    self._remember(run, cache, resets)
+                    self._remember(run, cache)
                     return output
                 try:
                     with (
@@ -323,7 +325,7 @@ class Runner:
                         self._watching(run, cache),
                     ):
                         output = forward(cache, inputs)
-                    self._remember(run, cache, resets)
+                    self._remember(run, cache)
                     return output
                 except ChunkReadError as error:
                     # Damaged KV is a miss: it is dropped, and the next round encodes the chunk anew.
@@ -384,7 +386,7 @@ class Runner:
         moves = blended and self._decoder.is_movable
         run.resumed = run.conversation.resume(run.prompt, ratio, blended=blended, moves=moves)
 
-    def _remember(self, run: PromptRun, cache: BlendCache, resets: int) -> None:
+    def _remember(self, run: PromptRun, cache: BlendCache) -> None:
         """Let the conversation keep what was computed, if it is whole."""
         plan = run.plan
         if (
@@ -403,7 +405,7 @@ class Runner:
                 run.resumed,
                 plan.ratio,
                 blended=plan.selection is not None,
-                resets=resets,
+                resets=run.resets,
             )
 
     def _refusal(self, layout: PromptLayout, output_tokens: int = 0) -> str | None:

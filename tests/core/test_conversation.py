@@ -426,6 +426,19 @@ def test_a_reset_forgets_also_what_is_under_way(make_engine: MakeEngine) -> None
     assert _second_turn(engine, conversation) == 0
 
 
+def test_a_reset_forgets_also_what_waits_for_the_model(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    conversation = engine.conversation()
+    prompt = chat_prompt(CHUNKS[:2], [], words(6, 2))
+    with engine._runner.lock:
+        stream = engine.stream(prompt, 4, conversation=conversation)
+        conversation.reset()
+    stream.result()
+    assert conversation.tokens == 0
+    engine.prefill(prompt, conversation=conversation)
+    assert conversation.tokens == len(engine.prompt_ids(prompt))
+
+
 def test_turns_at_once_are_as_good_as_one_after_the_other(make_engine: MakeEngine) -> None:
     engine = make_engine(recompute_ratio=1.0)
     conversation = engine.conversation()
