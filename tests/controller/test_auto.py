@@ -259,3 +259,9 @@ def test_a_turn_of_a_conversation_survives_damaged_kv(path: Path, tmp_path: Path
         assert result.report.conversation_tokens == 1 + 4 + 90
         assert [chunk.tier for chunk in result.report.chunks][:3] == ["conversation"] * 3
         assert conversation.tokens == result.report.prompt_tokens
+        # The store is asked before the conversation here; what the conversation has is a hit all the same.
+        again = engine.records(["n1"])[0]
+        assert again is not None
+        engine.store.discard(again.key)
+        result = engine.prefill(BlendPrompt(segments=segments), conversation=conversation)
+        assert (result.report.hits, result.report.misses) == (5, 0)
