@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from cacheblend_rag.chunk import BlendPrompt, Chunk
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.controller import Profile, check_attention, check_selector
-from cacheblend_rag.engine.conversation import Conversation, Conversations
+from cacheblend_rag.engine.conversation import Conversation
 from cacheblend_rag.engine.decode import check_options, decode
 from cacheblend_rag.engine.feed import Feed
 from cacheblend_rag.engine.firsttoken import FirstLogits, last_logits
@@ -27,6 +27,7 @@ from cacheblend_rag.engine.guard import Guard
 from cacheblend_rag.engine.identity import engine_identity
 from cacheblend_rag.engine.ingest import Ingest, WarmEstimate
 from cacheblend_rag.engine.jobs import AddJob, AddResult
+from cacheblend_rag.engine.kept import KeptTurns
 from cacheblend_rag.engine.many import Many, options_of
 from cacheblend_rag.engine.markup import SCHEMA_PREFIX, LoadedSchema, Schemas
 from cacheblend_rag.engine.metrics import EngineMetrics
@@ -195,7 +196,7 @@ class BlendEngine:
         self.metrics = EngineMetrics(self.store.stats, self.guard.status if self.guard.active else None)
         self._many = Many(model, tokenizer, self.decoder, self._runner, self.config.self_check)
         self._ingest = Ingest(self._assembler, self._runner, self.store, self.decoder, self.config)
-        self._conversations = Conversations(self.store, self._assembler.namespace)
+        self._kept = KeptTurns(self.store, self._assembler.namespace, self.config.conversation_bytes)
         self._prefetcher = Prefetcher(self.store, self.config.load_threads)
         self.schemas = Schemas(self._assembler, self._ingest, self.store, self._prefetcher)
 
@@ -306,7 +307,7 @@ class BlendEngine:
         with self._runner.lock:
             if not self._closed:
                 self._closed = True
-                self._conversations.close()
+                self._kept.close()
                 if self._owns_store:
                     self.store.close()
                 else:
@@ -460,8 +461,9 @@ class BlendEngine:
             How many of the ids were known.
         """
         self._check_open()
-        known = self.store.forget(self._assembler.namespace, _id_list(ids))
-        self._conversations.refresh()
+        gone = _id_list(ids)
+        known = self.store.forget(self._assembler.namespace, gone)
+        self._kept.refresh(gone)
         return known
 
     def conversation(self, max_bytes: int | None = None) -> Conversation:
@@ -470,7 +472,8 @@ class BlendEngine:
         Parameters
         ----------
         max_bytes : int, optional
-            Most bytes of KV that it keeps, in the memory in which the model computes; ``config.conversation_bytes`` by default.
+            Most bytes of KV that it keeps, in the memory in which the model computes; by default it is only bound by
+            ``config.conversation_bytes``, which all conversations of this engine share.
 
         Returns
         -------
@@ -486,7 +489,7 @@ class BlendEngine:
         limit = self.config.conversation_bytes if max_bytes is None else max_bytes
         if limit < 0:
             raise ConfigError(f"max_bytes={limit} is negative; give a number of bytes, 0 to keep nothing")
-        return self._conversations.begin(limit)
+        return Conversation(self._kept, limit)
 
     def prefetch(self, ids: Iterable[str]) -> Prefetch:
         """Begin to read the KV of chunks that are likely to be asked for soon, and return at once.
@@ -979,7 +982,12 @@ class BlendEngine:
     ) -> PromptRun:
         started = time.perf_counter()
         self._check_open()
-        self._conversations.checked(conversation)
+        if conversation is not None and not conversation.belongs_to(self._kept):
+            raise ConfigError(
+                "the conversation is one with another engine, whose KV is of no use here; make it by this engine's conversation()"
+            )
+        # Before all that takes time: what is reset from now on forgets this turn too.
+        resets = 0 if conversation is None else conversation.resets
         self._weights.check()
         prompt = self._blend_prompt(prompt)
         if config is None or config is self.config:
@@ -992,9 +1000,10 @@ class BlendEngine:
                 guard_level=order.level,
                 guard_action=order.action,
                 conversation=conversation,
+                resets=resets,
             )
         config = self.check_config(config)
-        return PromptRun(self._assemble(prompt, config), config, started, conversation=conversation)
+        return PromptRun(self._assemble(prompt, config), config, started, conversation=conversation, resets=resets)
 
     def _assemble(self, prompt: BlendPrompt, config: BlendConfig) -> AssembledPrompt:
         assembled = self._assembler.assemble(prompt, retrieving=config.enabled)

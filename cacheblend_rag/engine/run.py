@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,7 +19,7 @@ from cacheblend_rag.encode import Encoder
 from cacheblend_rag.engine.conversation import Conversation
 from cacheblend_rag.engine.prompt import AssembledPrompt, PromptChunk
 from cacheblend_rag.engine.sources import SourceAttention
-from cacheblend_rag.engine.taken import Resumption
+from cacheblend_rag.engine.taken import Making, Resumption
 from cacheblend_rag.engine.turn import Turn
 from cacheblend_rag.errors import ChunkReadError, PromptError, StoreError
 from cacheblend_rag.fuse import BlendCache, Repair, Steering
@@ -31,6 +32,7 @@ from cacheblend_rag.selection import FixedSelection, make_selector
 from cacheblend_rag.selection.question import look_layers
 from cacheblend_rag.snapkv import Eviction
 from cacheblend_rag.store import KVReader, KVStore
+from cacheblend_rag.store.clock import steady_s
 from cacheblend_rag.store.part import part_of
 from cacheblend_rag.store.ram import RamReader
 
@@ -59,7 +61,7 @@ class PromptRun:
     plan : Plan or None
         How it is prefilled, once that is decided.
     hits : list of bool
-        For each chunk, whether its KV was stored when the call came.
+        For each chunk, whether its KV was there when the call came: in the store, or at its place in the conversation.
     tiers : list of (str or None)
         For each chunk, where its stored KV is read from; None for a miss.
     encode_s, open_s, wait_s : float
@@ -96,8 +98,12 @@ class PromptRun:
         Why it was decoded alone although others were asked with it.
     conversation : Conversation or None
         The conversation that it is a turn of.
+    resets : int
+        How often that had been reset when the call came.
     resumed : Resumption or None
         What it takes over from its conversation.
+    expiry : dict of str to float
+        Of a turn of a conversation, when the KV of its chunks is over, by `steady_s` and by their keys.
     output_ids : tuple of int
         What was generated, once that is over.
     sources : SourceAttention or None
@@ -132,7 +138,9 @@ class PromptRun:
     batch_size: int = 1
     alone_reason: str | None = None
     conversation: Conversation | None = None
+    resets: int = 0
     resumed: Resumption | None = None
+    expiry: dict[str, float] = field(default_factory=dict)
     output_ids: tuple[int, ...] = ()
     sources: SourceAttention | None = None
     wait_until: float | None = None
@@ -303,8 +311,8 @@ class Runner:
         places = layout.positions if run.prompt.has_positions else None
         inputs = {"input_ids": torch.tensor([layout.token_ids], device=self._model.device)}
         with self.lock.within(run.wait_until), torch.no_grad():
-            resets = 0 if run.conversation is None else run.conversation.resets
             while True:
+                self._note_expiry(run)
                 readers = self._prepare(run)
                 if readers is None:
                     run.forward_started = time.perf_counter()
@@ -319,7 +327,7 @@ class Runner:
                         self._decoder.placing(cache, places) as more,
                     ):
                         output = forward(cache, inputs | more)
-                    self._remember(run, cache, resets)
+                    self._remember(run, cache)
                     return output
                 assert self._decoder is not None
                 try:
@@ -330,7 +338,7 @@ class Runner:
                         self._decoder.placing(cache, places) as more,
                     ):
                         output = forward(cache, inputs | more)
-                    self._remember(run, cache, resets)
+                    self._remember(run, cache)
                     return output
                 except ChunkReadError as error:
                     # Damaged KV is a miss: it is dropped, and the next round encodes the chunk anew.
@@ -363,6 +371,8 @@ class Runner:
     def _prepare(self, run: PromptRun) -> list[KVReader] | None:
         """Decide how a prompt is prefilled; return readers of its chunks' KV, or None where it is computed as a whole."""
         layout, config = run.prompt.layout, run.config
+        # After damaged KV this is asked again, and the choice between blending and not may fall otherwise.
+        run.resumed = None
         ratio = config.recompute_ratio
         found: dict[str, KVReader | None] = {}
         given = run.rows
@@ -383,11 +393,14 @@ class Runner:
             else:
                 run.plan = whole_plan(config, layout, None, ratio)
         if run.plan is not None:
-            run.hits = run.hits or self._store.holds([chunk.key for chunk in run.prompt.chunks])
-            self._resume(run, 1.0, blended=False)
+            self._resume(run, None)
+            if not run.hits:
+                held = 0 if run.resumed is None else run.resumed.chunks
+                keys = [chunk.key for chunk in run.prompt.chunks[held:]]
+                run.hits = [True] * held + self._store.holds(keys)
             return None if run.resumed is None else []
         assert ratio != "auto"
-        self._resume(run, ratio, blended=True)
+        self._resume(run, Making.of(config, ratio))
         readers = self._readers(run, found or self._open_all(run))
         if run.resumed is not None:
             readers = run.resumed.merge(readers)
@@ -397,15 +410,40 @@ class Runner:
             run.plan = Plan(FixedSelection(_NO_ROWS), make_selector(config).name, ratio)
         return readers
 
-    def _resume(self, run: PromptRun, ratio: float, *, blended: bool) -> None:
-        """Take over what the conversation has computed, if this is a turn of one and blending is on."""
+    def _resume(self, run: PromptRun, asked: Making | None) -> None:
+        """Take over what the conversation has computed, if this is a turn of one and blending is on.
+
+        Parameters
+        ----------
+        run : PromptRun
+            The prompt.
+        asked : Making or None
+            How it is blended; None where it is computed as a whole.
+        """
         if run.conversation is None or not run.config.enabled or self._refusal(run.prompt.layout) is not None:
             return
         assert self._decoder is not None
-        moves = blended and self._decoder.is_movable
-        run.resumed = run.conversation.resume(run.prompt, ratio, blended=blended, moves=moves)
+        moves = asked is not None and self._decoder.is_movable
+        run.resumed = run.conversation.resume(run.prompt, asked, moves=moves)
+        if run.resumed is not None and run.hits:
+            # What the conversation has at its place is a hit, whether or not the store was asked first.
+            run.hits[: run.resumed.chunks] = [True] * run.resumed.chunks
 
-    def _remember(self, run: PromptRun, cache: BlendCache, resets: int) -> None:
+    def _note_expiry(self, run: PromptRun) -> None:
+        """Note until when the KV of a turn's chunks may be used.
+
+        Before it is opened: what expires in between is a miss by then, and lives longer than was noted.
+        """
+        if run.conversation is None:
+            return
+        keys = list({chunk.key: None for chunk in (*run.prompt.chunks, *run.prompt.computed)})
+        default, now = self._config.ttl_s, steady_s()
+        for key, life in zip(keys, self._store.lifetimes(keys), strict=True):
+            # A miss is stored for that long, and what is computed with the prompt should live no longer.
+            seconds = life if life is not None else (math.inf if default is None else default)
+            run.expiry[key] = now + seconds
+
+    def _remember(self, run: PromptRun, cache: BlendCache) -> None:
         """Let the conversation keep what was computed, if it is whole."""
         plan = run.plan
         if (
@@ -422,9 +460,9 @@ class Runner:
                 run.output_ids,
                 cache.kv(),
                 run.resumed,
-                plan.ratio,
-                blended=plan.selection is not None,
-                resets=resets,
+                None if plan.selection is None else Making.of(run.config, plan.ratio),
+                expiry=run.expiry,
+                resets=run.resets,
             )
 
     def _refusal(self, layout: PromptLayout, output_tokens: int = 0) -> str | None:
