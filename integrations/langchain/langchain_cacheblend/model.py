@@ -12,12 +12,13 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, Valid
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, BlendStream, GenerationResult
 from cacheblend_rag.chunk import Segment
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.stops import StopCutter, cut_at_stop
 from langchain_cacheblend.answer import Answer, Call
 from langchain_cacheblend.batch import AnswersTogether
 from langchain_cacheblend.catalog import catalog_of
 from langchain_cacheblend.find import HEAD_CHARS
 from langchain_cacheblend.options import check_options, generation_options, stop_strings
-from langchain_cacheblend.stop import Deadline, StopStrings, TextGate, cut
+from langchain_cacheblend.stop import Deadline, StopStrings
 
 __all__ = ["BlendModel"]
 
@@ -175,13 +176,13 @@ class BlendModel(AnswersTogether, BaseModel):
             stream.close()
 
     def _shown(self, call: Call, stream: BlendStream) -> Iterator[str | Answer]:
-        gate = TextGate(call.stop)
+        cutter = StopCutter(call.stop)
         try:
             for piece in stream:
-                shown = gate.pass_on(piece)
+                shown = cutter.feed(piece)
                 if shown:
                     yield shown
-            rest = gate.rest()
+            rest = cutter.flush()
             if rest:
                 yield rest
             yield self._finished(call, stream.result())
@@ -191,7 +192,7 @@ class BlendModel(AnswersTogether, BaseModel):
     def _finished(self, call: Call, result: GenerationResult) -> Answer:
         if call.deadline is not None:
             call.deadline.check()
-        text = cut(result.text, call.stop)
+        text = cut_at_stop(result.text, call.stop)
         ends = self.engine.model.generation_config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
         at_end = len(text) < len(result.text) or result.token_ids[-1:] in [(end,) for end in ends]
