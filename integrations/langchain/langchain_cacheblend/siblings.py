@@ -6,19 +6,29 @@ import logging
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
+
+from langchain_core.vectorstores import VectorStore
 
 from cacheblend_rag import BlendEngine
 from langchain_cacheblend.inventory import Inventory
-
-if TYPE_CHECKING:
-    from langchain_cacheblend.vectorstore import BlendVectorStore
 
 __all__ = ["Siblings"]
 
 logger = logging.getLogger(__name__)
 
-_stores: weakref.WeakKeyDictionary[BlendEngine, weakref.WeakSet[BlendVectorStore]] = weakref.WeakKeyDictionary()
+
+class _Store(Protocol):
+    """A store of documents whose KV an engine has."""
+
+    @property
+    def inner(self) -> VectorStore: ...
+
+    @property
+    def engine(self) -> BlendEngine: ...
+
+
+_stores: weakref.WeakKeyDictionary[BlendEngine, weakref.WeakSet[_Store]] = weakref.WeakKeyDictionary()
 _stores_lock = threading.Lock()
 
 
@@ -31,7 +41,7 @@ class Siblings:
         The store, which the others will know of from now on.
     """
 
-    def __init__(self, store: BlendVectorStore) -> None:
+    def __init__(self, store: _Store) -> None:
         self._store = weakref.ref(store)
         self._engine = weakref.ref(store.engine)
         with _stores_lock:
@@ -63,7 +73,7 @@ class Siblings:
                 taken[0],
             )
 
-    def _others(self) -> list[BlendVectorStore]:
+    def _others(self) -> list[_Store]:
         own, engine = self._store(), self._engine()
         with _stores_lock:
             stores = [] if own is None or engine is None else list(_stores.get(engine, ()))
