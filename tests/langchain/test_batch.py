@@ -311,6 +311,8 @@ def test_a_run_that_fails_does_not_leave_others_waiting_for_runs_that_are_cancel
 def test_an_interrupted_batch_ends(engine: BlendEngine, prompts: list[str]) -> None:
     def interrupt(prompt: str) -> None:
         if TOO_LONG[:100] in prompt:
+            # Python does not wait for a thread whose start was interrupted.
+            time.sleep(0.2)
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     llm = BlendLLM(engine=engine, max_tokens=TOKENS)
@@ -321,7 +323,30 @@ def test_an_interrupted_batch_ends(engine: BlendEngine, prompts: list[str]) -> N
             {"max_concurrency": 2, "callbacks": [runs, Begins(interrupt)]},
             return_exceptions=True,
         )
-    assert (len(runs.ended), len(runs.failed)) == (1, 1)
+    assert (len(runs.begun), len(runs.ended), len(runs.failed)) == (2, 0, 2)
+
+
+@pytest.mark.timeout(120, method="thread")
+def test_an_interrupted_batch_is_not_answered_to_its_end(engine: BlendEngine, prompts: list[str]) -> None:
+    class Interrupts(StoppingCriteria):
+        steps = 0
+
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            self.steps += 1
+            if self.steps == 1:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            time.sleep(0.01)
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+    interrupts = Interrupts()
+    llm = ChatBlend(
+        engine=engine, max_tokens=1000, generation_kwargs={"stopping_criteria": [interrupts], "eos_token_id": -1}
+    )
+    runs = Runs()
+    with pytest.raises(KeyboardInterrupt):
+        llm.batch(prompts, {"callbacks": [runs]}, return_exceptions=True)
+    assert interrupts.steps < 1000
+    assert (len(runs.ended), len(runs.failed)) == (0, len(prompts))
 
 
 # The meetings themselves

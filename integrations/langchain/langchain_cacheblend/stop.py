@@ -1,7 +1,8 @@
-"""What ends a generation early: stop strings, and a deadline."""
+"""What ends a generation early: stop strings, a deadline, and somebody who does not want it any more."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from transformers import StoppingCriteria
 
 from cacheblend_rag.errors import AnswerTimeoutError, ConfigError
 
-__all__ = ["Deadline", "StopStrings"]
+__all__ = ["Deadline", "EndWhenSet", "StopStrings"]
 
 # No character takes more tokens than it has bytes in UTF-8.
 _TOKENS_PER_CHAR = 4
@@ -77,3 +78,20 @@ class Deadline(StoppingCriteria):
                 f"the answer was not there after timeout={self._timeout_s:g} s, waiting for the model included; "
                 "give it more time, or fewer max_tokens"
             )
+
+
+class EndWhenSet(StoppingCriteria):
+    """Ends a generation at the first token after an event is set.
+
+    Parameters
+    ----------
+    event : threading.Event
+        The event.
+    """
+
+    def __init__(self, event: threading.Event) -> None:
+        self._event = event
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Return whether each sequence is done."""
+        return torch.full((input_ids.shape[0],), self._event.is_set(), dtype=torch.bool, device=input_ids.device)
