@@ -36,6 +36,7 @@ from cacheblend_rag.engine.pretrained import load_pretrained
 from cacheblend_rag.engine.prompt import AssembledPrompt, Assembler
 from cacheblend_rag.engine.run import PromptRun, Runner
 from cacheblend_rag.engine.selfcheck import check_blending
+from cacheblend_rag.engine.turn import turn_of
 from cacheblend_rag.engine.uses import FirstUses
 from cacheblend_rag.engine.watch import LayerWatcher, WatchedForward, WatchedPrefill
 from cacheblend_rag.errors import ConfigError, PromptError, UnsupportedModelError
@@ -96,7 +97,7 @@ _ENGINE_SETTINGS = frozenset(
 class BlendEngine:
     """Answers prompts made of stored chunks with an open-weight model in this process.
 
-    Any number of threads may call it; computations queue for the model, one at a time.
+    Any number of threads may call it, and engines be made on one model; computations queue for the model, one at a time.
 
     Parameters
     ----------
@@ -1008,7 +1009,8 @@ class BlendEngine:
 
     def _assemble(self, prompt: BlendPrompt, config: BlendConfig) -> AssembledPrompt:
         assembled = self._assembler.assemble(prompt, retrieving=config.enabled)
-        self._prefetcher.claim(chunk.key for chunk in assembled.chunks)
+        if config.enabled:
+            self._prefetcher.claim(chunk.key for chunk in assembled.chunks)
         return assembled
 
     def _blend_prompt(self, prompt: BlendPrompt | Prompt) -> BlendPrompt:
@@ -1023,9 +1025,11 @@ class BlendEngine:
 
     def _inspect(self) -> Decoder | None:
         try:
-            decoder = inspect_model(self.model)
-            if self.config.self_check:
-                check_blending(decoder)
+            # Another engine may be at work on it.
+            with turn_of(self.model):
+                decoder = inspect_model(self.model)
+                if self.config.self_check:
+                    check_blending(decoder)
         except UnsupportedModelError as error:
             if self.config.strict:
                 raise

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
@@ -13,6 +14,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model import KVCache, unwrapped
+from cacheblend_rag.store.locks import ForkSafeLock
 
 __all__ = ["PaddedBatch"]
 
@@ -91,26 +93,82 @@ class PaddedBatch:
         KVCache
             The cache to call ``generate`` with, empty until that forward.
         """
-        cache = KVCache(len(self._buffers))
+        logits = torch.stack([row for row in self._logits if row is not None])[:, None]
+        cache = _PrefilledCache(self._buffers, self._width, logits)
         # What wraps a model (adapters, torch.compile) hands generate on to the model inside.
-        model = unwrapped(model)
-        replaced = vars(model).get("forward")
+        with _asking_caches(unwrapped(model)):
+            yield cache
+
+
+class _PrefilledCache(KVCache):
+    """A cache that is filled by the first forward over it without the model.
+
+    Parameters
+    ----------
+    buffers : sequence of LayerKV
+        What it is filled with, for each layer.
+    width : int
+        How many columns of them.
+    logits : torch.Tensor
+        What that forward answers, ``(prompts, 1, vocab)``.
+    """
+
+    def __init__(self, buffers: Sequence[LayerKV], width: int, logits: torch.Tensor) -> None:
+        super().__init__(len(buffers))
+        self._buffers = buffers
+        self._width = width
+        self._logits = logits
+
+    def prefill(self) -> CausalLMOutputWithPast:
+        """Fill the cache and return what the model's forward would have returned."""
+        for layer, buffers in zip(self.kv_layers, self._buffers, strict=True):
+            layer.hold(buffers, self._width)
+        return CausalLMOutputWithPast(logits=self._logits, past_key_values=self)
+
+
+class _Asking:
+    """A model's forward, replaced by one that asks the cache first whether it knows the answer."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
         forward = model.forward
 
         @wraps(forward)
-        def answer(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("past_key_values") is not cache or cache.get_seq_length():
-                return forward(*args, **kwargs)
-            for layer, buffers in zip(cache.kv_layers, self._buffers, strict=True):
-                layer.hold(buffers, self._width)
-            logits = torch.stack([row for row in self._logits if row is not None])[:, None]
-            return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+        def ask(*args: Any, **kwargs: Any) -> Any:
+            cache = kwargs.get("past_key_values")
+            if isinstance(cache, _PrefilledCache) and not cache.get_seq_length():
+                return cache.prefill()
+            return forward(*args, **kwargs)
 
-        model.forward = answer
-        try:
-            yield cache
-        finally:
-            if replaced is None:
-                del model.forward
-            else:
-                model.forward = replaced
+        self._own = vars(model).get("forward")
+        self._ask = model.forward = ask
+        self.blocks = 0
+
+    def undo(self, model: PreTrainedModel) -> None:
+        """Put back what was there, unless it was replaced once more."""
+        if vars(model).get("forward") is not self._ask:
+            return
+        if self._own is None:
+            del model.forward
+        else:
+            model.forward = self._own
+
+
+_asking: WeakKeyDictionary[PreTrainedModel, _Asking] = WeakKeyDictionary()
+_asking_lock = ForkSafeLock()
+
+
+@contextmanager
+def _asking_caches(model: PreTrainedModel) -> Iterator[None]:
+    """Have a model's forward ask its cache for the duration of a ``with`` block; blocks may end in any order."""
+    with _asking_lock:
+        asking = _asking.get(model)
+        if asking is None:
+            asking = _asking[model] = _Asking(model)
+        asking.blocks += 1
+    try:
+        yield
+    finally:
+        with _asking_lock:
+            asking.blocks -= 1
+            if not asking.blocks:
+                _asking.pop(model).undo(model)

@@ -20,7 +20,7 @@ from cacheblend_rag.engine.conversation import Conversation
 from cacheblend_rag.engine.prompt import AssembledPrompt, PromptChunk
 from cacheblend_rag.engine.sources import SourceAttention
 from cacheblend_rag.engine.taken import Making, Resumption
-from cacheblend_rag.engine.turn import Turn
+from cacheblend_rag.engine.turn import turn_of
 from cacheblend_rag.errors import ChunkReadError, PromptError, StoreError
 from cacheblend_rag.fuse import BlendCache, Repair, Steering
 from cacheblend_rag.kv import ChunkKV
@@ -282,7 +282,7 @@ class Runner:
         self._warned_of_no_hit = False
         self._warned_of_no_sensitivity = False
         self._controller: Controller | None = None
-        self.lock = Turn()
+        self.lock = turn_of(model)
 
     def run(
         self,

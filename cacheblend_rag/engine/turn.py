@@ -8,16 +8,22 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
+from weakref import WeakKeyDictionary
+
+from transformers import PreTrainedModel
 
 from cacheblend_rag.errors import AnswerTimeoutError
+from cacheblend_rag.model import unwrapped
+from cacheblend_rag.store.locks import ForkSafeLock, tell_after_fork
 
-__all__ = ["Turn"]
+__all__ = ["Turn", "turn_of"]
 
 
 class Turn:
     """A lock on the model that threads get in the order in which they came; a thread that has it may take it again.
 
-    A loop that encodes batch after batch would take an ordinary lock again before any prompt that waits for it woke up.
+    A loop that encodes batch after batch would take an ordinary lock again before any prompt that waits for it woke up. In a
+    forked child it is free, unless the thread that forked has it.
     """
 
     def __init__(self) -> None:
@@ -25,6 +31,7 @@ class Turn:
         self._owner: int | None = None
         self._depth = 0
         self._line: deque[object] = deque()
+        tell_after_fork(self)
 
     def __enter__(self) -> None:
         self._take(None)
@@ -90,9 +97,27 @@ class Turn:
         finally:
             self._leave()
 
+    def after_fork(self) -> None:
+        """Forget the parent's other threads."""
+        self._changed = threading.Condition()
+        self._line.clear()
+        if self._owner != threading.get_ident():
+            self._owner, self._depth = None, 0
+
     def _leave(self) -> None:
         with self._changed:
             self._depth -= 1
             if not self._depth:
                 self._owner = None
                 self._changed.notify_all()
+
+
+_turns: WeakKeyDictionary[PreTrainedModel, Turn] = WeakKeyDictionary()
+_turns_lock = ForkSafeLock()
+
+
+def turn_of(model: PreTrainedModel) -> Turn:
+    """Return the turn on a model: one for all engines that are made on it, and on what PEFT or torch.compile put around it."""
+    made = Turn()
+    with _turns_lock:
+        return _turns.setdefault(unwrapped(model), made)

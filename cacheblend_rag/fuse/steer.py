@@ -7,7 +7,7 @@ layer is re-implemented, so whatever the model does (norms, soft caps, experts, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -169,7 +169,7 @@ class Steering:
             for number, layer in enumerate(self._decoder.layers)
         ]
         if self._decoder.restores_rows:
-            hooks.append(self._decoder.layers[-1].register_forward_hook(self._after_last_layer))
+            hooks.append(self._decoder.layers[-1].register_forward_hook(self._after_last_layer, with_kwargs=True))
         self._cache.steering = self
         try:
             with (
@@ -190,10 +190,13 @@ class Steering:
             return None
         names = self._decoder.layer_parameters
         arguments = dict(zip(names, args, strict=False)) | kwargs
-        if not any(value is self._cache for value in arguments.values()):
+        if not self._is_own(arguments.values()):
             return None
         arguments = self.prefill_layer(layer, module, arguments)
         return tuple(arguments.pop(name) for name in names[: len(args)]), arguments
+
+    def _is_own(self, arguments: Iterable[Any]) -> bool:
+        return any(value is self._cache for value in arguments)
 
     def prefill_layer(self, layer: int, module: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
         """Narrow the computed rows where this layer is one to do so, and cut the layer's arguments to them (CacheBlend,
@@ -251,9 +254,9 @@ class Steering:
         count = self._length if self._rows is None else self._rows.numel()
         return bool(arguments[self._cutter.states].shape[self._cutter.states_axis] != count)
 
-    def _after_last_layer(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _after_last_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Put the computed rows back to their place, for a model that goes on with all of them; the others are zero."""
-        if not self._is_last_under_way or self._rows is None:
+        if not self._is_last_under_way or self._rows is None or not self._is_own((*args, *kwargs.values())):
             return None
         self._is_last_under_way = False
         states = output[0] if isinstance(output, tuple) else output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -102,6 +103,7 @@ def watch_layer_calls(
     """Run a few tokens, and then a few more behind them, and see how the arguments of the layers grow.
 
     Of the second run's arguments, an axis as long as its tokens runs along the rows; one as long as all tokens so far does not.
+    What other threads run on the model meanwhile is neither seen nor changed.
 
     Parameters
     ----------
@@ -128,8 +130,11 @@ def watch_layer_calls(
     starts: list[int] = []
     called: list[int] = []
     seen = shapes[0]
+    thread = threading.get_ident()
 
     def before(number: int, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if threading.get_ident() != thread:
+            return
         called.append(number)
         if len(starts) < 2:
             starts.append(flops.total)
@@ -172,7 +177,11 @@ def _fails_on_some_rows(
     if axis is None:
         return False
 
+    thread = threading.get_ident()
+
     def drop_rows(module: nn.Module, args: Any, output: Any) -> Any:
+        if threading.get_ident() != thread:
+            return None
         states = output[0] if isinstance(output, tuple) else output
         some = states.narrow(axis, 1, _MORE_ROWS - 2)
         return (some, *output[1:]) if isinstance(output, tuple) else some

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from cacheblend_rag.config import BlendConfig
@@ -106,7 +107,7 @@ class Eviction:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Evict during the model's next forward pass, for the duration of a ``with`` block.
+        """Evict during the model's next forward pass over the cache, for the duration of a ``with`` block.
 
         Raises
         ------
@@ -116,7 +117,7 @@ class Eviction:
         with ExitStack() as stack:
             if self._waiting:
                 stack.enter_context(watch_attention(self._after_attention))
-                hook = self._model.register_forward_hook(partial(self._after_prefill, stack))
+                hook = self._model.register_forward_hook(partial(self._after_prefill, stack), with_kwargs=True)
                 stack.callback(hook.remove)
             yield
 
@@ -144,7 +145,11 @@ class Eviction:
         else:
             held.keep(rows, self._room)
 
-    def _after_prefill(self, stack: ExitStack, *_: Any) -> None:
+    def _after_prefill(
+        self, stack: ExitStack, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        if kwargs.get("past_key_values") is not self._cache:
+            return
         # Decoding is not watched, and costs what it costs without eviction.
         stack.close()
         for layer, rows in self._chosen.items():

@@ -8,7 +8,7 @@ import weakref
 from types import TracebackType
 from typing import Protocol
 
-__all__ = ["ForkSafeLock", "Forking", "tell_before_fork"]
+__all__ = ["ForkSafeLock", "Forked", "Forking", "tell_after_fork", "tell_before_fork"]
 
 
 class Forking(Protocol):
@@ -16,6 +16,13 @@ class Forking(Protocol):
 
     def before_fork(self) -> None:
         """Let go of what a child must not inherit; every `ForkSafeLock` is held by the calling thread."""
+
+
+class Forked(Protocol):
+    """Something that goes on in a forked child without the parent's threads."""
+
+    def after_fork(self) -> None:
+        """Give up what the parent's threads have under way; called in the child while it has no other thread."""
 
 
 class ForkSafeLock:
@@ -53,8 +60,15 @@ def tell_before_fork(party: Forking) -> None:
         _parties.add(party)
 
 
+def tell_after_fork(party: Forked) -> None:
+    """Call `party.after_fork` in each forked child for as long as `party` lives."""
+    with _registry_lock:
+        _forked.add(party)
+
+
 _locks: weakref.WeakSet[ForkSafeLock] = weakref.WeakSet()
 _parties: weakref.WeakSet[Forking] = weakref.WeakSet()
+_forked: weakref.WeakSet[Forked] = weakref.WeakSet()
 _registry_lock = threading.Lock()
 _held_over_fork: list[ForkSafeLock] = []
 
@@ -74,4 +88,10 @@ def _after_fork() -> None:
     _registry_lock.release()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
+def _after_fork_in_child() -> None:
+    _after_fork()
+    for party in list(_forked):
+        party.after_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)

@@ -12,6 +12,7 @@ import pytest
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.store.chunkfile import ChunkFile
+from tests.core.forked import status_of_child
 from tests.families import tiny_model, tiny_tokenizer, words
 
 CHUNKS = [Chunk(words(20, seed), f"n{seed}") for seed in range(4)]
@@ -119,6 +120,70 @@ def test_a_prompt_that_needs_none_of_it_does_not_wait(open_engine: Open, monkeyp
     gate.open.set()
     assert begun.wait(60)
     assert len(gate.keys) == 1
+
+
+def test_what_another_caller_wants_is_not_cancelled(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = open_engine(load_threads=1)
+    gate = _Gate(monkeypatch)
+    first = engine.prefetch(["n0", "n1", "n2", "n3"])
+    assert gate.reached.wait(60)
+    second, third = engine.prefetch(["n1", "n2"]), engine.prefetch(["n2", "n3"])
+    for _ in range(3):
+        second.cancel()
+    first.cancel()
+    # Of what it let go nothing is left to read; of what is being read, everything.
+    assert second.wait(0)
+    assert not first.wait(0)
+    assert not third.wait(0)
+    gate.open.set()
+    assert first.wait(60)
+    assert third.wait(60)
+    assert _tiers(engine) == ["ram", "disk", "ram", "ram"]
+
+
+def test_a_prompt_that_reads_no_kv_takes_nothing_over(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = open_engine(load_threads=1)
+    gate = _Gate(monkeypatch)
+    begun = engine.prefetch(NAMES)
+    assert gate.reached.wait(60)
+    assert engine.prefill(PROMPT, config=engine.config.replace(enabled=False)).report.fallback_reason is None
+    assert not begun.wait(0)
+    gate.open.set()
+    assert begun.wait(60)
+    assert _tiers(engine) == ["ram"] * 4
+
+
+def test_nothing_is_kept_of_what_was_read_or_let_go(open_engine: Open) -> None:
+    engine = open_engine()
+    for name in NAMES:
+        assert engine.prefetch([name]).wait(60)
+    engine.prefetch(NAMES).cancel()
+    assert engine.prefetch(NAMES).wait(60)
+    assert not engine._prefetcher._reads
+
+
+def test_a_forked_child_reads_by_itself(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = open_engine(load_threads=1)
+    assert engine.prefetch(["n3"]).wait(60)
+    gate = _Gate(monkeypatch)
+    begun = engine.prefetch(["n0", "n1"])
+    assert gate.reached.wait(60)
+
+    def work() -> None:
+        gate.open = threading.Event()
+        gate.open.set()
+        # What the parent reads is not waited for, here or by a prompt.
+        assert begun.wait(10)
+        engine._prefetcher.claim(record.key for record in engine.records(NAMES) if record is not None)
+        assert engine.prefetch(["n1", "n2"]).wait(10)
+        assert len(gate.keys) == 3
+        begun.cancel()
+        engine._prefetcher.close()
+
+    assert status_of_child(work) == 0
+    gate.open.set()
+    assert begun.wait(60)
+    assert _tiers(engine) == ["ram", "ram", "disk", "ram"]
 
 
 def test_closing_stops_it(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:

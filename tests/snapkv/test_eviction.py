@@ -122,6 +122,22 @@ def test_a_blended_prefill_keeps_the_same(family: str, attention: str) -> None:
     _is_same_as_dense(got, dense_decode(tiny_model(family, "eager"), ids, kept, STEPS))
 
 
+def test_another_prompt_on_the_same_model_is_left_alone_and_ends_nothing() -> None:
+    model = tiny_model("llama")
+    ids, others = _ids(4), _ids(5)
+    wanted = BlendCache(6)
+    with _eviction(model, wanted)():
+        alone = _generate(model, wanted, ids)
+    cache, other = BlendCache(6), BlendCache(6)
+    with _eviction(model, cache)():
+        beside = _generate(model, other, others)
+        got = _generate(model, cache, ids)
+    assert torch.equal(got[1], alone[1])
+    assert [layer.evicted_tokens for layer in cache.kv_layers] == [65 - CAPACITY] * 6
+    assert not any(layer.evicted_tokens for layer in other.kv_layers)
+    assert torch.equal(beside[1], _generate(model, BlendCache(6), others)[1])
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_window_that_holds_prompt_and_answer_evicts_like_full_attention(attention: str) -> None:
     for family in ("mistral", "gemma3"):

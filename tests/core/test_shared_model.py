@@ -1,0 +1,209 @@
+"""Several engines on one model: they take turns, and what one has put on the model leaves the calls of others alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag.engine.padded import PaddedBatch
+from cacheblend_rag.engine.selfcheck import TrueKV
+from cacheblend_rag.engine.turn import Turn, turn_of
+from cacheblend_rag.fuse import BlendCache, Steering
+from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.model import KVCache, inspect_model
+from cacheblend_rag.selection import FixedSelection
+from tests.core.dense import own_kv
+from tests.core.forked import status_of_child
+from tests.core.spans import random_ids, span_layout
+from tests.families import tiny_model, tiny_tokenizer, words
+
+CONFIG = BlendConfig(strict=True, selector="hkvd", recompute_ratio=0.15)
+PROMPT = BlendPrompt(words(4, 50), [Chunk(words(20, seed), f"n{seed}") for seed in range(3)], words(6, 51))
+
+
+def _make(model: PreTrainedModel, **settings: Any) -> BlendEngine:
+    return BlendEngine(model, tiny_tokenizer(), config=CONFIG.replace(**settings))
+
+
+def _during(module: torch.nn.Module, call: Callable[[], Any]) -> list[Any]:
+    """Have `call` made once, in a thread of its own, at every outer call of a module, and note what it returns."""
+    found: list[Any] = []
+    busy = threading.Lock()
+
+    def before(*_: Any) -> None:
+        if busy.acquire(blocking=False):
+            thread = threading.Thread(target=lambda: found.append(call()))
+            thread.start()
+            thread.join()
+            busy.release()
+
+    module.register_forward_pre_hook(before)
+    return found
+
+
+# peft asks transformers by an old name.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_engines_on_one_model_have_one_turn() -> None:
+    model = tiny_model("llama")
+    lora = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    around = [model, torch.compile(model, backend="eager"), lora, torch.compile(lora, backend="eager")]
+    assert {turn_of(each) for each in around} == {turn_of(model)}
+    assert turn_of(tiny_model("llama")) is not turn_of(model)
+
+
+def test_engines_on_one_model_wait_for_each_other() -> None:
+    model = tiny_model("llama")
+    with _make(model) as first, _make(model) as second:
+        wanted = first.generate(PROMPT, 6).token_ids
+        found: list[tuple[int, ...]] = []
+        asking = threading.Thread(target=lambda: found.append(second.generate(PROMPT, 6).token_ids))
+        making = threading.Thread(target=lambda: _make(model).close())
+        for thread in (asking, making):
+            with first._runner.lock:
+                thread.start()
+                while not first._runner.lock.wanted:
+                    assert thread.is_alive()
+            thread.join(60)
+        assert found == [wanted]
+
+
+def _logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(input_ids=ids).logits
+    return logits
+
+
+def test_inspection_sees_its_own_calls_only_and_changes_no_others() -> None:
+    alone, model = inspect_model(tiny_model("llama")), tiny_model("llama")
+    ids = torch.arange(3, 33)[None]
+    wanted = _logits(model, ids)
+    outputs = [
+        _during(model.model.layers[number].mlp, lambda: _logits(model, ids)) for number in (0, alone.num_layers - 1)
+    ]
+    beside = inspect_model(model)
+    assert beside.row_axes == alone.row_axes
+    assert beside.restores_rows == alone.restores_rows
+    assert (beside.row_flops, beside.probe_share) == (alone.row_flops, alone.probe_share)
+    for each in outputs:
+        assert each
+        assert all(output.equal(wanted) for output in each)
+
+
+@torch.no_grad()
+def test_rows_are_put_back_in_the_blended_prompt_only() -> None:
+    model = tiny_model("llama")
+    # As for a model that takes all rows behind its layers.
+    decoder = replace(inspect_model(model), restores_rows=True)
+    ids, others = random_ids(1), torch.arange(3, 33)[None]
+    wanted, others_wanted = _logits(model, torch.tensor([ids])), _logits(model, others)
+    source = TrueKV([LayerKV(*kv) for kv in own_kv(model, ids)])
+    outputs = _during(model.model.layers[-1].mlp, lambda: _logits(model, others))
+    cache = BlendCache(decoder.num_layers)
+    with Steering(decoder, cache, span_layout(ids), FixedSelection(torch.tensor([6, 30])), source)():
+        logits = model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True).logits
+    assert logits.shape == wanted.shape
+    assert (logits[0, -1] - wanted[0, -1]).abs().max() < 1e-4
+    [output] = outputs
+    assert output.equal(others_wanted)
+
+
+def _batch(model: PreTrainedModel, prompts: list[list[int]], answer: int) -> PaddedBatch:
+    """Return a padded batch that is told to go on with a token."""
+    batch = PaddedBatch(prompts, [range(len(ids)) for ids in prompts], 4)
+    for row, ids in enumerate(prompts):
+        cache = KVCache(model.config.num_hidden_layers)
+        model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True)
+        batch.take(row, cache, torch.zeros(model.config.vocab_size).index_fill(0, torch.tensor([answer]), 9.0))
+    return batch
+
+
+def _first_tokens(model: PreTrainedModel, batch: PaddedBatch, cache: KVCache) -> list[int]:
+    logits: torch.Tensor = model(**batch.inputs(model.device), past_key_values=cache, use_cache=True).logits
+    return logits[:, -1].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("patched", [False, True], ids=["own", "patched"])
+@torch.no_grad()
+def test_padded_batches_may_end_in_any_order(patched: bool) -> None:
+    model = tiny_model("llama")
+    if patched:
+        model.forward = partial(model.forward)
+    before, plain = vars(model).get("forward"), _logits(model, torch.tensor([[3, 4, 5]]))
+    first, second = _batch(model, [[1, 2, 3], [4, 5]], 7), _batch(model, [[5, 6, 7], [8, 9]], 8)
+    first_block, second_block = first.prefilled(model), second.prefilled(model)
+    first_cache, second_cache = first_block.__enter__(), second_block.__enter__()
+    assert _first_tokens(model, first, first_cache) == [7, 7]
+    first_block.__exit__(None, None, None)
+    assert _first_tokens(model, second, second_cache) == [8, 8]
+    assert _logits(model, torch.tensor([[3, 4, 5]])).equal(plain)
+    second_block.__exit__(None, None, None)
+    assert vars(model).get("forward") is before
+
+
+@torch.no_grad()
+def test_a_forward_that_was_replaced_meanwhile_stays() -> None:
+    model = tiny_model("llama")
+    batch = _batch(model, [[1, 2, 3], [4, 5]], 7)
+    with batch.prefilled(model) as cache:
+        model.forward = replacement = partial(model.forward)
+        assert _first_tokens(model, batch, cache) == [7, 7]
+    assert vars(model)["forward"] is replacement
+    plain = tiny_model("llama")
+    assert _logits(model, torch.tensor([[3, 4, 5]])).equal(_logits(plain, torch.tensor([[3, 4, 5]])))
+
+
+def test_a_forked_child_does_not_wait_for_threads_of_its_parent() -> None:
+    turn, taken, end = Turn(), threading.Event(), threading.Event()
+
+    def take() -> None:
+        with turn:
+            taken.set()
+            end.wait()
+
+    def work() -> None:
+        assert not turn.wanted
+        with turn, turn:
+            pass
+        with turn.after_others():
+            pass
+
+    threads = [threading.Thread(target=take) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    assert taken.wait(60)
+    while not turn.wanted:
+        pass
+    assert status_of_child(work) == 0
+    end.set()
+    for thread in threads:
+        thread.join()
+
+
+def test_the_thread_that_forks_keeps_its_turn_in_the_child() -> None:
+    turn, others = Turn(), list[int]()
+
+    def work() -> None:
+        waiting = threading.Thread(target=lambda: take(), daemon=True)
+        waiting.start()
+        while not turn.wanted:
+            pass
+        assert not others
+        turn.__exit__(None, None, None)
+        waiting.join()
+        assert others == [1]
+
+    def take() -> None:
+        with turn:
+            others.append(1)
+
+    with turn:
+        assert status_of_child(work) == 0
