@@ -113,7 +113,7 @@ class BlendModel(AnswersTogether, DecodingFields):
         if model is not None and str(model) not in (engine.model_name, getattr(engine.model, "name_or_path", "")):
             raise ConfigError(
                 f"model={str(model)!r} is not {engine.model_name!r}, the model of the engine that is given, which would answer "
-                "under its name; leave model out, or make an object of each model and choose between them by configurable_alternatives"
+                "under its name; leave model out, or make an object of each model and choose by configurable_alternatives"
             )
         name = engine.model_name if model is None else str(model)
         try:
