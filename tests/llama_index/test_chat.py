@@ -20,9 +20,10 @@ from llama_index.core.chat_engine import CondensePlusContextChatEngine, ContextC
 from llama_index.core.chat_engine.types import StreamingAgentChatResponse
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMChatStartEvent
 from llama_index.core.llms import MockLLM
-from llama_index.core.memory import ChatMemoryBuffer
+from llama_index.core.memory import ChatMemoryBuffer, Memory
 from llama_index.core.postprocessor import SimilarityPostprocessor
 from llama_index.core.schema import NodeWithScore
+from llama_index.core.storage.chat_store.base_db import MessageStatus
 from llama_index.vector_stores.chroma import ChromaVectorStore
 from transformers import LogitsProcessor, LogitsProcessorList
 
@@ -37,6 +38,7 @@ from llama_index_cacheblend import (
     install,
     uninstall,
 )
+from llama_index_cacheblend.chat_memory import take_back
 
 from .conftest import EventLog, WordEmbedding
 from .corpus import corpus
@@ -339,6 +341,80 @@ def test_a_stream_that_fails_takes_its_message_back(
     fails.armed = False
     assert chat.chat(_questions(2)[1]).metadata["blend"]["conversation_tokens"] > 0
     assert len(chat.chat_history) == 4
+
+
+class _Ends(LogitsProcessor):
+    """Ends the answer before its first token, for as long as it is told to."""
+
+    def __init__(self, token_id: int) -> None:
+        self.armed = False
+        self._token_id = token_id
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self.armed:
+            scores = torch.full_like(scores, -1e9)
+            scores[:, self._token_id] = 0.0
+        return scores
+
+
+def test_a_stream_without_a_word_is_an_empty_response(
+    make_llm: MakeLLM, make_index: Callable[..., VectorStoreIndex]
+) -> None:
+    llm = make_llm(0.15)
+    end_id = llm.engine.tokenizer.eos_token_id
+    ends = _Ends(end_id)
+    llm.generation_kwargs = {"logits_processor": LogitsProcessorList([ends]), "eos_token_id": end_id}
+    chat = BlendContextChatEngine.from_defaults(_retriever(make_index(llm)), llm=llm)
+    ends.armed = True
+    for form in FORMS.values():
+        answer, response = form(chat, "Anything?")
+        assert answer == "Empty Response"
+        assert response.metadata["blend"]["output_tokens"] <= 1
+    said = [(message.role.value, message.content) for message in chat.chat_history]
+    assert said == [("user", "Anything?"), ("assistant", "Empty Response")] * 4
+    ends.armed = False
+    assert chat.chat("And now?").response not in ("", "Empty Response")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("form", ["stream", "async stream"])
+def test_a_stream_that_fails_brings_nothing_back_from_the_archive(
+    form: str, make_llm: MakeLLM, make_index: Callable[..., VectorStoreIndex]
+) -> None:
+    fails = _Fails()
+    llm = make_llm(0.15, generation_kwargs={"logits_processor": LogitsProcessorList([fails])})
+    memory = Memory.from_defaults(token_limit=300, token_flush_size=50, tokenizer_fn=llm.engine.tokenizer.encode)
+    chat = BlendContextChatEngine.from_defaults(_retriever(make_index(llm)), llm=llm, memory=memory)
+    for number in range(5):
+        FORMS[form](chat, f"Question {number} " + "and so on " * 10)
+
+    def kept() -> list[list[tuple[str, str | None]]]:
+        return [
+            [(each.role.value, each.content) for each in memory.get_all(status)]
+            for status in (MessageStatus.ACTIVE, MessageStatus.ARCHIVED, None)
+        ]
+
+    before = kept()
+    active, archived, everything = before
+    assert len(active) > 1 and len(archived) > 1 and everything == archived + active
+    fails.armed, fails.calls = True, 0
+    with pytest.raises(RuntimeError, match="no more"):
+        FORMS[form](chat, "Short?")
+    assert kept() == before
+    fails.armed = False
+    FORMS[form](chat, "And now?")
+    assert kept()[2][:-2] == everything
+
+
+def test_a_message_is_taken_back_from_an_empty_memory_or_one_that_ends_otherwise() -> None:
+    memory = Memory.from_defaults(token_limit=1000, tokenizer_fn=str.split)
+    take_back(memory, "Who?")
+    asked = ChatMessage("Who?", role=MessageRole.USER)
+    memory.put(asked)
+    take_back(memory, "Where?")
+    assert memory.get_all() == [asked]
+    take_back(memory, "Who?")
+    assert memory.get_all() == []
 
 
 def test_a_cancelled_chat_leaves_memory_and_engine_as_they_were(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Protocol
 
 from langchain_core.runnables import Runnable, RunnableConfig
-from langchain_core.runnables.config import get_config_list, run_in_executor
+from langchain_core.runnables.config import get_config_list, get_executor_for_config, run_in_executor
 
 from cacheblend_rag import BlendEngine, BlendPrompt, GenerationResult
+from cacheblend_rag.errors import CacheBlendError
 from langchain_cacheblend.meeting import AsyncMeeting, ThreadMeeting
+from langchain_cacheblend.stop import EndWhenSet
 
 __all__ = ["AnswersTogether"]
 
@@ -65,8 +69,28 @@ class AnswersTogether:
         at_once = configs[0].get("max_concurrency") or min(len(inputs), _MOST_THREADS)
         for each in configs:
             each["max_concurrency"] = at_once
-        with _meeting(ThreadMeeting(self._ask_all, len(inputs), at_once)):
-            return Runnable.batch(self, inputs, configs, return_exceptions=return_exceptions, **kwargs)  # type: ignore[arg-type]
+        interrupted = threading.Event()
+        answer = partial(self._ask_all_until, interrupted)
+        meeting: ThreadMeeting[Any, GenerationResult] = ThreadMeeting(answer, len(inputs), at_once)
+
+        def run(each: Any, config: RunnableConfig) -> Any:
+            try:
+                return self.invoke(each, config, **kwargs)
+            except Exception as error:
+                if return_exceptions:
+                    return error
+                raise
+
+        with _meeting(meeting), get_executor_for_config(configs[0]) as executor:
+            try:
+                return list(executor.map(run, inputs, configs))
+            except BaseException as error:
+                # A run failed, or this thread was interrupted: runs that have not begun are cancelled, and those that have must
+                # not wait for them, since the executor waits for those. An interrupted batch is not answered to its end either.
+                if not isinstance(error, Exception):
+                    interrupted.set()
+                meeting.break_up()
+                raise
 
     async def abatch(
         self,
@@ -103,6 +127,16 @@ class AnswersTogether:
     def _ask_all(self, calls: Sequence[_Asked]) -> list[GenerationResult]:
         """Answer calls that were made with the same options."""
         return self.engine.generate_many([call.prompt for call in calls], **_options(calls))
+
+    def _ask_all_until(self, interrupted: threading.Event, calls: Sequence[_Asked]) -> list[GenerationResult]:
+        """Answer calls that were made with the same options, or none of them once the batch was interrupted."""
+        options = _options(calls)
+        ends = EndWhenSet(interrupted)
+        options["stopping_criteria"] = [[*each, ends] for each in options["stopping_criteria"]]
+        results = [] if interrupted.is_set() else self.engine.generate_many([call.prompt for call in calls], **options)
+        if interrupted.is_set():
+            raise CacheBlendError("the batch was interrupted, so this answer is not whole; ask again")
+        return results
 
     async def _aask_all(self, calls: Sequence[_Asked]) -> list[GenerationResult]:
         """Answer calls that were made with the same options."""

@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, ValidationError
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, GenerationResult
 from cacheblend_rag.chunk import Segment
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.stops import StopCutter, cut_at_stop
 from langchain_cacheblend.answer import Answer, Call
 from langchain_cacheblend.batch import AnswersTogether
 from langchain_cacheblend.catalog import catalog_of
@@ -26,7 +27,7 @@ from langchain_cacheblend.options import (
     stop_strings,
     with_objects,
 )
-from langchain_cacheblend.stop import Deadline, StopStrings, TextGate, cut
+from langchain_cacheblend.stop import Deadline, StopStrings
 
 __all__ = ["BlendModel"]
 
@@ -175,13 +176,13 @@ class BlendModel(AnswersTogether, DecodingFields):
     def _pieces(self, call: Call) -> Iterator[str | Answer]:
         """Yield the answer piece by piece, and at the end as a whole."""
         stream = self.engine.stream(call.prompt, **call.options)
-        gate = TextGate(call.stop)
+        cutter = StopCutter(call.stop)
         try:
             for piece in stream:
-                shown = gate.pass_on(piece)
+                shown = cutter.feed(piece)
                 if shown:
                     yield shown
-            rest = gate.rest()
+            rest = cutter.flush()
             if rest:
                 yield rest
             yield self._finished(call, stream.result())
@@ -191,13 +192,13 @@ class BlendModel(AnswersTogether, DecodingFields):
     async def _apieces(self, make_call: Callable[[], Call]) -> AsyncIterator[str | Answer]:
         call = await run_in_executor(None, make_call)
         stream = await run_in_executor(None, self.engine.stream, call.prompt, **call.options)
-        gate = TextGate(call.stop)
+        cutter = StopCutter(call.stop)
         try:
             async for piece in stream:
-                shown = gate.pass_on(piece)
+                shown = cutter.feed(piece)
                 if shown:
                     yield shown
-            rest = gate.rest()
+            rest = cutter.flush()
             if rest:
                 yield rest
             yield self._finished(call, await stream.aresult())
@@ -207,7 +208,7 @@ class BlendModel(AnswersTogether, DecodingFields):
     def _finished(self, call: Call, result: GenerationResult) -> Answer:
         if call.deadline is not None:
             call.deadline.check()
-        text = cut(result.text, call.stop)
+        text = cut_at_stop(result.text, call.stop)
         ends = self.engine.model.generation_config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
         at_end = len(text) < len(result.text) or result.token_ids[-1:] in [(end,) for end in ends]

@@ -1,7 +1,8 @@
-"""What ends a generation early: stop strings, and how they are kept out of what is shown, and a deadline."""
+"""What ends a generation early: stop strings, a deadline, and somebody who does not want it any more."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -11,15 +12,10 @@ from transformers import StoppingCriteria
 
 from cacheblend_rag.errors import AnswerTimeoutError, ConfigError
 
-__all__ = ["Deadline", "StopStrings", "TextGate", "cut"]
+__all__ = ["Deadline", "EndWhenSet", "StopStrings"]
 
 # No character takes more tokens than it has bytes in UTF-8.
 _TOKENS_PER_CHAR = 4
-
-
-def cut(text: str, stop: Sequence[str]) -> str:
-    """Return `text` up to where the first of the stop strings begins."""
-    return text[: min((place for place in map(text.find, stop) if place >= 0), default=len(text))]
 
 
 class StopStrings(StoppingCriteria):
@@ -84,35 +80,18 @@ class Deadline(StoppingCriteria):
             )
 
 
-class TextGate:
-    """Lets a streamed text through up to the first stop string, holding back what may be the beginning of one.
+class EndWhenSet(StoppingCriteria):
+    """Ends a generation at the first token after an event is set.
 
     Parameters
     ----------
-    stop : sequence of str
-        The stop strings.
+    event : threading.Event
+        The event.
     """
 
-    def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = stop
-        self._held = ""
-        self._closed = False
+    def __init__(self, event: threading.Event) -> None:
+        self._event = event
 
-    def pass_on(self, piece: str) -> str:
-        """Take in the next piece and return what can be shown now."""
-        if self._closed:
-            return ""
-        text = self._held + piece
-        shown = cut(text, self._stop)
-        if len(shown) < len(text):
-            self._closed = True
-            self._held = ""
-            return shown
-        keep = max((n for each in self._stop for n in range(1, len(each)) if text.endswith(each[:n])), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
-
-    def rest(self) -> str:
-        """Return what was held back, now that nothing follows."""
-        held, self._held = self._held, ""
-        return held
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Return whether each sequence is done."""
+        return torch.full((input_ids.shape[0],), self._event.is_set(), dtype=torch.bool, device=input_ids.device)

@@ -50,7 +50,7 @@ class BlendVectorStore(SearchesInner):
         self.engine = engine
         self.background = background
         self._inventory = Inventory(inner)
-        self._siblings = Siblings(self)
+        self._siblings = Siblings(inner, engine)
 
     def __getattr__(self, name: str) -> Any:
         # Asked only for what is not here.

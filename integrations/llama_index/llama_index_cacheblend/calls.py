@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import aclosing, closing
 from typing import Any
 
 from llama_index.core.base.llms.types import ChatResponse, CompletionResponse
@@ -11,7 +12,7 @@ from cacheblend_rag.config import BlendConfig
 from llama_index_cacheblend.context import ContextPrompt
 from llama_index_cacheblend.llm import BlendLLM
 
-__all__ = ["Caller", "ModelResponse", "text_of"]
+__all__ = ["Caller", "ModelResponse", "aor_instead", "or_instead", "text_of"]
 
 ModelResponse = ChatResponse | CompletionResponse
 
@@ -92,3 +93,20 @@ class Caller:
 def text_of(response: ModelResponse) -> str:
     """Return what the model wrote."""
     return (response.message.content or "") if isinstance(response, ChatResponse) else response.text
+
+
+def or_instead(pieces: Generator[str, None, None], instead: str) -> Generator[str, None, None]:
+    """Yield the pieces of an answer, or `instead` where the model wrote nothing."""
+    with closing(pieces):
+        first = next(pieces, None)
+        yield instead if first is None else first
+        yield from pieces
+
+
+async def aor_instead(pieces: AsyncGenerator[str, None], instead: str) -> AsyncGenerator[str, None]:
+    """Do what `or_instead` does."""
+    async with aclosing(pieces):
+        first = await anext(pieces, None)
+        yield instead if first is None else first
+        async for piece in pieces:
+            yield piece

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import AsyncGenerator, Generator, Sequence
 from typing import Any, TypeVar
 
-from llama_index.core.base.llms.types import MessageRole
 from llama_index.core.base.response.schema import RESPONSE_TYPE, AsyncStreamingResponse, StreamingResponse
 from llama_index.core.chat_engine.types import AgentChatResponse, StreamingAgentChatResponse
 from llama_index.core.memory import BaseMemory
 from llama_index.core.schema import NodeWithScore, QueryType
 
 from cacheblend_rag.errors import CacheBlendError
+from llama_index_cacheblend.chat_memory import atake_back, take_back
 from llama_index_cacheblend.synthesizer import BlendSynthesizer
 
 __all__ = ["Turn", "TurnSynthesizer"]
@@ -103,9 +103,7 @@ class TurnSynthesizer(BlendSynthesizer):
         try:
             yield from pieces
         except BaseException:
-            history = self._memory.get_all()
-            if history and _is_message(history[-1], message):
-                self._memory.set(history[:-1])
+            take_back(self._memory, message)
             raise
 
     async def _aguarded(self, pieces: AsyncGenerator[str, None], message: str) -> AsyncGenerator[str, None]:
@@ -114,14 +112,8 @@ class TurnSynthesizer(BlendSynthesizer):
                 yield piece
         except BaseException:
             await pieces.aclose()
-            history = await self._memory.aget_all()
-            if history and _is_message(history[-1], message):
-                await self._memory.aset(history[:-1])
+            await atake_back(self._memory, message)
             raise
-
-
-def _is_message(last: Any, message: str) -> bool:
-    return last.role == MessageRole.USER and last.content == message
 
 
 def _end_when_cancelled(response: StreamingAgentChatResponse) -> None:

@@ -28,8 +28,9 @@ from llama_index.core.types import BaseOutputParser, PydanticProgramMode
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine, BlendStream, Conversation, GenerationResult
+from cacheblend_rag.stops import cut_at_stop
 from llama_index_cacheblend.construction import engine_name, make_engine
-from llama_index_cacheblend.decoding import check_length, cut_at_stop, decoding_options, stop_list
+from llama_index_cacheblend.decoding import check_length, decoding_options, stop_list
 from llama_index_cacheblend.messages import has_chat_template, render_messages
 from llama_index_cacheblend.responses import aresponses, as_chat, as_completion, responses
 from llama_index_cacheblend.structured import JSONAnswers

@@ -31,7 +31,7 @@ from llama_index.core.settings import Settings
 from cacheblend_rag.chunk import Chunk
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError
-from llama_index_cacheblend.calls import Caller, ModelResponse, text_of
+from llama_index_cacheblend.calls import Caller, ModelResponse, aor_instead, or_instead, text_of
 from llama_index_cacheblend.context import ContextPrompt, make_context_prompt
 from llama_index_cacheblend.llm import BlendLLM
 from llama_index_cacheblend.nodes import node_chunks
@@ -214,7 +214,7 @@ class BlendSynthesizer(BaseSynthesizer):
             rounds.refine(prompt, response, _written(self._answer(response)))
         answer: str | BaseModel | Generator[str, None, None]
         if self._streams:
-            answer = self._caller.stream(prompt, partial(rounds.end, prompt))
+            answer = or_instead(self._caller.stream(prompt, partial(rounds.end, prompt)), self._instead(rounds))
         else:
             answer = self._end(rounds, prompt, self._caller.call(prompt))
         dispatcher.event(GetResponseEndEvent())
@@ -238,7 +238,8 @@ class BlendSynthesizer(BaseSynthesizer):
             rounds.refine(prompt, response, _written(self._answer(response)))
         answer: str | BaseModel | AsyncGenerator[str, None]
         if self._streams:
-            answer = await self._caller.astream(prompt, partial(rounds.end, prompt))
+            pieces = await self._caller.astream(prompt, partial(rounds.end, prompt))
+            answer = aor_instead(pieces, self._instead(rounds))
         else:
             answer = self._end(rounds, prompt, await self._caller.acall(prompt))
         dispatcher.event(GetResponseEndEvent())
@@ -329,8 +330,11 @@ class BlendSynthesizer(BaseSynthesizer):
 
     def _end(self, rounds: Rounds, prompt: ContextPrompt, response: ModelResponse) -> str | BaseModel:
         rounds.end(prompt, response)
-        # Where the model wrote nothing, LlamaIndex says so, or keeps what was there before.
-        return self._answer(response) or rounds.answer or self._empty_response
+        return self._answer(response) or self._instead(rounds)
+
+    def _instead(self, rounds: Rounds) -> str:
+        """Return the answer where the model wrote nothing: what was there before, or LlamaIndex's words for it."""
+        return rounds.answer or self._empty_response
 
 
 def _written(answer: str | BaseModel) -> str:
