@@ -173,7 +173,8 @@ class Assembler:
                 f"the text {text[:40]!r} holds {text[error.start]!r} at character {error.start}, half of a UTF-16 pair, which no "
                 'tokenizer reads; repair the text where it is read, or replace it: text.encode(errors="replace").decode()'
             ) from None
-        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        # What is too long is refused where it is too long, and by a better message than the tokenizer's warning.
+        return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def key(self, token_ids: Sequence[int], places: Sequence[int] | None = None) -> str:
         """Return the store key of a chunk's KV: a digest of all it depends on.

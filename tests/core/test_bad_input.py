@@ -93,6 +93,20 @@ def test_half_a_character(engine: BlendEngine) -> None:
     assert isinstance(engine.refusals([Chunk("\ud800")])[0], PromptError)
 
 
+def test_a_text_that_is_too_long_is_said_to_be_once(
+    engine: BlendEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    window = engine.window
+    assert window is not None
+    monkeypatch.setattr(engine.tokenizer, "model_max_length", window)
+    monkeypatch.setattr(engine.tokenizer, "deprecation_warnings", {})
+    # transformers keeps its messages to itself.
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    with pytest.raises(PromptTooLongError, match="split it"):
+        engine.add([Chunk(words(window + 1, 0), "x")])
+    assert not caplog.text
+
+
 def test_an_empty_prompt(engine: BlendEngine) -> None:
     no_bos = tiny_tokenizer()
     no_bos.bos_token = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
 import uuid
@@ -61,6 +62,28 @@ def programs(page: Path) -> tuple[str, str]:
     assert added - removed <= 3
     was, now = ([line[1:] for line in diff if not line.startswith(sign)] for sign in "+-")
     return "\n".join(was), "\n".join(now)
+
+
+def test_the_page_defines_what_the_tutorials_chain_takes() -> None:
+    page = ROOT / "integrations" / "langchain" / "README.md"
+    block = re.search(r"```python\n(from langchain_chroma.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert block is not None
+    defined = ast.parse(block[1])
+    bound = {alias.name for each in ast.walk(defined) if isinstance(each, ast.ImportFrom) for alias in each.names}
+    bound |= {each.name for each in defined.body if isinstance(each, ast.FunctionDef)}
+    for program in programs(page):
+        names = [each for each in ast.walk(ast.parse(program)) if isinstance(each, ast.Name)]
+        names += [each for each in ast.walk(defined) if isinstance(each, ast.Name)]
+        stored = {each.id for each in names if isinstance(each.ctx, ast.Store)}
+        loaded = {each.id for each in names if isinstance(each.ctx, ast.Load)} - {"found", "list", "str"}
+        # What only the first program takes, or the second imports itself.
+        assert loaded - bound - stored <= {"ChatHuggingFace", "HuggingFacePipeline", "BlendVectorStore", "ChatBlend"}
+    sources = {str(each.module).split(".")[0] for each in defined.body if isinstance(each, ast.ImportFrom)}
+    extra = re.search(
+        r"^demo = \[(.*?)\]$", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    assert extra is not None
+    assert all(f'"{source.replace("_", "-")}>=' in extra[1] for source in sources - {"langchain_core"})
 
 
 def test_the_tutorials_chain_is_blended_by_the_lines_that_the_pages_show(monkeypatch: pytest.MonkeyPatch) -> None:

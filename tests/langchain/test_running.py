@@ -51,6 +51,7 @@ async def test_a_cached_answer_is_taken_for_the_same_question_only(
     cache = Counting()
     llm = kind(engine=engine, max_tokens=TOKENS, cache=cache, temperature=0)
     first = text_of(llm.invoke("Who?"))
+    assert text_of(llm.invoke("Who?", timeout=50)) == text_of(await llm.ainvoke("Who?", timeout=60)) == first
     assert text_of(llm.invoke("Who?")) == text_of(await llm.ainvoke("Who?")) == first
     assert cache.size == 1
     exact = engine.config.replace(recompute_ratio=1.0)
@@ -178,6 +179,18 @@ def test_what_cannot_be_written_down_says_so(kind: Kind, engine: BlendEngine) ->
     assert written["type"] == "not_implemented"
     with pytest.raises(NotImplementedError):
         load(written, **trusting(kind))
+
+
+@LOAD_IS_BETA
+def test_a_dtype_is_written_by_its_name(tiny: LlamaForCausalLM, tokenizer: Any, tmp_path: Path) -> None:
+    tiny.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    config = BlendConfig(self_check=False)
+    llm = BlendLLM(model=tmp_path, blend_config=config, model_kwargs={"dtype": torch.bfloat16})
+    again = load(dumpd(llm), **trusting(BlendLLM))
+    assert again.engine.model.dtype == llm.engine.model.dtype == torch.bfloat16
+    for each in (llm, again):
+        each.engine.close()
 
 
 # Events, time and cancellation

@@ -88,6 +88,26 @@ def test_a_call_that_cannot_be_read_is_said_to_be_invalid() -> None:
     assert (reply.invalid[0]["name"], reply.invalid[0]["args"]) == ("weather", '{"city": "Os')
 
 
+@pytest.mark.parametrize("kept", range(1, len("\n</tool_call>")))
+def test_a_call_whose_closing_tag_was_cut_is_a_call(kept: int) -> None:
+    text, calls = FORMS["tags"]
+    reply = parse_calls(text[:-kept], is_cut=True, must_call=True)
+    assert [(call["name"], call["args"]) for call in reply.calls] == calls
+    assert (reply.text, reply.invalid) == ("", [])
+
+
+@pytest.mark.parametrize("form", ["tags", "xml", "parameters", "list"])
+def test_a_call_that_was_cut_is_said_to_be(form: str) -> None:
+    text, _ = FORMS[form]
+    for size in range(text.index("weather") + 12):
+        reply = parse_calls(text[:size], is_cut=True, must_call=True)
+        assert (reply.text, reply.calls) == ("", [])
+        assert "raise max_tokens" in str(reply.invalid[0]["error"])
+    assert parse_calls("<tool_", is_cut=True).text == "<tool_"
+    assert "raise" not in str(parse_calls("<tool_call>nothing</tool_call>", is_cut=True).invalid[0]["error"])
+    assert "had to be a call" in str(parse_calls("Well.", must_call=True).invalid[0]["error"])
+
+
 @given(st.text(max_size=60), st.lists(st.integers(1, 12), max_size=12), st.sampled_from([*FORMS, "none"]))
 def test_a_stream_shows_what_the_answer_says(before: str, cuts: list[int], form: str) -> None:
     text = before + (FORMS[form][0] if form.startswith("tags") else "") or FORMS.get(form, ("",))[0]
@@ -207,3 +227,26 @@ def test_what_a_retrievers_tool_found_is_blended(
     for artifact in (None, [Document("Something else altogether.", id="x")]):
         plain = ToolMessage(result.content, tool_call_id="c1", artifact=artifact)
         assert chunk_ids(llm.blend_prompt([*messages[:2], plain])) == []
+
+
+async def test_a_call_that_max_tokens_cut_is_invalid_in_every_way_of_asking(tool_engine: BlendEngine) -> None:
+    for tokens in (1, 3, 8):
+        llm = ChatBlend(engine=tool_engine, temperature=0, max_tokens=tokens).bind_tools([weather], tool_choice="any")
+        streamed = None
+        async for chunk in llm.astream("Will it rain?"):
+            streamed = chunk if streamed is None else streamed + chunk
+        assert streamed is not None
+        for answer in (llm.invoke("Will it rain?"), streamed):
+            assert (answer.content, answer.tool_calls) == ("", [])
+            assert len(answer.invalid_tool_calls) == 1
+            assert answer.response_metadata["finish_reason"] == "length"
+        assert "raise max_tokens" in str(llm.invoke("Will it rain?").invalid_tool_calls[0]["error"])
+
+
+def test_a_tool_that_providers_run_is_refused(tool_engine: BlendEngine) -> None:
+    llm = ChatBlend(engine=tool_engine)
+    for choice in (None, "any", "web_search"):
+        with pytest.raises(ConfigError, match=r"web_search.* is no function"):
+            llm.bind_tools([{"type": "web_search"}], tool_choice=choice)
+        with pytest.raises(ConfigError, match=r"web_search.* is no function"):
+            llm.invoke("What is new?", tools=[weather, {"type": "web_search"}], tool_choice=choice)

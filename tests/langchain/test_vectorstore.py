@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -470,3 +471,34 @@ async def test_what_is_retrieved_comes_to_ram(
         engine.prefetch(ids).wait(20)
         report = engine.prefill(BlendPrompt("Read:\n", [*ids, *(set(chunks) - set(ids))], "\nWho?")).report
         assert [chunk.tier for chunk in report.chunks] == ["ram"] * 3 + ["disk"]
+
+
+def test_wrong_objects_are_refused_before_anything_is_stored(embedding: Embeddings, engine: BlendEngine) -> None:
+    inner = InMemoryVectorStore(embedding)
+    llm: Any = BlendLLM(engine=engine)
+    for make in (
+        lambda: BlendVectorStore(inner, engine=llm),
+        lambda: BlendVectorStore.from_texts(["A text."], inner=inner, engine=llm),
+        lambda: BlendVectorStore.from_texts(["A text."], embedding, inner=InMemoryVectorStore, engine=llm),
+        lambda: BlendRetriever(retriever=inner.as_retriever(), engine=llm),
+        lambda: BlendLLM(engine=llm),
+    ):
+        with pytest.raises(ConfigError, match=r"engine is a BlendLLM, no BlendEngine; give its \.engine"):
+            make()
+    assert not inner.store
+    with pytest.raises(ConfigError, match=r"llm\.engine"):
+        BlendVectorStore(inner, engine="reference")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="takes a BlendVectorStore, and this is a InMemoryVectorStore"):
+        warm(inner)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"a single Document, 'A text\.'"):
+        llm.invoke("Who?", documents=Document("A text."))
+
+
+def test_what_only_the_inner_store_has_is_named(embedding: Embeddings, engine: BlendEngine) -> None:
+    store = BlendVectorStore(InMemoryVectorStore(embedding), engine=engine)
+    with pytest.raises(AttributeError, match=r"in it has: store\.inner\.dump"):
+        _ = store.dump
+    with pytest.raises(AttributeError, match="'BlendVectorStore' object has no attribute 'nothing'"):
+        _ = store.nothing
+    assert not hasattr(store, "dump")
+    assert copy.copy(store).inner is store.inner

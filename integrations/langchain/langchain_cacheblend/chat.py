@@ -30,7 +30,15 @@ from langchain_cacheblend.options import with_objects
 from langchain_cacheblend.pml import prompt_in, refuse_beside
 from langchain_cacheblend.structured import AnswerForm, requested_schema, with_schema
 from langchain_cacheblend.template import knows_tools, render_chat
-from langchain_cacheblend.tools import ToolGate, ToolReply, call_grammar, chosen_tools, parse_calls
+from langchain_cacheblend.tools import (
+    ToolGate,
+    ToolReply,
+    as_functions,
+    call_grammar,
+    chosen_tools,
+    parse_calls,
+    unreadable,
+)
 
 __all__ = ["ChatBlend"]
 
@@ -83,7 +91,7 @@ class ChatBlend(BlendModel, BaseChatModel):
         if prompt is not None:
             refuse_beside(tools=tools, documents=documents)
             return self.engine.schemas.blend_prompt(prompt)
-        shown = [convert_to_openai_tool(tool) for tool in tools]
+        shown = as_functions(tools)
         segments: list[Segment] = []
         for part in render_chat(self.engine.tokenizer, messages, tools=shown, documents=documents):
             segments += [part] if isinstance(part, Chunk) else self._split(part)
@@ -124,7 +132,7 @@ class ChatBlend(BlendModel, BaseChatModel):
         """
         if not knows_tools(self.engine.tokenizer):
             raise ConfigError(_NO_TOOLS)
-        shown = [convert_to_openai_tool(tool) for tool in tools]
+        shown = as_functions(tools)
         chosen_tools(shown, tool_choice)
         return self.bind(tools=shown, tool_choice=tool_choice, **kwargs)
 
@@ -217,7 +225,7 @@ class ChatBlend(BlendModel, BaseChatModel):
     ) -> Iterator[ChatGenerationChunk]:
         gate = ToolGate() if kwargs.get("tools") else None
         for piece in self._pieces(self._prepared(messages, stop, kwargs)):
-            for chunk in self._chunks(piece, gate):
+            for chunk in self._chunks(piece, gate, kwargs):
                 if run_manager is not None:
                     run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                 yield chunk
@@ -231,7 +239,7 @@ class ChatBlend(BlendModel, BaseChatModel):
     ) -> AsyncIterator[ChatGenerationChunk]:
         gate = ToolGate() if kwargs.get("tools") else None
         async for piece in self._apieces(partial(self._prepared, messages, stop, kwargs)):
-            for chunk in self._chunks(piece, gate):
+            for chunk in self._chunks(piece, gate, kwargs):
                 if run_manager is not None:
                     await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                 yield chunk
@@ -240,7 +248,7 @@ class ChatBlend(BlendModel, BaseChatModel):
         options = dict(kwargs)
         documents = options.pop("documents", None) or ()
         response_format = options.pop("response_format", None)
-        offered = [convert_to_openai_tool(tool) for tool in options.pop("tools", None) or ()]
+        offered = as_functions(options.pop("tools", None) or ())
         tools, must_call = chosen_tools(offered, options.pop("tool_choice", None))
         for name in ("strict", "parallel_tool_calls"):
             options.pop(name, None)
@@ -257,11 +265,11 @@ class ChatBlend(BlendModel, BaseChatModel):
             options["logits_processor"] = with_objects(options, "logits_processor", Guide(self.engine, grammar))
         return self._call(prompt, stop, options)
 
-    def _chunks(self, piece: str | Answer, gate: ToolGate | None) -> list[ChatGenerationChunk]:
+    def _chunks(self, piece: str | Answer, gate: ToolGate | None, kwargs: dict[str, Any]) -> list[ChatGenerationChunk]:
         if isinstance(piece, str):
             shown = piece if gate is None else gate.pass_on(piece)
             return [ChatGenerationChunk(message=AIMessageChunk(content=shown))] if shown else []
-        reply = ToolReply("") if gate is None else parse_calls(piece.text)
+        reply = ToolReply("") if gate is None else _reply(piece, kwargs)
         calls = [
             tool_call_chunk(
                 name=call["name"], args=json.dumps(call["args"], ensure_ascii=False), id=call["id"], index=number
@@ -269,7 +277,7 @@ class ChatBlend(BlendModel, BaseChatModel):
             for number, call in enumerate(reply.calls)
         ]
         calls += [
-            tool_call_chunk(name=call["name"], args=call["args"], id=call["id"], index=number)
+            tool_call_chunk(name=call["name"], args=unreadable(call["args"] or ""), id=call["id"], index=number)
             for number, call in enumerate(reply.invalid, len(calls))
         ]
         message = AIMessageChunk(
@@ -282,7 +290,7 @@ class ChatBlend(BlendModel, BaseChatModel):
         return [ChatGenerationChunk(message=message)]
 
     def _result(self, answer: Answer, kwargs: dict[str, Any]) -> ChatResult:
-        reply = parse_calls(answer.text) if kwargs.get("tools") else ToolReply(answer.text)
+        reply = _reply(answer, kwargs) if kwargs.get("tools") else ToolReply(answer.text)
         message = AIMessage(
             content=reply.text,
             tool_calls=reply.calls,
@@ -301,9 +309,17 @@ class ChatBlend(BlendModel, BaseChatModel):
     def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
         # What the inherited method makes of an object with a ready-made engine does not tell engines apart.
         stop = stop if stop is not None else self.stop
-        return str(sorted((self._identifying_params | kwargs | {"stop": stop, "_type": self._llm_type}).items()))
+        asked = {name: value for name, value in kwargs.items() if name != "timeout"}
+        return str(sorted((self._identifying_params | asked | {"stop": stop, "_type": self._llm_type}).items()))
 
     def _resolve_model_profile(self) -> Any:
         tools = knows_tools(self.engine.tokenizer)
         profile = {"text_inputs": True, "text_outputs": True, "structured_output": True, "tool_calling": tools}
         return profile | ({} if self.engine.window is None else {"max_input_tokens": self.engine.window})
+
+
+def _reply(answer: Answer, kwargs: dict[str, Any]) -> ToolReply:
+    """Read an answer to a call that came with tools."""
+    _, must_call = chosen_tools(as_functions(kwargs["tools"]), kwargs.get("tool_choice"))
+    must_call = must_call and kwargs.get("response_format") is None
+    return parse_calls(answer.text, is_cut=answer.finish_reason == "length", must_call=must_call)

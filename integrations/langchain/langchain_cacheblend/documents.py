@@ -22,8 +22,12 @@ def as_chunks(documents: Iterable[Document]) -> list[Chunk]:
     Raises
     ------
     ConfigError
-        If one of them is no `Document`.
+        If one of them is no `Document`, or they are one themselves.
     """
+    if isinstance(documents, Document):
+        raise ConfigError(
+            f"the documents are a single Document, {documents.page_content!r:.40}; give a list: [document]"
+        )
     documents = list(documents)
     for document in documents:
         if not isinstance(document, Document):

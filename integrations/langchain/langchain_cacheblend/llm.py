@@ -26,7 +26,7 @@ from langchain_cacheblend.template import render_text
 __all__ = ["BlendLLM"]
 
 # What `generate` is told about a run, as opposed to its answer.
-_ABOUT_THE_RUN = ("tags", "metadata", "run_name", "run_id")
+_ABOUT_THE_RUN = ("tags", "metadata", "run_name", "run_id", "timeout")
 
 
 class BlendLLM(BlendModel, BaseLLM):

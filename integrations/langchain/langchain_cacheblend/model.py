@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from langchain_core.runnables.config import run_in_executor
 from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, ValidationError
 
@@ -16,6 +17,7 @@ from cacheblend_rag.stops import StopCutter, cut_at_stop
 from langchain_cacheblend.answer import Answer, Call
 from langchain_cacheblend.batch import AnswersTogether
 from langchain_cacheblend.catalog import catalog_of
+from langchain_cacheblend.engines import check_engine
 from langchain_cacheblend.find import HEAD_CHARS
 from langchain_cacheblend.options import (
     DecodingFields,
@@ -101,6 +103,8 @@ class BlendModel(AnswersTogether, DecodingFields):
         check_options(fields.get("generation_kwargs") or {})
         config = _config(blend_config)
         loads = engine is None
+        if engine is not None:
+            check_engine(engine)
         if engine is None:
             if model is None:
                 raise ConfigError(
@@ -235,7 +239,7 @@ class BlendModel(AnswersTogether, DecodingFields):
         """Return the ids of a text by the model's own tokenizer, without special tokens added."""
         if self.custom_get_token_ids is not None:  # type: ignore[attr-defined]  # a field of LangChain's classes
             return list(self.custom_get_token_ids(text))  # type: ignore[attr-defined]
-        return list(self.engine.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self.engine.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     # Serialisation
 
@@ -250,7 +254,7 @@ class BlendModel(AnswersTogether, DecodingFields):
         An object around a ready-made engine, a store object or options that are no plain values cannot be written down, and says
         so. The address of a remote tier is left out, since it may hold a password: the environment gives it.
         """
-        loaded = self._loaded
+        loaded = self._loaded and {name: _written(value) for name, value in self._loaded.items()}
         if loaded is None or not all(map(_is_plain, loaded.values())):
             return self.to_json_not_implemented()  # type: ignore[attr-defined]
         written = super().to_json()  # type: ignore[misc]
@@ -275,6 +279,13 @@ def _config(config: BlendConfig | Mapping[str, Any] | None) -> BlendConfig | Non
 def _plain(config: BlendConfig, *, exclude_unset: bool = False) -> dict[str, Any]:
     # The address of a remote tier may hold a password.
     return config.model_dump(mode="json", exclude_unset=exclude_unset, exclude={"remote"})
+
+
+def _written(value: Any) -> Any:
+    """Return an option of loading as it can be written down: a dtype by its name."""
+    if isinstance(value, dict):
+        return {name: _written(each) for name, each in value.items()}
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
 def _is_plain(value: Any) -> bool:

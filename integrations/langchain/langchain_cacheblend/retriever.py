@@ -13,6 +13,7 @@ from langchain_core.vectorstores import VectorStoreRetriever
 from pydantic import ConfigDict, Field
 
 from cacheblend_rag import BlendEngine
+from langchain_cacheblend.engines import check_engine
 
 __all__ = ["BlendRetriever", "BlendVectorStoreRetriever"]
 
@@ -33,12 +34,22 @@ class BlendRetriever(BaseRetriever):
         Any retriever.
     engine : BlendEngine
         The engine of the model that will read the documents, as in ``llm.engine``.
+
+    Raises
+    ------
+    ConfigError
+        If `engine` is none.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     retriever: BaseRetriever
     engine: BlendEngine = Field(exclude=True, repr=False)
+
+    def __init__(self, **fields: Any) -> None:
+        if "engine" in fields:
+            check_engine(fields["engine"])
+        super().__init__(**fields)
 
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **kwargs: Any

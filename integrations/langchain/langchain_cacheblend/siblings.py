@@ -6,7 +6,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Protocol
+from typing import ClassVar
 
 from langchain_core.vectorstores import VectorStore
 
@@ -18,43 +18,34 @@ __all__ = ["Siblings"]
 logger = logging.getLogger(__name__)
 
 
-class _Store(Protocol):
-    """A store of documents whose KV an engine has."""
-
-    @property
-    def inner(self) -> VectorStore: ...
-
-    @property
-    def engine(self) -> BlendEngine: ...
-
-
-_stores: weakref.WeakKeyDictionary[BlendEngine, weakref.WeakSet[_Store]] = weakref.WeakKeyDictionary()
-_stores_lock = threading.Lock()
-
-
 class Siblings:
-    """The other stores of this process over a store's engine; two that wrap one inner store are no others to each other.
+    """The other vector stores of this process over an engine; two objects around one inner store are no others to each other.
 
     Parameters
     ----------
-    store : BlendVectorStore
-        The store, which the others will know of from now on.
+    inner : VectorStore
+        What this store wraps.
+    engine : BlendEngine
+        Its engine, whose other stores will know of it from now on.
     """
 
-    def __init__(self, store: _Store) -> None:
-        self._store = weakref.ref(store)
-        self._engine = weakref.ref(store.engine)
-        with _stores_lock:
-            _stores.setdefault(store.engine, weakref.WeakSet()).add(store)
+    _of: ClassVar[weakref.WeakKeyDictionary[BlendEngine, weakref.WeakSet[Siblings]]] = weakref.WeakKeyDictionary()
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, inner: VectorStore, engine: BlendEngine) -> None:
+        self._inner = inner
+        with self._lock:
+            self._family = self._of.setdefault(engine, weakref.WeakSet())
+            self._family.add(self)
 
     def texts(self, ids: Sequence[str]) -> dict[str, str]:
         """Return the texts that other stores have under these ids."""
         found: dict[str, str] = {}
-        for other in self._others() if ids else ():
+        for inner in self._others() if ids else ():
             try:
-                documents = Inventory(other.inner).documents(ids)
+                documents = Inventory(inner).documents(ids)
             except Exception as error:  # whatever a store raises that is closed, or cannot be asked
-                logger.debug("%s was not asked for its documents: %s", type(other.inner).__name__, error)
+                logger.debug("%s was not asked for its documents: %s", type(inner).__name__, error)
                 continue
             found |= {document.id: document.page_content for document in documents if document.id}
         return found
@@ -73,8 +64,6 @@ class Siblings:
                 taken[0],
             )
 
-    def _others(self) -> list[_Store]:
-        own, engine = self._store(), self._engine()
-        with _stores_lock:
-            stores = [] if own is None or engine is None else list(_stores.get(engine, ()))
-        return [store for store in stores if own is not None and store.inner is not own.inner]
+    def _others(self) -> list[VectorStore]:
+        with self._lock:
+            return [each._inner for each in self._family if each._inner is not self._inner]

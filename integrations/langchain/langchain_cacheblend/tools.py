@@ -12,14 +12,17 @@ from typing import Any
 
 from langchain_core.messages import InvalidToolCall, ToolCall
 from langchain_core.messages.tool import invalid_tool_call, tool_call
+from langchain_core.utils.function_calling import convert_to_openai_tool
+from langchain_core.utils.json import parse_partial_json
 
 from cacheblend_rag.errors import ConfigError
 from langchain_cacheblend.guide import json_grammar
 
-__all__ = ["ToolGate", "ToolReply", "call_grammar", "chosen_tools", "parse_calls"]
+__all__ = ["ToolGate", "ToolReply", "as_functions", "call_grammar", "chosen_tools", "parse_calls", "unreadable"]
 
 # Qwen, Hermes and many after them; Llama's and Mistral's own marks are special tokens, which a text does not show.
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_CUT = "the call was cut at the most tokens that the answer may have; raise max_tokens"
 _BEGUN_CALL = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(.*)', re.DOTALL)
 _XML_CALL = re.compile(r"\s*<function=([^>\s]+)>(.*?)</function>\s*", re.DOTALL)
 _XML_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
@@ -42,6 +45,24 @@ class ToolReply:
     text: str
     calls: list[ToolCall] = field(default_factory=list)
     invalid: list[InvalidToolCall] = field(default_factory=list)
+
+
+def as_functions(tools: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return tools in OpenAI's form.
+
+    Raises
+    ------
+    ConfigError
+        If one is no function, but something that a provider of models runs by itself.
+    """
+    shown = [convert_to_openai_tool(tool) for tool in tools]
+    for each in shown:
+        if not isinstance(each.get("function"), dict):
+            raise ConfigError(
+                f"the tool {each!r:.80} is no function: it is run where models are served, and this model runs here; give a "
+                "function, a BaseTool or a pydantic model"
+            )
+    return shown
 
 
 def chosen_tools(tools: Sequence[dict[str, Any]], choice: Any) -> tuple[list[dict[str, Any]], bool]:
@@ -94,7 +115,7 @@ def call_grammar(tools: Sequence[dict[str, Any]], template: str) -> str:
     return json_grammar({"anyOf": calls}, *around)
 
 
-def parse_calls(text: str) -> ToolReply:
+def parse_calls(text: str, *, is_cut: bool = False, must_call: bool = False) -> ToolReply:
     """Read the tool calls in an answer.
 
     The forms are those that models write: JSON or XML between ``<tool_call>`` tags, JSON alone (one object, several with ``;``
@@ -104,18 +125,33 @@ def parse_calls(text: str) -> ToolReply:
     ----------
     text : str
         The answer.
+    is_cut : bool
+        Whether it ended because it had as many tokens as it was allowed.
+    must_call : bool
+        Whether it had to be a call, so that whatever it is, it is no text.
 
     Returns
     -------
     ToolReply
         The calls and the text beside them; where there are none, the text as it is.
     """
+    reply = _read(text, is_cut)
+    if must_call and not reply.calls and not reply.invalid:
+        error = _CUT if is_cut else "the answer had to be a call, and is none"
+        return ToolReply("", invalid=[invalid_tool_call(name=None, args=text.strip(), id=_new_id(), error=error)])
+    return reply
+
+
+def _read(text: str, is_cut: bool) -> ToolReply:
     if _OPEN in text:
         before, *blocks = text.split(_OPEN)
         reply = ToolReply(before.rstrip())
         for block in blocks:
-            body, _, after = block.partition(_CLOSE)
-            _read_block(body, reply)
+            body, closed, after = block.partition(_CLOSE)
+            if not closed:
+                part = max((n for n in range(1, len(_CLOSE)) if body.endswith(_CLOSE[:n])), default=0)
+                body = body[: len(body) - part]
+            _read_block(body, reply, is_cut and not closed)
             reply.text += after.strip()
         return reply
     body = text.strip()
@@ -123,6 +159,18 @@ def parse_calls(text: str) -> ToolReply:
         body = body.removeprefix(mark).lstrip()
     calls = _json_calls(body) or _python_calls(body)
     return ToolReply("", calls) if calls else ToolReply(text)
+
+
+def unreadable(arguments: str) -> str:
+    """Return the arguments of an invalid call so that LangChain takes them for invalid in a stream too.
+
+    There it reads the beginning of a JSON object as if it were a whole one; as a JSON string it is none.
+    """
+    try:
+        read = parse_partial_json(arguments) if arguments else {}
+    except json.JSONDecodeError:
+        return arguments
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(read, dict) else arguments
 
 
 class ToolGate:
@@ -158,7 +206,7 @@ class ToolGate:
         return shown
 
 
-def _read_block(body: str, reply: ToolReply) -> None:
+def _read_block(body: str, reply: ToolReply, is_cut: bool) -> None:
     calls = _json_calls(body.strip()) or _xml_calls(body)
     if calls:
         reply.calls += calls
@@ -166,6 +214,7 @@ def _read_block(body: str, reply: ToolReply) -> None:
         begun = _BEGUN_CALL.match(body)
         name, arguments = begun.groups() if begun else (None, body.strip())
         error = "no JSON with a name and arguments, and no <function=...> element stands between the tags"
+        error = _CUT if is_cut else error
         reply.invalid.append(invalid_tool_call(name=name, args=arguments, id=_new_id(), error=error))
 
 

@@ -16,6 +16,7 @@ from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.chunk import text_hash
 from cacheblend_rag.engine import AddJob, AddResult
 from cacheblend_rag.errors import ConfigError, PromptError
+from langchain_cacheblend.engines import check_engine
 from langchain_cacheblend.inventory import Inventory
 from langchain_cacheblend.retriever import BlendVectorStoreRetriever
 from langchain_cacheblend.search import SearchesInner
@@ -44,11 +45,23 @@ class BlendVectorStore(SearchesInner):
     """
 
     def __init__(self, inner: VectorStore, *, engine: BlendEngine, background: bool = False) -> None:
+        check_engine(engine)
         super().__init__(inner)
         self.engine = engine
         self.background = background
         self._inventory = Inventory(inner)
-        self._siblings = Siblings(self)
+        self._siblings = Siblings(inner, engine)
+
+    def __getattr__(self, name: str) -> Any:
+        # Asked only for what is not here.
+        inner = self.__dict__.get("inner")
+        if name.startswith("_") or not hasattr(inner, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        raise AttributeError(
+            f"a BlendVectorStore has no {name}; the {type(inner).__name__} in it has: store.inner.{name}",
+            name=name,
+            obj=self,
+        )
 
     # Adding
 
@@ -157,6 +170,7 @@ class BlendVectorStore(SearchesInner):
         """
         if inner is None or engine is None:
             raise ConfigError("give inner=, the vector store to wrap, and engine=, the engine that encodes its texts")
+        check_engine(engine)
         if isinstance(inner, type):
             given = [str(uuid.uuid4()) for _ in texts]
             if ids is not None:

@@ -49,8 +49,12 @@ def warm(
     Raises
     ------
     ConfigError
-        If the store cannot list its documents, or documents have no ids.
+        If the store is no `BlendVectorStore`, cannot list its documents, or documents have no ids.
     """
+    if not isinstance(store, BlendVectorStore):
+        raise ConfigError(
+            f"warm takes a BlendVectorStore, and this is a {type(store).__name__}; wrap it: BlendVectorStore(store, engine=...)"
+        )
     documents = Inventory(store.inner).documents(ids)
     nameless = sum(not document.id for document in documents)
     if nameless:
