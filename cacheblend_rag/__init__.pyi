@@ -1,4 +1,4 @@
-from .chunk import BlendPrompt, Chunk, ChunkRef
+from .chunk import BlendPrompt, Chunk, ChunkPart, ChunkRef
 from .config import BlendConfig
 from .engine import BlendEngine, BlendStream, GenerationResult, PrefillResult
 from .errors import CacheBlendError
@@ -12,6 +12,7 @@ __all__ = [
     "BlendStream",
     "CacheBlendError",
     "Chunk",
+    "ChunkPart",
     "ChunkReport",
     "ChunkRef",
     "GenerationResult",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TypeAlias
 
 from cacheblend_rag.errors import ConfigError, EmptyChunkError
 
-__all__ = ["BlendPrompt", "Chunk", "ChunkRef", "Segment", "text_hash"]
+__all__ = ["BlendPrompt", "Chunk", "ChunkPart", "ChunkRef", "Segment", "text_hash"]
 
 
 def text_hash(text: str) -> str:
@@ -43,18 +44,25 @@ class Chunk:
         Ids of chunks that it is likely to be retrieved with, in reading order, added in the same call or before. Where the engine
         measures how much its tokens depend on what stands before it, it is put behind these, or without any behind the chunks
         before it in the same call. They are no part of what the chunk is, and may be unknown.
+    token_ids : sequence of int, optional
+        Its tokens, where they are not those that the tokenizer makes of `text`; the text is then for people to read.
+    positions : sequence of int, optional
+        The position of each of `token_ids` in the prompts that it is for, ascending. By default they stand right behind the
+        encoding prefix, without gaps. Where KV can be moved only the gaps count, else it serves at these positions alone.
 
     Raises
     ------
     EmptyChunkError
-        If `text` is empty.
+        If `text` is empty, or `token_ids`.
     ConfigError
-        If `id` is an empty string, or `neighbours` is no sequence of ids.
+        If `id` is an empty string, `neighbours` is no sequence of ids, or `positions` do not fit `token_ids`.
     """
 
     text: str
     id: str | None = None
     neighbours: Sequence[str] = field(default=(), compare=False)
+    token_ids: Sequence[int] | None = None
+    positions: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         if not self.text:
@@ -79,6 +87,19 @@ class Chunk:
                     f"the neighbours of chunk {self.id!r} hold {neighbour!r:.40}; give the ids of chunks, none empty"
                 )
         object.__setattr__(self, "neighbours", tuple(self.neighbours))
+        if self.token_ids is not None:
+            object.__setattr__(self, "token_ids", tuple(self.token_ids))
+            if not self.token_ids:
+                raise EmptyChunkError(f"chunk {self.id!r} has an empty list of token ids; leave it out")
+        if self.positions is not None:
+            places = tuple(self.positions)
+            object.__setattr__(self, "positions", places)
+            if self.token_ids is None or len(places) != len(self.token_ids):
+                raise ConfigError(
+                    f"chunk {self.id!r} has {len(places)} positions; give token_ids, and one position for each"
+                )
+            if places[0] < 0 or any(after <= before for before, after in pairwise(places)):
+                raise ConfigError(f"the positions of chunk {self.id!r} must ascend from 0 or more; they are {places}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +115,38 @@ class ChunkRef:
     id: str
 
 
-Segment: TypeAlias = "str | Sequence[int] | Chunk | ChunkRef"
-"""Text, token ids (both always computed), a chunk, or the id of a stored chunk (both served from KV)."""
+@dataclass(frozen=True, slots=True)
+class ChunkPart:
+    """Some of a chunk's tokens, with the KV that they have in the whole of it.
+
+    Parameters
+    ----------
+    chunk : Chunk
+        The chunk, which is encoded and stored as a whole.
+    start, stop : int
+        Its tokens from `start` to before `stop`.
+
+    Raises
+    ------
+    ConfigError
+        If there are no such tokens, as far as the chunk says how many it has.
+    """
+
+    chunk: Chunk
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        size = None if self.chunk.token_ids is None else len(self.chunk.token_ids)
+        if not 0 <= self.start < self.stop or (size is not None and self.stop > size):
+            raise ConfigError(
+                f"there are no tokens from {self.start} to {self.stop} in chunk {self.chunk.id!r}"
+                f"{'' if size is None else f', which has {size}'}"
+            )
+
+
+Segment: TypeAlias = "str | Sequence[int] | Chunk | ChunkRef | ChunkPart"
+"""Text, token ids (both always computed), a chunk, the id of a stored chunk, or a part of a chunk (all served from KV)."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +171,7 @@ class BlendPrompt:
         The whole prompt at once, instead of the four above; here a string is text, and `ChunkRef` names a stored chunk.
     positions : sequence of int, optional
         The position of each segment's first token, in segment order. By default segments follow each other without
-        gaps.
+        gaps. Behind the first token of a chunk, its own `Chunk.positions` say where the gaps are.
 
     Raises
     ------

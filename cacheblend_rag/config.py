@@ -118,7 +118,8 @@ class BlendConfig(BaseSettings):
     ttl_s : float, optional
         Seconds that stored KV lives; then it counts as a miss. For ever by default.
     conversation_bytes : int
-        Most bytes of KV that each conversation keeps from turn to turn, in the memory in which the model computes.
+        Most bytes of KV that all conversations of an engine together keep from turn to turn, in the memory in which the model
+        computes; what was not used for longest is forgotten first.
     encode_batch_tokens : int
         Most tokens encoded in one batch, padding included.
     encode_on : {"add", "second_use"}

@@ -74,25 +74,39 @@ class Encoder:
         self._shares_prefix = wanted and bool(self._prefix_ids)
         self._prefix_kv: list[LayerKV] | None = None
 
-    def plan(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Return the batches in which chunks of these lengths are encoded, as indices into `lengths`."""
+    def plan(self, lengths: Sequence[int], placed: Sequence[bool] = ()) -> list[list[int]]:
+        """Return the batches in which chunks are encoded, as indices into `lengths`.
+
+        Parameters
+        ----------
+        lengths : sequence of int
+            Tokens of each chunk.
+        placed : sequence of bool, optional
+            Whether each has positions of its own, and so a batch of its own; by default none has.
+        """
         prefix_len, reach = len(self._prefix_ids), self._decoder.rope_reach
         # The longest row of a batch decides on the frequencies of all of it.
         far = [reach is not None and prefix_len + count >= reach for count in lengths]
-        batches = []
+        batches = [[index] for index, is_placed in enumerate(placed) if is_placed]
+        together = [index for index in range(len(lengths)) if not placed or not placed[index]]
         for is_far in (True, False):
-            alike = [index for index in range(len(lengths)) if far[index] == is_far]
+            alike = [index for index in together if far[index] == is_far]
             for batch in plan_batches([lengths[index] for index in alike], prefix_len, self._batch_tokens):
                 batches.append([alike[place] for place in batch])
         return batches
 
-    def encode(self, chunks: Sequence[Sequence[int]]) -> Iterator[list[tuple[int, ChunkKV]]]:
+    def encode(
+        self, chunks: Sequence[Sequence[int]], positions: Sequence[Sequence[int] | None] = ()
+    ) -> Iterator[list[tuple[int, ChunkKV]]]:
         """Compute the KV of chunks.
 
         Parameters
         ----------
         chunks : sequence of sequence of int
             Token ids of each chunk, none empty.
+        positions : sequence of (sequence of int or None), optional
+            Where the tokens of each chunk stand; None, or none at all: right behind the encoding prefix, without gaps. KV that
+            can be moved is handed over as if it stood there in any case.
 
         Yields
         ------
@@ -100,8 +114,10 @@ class Encoder:
             One batch: the index of each chunk in `chunks`, and its KV on the CPU.
         """
         start = len(self._prefix_ids)
-        for batch in self.plan([len(ids) for ids in chunks]):
-            layers = self._run([chunks[index] for index in batch])
+        placed = [each is not None for each in positions]
+        for batch in self.plan([len(ids) for ids in chunks], placed):
+            places = positions[batch[0]] if placed and placed[batch[0]] else None
+            layers = self._run([chunks[index] for index in batch], places)
             encoded = []
             for row, index in enumerate(batch):
                 stop = start + len(chunks[index])
@@ -147,8 +163,10 @@ class Encoder:
         return tuple(total.tolist())
 
     @torch.no_grad()
-    def _run(self, rows: Sequence[Sequence[int]]) -> list[LayerKV]:
-        """Return the KV of each layer, ``(batch, num_kv_heads, prefix and longest chunk, head_dim)``."""
+    def _run(self, rows: Sequence[Sequence[int]], places: Sequence[int] | None = None) -> list[LayerKV]:
+        """Return the KV of each layer, ``(batch, num_kv_heads, prefix and longest chunk, head_dim)``; of one placed chunk."""
+        if places is not None:
+            return self._placed(rows[0], places)
         width = max(map(len, rows))
         # Padding stands behind the text, where causal attention does not see it: any id will do, without a mask.
         padded = [[*row, *[row[-1]] * (width - len(row))] for row in rows]
@@ -158,9 +176,24 @@ class Encoder:
             self._prefix_kv = self._forward([self._prefix_ids], KVCache(self._decoder.num_layers))
         return self._forward(padded, KVCache.behind(self._prefix_kv, len(rows), len(self._prefix_ids) + width))
 
-    def _forward(self, rows: Sequence[Sequence[int]], cache: KVCache) -> list[LayerKV]:
+    def _placed(self, ids: Sequence[int], places: Sequence[int]) -> list[LayerKV]:
+        """Return the KV of the encoding prefix and a chunk that stands at `places`, the chunk's moved to where it has no gaps."""
+        start = len(self._prefix_ids)
+        layers = self._forward([[*self._prefix_ids, *ids]], KVCache(self._decoder.num_layers), [*range(start), *places])
+        distances = torch.tensor([start + number - place for number, place in enumerate(places)])
+        for layer, rotation in zip(layers, self._decoder.rotations, strict=True):
+            if rotation is not None:
+                shift_layer(
+                    LayerKV(*(part[0, :, start:] for part in layer)), rotation.table(distances, layer.keys.device)
+                )
+        return layers
+
+    def _forward(
+        self, rows: Sequence[Sequence[int]], cache: KVCache, positions: Sequence[int] | None = None
+    ) -> list[LayerKV]:
         ids = torch.tensor(rows, device=self._decoder.device)
-        text_decoder(self._decoder.model)(input_ids=ids, past_key_values=cache, use_cache=True)
+        with self._decoder.placing(cache, positions) as places:
+            text_decoder(self._decoder.model)(input_ids=ids, past_key_values=cache, use_cache=True, **places)
         return cache.kv()
 
 

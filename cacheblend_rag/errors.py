@@ -8,6 +8,7 @@
     │   ├── UnknownChunkError     a chunk id that was never added, or was deleted (also a KeyError)
     │   ├── EmptyChunkError       a chunk without text, or whose text has no tokens
     │   └── PromptTooLongError    more tokens than the model's window holds
+    ├── PMLError                  a schema or a prompt in PML is wrong; the message says where (also a ValueError)
     ├── AnswerTimeoutError        an answer was not there in the time that the caller gave it (also a TimeoutError)
     ├── StructuredOutputError     an answer is not of the form that was asked for; it says what the model wrote (a ValueError)
     ├── DatasetError              a data set of an evaluation cannot be read; the message says where (also a ValueError)
@@ -29,6 +30,7 @@ __all__ = [
     "ConfigError",
     "DatasetError",
     "EmptyChunkError",
+    "PMLError",
     "PromptError",
     "PromptTooLongError",
     "RemoteUnavailableError",
@@ -68,6 +70,35 @@ class EmptyChunkError(PromptError):
 
 class PromptTooLongError(PromptError):
     """A prompt has more tokens than the model's window holds."""
+
+
+class PMLError(CacheBlendError, ValueError):
+    """A schema or a prompt in the prompt markup language is wrong.
+
+    Parameters
+    ----------
+    reason : str
+        What is wrong, what was expected, and what to do.
+    source : str, optional
+        The file, or another name of the text. What was made in Python has none.
+    line, column : int, optional
+        The place in it, both counted from 1.
+
+    Attributes
+    ----------
+    reason, source, line, column
+        What was given.
+    """
+
+    def __init__(self, reason: str, *, source: str | None = None, line: int | None = None, column: int | None = None):
+        place = [] if source is None else [source]
+        if line is not None:
+            place += [f"line {line}"] if column is None else [f"line {line}, column {column}"]
+        super().__init__(f"{', '.join(place)}: {reason}" if place else reason)
+        self.reason = reason
+        self.source = source
+        self.line = line
+        self.column = column
 
 
 class AnswerTimeoutError(CacheBlendError, TimeoutError):

@@ -19,7 +19,7 @@ class ChunkReport:
     tokens : int
         Its length in tokens.
     hit : bool
-        Whether its KV was in the store when the request came.
+        Whether its KV was there when the request came: in the store, or at its place in the conversation.
     recomputed_tokens : int
         How many of its tokens went through all of the model's later layers again.
     reason : str or None
@@ -69,7 +69,7 @@ class BlendReport:
         Work done on chunk tokens over (chunk tokens x layers): a whole decoder-block row counts 1, a probe its share of
         a block's arithmetic. What was done to select and to repair is part of it, encoding misses is not.
     hits, misses : int
-        Chunks whose KV was stored, and was not.
+        Chunks whose KV was there when the request came, in the store or at their place in the conversation, and was not.
     selector : str
         The selector that chose the recomputed tokens; "full" when the prompt was prefilled as a whole.
     fallback_reason : str or None

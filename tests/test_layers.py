@@ -20,7 +20,7 @@ PACKAGE = "cacheblend_rag"
 
 # The modules and packages of `cacheblend_rag` by the floor they stand on. Each may import from its own floor and those below.
 FLOORS: dict[int, tuple[str, ...]] = {
-    0: ("errors", "config", "chunk", "report", "answers"),
+    0: ("errors", "config", "chunk", "report", "answers", "stops"),
     1: ("kv", "rope", "selection", "layout", "codec", "pml"),
     2: ("store", "model"),
     3: ("encode", "loader", "controller", "fuse", "snapkv"),
@@ -34,7 +34,7 @@ ENGINE_FLOOR = FLOOR_OF["engine"]
 FRAMEWORKS = ("llama_index", "langchain", "langgraph", "langsmith", "chromadb", "sentence_transformers")
 
 # What a framework package may import of `cacheblend_rag`, besides the package itself.
-DOOR = ("engine", *FLOORS[0])
+DOOR = ("engine", "pml", *FLOORS[0])
 INTEGRATIONS = {
     "llama_index_cacheblend": ROOT / "integrations" / "llama_index" / "llama_index_cacheblend",
     "langchain_cacheblend": ROOT / "integrations" / "langchain" / "langchain_cacheblend",

@@ -14,6 +14,7 @@ from cacheblend_rag.cli.calibrate import calibrate
 from cacheblend_rag.cli.demo import demo
 from cacheblend_rag.cli.evaluate import eval_app
 from cacheblend_rag.cli.families import models
+from cacheblend_rag.cli.pml import pml_app
 from cacheblend_rag.cli.profile import auto, profile
 from cacheblend_rag.cli.store import store_app
 from cacheblend_rag.cli.warm import warm
@@ -70,3 +71,4 @@ bench_app.command()(auto)
 app.add_typer(store_app, name="store")
 app.add_typer(bench_app, name="bench")
 app.add_typer(eval_app, name="eval")
+app.add_typer(pml_app, name="pml")

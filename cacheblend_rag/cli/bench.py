@@ -10,6 +10,7 @@ from cacheblend_rag.cli.bench_encode import encode
 from cacheblend_rag.cli.bench_find import find
 from cacheblend_rag.cli.bench_index import index
 from cacheblend_rag.cli.bench_load import load
+from cacheblend_rag.cli.bench_pml import pml
 from cacheblend_rag.cli.bench_prefetch import prefetch
 from cacheblend_rag.cli.bench_tpot import tpot
 from cacheblend_rag.cli.bench_ttft import ttft
@@ -21,5 +22,5 @@ bench_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-for command in (ttft, tpot, load, prefetch, encode, codecs, index, batch, find):
+for command in (ttft, tpot, pml, load, prefetch, encode, codecs, index, batch, find):
     bench_app.command()(command)

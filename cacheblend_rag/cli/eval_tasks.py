@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -107,9 +107,19 @@ def longbench(
     subtask: Annotated[
         str | None, typer.Option(help="Which subtask, where PATH is a folder or a file of another name.")
     ] = None,
+    whole: Annotated[
+        bool,
+        typer.Option(
+            "--whole-documents",
+            help="Give the model all documents, each as one chunk, instead of cutting and searching them; with the method "
+            "prompt_cache that is Prompt Cache's own evaluation.",
+        ),
+    ] = False,
 ) -> EvalTask:
     """A subtask of LongBench, by its own metric."""
-    return _data_set("longbench", request, path, subtask=subtask)
+    task = _data_set("longbench", request, path, subtask=subtask)
+    # The name is what the answers of two runs are told apart by.
+    return replace(task, name=f"{task.name}, whole documents", chunked=True) if whole else task
 
 
 def ruler(

@@ -309,7 +309,9 @@ def cheapest_tier(profile: Profile, work: Work, ratio: float, prices: Mapping[st
         )
     fastest = min(seconds for seconds, _, _ in offers)
     seconds, price, cost = min(
-        (offer for offer in offers if offer[0] <= fastest * (1 + SLACK)), key=lambda offer: (offer[1], offer[0])
+        (offer for offer in offers if offer[0] <= fastest * (1 + SLACK)),
+        # What the same bytes cost at two prices may be rounded to one number.
+        key=lambda offer: (offer[1], prices[offer[2].tier], offer[0]),
     )
     return TierChoice(cost.tier, cost.codec, seconds, fastest, price)
 

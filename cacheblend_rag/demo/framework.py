@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from cacheblend_rag.chunk import BlendPrompt, Chunk
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine, GenerationResult
+from cacheblend_rag.pml.prompt import Prompt
 
 __all__ = ["DemoEngine", "Framework", "FrameworkAnswer"]
 
@@ -79,7 +80,7 @@ class DemoEngine(BlendEngine):
 
     def generate(
         self,
-        prompt: BlendPrompt,
+        prompt: BlendPrompt | Prompt,
         max_new_tokens: int | None = None,
         *,
         config: BlendConfig | None = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import nullcontext
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ _FOREIGN = {
 
 def check_options(max_new_tokens: int | None, options: dict[str, Any]) -> None:
     """Raise `ConfigError` for generation options that cannot be combined with a blended prefill."""
+    if not isinstance(max_new_tokens, Integral | None):
+        raise ConfigError(f"max_new_tokens={max_new_tokens!r} is no whole number; give 1 or more")
     if max_new_tokens is not None and max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens={max_new_tokens} leaves nothing to generate; use prefill, or give 1 or more")
     for name, why in _FOREIGN.items():
@@ -51,6 +54,11 @@ def check_options(max_new_tokens: int | None, options: dict[str, Any]) -> None:
         if (options.get(name) or 1) != 1:
             raise ConfigError(
                 f"{name}={options[name]} is not supported: a blended prompt is decoded as one sequence; leave it at 1"
+            )
+    for name in ("stopping_criteria", "logits_processor"):
+        if not isinstance(options.get(name), list | tuple | None):
+            raise ConfigError(
+                f"{name} is the {type(options[name]).__name__} {options[name]!r:.40}; give a list of such objects"
             )
     if options.get("use_cache") is False:
         raise ConfigError("use_cache=False contradicts blending; leave it out")
@@ -122,7 +130,6 @@ def decode(
     def forward(cache: BlendCache | None, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         if stop.is_set() or (streamer is not None and not threading.main_thread().is_alive()):
             # Closed while it waited for the model: nobody needs its prefill.
-            streamer.end()
             return torch.empty(0, dtype=torch.int64)
         if streamer is not None:
             # A second attempt, after damaged KV, hands the streamer the prompt again, which is not to be shown.

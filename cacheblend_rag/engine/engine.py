@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import threading
@@ -19,15 +18,18 @@ from transformers import PreTrainedModel
 from cacheblend_rag.chunk import BlendPrompt, Chunk
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.controller import Profile, check_attention, check_selector
-from cacheblend_rag.engine.conversation import Conversation, Conversations
+from cacheblend_rag.engine.conversation import Conversation
 from cacheblend_rag.engine.decode import check_options, decode
+from cacheblend_rag.engine.feed import Feed
 from cacheblend_rag.engine.firsttoken import FirstLogits, last_logits
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PrefillResult
 from cacheblend_rag.engine.guard import Guard
 from cacheblend_rag.engine.identity import engine_identity
 from cacheblend_rag.engine.ingest import Ingest, WarmEstimate
 from cacheblend_rag.engine.jobs import AddJob, AddResult
+from cacheblend_rag.engine.kept import KeptTurns
 from cacheblend_rag.engine.many import Many, options_of
+from cacheblend_rag.engine.markup import SCHEMA_PREFIX, LoadedSchema, Schemas
 from cacheblend_rag.engine.metrics import EngineMetrics
 from cacheblend_rag.engine.prefetch import Prefetch, Prefetcher
 from cacheblend_rag.engine.pretrained import load_pretrained
@@ -48,6 +50,8 @@ from cacheblend_rag.model import (
     model_window,
     num_decoder_layers,
 )
+from cacheblend_rag.pml.nodes import SchemaTree
+from cacheblend_rag.pml.prompt import Prompt
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.selection import make_selector
 from cacheblend_rag.store import KVStore, NameChanges, NodeRecord, open_store
@@ -109,8 +113,12 @@ class BlendEngine:
 
     Attributes
     ----------
+    model_name : str
+        What `from_pretrained` was given, or else how the model calls itself.
     metrics : EngineMetrics
         What the engine has done, for Prometheus.
+    schemas : Schemas
+        The schemas that are loaded, and how their prompts are laid out.
     guard : Guard
         Compares some answers with full prefill in the background, if ``config.guard_rate`` is above 0.
 
@@ -136,6 +144,7 @@ class BlendEngine:
         config = BlendConfig.of(config)
         self.config = config if namespace is None else config.replace(namespace=namespace)
         self.model = model.eval()
+        self.model_name: str = getattr(model, "name_or_path", "") or type(model).__name__
         self.tokenizer = tokenizer
         self._closed = False
         self.unsupported_reason: str | None = None
@@ -187,8 +196,9 @@ class BlendEngine:
         self.metrics = EngineMetrics(self.store.stats, self.guard.status if self.guard.active else None)
         self._many = Many(model, tokenizer, self.decoder, self._runner, self.config.self_check)
         self._ingest = Ingest(self._assembler, self._runner, self.store, self.decoder, self.config)
-        self._conversations = Conversations(self.store, self._assembler.namespace)
+        self._kept = KeptTurns(self.store, self._assembler.namespace, self.config.conversation_bytes)
         self._prefetcher = Prefetcher(self.store, self.config.load_threads)
+        self.schemas = Schemas(self._assembler, self._ingest, self.store, self._prefetcher)
 
     @classmethod
     def from_pretrained(
@@ -230,7 +240,9 @@ class BlendEngine:
         # Known before a large model is loaded for nothing.
         make_selector(config)
         loaded, tokenizer = load_pretrained(model, config, model_kwargs)
-        return cls(loaded, tokenizer, config=config, store=store, namespace=namespace)
+        engine = cls(loaded, tokenizer, config=config, store=store, namespace=namespace)
+        engine.model_name = str(model)
+        return engine
 
     def check_config(self, config: BlendConfig) -> BlendConfig:
         """Return settings as a call that is given them uses them.
@@ -295,7 +307,7 @@ class BlendEngine:
         with self._runner.lock:
             if not self._closed:
                 self._closed = True
-                self._conversations.close()
+                self._kept.close()
                 if self._owns_store:
                     self.store.close()
                 else:
@@ -386,6 +398,13 @@ class BlendEngine:
             raise ConfigError(
                 f"ttl_s={ttl_s!r} must be a positive number of seconds; leave it out to keep chunks for ever"
             )
+        if not isinstance(chunks, Chunk):
+            chunks = list(chunks)
+            for chunk in chunks:
+                if isinstance(chunk, Chunk) and (chunk.id or "").startswith(SCHEMA_PREFIX):
+                    raise ConfigError(
+                        f"the id {chunk.id!r} begins with {SCHEMA_PREFIX!r}, as those of schemas do; give the chunk another one"
+                    )
         if background:
             return self._ingest.add_later(chunks, progress, ttl_s)
         return self._ingest.add(chunks, progress, ttl_s)
@@ -442,8 +461,9 @@ class BlendEngine:
             How many of the ids were known.
         """
         self._check_open()
-        known = self.store.forget(self._assembler.namespace, _id_list(ids))
-        self._conversations.refresh()
+        gone = _id_list(ids)
+        known = self.store.forget(self._assembler.namespace, gone)
+        self._kept.refresh(gone)
         return known
 
     def conversation(self, max_bytes: int | None = None) -> Conversation:
@@ -452,7 +472,8 @@ class BlendEngine:
         Parameters
         ----------
         max_bytes : int, optional
-            Most bytes of KV that it keeps, in the memory in which the model computes; ``config.conversation_bytes`` by default.
+            Most bytes of KV that it keeps, in the memory in which the model computes; by default it is only bound by
+            ``config.conversation_bytes``, which all conversations of this engine share.
 
         Returns
         -------
@@ -468,7 +489,7 @@ class BlendEngine:
         limit = self.config.conversation_bytes if max_bytes is None else max_bytes
         if limit < 0:
             raise ConfigError(f"max_bytes={limit} is negative; give a number of bytes, 0 to keep nothing")
-        return self._conversations.begin(limit)
+        return Conversation(self._kept, limit)
 
     def prefetch(self, ids: Iterable[str]) -> Prefetch:
         """Begin to read the KV of chunks that are likely to be asked for soon, and return at once.
@@ -521,9 +542,9 @@ class BlendEngine:
         return self.store.lookup(self._assembler.namespace, [id])[0] is not None
 
     def ids(self) -> list[str]:
-        """Return the ids of all known chunks of this model."""
+        """Return the ids of all known chunks of this model, parts of loaded schemas not among them."""
         self._check_open()
-        return self.store.names(self._assembler.namespace)
+        return [id for id in self.store.names(self._assembler.namespace) if not id.startswith(SCHEMA_PREFIX)]
 
     def records(self, ids: Sequence[str]) -> list[NodeRecord | None]:
         """Return what is known of each id: its tokens and the digest of its text; None where the id is unknown."""
@@ -601,18 +622,65 @@ class BlendEngine:
         with self._runner.lock:
             return self._runner.controller().measure(budget, progress)
 
-    def prompt_ids(self, prompt: BlendPrompt) -> tuple[int, ...]:
+    def load_schema(self, schema: SchemaTree, *, ttl_s: float | None = None) -> LoadedSchema:
+        """Encode the modules of a schema and keep them (Prompt Cache, section 3.3).
+
+        A schema of the same name is replaced: what has not changed is not encoded again, and what is gone is forgotten. Its
+        prompts can be asked without loading it as well; modules are then misses, kept in RAM.
+
+        Parameters
+        ----------
+        schema : Schema
+            The schema.
+        ttl_s : float, optional
+            Seconds that its KV lives, instead of ``config.ttl_s``.
+
+        Returns
+        -------
+        LoadedSchema
+            What was done.
+
+        Raises
+        ------
+        PMLError
+            If the model's chat template cannot be used with the schema's messages.
+        PromptTooLongError
+            If a module does not fit the model's window, or reaches beyond it where positions are learned.
+        UnsupportedModelError
+            If the model takes no positions.
+        StoreError
+            If KV cannot be stored.
+        """
+        self._check_open()
+        if self.decoder is not None and not self.decoder.is_placeable:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} counts its tokens and takes no positions, so it cannot serve schemas"
+            )
+        return self.schemas.load(schema, ttl_s)
+
+    def unload_schema(self, name: str) -> int:
+        """Forget a schema and the KV that only it had; return how many of its modules and texts were stored.
+
+        Raises
+        ------
+        ConfigError
+            If no schema of that name is known.
+        """
+        self._check_open()
+        return self.schemas.unload(name)
+
+    def prompt_ids(self, prompt: BlendPrompt | Prompt) -> tuple[int, ...]:
         """Return the token ids that the model is given for `prompt`."""
         return self.prompt_layout(prompt).token_ids
 
-    def prompt_layout(self, prompt: BlendPrompt) -> PromptLayout:
+    def prompt_layout(self, prompt: BlendPrompt | Prompt) -> PromptLayout:
         """Return where the chunks of `prompt` stand among its tokens."""
         self._check_open()
-        return self._assembler.assemble(prompt).layout
+        return self._assembler.assemble(self._blend_prompt(prompt)).layout
 
     def prefill(
         self,
-        prompt: BlendPrompt,
+        prompt: BlendPrompt | Prompt,
         *,
         config: BlendConfig | None = None,
         conversation: Conversation | None = None,
@@ -621,7 +689,7 @@ class BlendEngine:
 
         Parameters
         ----------
-        prompt : BlendPrompt
+        prompt : BlendPrompt or Prompt
             The prompt.
         config : BlendConfig, optional
             Blending settings for this call (`enabled`, `recompute_ratio`, `quality_ratio`, `selector` and what belongs to it,
@@ -653,7 +721,7 @@ class BlendEngine:
 
     def watch_prefill(
         self,
-        prompt: BlendPrompt,
+        prompt: BlendPrompt | Prompt,
         watcher: LayerWatcher,
         *,
         config: BlendConfig | None = None,
@@ -663,7 +731,7 @@ class BlendEngine:
 
         Parameters
         ----------
-        prompt : BlendPrompt
+        prompt : BlendPrompt or Prompt
             The prompt.
         watcher : callable
             Called with each layer's number and its `AttentionCall`, as the layers come. Where stored KV turns out damaged, the
@@ -706,18 +774,19 @@ class BlendEngine:
 
     def generate(
         self,
-        prompt: BlendPrompt,
+        prompt: BlendPrompt | Prompt,
         max_new_tokens: int | None = None,
         *,
         config: BlendConfig | None = None,
         conversation: Conversation | None = None,
+        wait_s: float | None = None,
         **generation_kwargs: Any,
     ) -> GenerationResult:
         """Answer a prompt.
 
         Parameters
         ----------
-        prompt : BlendPrompt
+        prompt : BlendPrompt or Prompt
             The prompt.
         max_new_tokens : int, optional
             Most tokens to generate, never beyond the model's window; by default the model's own setting, or 256.
@@ -725,6 +794,8 @@ class BlendEngine:
             Blending settings for this call.
         conversation : Conversation, optional
             The conversation that this is a turn of (`conversation`).
+        wait_s : float, optional
+            Most seconds to wait for the model while other calls have it; by default as long as it takes.
         **generation_kwargs : Any
             Options of transformers' ``generate``, which does the decoding: sampling, stop strings, processors and so
             on.
@@ -738,20 +809,24 @@ class BlendEngine:
         ------
         PromptError
             If the prompt cannot be served.
+        AnswerTimeoutError
+            If the model was not free within `wait_s`.
         ConfigError
             If an option cannot be combined with blending.
         """
         check_options(max_new_tokens, generation_kwargs)
         run = self._begin(prompt, config, conversation)
+        run.wait_until = _until(run.started, wait_s)
         return self._decode(run, max_new_tokens, generation_kwargs, threading.Event(), None, self.guard.watch(run))
 
     def generate_many(
         self,
-        prompts: Sequence[BlendPrompt],
+        prompts: Sequence[BlendPrompt | Prompt],
         max_new_tokens: int | None = None,
         *,
         batch_size: int | None = None,
         config: BlendConfig | None = None,
+        wait_s: float | None = None,
         **generation_kwargs: Any,
     ) -> list[GenerationResult]:
         """Answer many prompts, which is faster than one after the other.
@@ -767,7 +842,7 @@ class BlendEngine:
 
         Parameters
         ----------
-        prompts : sequence of BlendPrompt
+        prompts : sequence of (BlendPrompt or Prompt)
             The prompts. All of them are checked before the first is computed.
         max_new_tokens : int, optional
             Most tokens of each answer, as in `generate`.
@@ -775,6 +850,8 @@ class BlendEngine:
             Most prompts that are decoded together; by default as many as `config.decode_batch_tokens` allows.
         config : BlendConfig, optional
             Blending settings for this call.
+        wait_s : float, optional
+            Most seconds to wait for the model while other calls have it; by default as long as it takes.
         **generation_kwargs : Any
             Options of transformers' ``generate``.
 
@@ -787,34 +864,44 @@ class BlendEngine:
         ------
         PromptError
             If a prompt cannot be served.
+        AnswerTimeoutError
+            If the model was not free within `wait_s`.
         ConfigError
             If an option cannot be combined with blending, or `batch_size` is below 1.
         """
-        return self._generate_many(prompts, max_new_tokens, batch_size, config, generation_kwargs, threading.Event())
+        return self._generate_many(
+            prompts, max_new_tokens, batch_size, config, wait_s, generation_kwargs, threading.Event()
+        )
 
     async def agenerate_many(
         self,
-        prompts: Sequence[BlendPrompt],
+        prompts: Sequence[BlendPrompt | Prompt],
         max_new_tokens: int | None = None,
         *,
         batch_size: int | None = None,
         config: BlendConfig | None = None,
+        wait_s: float | None = None,
         **generation_kwargs: Any,
     ) -> list[GenerationResult]:
-        """Answer many prompts as `generate_many` does, in another thread; if cancelled, that ends at the next token."""
+        """Answer many prompts as `generate_many` does, in a thread of its own; if cancelled, that ends at the next token."""
         stop = threading.Event()
-        work = partial(self._generate_many, prompts, max_new_tokens, batch_size, config, generation_kwargs, stop)
+        answers: Feed[None, list[GenerationResult]] = Feed()
+        answers.start(
+            partial(self._generate_many, prompts, max_new_tokens, batch_size, config, wait_s, generation_kwargs, stop),
+            "cacheblend-many",
+        )
         try:
-            return await asyncio.get_running_loop().run_in_executor(None, work)
+            return await answers.aoutcome()
         finally:
             stop.set()
 
     def _generate_many(
         self,
-        prompts: Sequence[BlendPrompt],
+        prompts: Sequence[BlendPrompt | Prompt],
         max_new_tokens: int | None,
         batch_size: int | None,
         config: BlendConfig | None,
+        wait_s: float | None,
         options: dict[str, Any],
         stop: threading.Event,
     ) -> list[GenerationResult]:
@@ -822,11 +909,12 @@ class BlendEngine:
         check_options(max_new_tokens, options)
         if batch_size is not None and batch_size < 1:
             raise ConfigError(f"batch_size={batch_size} must be at least 1; leave it out to have it chosen")
-        if isinstance(prompts, BlendPrompt):
-            raise ConfigError("prompts is one BlendPrompt; give a list of them, or use generate")
+        if isinstance(prompts, BlendPrompt | Prompt):
+            raise ConfigError(f"prompts is one {type(prompts).__name__}; give a list of them, or use generate")
         runs = [self._begin(prompt, config) for prompt in prompts]
         for run in runs:
             run.started = started
+            run.wait_until = _until(started, wait_s)
         firsts = [self.guard.watch(run) for run in runs]
         results: dict[int, GenerationResult] = {}
         for index, result in self._many.answer(runs, max_new_tokens, batch_size, options, stop, firsts):
@@ -839,11 +927,12 @@ class BlendEngine:
 
     def stream(
         self,
-        prompt: BlendPrompt,
+        prompt: BlendPrompt | Prompt,
         max_new_tokens: int | None = None,
         *,
         config: BlendConfig | None = None,
         conversation: Conversation | None = None,
+        wait_s: float | None = None,
         **generation_kwargs: Any,
     ) -> BlendStream:
         """Answer a prompt piece by piece; takes and raises what `generate` does, prompt errors at once.
@@ -855,6 +944,7 @@ class BlendEngine:
         """
         check_options(max_new_tokens, generation_kwargs)
         run = self._begin(prompt, config, conversation)
+        run.wait_until = _until(run.started, wait_s)
         first = self.guard.watch(run)
 
         def generate(streamer: Any, stop: threading.Event) -> GenerationResult:
@@ -882,21 +972,24 @@ class BlendEngine:
 
     def _observe(self, report: BlendReport) -> None:
         self.metrics.observe(report)
+        self.schemas.read_ahead(chunk.id for chunk in report.chunks)
         if logger.isEnabledFor(logging.INFO):
             # Formatters that write fields, as JSON for example, find the figures under "blend".
             logger.info("%s", report, extra={"blend": report.to_dict()})
 
     def _begin(
-        self, prompt: BlendPrompt, config: BlendConfig | None, conversation: Conversation | None = None
+        self, prompt: BlendPrompt | Prompt, config: BlendConfig | None, conversation: Conversation | None = None
     ) -> PromptRun:
         started = time.perf_counter()
         self._check_open()
-        self._conversations.checked(conversation)
-        self._weights.check()
-        if not isinstance(prompt, BlendPrompt):
+        if conversation is not None and not conversation.belongs_to(self._kept):
             raise ConfigError(
-                f"the prompt is a {type(prompt).__name__}; give a BlendPrompt, as in BlendPrompt(text, chunks)"
+                "the conversation is one with another engine, whose KV is of no use here; make it by this engine's conversation()"
             )
+        # Before all that takes time: what is reset from now on forgets this turn too.
+        resets = 0 if conversation is None else conversation.resets
+        self._weights.check()
+        prompt = self._blend_prompt(prompt)
         if config is None or config is self.config:
             order = self.guard.order
             assembled = self._assemble(prompt, order.config)
@@ -907,14 +1000,25 @@ class BlendEngine:
                 guard_level=order.level,
                 guard_action=order.action,
                 conversation=conversation,
+                resets=resets,
             )
         config = self.check_config(config)
-        return PromptRun(self._assemble(prompt, config), config, started, conversation=conversation)
+        return PromptRun(self._assemble(prompt, config), config, started, conversation=conversation, resets=resets)
 
     def _assemble(self, prompt: BlendPrompt, config: BlendConfig) -> AssembledPrompt:
         assembled = self._assembler.assemble(prompt, retrieving=config.enabled)
         self._prefetcher.claim(chunk.key for chunk in assembled.chunks)
         return assembled
+
+    def _blend_prompt(self, prompt: BlendPrompt | Prompt) -> BlendPrompt:
+        if isinstance(prompt, Prompt):
+            return self.schemas.blend_prompt(prompt)
+        if not isinstance(prompt, BlendPrompt):
+            raise ConfigError(
+                f"the prompt is a {type(prompt).__name__}; give a BlendPrompt, as in BlendPrompt(text, chunks), or a schema's "
+                "prompt"
+            )
+        return prompt
 
     def _inspect(self) -> Decoder | None:
         try:
@@ -964,3 +1068,11 @@ def _id_list(ids: Iterable[str]) -> list[str]:
     if isinstance(ids, str):
         raise ConfigError(f"ids is the string {ids[:40]!r}; give a list of ids")
     return list(ids)
+
+
+def _until(started: float, wait_s: float | None) -> float | None:
+    if wait_s is None:
+        return None
+    if not isinstance(wait_s, int | float) or not wait_s >= 0:
+        raise ConfigError(f"wait_s={wait_s!r} must be a number of seconds from 0 upwards; leave it out for no limit")
+    return started + wait_s

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import StoppingCriteria, TextIteratorStreamer
+from transformers import StoppingCriteria, TextStreamer
 
+from cacheblend_rag.engine.feed import Feed
 from cacheblend_rag.report import BlendReport
 
 __all__ = ["BlendStream", "GenerationResult", "PrefillResult", "TokenWatch"]
@@ -83,8 +83,8 @@ class TokenWatch(StoppingCriteria):
         return torch.full((input_ids.shape[0],), ended, dtype=torch.bool, device=input_ids.device)
 
 
-class BlendStream(Iterator[str]):
-    """Pieces of the answer as they are decoded.
+class BlendStream(Iterator[str], AsyncIterator[str]):
+    """Pieces of the answer as they are decoded, for a ``for`` loop or an ``async for`` loop.
 
     The generation runs in a thread of its own from the start and does not wait to be read: a stream that nobody reads
     holds nothing up. Closing it, or losing the last reference to it, ends the generation at the next token.
@@ -99,35 +99,32 @@ class BlendStream(Iterator[str]):
 
     def __init__(self, run: Callable[[Any, threading.Event], GenerationResult], tokenizer: Any) -> None:
         stop = threading.Event()
-        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        outcome: queue.SimpleQueue[GenerationResult | BaseException] = queue.SimpleQueue()
-        self._stop = stop
-        self._pieces = iter(streamer)
-        self._outcome = outcome
-        self._result: GenerationResult | None = None
-        self._ended = False
-
-        def work() -> None:
-            try:
-                outcome.put(run(streamer, stop))
-            except BaseException as error:  # handed to the reader
-                outcome.put(error)
-                streamer.on_finalized_text("", stream_end=True)
-
         # The thread must not hold this object, or an abandoned stream would never be collected.
+        feed: Feed[str, GenerationResult] = Feed()
+        self._stop = stop
+        self._feed = feed
         weakref.finalize(self, stop.set)
-        # No daemon: an interpreter that ends while this thread computes, or only lets go of its tensors, would abort.
-        threading.Thread(target=work, name="cacheblend-stream").start()
+        feed.start(lambda: run(_Streamer(tokenizer, feed), stop), "cacheblend-stream")
 
     def __iter__(self) -> BlendStream:
         return self
 
     def __next__(self) -> str:
-        for piece in self._pieces:
-            if piece:
-                return str(piece)
-        self._finish()
-        raise StopIteration
+        piece = self._feed.next()
+        if piece is None:
+            self._feed.outcome()
+            raise StopIteration
+        return piece
+
+    def __aiter__(self) -> BlendStream:
+        return self
+
+    async def __anext__(self) -> str:
+        piece = await self._feed.anext()
+        if piece is None:
+            await self._feed.aoutcome()
+            raise StopAsyncIteration
+        return piece
 
     def close(self) -> None:
         """End the generation at the next token; what was generated until then can still be read."""
@@ -141,14 +138,19 @@ class BlendStream(Iterator[str]):
         CacheBlendError
             If the generation failed.
         """
-        self._finish()
-        assert self._result is not None
-        return self._result
+        return self._feed.outcome()
 
-    def _finish(self) -> None:
-        if self._result is None:
-            outcome = self._outcome.get()
-            if isinstance(outcome, BaseException):
-                self._outcome.put(outcome)
-                raise outcome
-            self._result = outcome
+    async def aresult(self) -> GenerationResult:
+        """Do what `result` does on an event loop, where waiting takes none of the loop's threads."""
+        return await self._feed.aoutcome()
+
+
+class _Streamer(TextStreamer):
+    def __init__(self, tokenizer: Any, feed: Feed[str, GenerationResult]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._feed = feed
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Hand over what is certain of the text by now."""
+        if text:
+            self._feed.put(text)

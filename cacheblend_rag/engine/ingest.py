@@ -42,7 +42,7 @@ class WarmEstimate:
 @dataclass(slots=True)
 class _Todo:
     """Chunks to add: how many, behind what they are measured, which records are not stored exactly so, those of them whose KV is
-    missing, by text, and the keys of KV that is there.
+    missing, by text, the keys of KV that is there, and by key where tokens stand when they are encoded.
     """
 
     total: int
@@ -50,6 +50,7 @@ class _Todo:
     records: list[NodeRecord] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
     held: list[str] = field(default_factory=list)
+    places: dict[str, tuple[int, ...] | None] = field(default_factory=dict)
 
     @property
     def unchanged(self) -> int:
@@ -179,7 +180,7 @@ class Ingest:
         count, longest = max(zip(before, texts, strict=True), key=lambda each: (each[0] > 0, len(each[1].token_ids)))
         share = tokens / len(longest.token_ids)
         started = time.perf_counter()
-        [[(_, kv)]] = self._runner.encode([longest.token_ids])
+        [[(_, kv)]] = self._runner.encode([longest.token_ids], [todo.places[longest.key]])
         packed_bytes = pack_kv(kv, self._disk_codec).nbytes
         seconds = (time.perf_counter() - started) * share
         if count:
@@ -220,6 +221,7 @@ class Ingest:
             if not there or (record.id and known[record.id] != record):
                 todo.records.append(record)
         todo.groups = list(groups.values())
+        todo.places = {record.key: self._assembler.places(chunk) for chunk, record in zip(wanted, records, strict=True)}
         todo.neighbours = Neighbours.find(self._assembler, self._store, self.neighbours, wanted, records, groups)
         return todo
 
@@ -256,7 +258,8 @@ class Ingest:
         """
         encoded = tokens = storing = 0
         groups, patient = todo.groups, still is not None
-        for batch in self._runner.plan([len(group[0].token_ids) for group in groups]) if groups else ():
+        placed = [todo.places[group[0].key] is not None for group in groups]
+        for batch in self._runner.plan([len(group[0].token_ids) for group in groups], placed) if groups else ():
             if given_up is not None and given_up():
                 break
             chosen = planned = [groups[index] for index in batch]
@@ -266,7 +269,8 @@ class Ingest:
             if skipped:
                 advance(skipped)
             # Planned again, texts of one batch are one batch still.
-            for part in self._runner.encode([group[0].token_ids for group in chosen], patient=patient):
+            places = [todo.places[group[0].key] for group in chosen]
+            for part in self._runner.encode([group[0].token_ids for group in chosen], places, patient=patient):
                 fresh = [(chosen[index], self._measured(chosen[index][0], kv, todo, patient)) for index, kv in part]
                 writer.drain()
                 if storing:

@@ -236,7 +236,7 @@ class Many:
             processor = RowProcessor(batch.starts, [member.processors for member in members])
             options["logits_processor"] = LogitsProcessorList([processor])
         options["stopping_criteria"] = StoppingCriteriaList([ends])
-        with self._runner.lock, torch.no_grad(), batch.prefilled(model) as cache:
+        with self._runner.lock.within(members[0].run.wait_until), torch.no_grad(), batch.prefilled(model) as cache:
             output = model.generate(  # type: ignore[operator]  # transformers' stubs take it for a tensor
                 **batch.inputs(model.device), past_key_values=cache, max_new_tokens=max(limits), **options
             )
@@ -279,6 +279,8 @@ class Many:
             return "the model cannot be blended, and is not known to decode several prompts as it decodes one"
         if self._decoder.rope_reach is not None:
             return "the rotary frequencies of the model depend on the longest prompt that it reads"
+        if self._decoder.column_biases and any(run.prompt.has_positions for run in runs):
+            return "the bias of the model counts the tokens of a batch, and a prompt places its own"
         config = runs[0].config
         if config.repair_ratio:
             return f"decode-time repair (repair_ratio={config.repair_ratio}) watches one answer at a time"
@@ -292,12 +294,12 @@ class Many:
             # What is 0, False or empty is switched off.
             if value and name not in _BY_ROW | _WITHOUT_EFFECT and not name.startswith("_"):
                 return f"the generation option {name}={value!r} may read the padding of a batch"
-        return self._refusal()
+        return self._refusal(runs[0].wait_until)
 
-    def _refusal(self) -> str | None:
+    def _refusal(self, wait_until: float | None) -> str | None:
         assert self._decoder is not None
         if self._self_check:
-            with self._runner.lock:
+            with self._runner.lock.within(wait_until):
                 if self._self_check:
                     try:
                         check_batching(self._decoder)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 
-from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef, text_hash
+from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkPart, ChunkRef, text_hash
 from cacheblend_rag.engine.uses import FirstUses
 from cacheblend_rag.errors import ConfigError, EmptyChunkError, PromptError, PromptTooLongError, UnknownChunkError
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
@@ -29,7 +30,11 @@ class PromptChunk:
     key : str
         Where its KV is or will be stored.
     token_ids : tuple of int
-        Its tokens.
+        Its tokens, all of them.
+    positions : tuple of int or None
+        Where they stand when they are encoded; None for right behind the encoding prefix, without gaps.
+    part : tuple of int or None
+        The half-open range of its tokens that stand here, where that is not all of them.
     named : bool
         Whether the id was known, for this text, when the prompt was assembled.
     text_hash : str or None
@@ -47,12 +52,19 @@ class PromptChunk:
     id: str | None
     key: str
     token_ids: tuple[int, ...]
+    positions: tuple[int, ...] | None = None
+    part: tuple[int, int] | None = None
     named: bool = False
     text_hash: str | None = None
     note: str | None = None
     deferred: bool = False
     is_elsewhere: bool = False
     row: int = 0
+
+    @property
+    def part_ids(self) -> tuple[int, ...]:
+        """The tokens that stand here."""
+        return self.token_ids if self.part is None else self.token_ids[slice(*self.part)]
 
     def record(self) -> NodeRecord:
         """Return the record that names the chunk, whose id was unknown."""
@@ -84,6 +96,15 @@ class AssembledPrompt:
     computed: tuple[PromptChunk, ...]
     has_positions: bool
     context: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Tokens that follow each other without gaps, and the chunk that they come from; no position: right behind what is before."""
+
+    ids: tuple[int, ...]
+    position: int | None = None
+    chunk: PromptChunk | None = None
 
 
 class Assembler:
@@ -138,13 +159,48 @@ class Assembler:
         self.namespace = hashlib.blake2b(f"{identity}|{self.prefix_ids}{owner}".encode(), digest_size=16).hexdigest()
 
     def tokenize(self, text: str) -> tuple[int, ...]:
-        """Return the ids of `text` on its own, without special tokens added."""
+        """Return the ids of `text` on its own, without special tokens added.
+
+        Raises
+        ------
+        PromptError
+            If it holds half a character.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise PromptError(
+                f"the text {text[:40]!r} holds {text[error.start]!r} at character {error.start}, half of a UTF-16 pair, which no "
+                'tokenizer reads; repair the text where it is read, or replace it: text.encode(errors="replace").decode()'
+            ) from None
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def key(self, token_ids: Sequence[int]) -> str:
-        """Return the store key of a chunk's KV: a digest of all it depends on."""
+    def key(self, token_ids: Sequence[int], places: Sequence[int] | None = None) -> str:
+        """Return the store key of a chunk's KV: a digest of all it depends on.
+
+        Parameters
+        ----------
+        token_ids : sequence of int
+            Its tokens.
+        places : sequence of int, optional
+            Where they are encoded; see `places`.
+        """
         ids = torch.tensor(token_ids, dtype=torch.int32).numpy().tobytes()
-        return hashlib.blake2b(self.namespace.encode() + ids, digest_size=20).hexdigest()
+        # Keys of chunks without places of their own stay what they are in every store there is.
+        placed = b"" if places is None else b"|at|" + torch.tensor(places, dtype=torch.int32).numpy().tobytes()
+        return hashlib.blake2b(self.namespace.encode() + ids + placed, digest_size=20).hexdigest()
+
+    def places(self, chunk: Chunk) -> tuple[int, ...] | None:
+        """Return where a chunk's tokens stand when they are encoded; None for right behind the encoding prefix, without gaps.
+
+        Where KV can be moved a chunk is encoded right behind the prefix wherever it is to stand, and only its gaps count.
+        """
+        if chunk.positions is None:
+            return None
+        start = len(self.prefix_ids)
+        first = start - chunk.positions[0] if self._is_movable else 0
+        places = tuple(place + first for place in chunk.positions)
+        return None if places == tuple(range(start, start + len(places))) else places
 
     def record(self, chunk: Chunk) -> NodeRecord:
         """Tokenise a chunk.
@@ -155,8 +211,10 @@ class Assembler:
             If its text has no tokens.
         PromptTooLongError
             If it does not fit the model's window behind the encoding prefix.
+        PromptError
+            If its text cannot be tokenised.
         """
-        ids = self.tokenize(chunk.text)
+        ids = self.tokenize(chunk.text) if chunk.token_ids is None else self._checked(chunk.token_ids)
         if not ids:
             raise EmptyChunkError(
                 f"the text of chunk {chunk.id!r}, {chunk.text[:40]!r}, has no tokens; leave the chunk out"
@@ -166,7 +224,13 @@ class Assembler:
                 f"chunk {chunk.id!r} has {len(ids)} tokens; behind the encoding prefix that is more than the "
                 f"model's window of {self.window}; split it"
             )
-        return NodeRecord(chunk.id or "", self.key(ids), text_hash(chunk.text), ids)
+        places = self.places(chunk)
+        if self.window is not None and places is not None and places[-1] >= self.window:
+            raise PromptTooLongError(
+                f"chunk {chunk.id!r} reaches to position {places[-1]}, and the model's window is {self.window}; leave less room "
+                "before it, or in it"
+            )
+        return NodeRecord(chunk.id or "", self.key(ids, places), text_hash(chunk.text), ids)
 
     def refusal(self, chunk: Chunk) -> PromptError | None:
         """Return what `record` raises for a chunk, or None."""
@@ -195,26 +259,11 @@ class Assembler:
         PromptError
             If it has no tokens.
         """
-        segments = list(prompt.segments)
-        positions = None if prompt.positions is None else list(prompt.positions)
-        if segments and isinstance(segments[0], Chunk | ChunkRef) and self._bos and positions is None:
-            segments.insert(0, ())
-        records = self._records(segments)
-        # Separators recur between all chunks: each text is tokenised once.
-        texts = {
-            text: self.tokenize(text) for text in dict.fromkeys(each for each in segments if isinstance(each, str))
-        }
+        pieces = list(self._pieces(prompt))
         # Text behind it may have no tokens: blanks, for example.
-        last = max(
-            (
-                number
-                for number, segment in enumerate(segments)
-                if isinstance(segment, Chunk | ChunkRef) or (texts[segment] if isinstance(segment, str) else segment)
-            ),
-            default=0,
-        )
+        last = max((number for number, piece in enumerate(pieces) if piece.ids), default=0)
         # The last segment is computed in any case.
-        served = [record.key for record in records[:last] if record is not None] if retrieving else []
+        served = [piece.chunk.key for piece in pieces[:last] if piece.chunk is not None] if retrieving else []
         first = self._first_uses.note(served) if self._first_uses is not None and served else set()
         ids: list[int] = []
         places: list[int] = []
@@ -222,36 +271,31 @@ class Assembler:
         chunks: list[PromptChunk] = []
         computed: list[PromptChunk] = []
         context: tuple[int, int] | None = None
-        for number, segment in enumerate(segments):
-            position = len(ids) if positions is None else positions[number]
-            if isinstance(segment, Chunk | ChunkRef):
-                chunk = records[number]
-                assert chunk is not None
-                part = chunk.token_ids
+        for number, piece in enumerate(pieces):
+            position = len(ids) if piece.position is None else piece.position
+            chunk, row = piece.chunk, len(ids)
+            if chunk is not None:
+                encoded_at = self._encoded_at(chunk)
                 if number == last:
                     # The last token's logits are what the prompt is for, so its row is computed.
                     note = "the prompt ends with it, so it is computed like text"
-                    computed.append(PromptChunk(chunk.id, chunk.key, part, note=note, row=len(ids)))
-                elif not self._is_movable and position != len(self.prefix_ids):
+                    computed.append(replace(chunk, note=note, row=row))
+                elif not self._is_movable and position != encoded_at:
                     note = (
-                        f"it stands at position {position}, and the KV of this model, encoded at {len(self.prefix_ids)}, cannot "
-                        "be moved, so it is computed like text"
+                        f"it stands at position {position}, and the KV of this model, encoded at {encoded_at}, cannot be moved, "
+                        "so it is computed like text"
                     )
-                    computed.append(PromptChunk(chunk.id, chunk.key, part, note=note, is_elsewhere=True, row=len(ids)))
+                    computed.append(replace(chunk, note=note, is_elsewhere=True, row=row))
                 elif chunk.key in first:
                     note = "it is retrieved for the first time, so it is computed like text"
-                    computed.append(PromptChunk(chunk.id, chunk.key, part, note=note, deferred=True, row=len(ids)))
+                    computed.append(replace(chunk, note=note, deferred=True, row=row))
                 else:
-                    spans.append(ChunkSpan(len(ids), len(ids) + len(part), position))
+                    spans.append(ChunkSpan(row, row + len(piece.ids), position))
                     chunks.append(chunk)
                 if number < last:
-                    context = (context[0] if context else len(ids), len(ids) + len(part))
-            else:
-                part = texts[segment] if isinstance(segment, str) else self._checked(segment)
-                if number == 0:
-                    part = self._with_bos(part)
-            ids.extend(part)
-            places.extend(range(position, position + len(part)))
+                    context = (context[0] if context else row, row + len(piece.ids))
+            ids.extend(piece.ids)
+            places.extend(range(position, position + len(piece.ids)))
         if not ids:
             raise PromptError("the prompt has no tokens; give it a question at least")
         end = max(places) + 1
@@ -260,18 +304,62 @@ class Assembler:
                 f"the prompt has {len(ids)} tokens and ends at position {end}; the model's window is "
                 f"{self.window}, one of which is needed for the answer: retrieve fewer or shorter chunks"
             )
-        exact = (
-            bool(chunks)
-            and tuple(ids[: spans[0].start]) == self.prefix_ids
-            and places[: spans[0].start + 1] == list(range(len(self.prefix_ids) + 1))
-        )
-        layout = PromptLayout(tuple(ids), tuple(places), tuple(spans), int(exact))
-        return AssembledPrompt(layout, tuple(chunks), tuple(computed), positions is not None, context or (0, 0))
+        head = spans[0].start if spans else 0
+        is_behind_prefix = tuple(ids[:head]) == self.prefix_ids and places[:head] == list(range(head))
+        exact = self._exact(spans, chunks) if spans and is_behind_prefix else 0
+        layout = PromptLayout(tuple(ids), tuple(places), tuple(spans), exact)
+        return AssembledPrompt(layout, tuple(chunks), tuple(computed), prompt.positions is not None, context or (0, 0))
+
+    def _pieces(self, prompt: BlendPrompt) -> Iterator[_Piece]:
+        """Cut a prompt into runs of tokens that follow each other without gaps and come from one place."""
+        segments = list(prompt.segments)
+        positions = None if prompt.positions is None else list(prompt.positions)
+        if segments and isinstance(segments[0], Chunk | ChunkRef | ChunkPart) and self._bos and positions is None:
+            segments.insert(0, ())
+        records = self._records(segments)
+        # Separators recur between all chunks: each text is tokenised once.
+        texts = {
+            text: self.tokenize(text) for text in dict.fromkeys(each for each in segments if isinstance(each, str))
+        }
+        for number, (segment, chunk) in enumerate(zip(segments, records, strict=True)):
+            position = None if positions is None else positions[number]
+            if isinstance(segment, Chunk | ChunkRef | ChunkPart):
+                assert chunk is not None
+                yield from _runs(segment, chunk, position)
+                continue
+            part = texts[segment] if isinstance(segment, str) else self._checked(segment)
+            if number == 0:
+                part = self._with_bos(part)
+            yield _Piece(part, position)
+
+    def _encoded_at(self, chunk: PromptChunk) -> int:
+        """Return the position at which the first token that stands here was encoded."""
+        start = 0 if chunk.part is None else chunk.part[0]
+        return len(self.prefix_ids) + start if chunk.positions is None else chunk.positions[start]
+
+    def _exact(self, spans: Sequence[ChunkSpan], chunks: Sequence[PromptChunk]) -> int:
+        """Return how many chunks, of a prompt that begins with the encoding prefix, stand behind it as they were encoded: the
+        first, or the first of its parts.
+        """
+        row, tokens = spans[0].start, 0
+        for number, (span, chunk) in enumerate(zip(spans, chunks, strict=True)):
+            start = 0 if chunk.part is None else chunk.part[0]
+            if (
+                chunk.key != chunks[0].key
+                or start != tokens
+                or (span.start, span.position) != (row, self._encoded_at(chunk))
+            ):
+                return number
+            row, tokens = span.stop, start + len(span)
+            if chunk.part is None:
+                return 1
+        return len(spans)
 
     def _records(self, segments: Sequence[Any]) -> list[PromptChunk | None]:
-        named = [segment.id for segment in segments if isinstance(segment, Chunk | ChunkRef) and segment.id]
+        wanted = [segment.chunk if isinstance(segment, ChunkPart) else segment for segment in segments]
+        named = [each.id for each in wanted if isinstance(each, Chunk | ChunkRef) and each.id]
         known = dict(zip(named, self._store.lookup(self.namespace, named), strict=True)) if named else {}
-        return [self._chunk(segment, known) if isinstance(segment, Chunk | ChunkRef) else None for segment in segments]
+        return [self._chunk(each, known) if isinstance(each, Chunk | ChunkRef) else None for each in wanted]
 
     def _chunk(self, segment: Chunk | ChunkRef, known: dict[str, NodeRecord | None]) -> PromptChunk:
         record = known.get(segment.id) if segment.id else None
@@ -282,13 +370,15 @@ class Assembler:
                     "prefix, or was deleted; add it, or pass the chunk itself"
                 )
             return PromptChunk(record.id, record.key, record.token_ids, named=True)
-        if record is not None and record.text_hash == text_hash(segment.text):
+        if segment.token_ids is None and record is not None and record.text_hash == text_hash(segment.text):
             return PromptChunk(record.id, record.key, record.token_ids, named=True)
-        fresh = self.record(segment)
+        fresh, places = self.record(segment), self.places(segment)
         if record is None:
-            return PromptChunk(segment.id, fresh.key, fresh.token_ids, text_hash=fresh.text_hash)
+            return PromptChunk(segment.id, fresh.key, fresh.token_ids, places, text_hash=fresh.text_hash)
+        if record.key == fresh.key:
+            return PromptChunk(segment.id, fresh.key, fresh.token_ids, places, named=True)
         note = "its text is not the one that was added under this id"
-        return PromptChunk(segment.id, fresh.key, fresh.token_ids, note=note)
+        return PromptChunk(segment.id, fresh.key, fresh.token_ids, places, note=note)
 
     def _with_bos(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         return ids if ids[: len(self._bos)] == self._bos else self._bos + ids
@@ -299,3 +389,28 @@ class Assembler:
             if not 0 <= int(token) < size:
                 raise ConfigError(f"token id {token} is outside the tokenizer's vocabulary of {size}")
         return tuple(int(token) for token in ids)
+
+
+def _runs(segment: Chunk | ChunkRef | ChunkPart, chunk: PromptChunk, position: int | None) -> Iterator[_Piece]:
+    """Cut what stands of a chunk where its positions have gaps.
+
+    Raises
+    ------
+    ConfigError
+        If there are gaps, and the prompt does not say where its segments stand.
+    """
+    size = len(chunk.token_ids)
+    start, stop = (segment.start, segment.stop) if isinstance(segment, ChunkPart) else (0, size)
+    if stop > size:
+        raise ConfigError(f"there are no tokens from {start} to {stop} in chunk {chunk.id!r}, which has {size}")
+    places = chunk.positions
+    cuts = [] if places is None else [n for n in range(start + 1, stop) if places[n] != places[n - 1] + 1]
+    if cuts and position is None:
+        raise ConfigError(
+            f"chunk {chunk.id!r} has gaps between its positions; give the prompt's segments positions as well"
+        )
+    for begin, end in pairwise([start, *cuts, stop]):
+        part = None if (begin, end) == (0, size) else (begin, end)
+        run = chunk if part is None else replace(chunk, part=part)
+        at = position if position is None or places is None else position + places[begin] - places[start]
+        yield _Piece(chunk.token_ids[begin:end], at, run)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -18,7 +19,7 @@ from cacheblend_rag.encode import Encoder
 from cacheblend_rag.engine.conversation import Conversation
 from cacheblend_rag.engine.prompt import AssembledPrompt, PromptChunk
 from cacheblend_rag.engine.sources import SourceAttention
-from cacheblend_rag.engine.taken import Resumption
+from cacheblend_rag.engine.taken import Making, Resumption
 from cacheblend_rag.engine.turn import Turn
 from cacheblend_rag.errors import ChunkReadError, PromptError, StoreError
 from cacheblend_rag.fuse import BlendCache, Repair, Steering
@@ -31,6 +32,8 @@ from cacheblend_rag.selection import FixedSelection, make_selector
 from cacheblend_rag.selection.question import look_layers
 from cacheblend_rag.snapkv import Eviction
 from cacheblend_rag.store import KVReader, KVStore
+from cacheblend_rag.store.clock import steady_s
+from cacheblend_rag.store.part import part_of
 from cacheblend_rag.store.ram import RamReader
 
 __all__ = ["ROOM_FOR_OUTPUT", "PromptRun", "Runner"]
@@ -58,7 +61,7 @@ class PromptRun:
     plan : Plan or None
         How it is prefilled, once that is decided.
     hits : list of bool
-        For each chunk, whether its KV was stored when the call came.
+        For each chunk, whether its KV was there when the call came: in the store, or at its place in the conversation.
     tiers : list of (str or None)
         For each chunk, where its stored KV is read from; None for a miss.
     encode_s, open_s, wait_s : float
@@ -95,12 +98,18 @@ class PromptRun:
         Why it was decoded alone although others were asked with it.
     conversation : Conversation or None
         The conversation that it is a turn of.
+    resets : int
+        How often that had been reset when the call came.
     resumed : Resumption or None
         What it takes over from its conversation.
+    expiry : dict of str to float
+        Of a turn of a conversation, when the KV of its chunks is over, by `steady_s` and by their keys.
     output_ids : tuple of int
         What was generated, once that is over.
     sources : SourceAttention or None
         What the answer attended to, where that is asked for.
+    wait_until : float or None
+        Until when it waits for the model, by `time.perf_counter`; None for as long as it takes.
     """
 
     prompt: AssembledPrompt
@@ -129,9 +138,12 @@ class PromptRun:
     batch_size: int = 1
     alone_reason: str | None = None
     conversation: Conversation | None = None
+    resets: int = 0
     resumed: Resumption | None = None
+    expiry: dict[str, float] = field(default_factory=dict)
     output_ids: tuple[int, ...] = ()
     sources: SourceAttention | None = None
+    wait_until: float | None = None
 
     @property
     def layout(self) -> PromptLayout:
@@ -167,7 +179,6 @@ class PromptRun:
             blended = context + taken_over - resumed_rows
             rows, charged = self.recomputed, self.charge / max(blended * num_layers, 1)
         in_chunks = rows[layout.is_chunk[rows]]
-        chunks: list[tuple[int, ChunkReport]] = []
         deferred = sum(chunk.deferred for chunk in self.prompt.computed)
         fallback = self.plan.fallback_reason
         if self.prompt.computed and not self.prompt.chunks and fallback:
@@ -177,6 +188,7 @@ class PromptRun:
                 fallback = "none of its chunks stands where it was encoded, and the KV of this model cannot be moved"
         if self.guard_action is not None and not self.config.enabled:
             fallback = self.guard_action
+        parts: list[_ReportedPart] = []
         tiers = self.tiers or [None] * len(self.hits)
         for chunk, span, hit, tier in zip(self.prompt.chunks, layout.chunks, self.hits, tiers, strict=True):
             inside = int(((rows >= span.start) & (rows < span.stop)).sum())
@@ -184,12 +196,14 @@ class PromptRun:
             whole = "the whole prompt was computed" if self.recomputed is None and not held else None
             why = whole or chunk.note or (None if hit or held else "its KV was not stored")
             tier = "conversation" if held else tier
-            chunks.append((span.start, ChunkReport(chunk.id, len(span), hit, inside, why, tier, self._attention(span))))
+            report = ChunkReport(chunk.id, len(span), hit, inside, why, tier, self._attention(span))
+            parts.append(_ReportedPart(span.start, chunk, report, is_miss=not hit))
         for chunk in self.prompt.computed:
-            count = len(chunk.token_ids)
+            count = len(chunk.part_ids)
             attention = self._attention(ChunkSpan(chunk.row, chunk.row + count, chunk.row))
-            chunks.append((chunk.row, ChunkReport(chunk.id, count, False, count, chunk.note, attention=attention)))
-        chunks.sort(key=lambda each: each[0])
+            report = ChunkReport(chunk.id, count, False, count, chunk.note, attention=attention)
+            parts.append(_ReportedPart(chunk.row, chunk, report, is_miss=chunk.deferred))
+        chunks, hits, misses = _whole_chunks(parts)
         return BlendReport(
             ttft_s=first_output - self.started,
             load_s=self.open_s + self.wait_s,
@@ -200,11 +214,11 @@ class PromptRun:
             recomputed_tokens=in_chunks.numel(),
             recompute_ratio=1.0 if self.recomputed is None else self.plan.ratio,
             charged_ratio=charged if context else 0.0,
-            hits=sum(self.hits),
-            misses=len(self.hits) - sum(self.hits) + deferred,
+            hits=hits,
+            misses=misses,
             selector=self.plan.selector,
             fallback_reason=fallback,
-            chunks=tuple(each for _, each in chunks),
+            chunks=chunks,
             output_tokens=output_tokens,
             load_bytes=self.load_bytes,
             repaired_tokens=self.repaired_tokens,
@@ -294,41 +308,58 @@ class Runner:
             What `forward` returned.
         """
         layout = run.prompt.layout
+        places = layout.positions if run.prompt.has_positions else None
         inputs = {"input_ids": torch.tensor([layout.token_ids], device=self._model.device)}
-        if run.prompt.has_positions:
-            if not takes_positions(text_decoder(self._model)):
-                raise PromptError(
-                    f"the prompt places its segments, and {type(self._model).__name__} takes no positions; leave positions out"
-                )
-            inputs["position_ids"] = torch.tensor([layout.positions], device=self._model.device)
-        with self.lock, torch.no_grad():
-            resets = 0 if run.conversation is None else run.conversation.resets
+        with self.lock.within(run.wait_until), torch.no_grad():
             while True:
+                self._note_expiry(run)
                 readers = self._prepare(run)
                 if readers is None:
                     run.forward_started = time.perf_counter()
                     if self._decoder is None:
                         # Its cache may hold states that ours has no place for.
                         run.kept_reason = None if run.config.kv_capacity is None else self._unsupported
-                        return forward(None, inputs)
+                        return forward(None, inputs | self._unblended(places))
                     cache = BlendCache(self._num_layers)
-                    with self._evicting(run, cache, headroom), self._watching(run, cache):
-                        output = forward(cache, inputs)
-                    self._remember(run, cache, resets)
+                    with (
+                        self._evicting(run, cache, headroom),
+                        self._watching(run, cache),
+                        self._decoder.placing(cache, places) as more,
+                    ):
+                        output = forward(cache, inputs | more)
+                    self._remember(run, cache)
                     return output
+                assert self._decoder is not None
                 try:
                     with (
                         self._steered(run, readers, headroom) as cache,
                         self._evicting(run, cache, headroom),
                         self._watching(run, cache),
+                        self._decoder.placing(cache, places) as more,
                     ):
-                        output = forward(cache, inputs)
-                    self._remember(run, cache, resets)
+                        output = forward(cache, inputs | more)
+                    self._remember(run, cache)
                     return output
                 except ChunkReadError as error:
                     # Damaged KV is a miss: it is dropped, and the next round encodes the chunk anew.
                     logger.warning("%s", error)
                     _quietly(self._store.discard, error.key)
+
+    def _unblended(self, places: Sequence[int] | None) -> dict[str, torch.Tensor]:
+        """Return what a model that cannot be blended is called with to put its tokens into their places.
+
+        Raises
+        ------
+        PromptError
+            If it takes no positions.
+        """
+        if places is None or list(places) == list(range(len(places))):
+            return {}
+        if not takes_positions(text_decoder(self._model)):
+            raise PromptError(
+                f"the prompt places its segments, and {type(self._model).__name__} takes no positions; leave positions out"
+            )
+        return {"position_ids": torch.tensor([list(places)], device=self._model.device)}
 
     def controller(self) -> Controller:
         """Return the controller that chooses ratios, for a model that can be blended; call it under `lock`."""
@@ -340,6 +371,8 @@ class Runner:
     def _prepare(self, run: PromptRun) -> list[KVReader] | None:
         """Decide how a prompt is prefilled; return readers of its chunks' KV, or None where it is computed as a whole."""
         layout, config = run.prompt.layout, run.config
+        # After damaged KV this is asked again, and the choice between blending and not may fall otherwise.
+        run.resumed = None
         ratio = config.recompute_ratio
         found: dict[str, KVReader | None] = {}
         given = run.rows
@@ -360,11 +393,14 @@ class Runner:
             else:
                 run.plan = whole_plan(config, layout, None, ratio)
         if run.plan is not None:
-            run.hits = run.hits or self._store.holds([chunk.key for chunk in run.prompt.chunks])
-            self._resume(run, 1.0, blended=False)
+            self._resume(run, None)
+            if not run.hits:
+                held = 0 if run.resumed is None else run.resumed.chunks
+                keys = [chunk.key for chunk in run.prompt.chunks[held:]]
+                run.hits = [True] * held + self._store.holds(keys)
             return None if run.resumed is None else []
         assert ratio != "auto"
-        self._resume(run, ratio, blended=True)
+        self._resume(run, Making.of(config, ratio))
         readers = self._readers(run, found or self._open_all(run))
         if run.resumed is not None:
             readers = run.resumed.merge(readers)
@@ -374,15 +410,40 @@ class Runner:
             run.plan = Plan(FixedSelection(_NO_ROWS), make_selector(config).name, ratio)
         return readers
 
-    def _resume(self, run: PromptRun, ratio: float, *, blended: bool) -> None:
-        """Take over what the conversation has computed, if this is a turn of one and blending is on."""
+    def _resume(self, run: PromptRun, asked: Making | None) -> None:
+        """Take over what the conversation has computed, if this is a turn of one and blending is on.
+
+        Parameters
+        ----------
+        run : PromptRun
+            The prompt.
+        asked : Making or None
+            How it is blended; None where it is computed as a whole.
+        """
         if run.conversation is None or not run.config.enabled or self._refusal(run.prompt.layout) is not None:
             return
         assert self._decoder is not None
-        moves = blended and self._decoder.is_movable
-        run.resumed = run.conversation.resume(run.prompt, ratio, blended=blended, moves=moves)
+        moves = asked is not None and self._decoder.is_movable
+        run.resumed = run.conversation.resume(run.prompt, asked, moves=moves)
+        if run.resumed is not None and run.hits:
+            # What the conversation has at its place is a hit, whether or not the store was asked first.
+            run.hits[: run.resumed.chunks] = [True] * run.resumed.chunks
 
-    def _remember(self, run: PromptRun, cache: BlendCache, resets: int) -> None:
+    def _note_expiry(self, run: PromptRun) -> None:
+        """Note until when the KV of a turn's chunks may be used.
+
+        Before it is opened: what expires in between is a miss by then, and lives longer than was noted.
+        """
+        if run.conversation is None:
+            return
+        keys = list({chunk.key: None for chunk in (*run.prompt.chunks, *run.prompt.computed)})
+        default, now = self._config.ttl_s, steady_s()
+        for key, life in zip(keys, self._store.lifetimes(keys), strict=True):
+            # A miss is stored for that long, and what is computed with the prompt should live no longer.
+            seconds = life if life is not None else (math.inf if default is None else default)
+            run.expiry[key] = now + seconds
+
+    def _remember(self, run: PromptRun, cache: BlendCache) -> None:
         """Let the conversation keep what was computed, if it is whole."""
         plan = run.plan
         if (
@@ -399,9 +460,9 @@ class Runner:
                 run.output_ids,
                 cache.kv(),
                 run.resumed,
-                plan.ratio,
-                blended=plan.selection is not None,
-                resets=resets,
+                None if plan.selection is None else Making.of(run.config, plan.ratio),
+                expiry=run.expiry,
+                resets=run.resets,
             )
 
     def _refusal(self, layout: PromptLayout, output_tokens: int = 0) -> str | None:
@@ -511,13 +572,18 @@ class Runner:
             run.kv_bytes += token_bytes * (length - layer.evicted_tokens)
             run.kv_bytes_before += token_bytes * length
 
-    def plan(self, lengths: Sequence[int]) -> list[list[int]]:
+    def plan(self, lengths: Sequence[int], placed: Sequence[bool] = ()) -> list[list[int]]:
         """Return the batches in which chunks of these lengths are encoded; see `Encoder.plan`."""
         assert self._encoder is not None
-        return self._encoder.plan(lengths)
+        return self._encoder.plan(lengths, placed)
 
     def encode(
-        self, token_ids: Sequence[Sequence[int]], *, patient: bool = False
+        self,
+        token_ids: Sequence[Sequence[int]],
+        places: Sequence[Sequence[int] | None] = (),
+        *,
+        patient: bool = False,
+        until: float | None = None,
     ) -> Iterator[list[tuple[int, ChunkKV]]]:
         """Compute the KV of chunks, giving way to prompts between batches; yields as `Encoder.encode` does.
 
@@ -525,13 +591,17 @@ class Runner:
         ----------
         token_ids : sequence of sequence of int
             Token ids of each chunk.
+        places : sequence of (sequence of int or None), optional
+            Where its tokens stand; see `Encoder.encode`.
         patient : bool
             Whether all prompts that wait go first, rather than those that came first.
+        until : float, optional
+            When to give up waiting for the model, by `time.perf_counter`.
         """
         assert self._encoder is not None
-        batches = self._encoder.encode(token_ids)
+        batches = self._encoder.encode(token_ids, places)
         while True:
-            with self.lock.after_others() if patient else self.lock:
+            with self.lock.after_others() if patient else self.lock.within(until):
                 batch = next(batches, None)
             if batch is None:
                 return
@@ -572,7 +642,10 @@ class Runner:
                     missing.setdefault(chunk.key, []).append((run, chunk))
         keys = list(missing)
         started = time.perf_counter()
-        for batch in self.encode([missing[key][0][1].token_ids for key in keys]) if keys else ():
+        texts = [missing[key][0][1] for key in keys]
+        places = [chunk.positions for chunk in texts]
+        until = min((run.wait_until for run in runs if run.wait_until is not None), default=None)
+        for batch in self.encode([chunk.token_ids for chunk in texts], places, until=until) if keys else ():
             for index, kv in batch:
                 wanted = missing[keys[index]]
                 self._keep([chunk for _, chunk in wanted], kv)
@@ -590,7 +663,7 @@ class Runner:
             return False
         if ratio != "auto":
             return True
-        with self.lock:
+        with self.lock.within(run.wait_until):
             return self.controller().choose(config, layout, None).fallback_reason is None
 
     def _open_all(self, run: PromptRun) -> dict[str, KVReader | None]:
@@ -616,11 +689,12 @@ class Runner:
     def _readers(self, run: PromptRun, found: dict[str, KVReader | None]) -> list[KVReader]:
         """Return a reader for every chunk that no conversation has, encoding in one go those that have no stored KV."""
         chunks = run.prompt.chunks[0 if run.resumed is None else run.resumed.chunks :]
-        missing = {chunk.key: chunk.token_ids for chunk in chunks if found[chunk.key] is None}
+        missing = {chunk.key: chunk for chunk in chunks if found[chunk.key] is None}
         if missing:
             started = time.perf_counter()
             keys = list(missing)
-            for batch in self.encode(list(missing.values())):
+            places = [chunk.positions for chunk in missing.values()]
+            for batch in self.encode([chunk.token_ids for chunk in missing.values()], places):
                 for index, kv in batch:
                     found[keys[index]] = RamReader(kv)
                     self._keep([chunk for chunk in chunks if chunk.key == keys[index]], kv)
@@ -634,8 +708,11 @@ class Runner:
                 "are asked for (this is said once)",
                 len(chunks),
             )
-        readers = [found[chunk.key] for chunk in chunks]
-        return [reader for reader in readers if reader is not None]
+        return [
+            reader if chunk.part is None else part_of(reader, *chunk.part)
+            for chunk in chunks
+            if (reader := found[chunk.key]) is not None
+        ]
 
     def _keep(self, chunks: Sequence[PromptChunk], kv: ChunkKV) -> None:
         """Store the KV of a miss so that deleting the chunk deletes it: under its name, or else in RAM only.
@@ -661,6 +738,37 @@ class Runner:
             _quietly(self._store.discard, chunk.key)
             return None
         return reader
+
+
+class _ReportedPart(NamedTuple):
+    """What is reported of a run of a chunk's tokens. What is computed though its KV may be there is neither hit nor miss."""
+
+    row: int
+    chunk: PromptChunk
+    report: ChunkReport
+    is_miss: bool
+
+
+def _whole_chunks(parts: Sequence[_ReportedPart]) -> tuple[tuple[ChunkReport, ...], int, int]:
+    """Put together what is reported of the parts of chunks: a report of each chunk in prompt order, hits and misses."""
+    whole: dict[object, ChunkReport] = {}
+    missed: dict[object, bool] = {}
+    for part in sorted(parts, key=lambda each: each.row):
+        name: object = object() if part.chunk.part is None else part.chunk.key
+        missed[name] = missed.get(name, False) or part.is_miss
+        report, first = part.report, whole.get(name)
+        if first is not None:
+            report = replace(
+                first,
+                tokens=first.tokens + report.tokens,
+                hit=first.hit or report.hit,
+                recomputed_tokens=first.recomputed_tokens + report.recomputed_tokens,
+                reason=first.reason or report.reason,
+                tier=first.tier or report.tier,
+                attention=None if first.attention is None else first.attention + (report.attention or 0.0),
+            )
+        whole[name] = report
+    return tuple(whole.values()), sum(report.hit for report in whole.values()), sum(missed.values())
 
 
 def _room(headroom: int) -> int:

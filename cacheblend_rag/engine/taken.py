@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
+from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.prompt import AssembledPrompt
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
+from cacheblend_rag.selection import make_selector
 from cacheblend_rag.store import KVReader
 from cacheblend_rag.store.device import DeviceReader, ResidentKV, Upload
 
-__all__ = ["LEAST_RUN", "HeldTurn", "Resumption", "Run", "find_runs", "gaps", "readers_of", "seen_by"]
+__all__ = ["LEAST_RUN", "HeldTurn", "Making", "Resumption", "Run", "Seen", "find_runs", "gaps", "readers_of", "seen_by"]
+
+# What is recomputed, beside the selector's name and the ratio.
+_RECIPE = (
+    "check_layers",
+    "deviation",
+    "gradual_start",
+    "ratio_schedule",
+    "segment_tokens",
+    "boundary",
+    "look_layers",
+    "stop_layer",
+    "repair_ratio",
+    "repair_limit",
+)
 
 LEAST_RUN = 8
 """Fewer tokens in a row are computed: they cost less than they might lose, and are alike by chance."""
@@ -34,9 +52,52 @@ class Run:
         return self.source + self.stop - self.start
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The first row of a turn that may know of a chunk, and when the chunk's time to live is over, by `steady_s`."""
+
+    row: int
+    expires_at: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Making:
+    """How rows that are not exact were made, or are asked for.
+
+    Attributes
+    ----------
+    ratio : float
+        The recompute ratio; 0 where the selector recomputes nothing.
+    reposition : bool
+        Whether chunks' keys were turned to their places.
+    recipe : tuple
+        The other settings that say which rows are recomputed, in which layers and when.
+    """
+
+    ratio: float
+    reposition: bool
+    recipe: tuple[object, ...]
+
+    @classmethod
+    def of(cls, config: BlendConfig, ratio: float) -> Making:
+        """Return what settings ask for at a ratio."""
+        selector = make_selector(config).name
+        recipe = (selector, *(getattr(config, name) for name in _RECIPE))
+        return cls(0.0 if selector == "none" else ratio, config.reposition, recipe)
+
+    def serves(self, asked: Making) -> bool:
+        """Return whether rows made so are no worse than what is asked for.
+
+        Ratios are compared within one recipe only: what one selector makes of a ratio, or of a lower `stop_layer`, says nothing
+        about what another would.
+        """
+        same = (self.reposition, self.recipe) == (asked.reposition, asked.recipe)
+        return same and asked.ratio <= self.ratio
+
+
 @dataclass(frozen=True, eq=False)
 class HeldTurn:
-    """The sequence of the last turn.
+    """The sequence of a conversation's last turn.
 
     Attributes
     ----------
@@ -46,17 +107,27 @@ class HeldTurn:
         Their KV, ``(1, num_kv_heads, len(token_ids), head_dim)`` for each layer, on the layer's device.
     exact : int
         How many of the first rows are the model's own: computed over rows that are.
-    ratio : float
-        The lowest recompute ratio that the other rows were made at.
+    making : Making or None
+        How the other rows were made, at the lowest ratio of any; None where there is none.
     seen : dict
-        For each chunk that a row may know of, its id and key, the first row that does.
+        For each chunk that a row may know of, by its id (None without one) and key, what is known of that.
     """
 
     token_ids: tuple[int, ...]
     layers: list[LayerKV]
     exact: int
-    ratio: float
-    seen: dict[tuple[str, str], int]
+    making: Making | None
+    seen: dict[tuple[str | None, str], Seen]
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The ids of the chunks that a row may know of."""
+        return frozenset(name for name, _ in self.seen if name is not None)
+
+    @cached_property
+    def expires_at(self) -> float:
+        """When the first of them is over, by `steady_s`."""
+        return min((chunk.expires_at for chunk in self.seen.values()), default=math.inf)
 
     def cut(self, rows: int) -> HeldTurn | None:
         """Return the first rows, without what the others keep in memory."""
@@ -69,7 +140,7 @@ class HeldTurn:
             token_ids=self.token_ids[:rows],
             layers=[LayerKV(*(tensor[:, :, :rows].clone() for tensor in layer)) for layer in self.layers],
             exact=min(self.exact, rows),
-            seen={chunk: row for chunk, row in self.seen.items() if row < rows},
+            seen={chunk: seen for chunk, seen in self.seen.items() if seen.row < rows},
         )
 
     @property
@@ -77,7 +148,7 @@ class HeldTurn:
         """Bytes of one row."""
         return max(sum(layer.nbytes for layer in self.layers) // len(self.token_ids), 1)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes that it keeps in memory."""
         # A layer may be the beginning of a buffer with room behind it.
@@ -183,20 +254,34 @@ def _now(device: torch.device) -> torch.cuda.Event | None:
     return event
 
 
-def seen_by(prompt: AssembledPrompt, resumption: Resumption | None) -> dict[tuple[str, str], int]:
-    """Return for each chunk that a row of this turn may know of the first row that does."""
-    seen: dict[tuple[str, str], int] = {}
+def seen_by(
+    prompt: AssembledPrompt, resumption: Resumption | None, expiry: Mapping[str, float]
+) -> dict[tuple[str | None, str], Seen]:
+    """Return for each chunk that a row of this turn may know of the first row that does, and when the chunk is over.
+
+    Parameters
+    ----------
+    prompt : AssembledPrompt
+        The turn's prompt.
+    resumption : Resumption or None
+        What it took over. What knew of a chunk in the turn before is over when it would have been there.
+    expiry : mapping of str to float
+        When the KV of the prompt's chunks is over, by their keys.
+    """
+    seen: dict[tuple[str | None, str], Seen] = {}
     placed = [*zip(prompt.chunks, (span.start for span in prompt.layout.chunks), strict=True)]
     placed += [(chunk, chunk.row) for chunk in prompt.computed]
     if resumption is not None:
         resumed = resumption.layout.resumed_rows
-        for chunk, first in resumption.held.seen.items():
-            # What knew of it in the turn before, and was taken over.
+        for chunk, before in resumption.held.seen.items():
+            first = before.row
             rows = [run.start + max(first - run.source, 0) for run in resumption.runs if run.source_stop > first]
             if first < resumed or rows:
-                seen[chunk] = first if first < resumed else min(rows)
+                seen[chunk] = Seen(first if first < resumed else min(rows), before.expires_at)
     for part, row in placed:
-        if part.id is not None:
-            name = (part.id, part.key)
-            seen[name] = min(row, seen.get(name, row))
+        name, over = (part.id, part.key), expiry.get(part.key, math.inf)
+        # One without an id cannot be deleted; it can only be over.
+        if part.id is not None or over < math.inf:
+            known = seen.get(name, Seen(row))
+            seen[name] = Seen(min(row, known.row), min(over, known.expires_at))
     return seen

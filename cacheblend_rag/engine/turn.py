@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
+
+from cacheblend_rag.errors import AnswerTimeoutError
 
 __all__ = ["Turn"]
 
@@ -24,12 +27,40 @@ class Turn:
         self._line: deque[object] = deque()
 
     def __enter__(self) -> None:
+        self._take(None)
+
+    @contextmanager
+    def within(self, until: float | None) -> Iterator[None]:
+        """Take the model, unless that cannot be had until then.
+
+        Parameters
+        ----------
+        until : float or None
+            When to give up, by `time.perf_counter`; None waits as long as it takes.
+
+        Raises
+        ------
+        AnswerTimeoutError
+            If others have the model, or are before this thread in the line, until then.
+        """
+        self._take(until)
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def _take(self, until: float | None) -> None:
+        left = None if until is None else min(until - time.perf_counter(), threading.TIMEOUT_MAX)
         with self._changed:
             if self._owner != threading.get_ident():
                 place = object()
                 self._line.append(place)
                 try:
-                    self._changed.wait_for(lambda: self._owner is None and self._line[0] is place)
+                    if not self._changed.wait_for(lambda: self._owner is None and self._line[0] is place, left):
+                        raise AnswerTimeoutError(
+                            "other calls had the model for all of the time that this one was given, so it is given up; give it "
+                            "more, or ask for less at a time"
+                        )
                     self._owner = threading.get_ident()
                 finally:
                     self._line.remove(place)

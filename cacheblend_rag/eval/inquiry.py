@@ -28,12 +28,15 @@ class Inquiry:
         What is asked.
     max_new_tokens : int
         Most tokens of the answer.
+    texts : tuple of str
+        The texts of the chunks.
     """
 
     task: EvalTask
     ids: tuple[str, ...]
     question: str
     max_new_tokens: int
+    texts: tuple[str, ...] = ()
 
     @property
     def tail(self) -> str:
@@ -112,7 +115,8 @@ def inquire(
             return
         for question, numbers in chosen:
             names = tuple(str(chunks[number].id) for number in numbers)
-            yield question, Inquiry(task, names, question.text, max_new_tokens or task.max_new_tokens)
+            given = tuple(chunks[number].text for number in numbers)
+            yield question, Inquiry(task, names, question.text, max_new_tokens or task.max_new_tokens, given)
     finally:
         for engine in engines:
             engine.delete(ids)

@@ -14,6 +14,7 @@ from cacheblend_rag.selection import selector_names
 
 __all__ = [
     "FULL",
+    "PROMPT_CACHE",
     "WHOLE_WAYS",
     "EvalMethod",
     "grid_methods",
@@ -27,6 +28,8 @@ FULL = "full"
 WHOLE_WAYS = ("full", "prefix", "map_reduce", "map_rerank")
 """Ways to answer that blend nothing."""
 
+PROMPT_CACHE = "prompt_cache"
+"""Chunks as modules of a schema, each with its place; the words around them are computed (Prompt Cache, section 5.1)."""
 _RANDOM = "random"
 # Reuse of stored KV with nothing recomputed, with and without new positions.
 _REUSE: dict[str, dict[str, Any]] = {
@@ -44,7 +47,7 @@ class EvalMethod:
     name : str
         What tables show; unique in an evaluation.
     way : str
-        "full", "prefix", "map_reduce", "map_rerank" or "blend" (`cacheblend_rag.eval.ways`).
+        "full", "prefix", "map_reduce", "map_rerank", "prompt_cache" or "blend" (`cacheblend_rag.eval.ways`).
     overrides : mapping
         Settings (`BlendConfig`) that differ from the engine's. Those that are settled when an engine is made get an engine of
         their own on the same model.
@@ -62,7 +65,7 @@ class EvalMethod:
 
     def settings(self) -> dict[str, Any]:
         """Return the overrides, with what blending every prompt takes; empty for a method that blends nothing."""
-        if self.way != "blend":
+        if self.way in WHOLE_WAYS:
             return dict(self.overrides)
         return {"enabled": True, "min_tokens": 0} | dict(self.overrides)
 
@@ -83,9 +86,10 @@ def parse_method(text: str) -> EvalMethod:
     Parameters
     ----------
     text : str
-        "full", "prefix", "reuse", "full_reuse", "map_reduce", "map_rerank"; a selector and a ratio ("hkvd 0.15"); a selector and
-        a charge ("hkvd @0.15"); or "random = hkvd 0.15", which is random at the charge of the method named behind the sign.
-        Settings may follow, as in ``hkvd 0.15 deviation=key check_layers=[1,2]``; values are read as JSON, else as text.
+        "full", "prefix", "reuse", "full_reuse", "prompt_cache", "map_reduce", "map_rerank"; a selector and a ratio
+        ("hkvd 0.15"); a selector and a charge ("hkvd @0.15"); or "random = hkvd 0.15", which is random at the charge of the
+        method named behind the sign. Settings may follow, as in ``hkvd 0.15 deviation=key check_layers=[1,2]``; values are read
+        as JSON, else as text.
 
     Returns
     -------
@@ -115,9 +119,11 @@ def parse_method(text: str) -> EvalMethod:
         return EvalMethod(first, way=first)
     if first in _REUSE and len(plain) == 1:
         return EvalMethod(text, overrides=_REUSE[first] | settings)
+    if first == PROMPT_CACHE and len(plain) == 1:
+        return EvalMethod(text, way=PROMPT_CACHE, overrides=_REUSE["reuse"] | settings)
     if first not in selector_names():
         raise ConfigError(
-            f"method {text!r} is unknown; write {', '.join((*WHOLE_WAYS, *_REUSE))}, or one of the selectors "
+            f"method {text!r} is unknown; write {', '.join((*WHOLE_WAYS, *_REUSE, PROMPT_CACHE))}, or one of the selectors "
             f"{', '.join(selector_names())} with a ratio (hkvd 0.15) or a charge (hkvd @0.15)"
         )
     if len(plain) != 2:

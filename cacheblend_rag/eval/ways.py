@@ -13,9 +13,10 @@ from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.eval.charge import budget_for_charge
 from cacheblend_rag.eval.inquiry import Inquiry
 from cacheblend_rag.eval.journal import Answer
-from cacheblend_rag.eval.methods import EvalMethod
+from cacheblend_rag.eval.methods import PROMPT_CACHE, EvalMethod
 from cacheblend_rag.eval.prefix import PrefixAnswer, PrefixCache
 from cacheblend_rag.model import num_decoder_layers
+from cacheblend_rag.pml import Import, Module, NewText, Node, Param, Prompt, SchemaTree, Text
 
 __all__ = ["Way", "make_way"]
 
@@ -60,7 +61,7 @@ def make_way(method: EvalMethod, engine: BlendEngine) -> Way:
         return _MapReduce(engine)
     if method.way == "map_rerank":
         return _MapRerank(engine)
-    return _Engine(method, engine)
+    return _PromptCache(method, engine) if method.way == PROMPT_CACHE else _Engine(method, engine)
 
 
 class _Engine:
@@ -89,10 +90,13 @@ class _Engine:
             ratio = found
         if ratio != config.recompute_ratio:
             config = config.replace(recompute_ratio=ratio)
-        result = self._engine.generate(inquiry.prompt, inquiry.max_new_tokens, config=config, do_sample=False)
+        result = self._engine.generate(self._prompt(inquiry), inquiry.max_new_tokens, config=config, do_sample=False)
         report = result.report
         asked = None if self._method.way == "full" else report.recompute_ratio
         return Answer(result.text, report.charged_ratio, asked, report.ttft_s, report.output_tokens)
+
+    def _prompt(self, inquiry: Inquiry) -> BlendPrompt | Prompt:
+        return inquiry.prompt
 
     def _ratio_for(self, inquiry: Inquiry, charge: float) -> float | None:
         """Return the ratio that a charge pays for, found anew for each question: what a selector costs may depend on it."""
@@ -109,6 +113,29 @@ class _Engine:
 
         tokens = budget_for_charge(charge, count, measure)
         return None if tokens is None else tokens / count
+
+
+class _PromptCache(_Engine):
+    """Prompt Cache (sections 3 and 5.1): documents are modules of a schema, and the directives around them are computed.
+
+    What stands before the documents has a place to stand in by a parameter of its own length. What stands between two of them is
+    the schema's as well.
+    """
+
+    def _prompt(self, inquiry: Inquiry) -> Prompt:
+        task, tokenizer = inquiry.task, self._engine.tokenizer
+        nodes: list[Node] = []
+        imports: list[Import] = []
+        length = len(tokenizer(task.head, add_special_tokens=False)["input_ids"]) if task.head else 0
+        if length:
+            nodes.append(Module("directive", (Param("text", length),)))
+            imports.append(Import("directive", {"text": task.head}))
+        for number, text in enumerate(inquiry.texts):
+            if number and task.separator:
+                nodes.append(Text(task.separator))
+            nodes.append(Module(f"document-{number}", (Text(text),)))
+            imports.append(Import(f"document-{number}"))
+        return Prompt(SchemaTree("documents", tuple(nodes)), (*imports, NewText(inquiry.tail)))
 
 
 class _Prefix:

@@ -7,7 +7,7 @@ layer is re-implemented, so whatever the model does (norms, soft caps, experts, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -66,20 +66,30 @@ class _Probed(Exception):
 
 
 class _ProbeCache(KVCache):
-    """Leaves the layer as soon as it has computed its keys and values, before its attention and MLP are paid for."""
+    """Leaves the layer as soon as it has computed its keys and values, before its attention and MLP are paid for.
 
-    def __init__(self, num_layers: int, *, with_queries: bool) -> None:
+    Parameters
+    ----------
+    num_layers : int
+        Decoder layers of the model.
+    whole : callable, optional
+        Makes of the computed rows' KV that of the whole prompt, which the layer's attention is to be called with; without it the
+        layer is left before that.
+    """
+
+    def __init__(self, num_layers: int, whole: Callable[[LayerKV], LayerKV] | None) -> None:
         super().__init__(num_layers)
-        self._with_queries = with_queries
+        self._whole = whole
         self.kv_fresh: LayerKV | None = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.kv_fresh = LayerKV(key_states, value_states)
-        if self._with_queries:
-            return key_states, value_states
-        raise _Probed(self.kv_fresh)
+        if self._whole is None:
+            raise _Probed(self.kv_fresh)
+        whole = self._whole(self.kv_fresh)
+        return whole.keys, whole.values
 
     def leave(self, call: AttentionCall) -> None:
         """Leave the layer with what its attention is called with."""
@@ -259,7 +269,19 @@ class Steering:
     def _check(self, layer: int, module: nn.Module, arguments: dict[str, Any]) -> None:
         """Compute this layer's KV for every row in the race, and let the selection compare it with the stored KV."""
         wants_attention = self._selection.wants_attention
-        probe = _ProbeCache(self._decoder.num_layers, with_queries=wants_attention)
+        candidates = self._chosen
+        stored: LayerKV | None = None
+        found: LayerKV | None = None
+
+        def whole(fresh: LayerKV) -> LayerKV:
+            # The mask has a column for every row of the prompt, and so must the keys, whichever rows are computed.
+            nonlocal stored, found
+            stored = self._source.synchronize(layer)
+            found = _rows_of(stored, candidates)
+            self._write(stored, self._rows, fresh)
+            return LayerKV(*(tensor[:, :, : self._length] for tensor in stored))
+
+        probe = _ProbeCache(self._decoder.num_layers, whole if wants_attention else None)
         probed = {
             name: probe if value is self._cache else value
             for name, value in self._cutter.cut(arguments, self._rows, self._rows).items()
@@ -273,23 +295,23 @@ class Steering:
             raise UnsupportedModelError(
                 f"{type(self._decoder.model).__name__}, layer {layer}: it did not hand its KV to the cache"
             )
-        candidates = self._chosen
         all_rows = self._rows is self._every
         self.charge += self._decoder.probe_share * (self._context_tokens if all_rows else candidates.numel())
-        stored = self._source.synchronize(layer)
-        device = stored.keys.device
-        where = (candidates if self._rows is None else torch.searchsorted(self._rows, candidates)).to(device)
+        if stored is None or found is None:
+            stored = self._source.synchronize(layer)
+            found = _rows_of(stored, candidates)
+            # What the probe computed is fresher than what is stored, for the rows that drop out as well.
+            self._write(stored, self._rows, fresh)
+        where = candidates if self._rows is None else torch.searchsorted(self._rows, candidates)
         kept = self._selection.narrow(
             LayerProbe(
                 layer,
                 candidates,
-                LayerKV(*(tensor.index_select(2, where) for tensor in fresh)),
-                LayerKV(*(tensor.index_select(2, candidates.to(device)) for tensor in stored)),
-                None if call is None else self._attention(call, where, self._question_tokens),
+                _rows_of(fresh, where),
+                found,
+                None if call is None else self._attention(call, candidates.to(call.key.device), self._question_tokens),
             )
         )
-        # What the probe computed is fresher than what is stored, for the rows that drop out as well.
-        self._write(stored, self._rows, fresh)
         self._stored[layer] = stored
         self._go_on_with(kept)
 
@@ -374,3 +396,8 @@ class Steering:
                 into[:, :, : new.shape[2]] = new
             else:
                 into.index_copy_(2, rows.to(into.device), new)
+
+
+def _rows_of(layer: LayerKV, rows: torch.Tensor) -> LayerKV:
+    """Return a copy of some rows."""
+    return LayerKV(*(tensor.index_select(2, rows.to(tensor.device)) for tensor in layer))

@@ -10,12 +10,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from cacheblend_rag.errors import CacheBlendError, UnsupportedModelError
+from cacheblend_rag.errors import CacheBlendError, PromptError, UnsupportedModelError
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model.arguments import layer_parameters, watch_layer_calls
 from cacheblend_rag.model.attention import AttentionCall, watch_attention
+from cacheblend_rag.model.bias import biases_at, column_biases
+from cacheblend_rag.model.cache import KVCache
 from cacheblend_rag.model.configuration import model_window, num_decoder_layers, refuse_by_configuration, rope_reach
-from cacheblend_rag.model.placing import kv_at
+from cacheblend_rag.model.placing import kv_at, takes_positions
 from cacheblend_rag.model.rotation import find_rotations
 from cacheblend_rag.rope import Rotation
 
@@ -47,6 +49,10 @@ class Decoder:
     is_movable : bool
         Whether KV can be moved to another position. Where positions are learned it cannot: it is that of the position at which
         it was encoded, and of no other.
+    takes_positions : bool
+        Whether positions are an argument of its forward; else it counts the tokens in its cache.
+    column_biases : tuple of str
+        The arguments of its layers that are added to scores and depend on the position of the column (ALiBi).
     rope_reach : int or None
         The position from which on the model's rotary frequencies change with the length of the prompt; None where they do not.
     probe_share : float
@@ -67,6 +73,8 @@ class Decoder:
     restores_rows: bool
     rotations: tuple[Rotation | None, ...]
     is_movable: bool
+    takes_positions: bool
+    column_biases: tuple[str, ...]
     rope_reach: int | None
     probe_share: float
     row_flops: int
@@ -92,6 +100,43 @@ class Decoder:
     def window(self) -> int | None:
         """Most tokens that the model can read and write, or None if its configuration does not say."""
         return model_window(self.model)
+
+    @property
+    def is_placeable(self) -> bool:
+        """Whether a prompt may have gaps between its positions."""
+        return self.takes_positions or (self.is_movable and not any(self.rotations))
+
+    @contextmanager
+    def placing(self, cache: KVCache, positions: Sequence[int] | None) -> Iterator[dict[str, torch.Tensor]]:
+        """Have the model's forward take the positions of one sequence, for the duration of a ``with`` block.
+
+        Parameters
+        ----------
+        cache : KVCache
+            The cache it is called with.
+        positions : sequence of int or None
+            The position of each token; tokens that are generated follow the last one. None leaves everything to the model.
+
+        Yields
+        ------
+        dict
+            What its forward is to be called with as well.
+
+        Raises
+        ------
+        PromptError
+            If it takes no positions.
+        """
+        if positions is None:
+            yield {}
+            return
+        if not self.is_placeable:
+            raise PromptError(
+                f"the prompt places its segments, and {type(self.model).__name__} takes no positions; leave positions out"
+            )
+        with biases_at(self.layers, self.column_biases, cache, positions):
+            places = torch.tensor([list(positions)], device=self.device)
+            yield {"position_ids": places} if self.takes_positions else {}
 
     def uncompiled(self) -> AbstractContextManager[None]:
         """Return a context in which a compiled model runs as it is written, and an ordinary one as always.
@@ -181,6 +226,8 @@ def _inspected(model: PreTrainedModel, name: str) -> Decoder:
         restores_rows=calls.restores_rows,
         rotations=(None,) * len(calls.updates) if rotations is None else rotations,
         is_movable=rotations is not None,
+        takes_positions=takes_positions(decoder),
+        column_biases=column_biases(decoder, layers, lambda count: _some_ids(model, count).view(1, -1)),
         rope_reach=rope_reach(model),
         probe_share=calls.probe_share,
         row_flops=calls.row_flops,

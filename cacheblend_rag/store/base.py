@@ -235,6 +235,12 @@ class KVStore(Protocol):
     def holds(self, keys: Sequence[str], *, durable: bool = False) -> list[bool]:
         """Return for each key whether its KV is held; with `durable` what waits to be written does not count."""
 
+    def lifetimes(self, keys: Sequence[str]) -> list[float | None]:
+        """Return for how many seconds from now the KV under each key lives, infinity for ever; None where none is held here.
+
+        What only a remote tier holds counts as not held.
+        """
+
     def prolong(self, keys: Sequence[str], ttl_s: float | None) -> None:
         """Let KV that is held live for that long from now at least."""
 

@@ -129,9 +129,13 @@ class Copies:
         elif until is not None and expires_at is not None:
             self._expiry[key] = max(until, expires_at)
 
+    def expires_at(self, key: str) -> float | None:
+        """Return when the copies under a key are too old to be used, by the store's time, or None if never."""
+        return self._expiry.get(key)
+
     def has_expired(self, key: str) -> bool:
         """Return whether the copies under a key are too old to be used."""
-        expires_at = self._expiry.get(key)
+        expires_at = self.expires_at(key)
         return expires_at is not None and expires_at <= self._clock.now()
 
     def drop(self, keys: Iterable[str]) -> None:

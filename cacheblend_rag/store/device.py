@@ -85,6 +85,11 @@ class DeviceReader(HoldingReader[ResidentKV]):
     codec = "native"
 
     @property
+    def kv(self) -> ResidentKV:
+        """What it reads."""
+        return self._kv
+
+    @property
     def devices(self) -> tuple[torch.device, ...]:
         """Where each layer is."""
         return tuple(upload.layer.keys.device for upload in self._kv.layers)

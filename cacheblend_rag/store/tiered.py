@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -232,6 +233,12 @@ class TieredStore:
             held = [here or next(elsewhere) for here in held]
         return held
 
+    def lifetimes(self, keys: Sequence[str]) -> list[float | None]:
+        """Return for how many seconds from now the KV under each key lives, infinity for ever; None where none is held here."""
+        self._check_open()
+        now = self._clock.now()
+        return [self._lifetime(key, now) for key in keys]
+
     def prolong(self, keys: Sequence[str], ttl_s: float | None) -> None:
         """Let KV that is held live for that long from now at least; None is for ever."""
         self._check_open()
@@ -416,6 +423,21 @@ class TieredStore:
             self._ram.pin(keys)
         else:
             self._copies.unpin()
+
+    def _lifetime(self, key: str, now: float) -> float | None:
+        waiting = self._waiting.find(key)
+        entry = self._index.entry(key) if self._disk and waiting is None else None
+        if waiting is not None:
+            expires_at = waiting.expires_at
+        elif entry is not None:
+            expires_at = entry.expires_at
+        elif self._ram.holds(key):
+            expires_at = self._copies.expires_at(key)
+        else:
+            return None
+        if expires_at is None:
+            return math.inf
+        return expires_at - now if expires_at > now else None
 
     def _expires_at(self, ttl_s: float | None) -> float | None:
         return None if ttl_s is None else self._clock.now() + ttl_s

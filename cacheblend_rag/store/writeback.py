@@ -106,13 +106,18 @@ class WriteBack:
             )
         return False
 
-    def get(self, key: str) -> ChunkKV | PackedKV | None:
-        """Return KV that waits under `key`, or None."""
+    def find(self, key: str) -> WaitingChunk | None:
+        """Return what waits under `key`, or None."""
         if not self._queue:
             return None
         with self._lock:
             self._after_fork()
-            return next((chunk.kv for chunk in self._queue if chunk.key == key and not chunk.cancelled), None)
+            return next((chunk for chunk in self._queue if chunk.key == key and not chunk.cancelled), None)
+
+    def get(self, key: str) -> ChunkKV | PackedKV | None:
+        """Return KV that waits under `key`, or None."""
+        chunk = self.find(key)
+        return None if chunk is None else chunk.kv
 
     def records(self, namespace: str) -> dict[str, NodeRecord]:
         """Return the records that wait with their KV, by id."""

@@ -238,3 +238,30 @@ def test_auto_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_ratio_without_meaning_is_named(value: object) -> None:
     with pytest.raises(ConfigError, match="recompute_ratio="):
         BlendConfig(recompute_ratio=value)
+
+
+def test_a_turn_of_a_conversation_survives_damaged_kv(path: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    with make_engine(path, folder, ram_bytes=0, device_bytes=0) as engine:
+        write_profile(path, engine, fixed_s=0.0)
+        engine.add(CHUNKS)
+        conversation = engine.conversation()
+        engine.generate(BlendPrompt(segments=[words(4, 90), *CHUNKS[:3], words(6, 91)]), 4, conversation=conversation)
+        record = engine.records(["n4"])[0]
+        assert record is not None
+        [file] = (each for each in folder.rglob(f"{record.key}*") if each.is_file())
+        damaged = bytearray(file.read_bytes())
+        damaged[-200] ^= 0xFF
+        file.write_bytes(damaged)
+        segments = [words(4, 90), *CHUNKS[:3], CHUNKS[4], CHUNKS[5], words(6, 92)]
+        result = engine.prefill(BlendPrompt(segments=segments), conversation=conversation)
+        # Text before the context, and the context as far as it is that of the turn before.
+        assert result.report.conversation_tokens == 1 + 4 + 90
+        assert [chunk.tier for chunk in result.report.chunks][:3] == ["conversation"] * 3
+        assert conversation.tokens == result.report.prompt_tokens
+        # The store is asked before the conversation here; what the conversation has is a hit all the same.
+        again = engine.records(["n1"])[0]
+        assert again is not None
+        engine.store.discard(again.key)
+        result = engine.prefill(BlendPrompt(segments=segments), conversation=conversation)
+        assert (result.report.hits, result.report.misses) == (5, 0)

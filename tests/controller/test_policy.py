@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cacheblend_rag.controller import (
@@ -186,6 +187,9 @@ TIERS = {"ram": 1e10, "ssd": 3e9, "disk": 2e8}
     st.floats(0.05, 0.9),
     st.dictionaries(st.sampled_from([*TIERS, "tape"]), st.floats(0, 10), min_size=1),
 )
+# Neighbouring floats, the price of whose bytes is rounded to one: the smallest there are, and ordinary ones.
+@example(1, 1, 0.5, {"ram": 1e-323, "ssd": 5e-324})
+@example(3, 1, 0.5, {"ram": math.nextafter(7.58, 8), "ssd": 7.58})
 def test_the_cheapest_tier_is_the_cheapest_of_those_without_delay(
     chunks: int, tokens: int, ratio: float, prices: dict[str, float]
 ) -> None:

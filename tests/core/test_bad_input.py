@@ -80,6 +80,19 @@ def test_the_answer_ends_where_the_window_ends(engine: BlendEngine) -> None:
     assert len(answer.prompt_ids) + len(answer.token_ids) == 512
 
 
+def test_half_a_character(engine: BlendEngine) -> None:
+    for ask in (
+        lambda: engine.add([Chunk("fine", "a"), Chunk("not \ud800 fine", "b")]),
+        lambda: engine.generate(BlendPrompt("\udc00?"), 1),
+        lambda: engine.generate(BlendPrompt("Why?", [Chunk("not \ud800 fine")], "Who?"), 1),
+    ):
+        with pytest.raises(PromptError, match="half of a UTF-16 pair"):
+            ask()
+    assert not engine.contains("a")
+    assert engine.refusals([Chunk("fine"), Chunk("\ud800")])[0] is None
+    assert isinstance(engine.refusals([Chunk("\ud800")])[0], PromptError)
+
+
 def test_an_empty_prompt(engine: BlendEngine) -> None:
     no_bos = tiny_tokenizer()
     no_bos.bos_token = None

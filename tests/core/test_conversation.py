@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -252,6 +254,21 @@ def test_history_behind_another_context_is_blended_like_chunks(make_engine: Make
     assert engine.generate(prompt, 4).report.conversation_tokens == 0
 
 
+def test_the_questions_attention_is_the_same_behind_resumed_rows(make_engine: MakeEngine) -> None:
+    engine = make_engine(selector="a3", recompute_ratio=0.3)
+    conversation = engine.conversation()
+    before = words(40, 80)
+    engine.prefill(BlendPrompt(segments=[f"{before} {words(8, 81)}"]), conversation=conversation)
+    prompt = BlendPrompt(segments=[f"{before} ", *CHUNKS[:3], words(9, 91)])
+    turn, alone = engine.prefill(prompt, conversation=conversation), engine.prefill(prompt)
+    assert turn.report.conversation_tokens == 1 + 40
+    # All that is resumed is exact, so the same tokens are chosen for the same reason.
+    assert [each.recomputed_tokens for each in turn.report.chunks] == [
+        each.recomputed_tokens for each in alone.report.chunks
+    ]
+    assert (turn.logits - alone.logits).abs().max() < TOLERANCE
+
+
 def test_a_question_asked_again_is_computed_again(make_engine: MakeEngine) -> None:
     engine = make_engine()
     conversation = engine.conversation()
@@ -294,6 +311,40 @@ def test_rows_made_at_a_lower_ratio_are_not_taken_over(make_engine: MakeEngine) 
     assert _second_turn(engine, conversation, recompute_ratio=1.0) == UP_TO_THE_FIRST_CHUNK
     # That turn was computed as a whole, so what it leaves is exact.
     assert _second_turn(engine, conversation, recompute_ratio=1.0) == WHOLE_FIRST_TURN + 6 - 1
+
+
+WORSE = [
+    {"selector": "none"},
+    {"selector": "none", "recompute_ratio": 1.0},
+    {"reposition": False},
+    {"check_layers": (2,)},
+    {"segment_tokens": 16},
+    {"selector": "query", "look_layers": (0,), "stop_layer": 1},
+]
+
+
+@pytest.mark.parametrize("settings", WORSE, ids=str)
+def test_rows_made_otherwise_are_not_taken_over(make_engine: MakeEngine, settings: dict[str, Any]) -> None:
+    engine = make_engine(recompute_ratio=0.5)
+    conversation = engine.conversation()
+    _first_turn(engine, conversation, **settings)
+    # What follows the chunks may be moved and blended at this turn's ratio, unless it stands behind keys at other places.
+    moved = 0 if "reposition" in settings else 9 + 5
+    assert _second_turn(engine, conversation) == UP_TO_THE_FIRST_CHUNK + moved
+    conversation = engine.conversation()
+    _first_turn(engine, conversation, **settings)
+    assert _second_turn(engine, conversation, **settings) == WHOLE_FIRST_TURN
+
+
+def test_plain_reuse_does_not_count_for_more_after_a_better_turn(make_engine: MakeEngine) -> None:
+    engine = make_engine(recompute_ratio=0.5)
+    conversation = engine.conversation()
+    _first_turn(engine, conversation)
+    assert _second_turn(engine, conversation, selector="none", recompute_ratio=1.0) == UP_TO_THE_FIRST_CHUNK + 9 + 5
+    prompt = chat_prompt(CHUNKS[:2], ids_of(words(5, 1) + " " + words(6, 2)), words(6, 3))
+    report = engine.prefill(prompt, conversation=conversation).report
+    assert [chunk.tier for chunk in report.chunks] == ["ram", "ram"]
+    assert report.recomputed_tokens > 0
 
 
 @pytest.mark.parametrize("ratio", [0.15, 1.0])
@@ -411,6 +462,19 @@ def test_a_reset_forgets_also_what_is_under_way(make_engine: MakeEngine) -> None
     assert _second_turn(engine, conversation) == 0
 
 
+def test_a_reset_forgets_also_what_waits_for_the_model(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    conversation = engine.conversation()
+    prompt = chat_prompt(CHUNKS[:2], [], words(6, 2))
+    with engine._runner.lock:
+        stream = engine.stream(prompt, 4, conversation=conversation)
+        conversation.reset()
+    stream.result()
+    assert conversation.tokens == 0
+    engine.prefill(prompt, conversation=conversation)
+    assert conversation.tokens == len(engine.prompt_ids(prompt))
+
+
 def test_turns_at_once_are_as_good_as_one_after_the_other(make_engine: MakeEngine) -> None:
     engine = make_engine(recompute_ratio=1.0)
     conversation = engine.conversation()
@@ -443,6 +507,127 @@ def test_no_more_is_kept_than_the_budget(make_engine: MakeEngine) -> None:
     assert _second_turn(engine, conversation) == UP_TO_THE_FIRST_CHUNK
 
 
+def test_all_conversations_together_keep_no_more_than_the_budget(make_engine: MakeEngine) -> None:
+    whole = make_engine()
+    conversation = whole.conversation()
+    _first_turn(whole, conversation)
+    turn_bytes = conversation.nbytes
+    engine = make_engine(conversation_bytes=2 * turn_bytes)
+    first, second, third = (engine.conversation() for _ in range(3))
+    _first_turn(engine, first)
+    _first_turn(engine, second)
+    # Used again, and of the same size.
+    _first_turn(engine, first)
+    _first_turn(engine, third)
+    assert [each.tokens for each in (first, second, third)] == [WHOLE_FIRST_TURN, 0, WHOLE_FIRST_TURN]
+    assert first.nbytes + third.nbytes <= engine.config.conversation_bytes
+    # What nobody has any more takes no room.
+    del first
+    gc.collect()
+    _first_turn(engine, second)
+    assert second.tokens == third.tokens == WHOLE_FIRST_TURN
+    # A turn longer than all the room is cut, and its own limit cannot be wider than that.
+    small = make_engine(conversation_bytes=turn_bytes // 2)
+    conversation = small.conversation(10 * turn_bytes)
+    _first_turn(small, conversation)
+    assert 0 < conversation.nbytes <= turn_bytes // 2
+
+
+def test_a_deletion_is_looked_up_once_for_all_conversations(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    conversations = [engine.conversation() for _ in range(4)]
+    for conversation in conversations:
+        _first_turn(engine, conversation)
+    lookups: list[list[str]] = []
+    lookup = engine.store.lookup
+
+    def counting(namespace: str, ids: Sequence[str]) -> list[Any]:
+        lookups.append(list(ids))
+        return lookup(namespace, ids)
+
+    monkeypatch.setattr(engine.store, "lookup", counting)
+    engine.delete(["n4", "n1"])
+    assert lookups == [["n1"]]
+    assert [conversation.tokens for conversation in conversations] == [UP_TO_THE_SECOND_CHUNK] * 4
+
+
+class Hours:
+    """A clock that is put forward by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def hours(monkeypatch: pytest.MonkeyPatch) -> Hours:
+    """The time of stores made from now on, and of conversations."""
+    hours = Hours()
+    for module in ("store.clock", "engine.kept", "engine.run"):
+        monkeypatch.setattr(f"cacheblend_rag.{module}.steady_s", hours)
+    monkeypatch.setattr("cacheblend_rag.store.clock.StoreClock.__init__.__defaults__", (time.time, hours))
+    return hours
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("ratio", [0.15, 1.0])
+def test_what_was_computed_behind_a_chunk_ends_with_its_time(
+    make_engine: MakeEngine, tmp_path: Path, hours: Hours, ratio: float, on_disk: bool
+) -> None:
+    engine = make_engine(recompute_ratio=ratio, store=tmp_path if on_disk else None)
+    engine.delete(["n0", "n1"])
+    engine.add([CHUNKS[0]], ttl_s=100)
+    engine.add([CHUNKS[1]], ttl_s=50)
+    conversation, unrelated = engine.conversation(), engine.conversation()
+    _first_turn(engine, conversation)
+    engine.prefill(chat_prompt(CHUNKS[2:4], [], words(5, 1)), conversation=unrelated)
+    kept = unrelated.tokens
+    hours.now += 49
+    assert _second_turn(engine, conversation) == WHOLE_FIRST_TURN
+    hours.now += 2
+    assert conversation.tokens == UP_TO_THE_SECOND_CHUNK
+    # Taken over, a chunk is no younger: n0 has 49 s left.
+    assert _second_turn(engine, conversation) == UP_TO_THE_SECOND_CHUNK
+    hours.now += 50
+    assert conversation.tokens == UP_TO_THE_FIRST_CHUNK
+    report = engine.prefill(chat_prompt(CHUNKS[:2], [], words(5, 1)), conversation=conversation).report
+    assert report.chunks[0].tier != "conversation"
+    assert unrelated.tokens == kept
+
+
+def test_misses_live_in_conversations_as_long_as_in_the_store(make_engine: MakeEngine, hours: Hours) -> None:
+    engine = make_engine(ttl_s=100)
+    nameless = [Chunk(words(20, 61)), Chunk(words(20, 62))]
+    conversation = engine.conversation()
+    engine.prefill(chat_prompt(nameless, [], words(5, 1)), conversation=conversation)
+    hours.now += 99
+    assert conversation.tokens == 1 + 10 + 40 + 9 + 5
+    hours.now += 2
+    assert conversation.tokens == UP_TO_THE_FIRST_CHUNK
+
+
+@pytest.mark.parametrize("ratio", [0.15, 1.0])
+def test_what_the_conversation_has_is_a_hit_whatever_the_store_has(make_engine: MakeEngine, ratio: float) -> None:
+    engine = make_engine(recompute_ratio=ratio)
+    conversation = engine.conversation()
+    # Exact, so that any turn takes it over.
+    _first_turn(engine, conversation, recompute_ratio=1.0)
+    for name in ("n1", "n2"):
+        record = engine.records([name])[0]
+        assert record is not None
+        engine.store.discard(record.key)
+    report = engine.prefill(chat_prompt(CHUNKS[:2], ids_of(words(5, 1)), words(6, 2)), conversation=conversation).report
+    assert (report.hits, report.misses) == (2, 0)
+    assert [(chunk.hit, chunk.tier, chunk.reason) for chunk in report.chunks] == [(True, "conversation", None)] * 2
+    # Elsewhere than it stood, or not there at all, it is the store that counts.
+    report = engine.prefill(chat_prompt([CHUNKS[1], CHUNKS[2], CHUNKS[3]], [], words(6, 2))).report
+    assert [chunk.hit for chunk in report.chunks] == [False, False, True]
+
+
 def test_nothing_is_kept_of_prompts_that_are_not_whole_or_plain(make_engine: MakeEngine) -> None:
     engine = make_engine()
     conversation = engine.conversation()
@@ -467,14 +652,22 @@ def test_repair_works_on_what_was_moved(make_engine: MakeEngine) -> None:
     assert report.repaired_tokens > 0
 
 
-def test_a_conversation_belongs_to_its_engine(make_engine: MakeEngine) -> None:
-    engine, other = make_engine(), make_engine()
-    with pytest.raises(ConfigError, match="another engine"):
-        other.prefill(BlendPrompt(words(5, 1)), conversation=engine.conversation())
+def test_a_conversation_belongs_to_its_engine(make_engine: MakeEngine, tmp_path: Path) -> None:
+    store = open_store(tmp_path, ram_bytes=0)
+    engine, other = make_engine(store=store), make_engine()
+    # The same store, model and settings, but not the same engine.
+    twin = make_engine(store=store)
+    assert twin.namespace == engine.namespace
+    for stranger in (other, twin):
+        with pytest.raises(ConfigError, match="another engine"):
+            stranger.prefill(BlendPrompt(words(5, 1)), conversation=engine.conversation())
     with pytest.raises(ConfigError, match="max_bytes=-1 is negative"):
         engine.conversation(-1)
     with pytest.raises(ConfigError, match="conversation_bytes=5 cannot be set for one call"):
         engine.prefill(BlendPrompt(words(5, 1)), config=BlendConfig(conversation_bytes=5))
+    for each in (engine, twin):
+        each.close()
+    store.close()
 
 
 def test_closing_the_engine_forgets_its_conversations(make_engine: MakeEngine) -> None:

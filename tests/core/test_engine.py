@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 import logging
+import math
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,8 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import StoppingCriteria
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef
+from cacheblend_rag.engine.turn import Turn
+from cacheblend_rag.errors import AnswerTimeoutError, ConfigError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store import open_store
 from tests.families import tiny_model, tiny_tokenizer, words
@@ -219,6 +225,74 @@ def test_closing_a_stream_keeps_what_was_generated(engine: BlendEngine) -> None:
     rest = "".join(stream)
     assert stream.result().text == first + rest
     assert len(stream.result().token_ids) < 400
+
+
+class Held(StoppingCriteria):
+    """Keeps the model busy at its first token, until it is let go."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.go_on = threading.Event()
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.begun.set()
+        self.go_on.wait(60)
+        return torch.tensor([True])
+
+
+def test_a_call_waits_for_the_model_as_long_as_it_was_told(engine: BlendEngine) -> None:
+    held = Held()
+    stream = engine.stream(_prompt(CHUNKS), 4, stopping_criteria=[held])
+    held.begun.wait(60)
+    try:
+        late = engine.stream(_prompt(CHUNKS), 4, wait_s=0.01)
+        for ask in (
+            late.result,
+            lambda: list(late),
+            lambda: engine.generate(_prompt(CHUNKS), 4, wait_s=0),
+            # The second has chunks to encode first.
+            lambda: engine.generate_many([_prompt(CHUNKS[:2])] * 2, 4, wait_s=0.01),
+            lambda: engine.generate_many([_prompt([Chunk(words(30, 9))])] * 2, 4, wait_s=0.01),
+            lambda: asyncio.run(engine.agenerate_many([_prompt(CHUNKS)], 4, wait_s=0.01)),
+        ):
+            with pytest.raises(AnswerTimeoutError, match="other calls had the model"):
+                ask()
+        waiting = engine.stream(_prompt(CHUNKS), 4, wait_s=60)
+    finally:
+        held.go_on.set()
+    assert stream.result().token_ids
+    assert waiting.result().token_ids == engine.generate(_prompt(CHUNKS), 4, wait_s=0).token_ids
+    assert engine.generate(_prompt(CHUNKS), 4, wait_s=math.inf).token_ids
+    for wait_s in (-1, math.nan, "soon"):
+        with pytest.raises(ConfigError, match="wait_s"):
+            engine.generate(_prompt(CHUNKS), 4, wait_s=wait_s)  # type: ignore[arg-type]
+
+
+def test_a_turn_given_up_leaves_the_line_as_it_was() -> None:
+    turn = Turn()
+    order: list[str] = []
+
+    def take(name: str, until: float | None) -> None:
+        try:
+            with turn.within(until):
+                order.append(name)
+        except AnswerTimeoutError:
+            order.append(f"{name} gave up")
+
+    with turn:
+        # It may take again what it has.
+        with turn.within(0.0):
+            pass
+        now = time.perf_counter()
+        threads = [threading.Thread(target=take, args=each) for each in (("a", now), ("b", None), ("c", now + 60))]
+        for number, thread in enumerate(threads):
+            thread.start()
+            while (len(turn._line) if number else len(order)) < (number or 1):
+                time.sleep(0.001)
+        assert order == ["a gave up"]
+    for thread in threads:
+        thread.join(60)
+    assert order == ["a gave up", "b", "c"]
 
 
 def test_concurrent_calls_do_not_mix(engine: BlendEngine) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -267,6 +268,60 @@ def test_an_error_of_the_engine_reaches_every_run(
     monkeypatch.setattr(engine, "generate_many", fail)
     answers = llm.batch(prompts, return_exceptions=True)
     assert [str(answer) for answer in answers] == ["the machine is tired"] * 5
+
+
+class Begins(BaseCallbackHandler):
+    """Does something when a run begins, in the thread of that run, and gives the caller's thread time to see to it."""
+
+    def __init__(self, act: Callable[[str], None] = lambda prompt: None) -> None:
+        self._act = act
+
+    def on_llm_start(self, serialized: Any, prompts: list[str], **kwargs: Any) -> None:
+        self._act(prompts[0])
+        time.sleep(0.3)
+
+    def on_chat_model_start(self, serialized: Any, messages: Any, **kwargs: Any) -> None:
+        self.on_llm_start(serialized, [str(messages[0][0].content)])
+
+
+TOO_LONG = "word " * 3000
+
+
+@pytest.mark.timeout(120, method="thread")
+@KINDS
+@pytest.mark.parametrize("chained", [False, True])
+def test_a_run_that_fails_does_not_leave_others_waiting_for_runs_that_are_cancelled(
+    kind: type[BlendLLM] | type[ChatBlend], chained: bool, engine: BlendEngine, prompts: list[str]
+) -> None:
+    llm: Any = kind(engine=engine, max_tokens=TOKENS)
+    asked: list[Any] = [TOO_LONG, prompts[0], TOO_LONG, *prompts]
+    if chained:
+        llm = ChatPromptTemplate.from_template("{text}") | llm | StrOutputParser()
+        asked = [{"text": each} for each in asked]
+    runs = Runs()
+    with pytest.raises(PromptTooLongError):
+        llm.batch(asked, {"max_concurrency": 2, "callbacks": [runs, Begins()]})
+    # Those that had begun were ended.
+    assert len(runs.ended) >= 1
+    assert runs.ended | runs.failed >= set(runs.begun)
+    assert len(runs.begun) < len(asked)
+
+
+@pytest.mark.timeout(120, method="thread")
+def test_an_interrupted_batch_ends(engine: BlendEngine, prompts: list[str]) -> None:
+    def interrupt(prompt: str) -> None:
+        if TOO_LONG[:100] in prompt:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    llm = BlendLLM(engine=engine, max_tokens=TOKENS)
+    runs = Runs()
+    with pytest.raises(KeyboardInterrupt):
+        llm.batch(
+            [prompts[0], TOO_LONG, *prompts],
+            {"max_concurrency": 2, "callbacks": [runs, Begins(interrupt)]},
+            return_exceptions=True,
+        )
+    assert (len(runs.ended), len(runs.failed)) == (1, 1)
 
 
 # The meetings themselves

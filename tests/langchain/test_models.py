@@ -18,7 +18,7 @@ from langchain_core.prompt_values import ChatPromptValue, StringPromptValue
 from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from transformers import LlamaForCausalLM
 
-from cacheblend_rag import BlendConfig, BlendEngine, Chunk
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import CacheBlendError, ConfigError, PromptError
 from langchain_cacheblend import BlendLLM, ChatBlend, documents_to_blocks
 from tests.langchain.asking import chunk_ids, own_answer
@@ -188,6 +188,47 @@ def test_what_has_no_meaning_is_refused_when_the_model_is_made(
             kind(engine=engine, **options)
     with pytest.raises(ConfigError, match="name a model"):
         kind()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_tokens": "five"}, "max_tokens: "),
+        ({"max_tokens": 2.5}, "max_tokens: "),
+        ({"max_tokens": 0}, "max_tokens: "),
+        ({"temperature": "warm"}, "temperature: "),
+        ({"temperature": -1}, "temperature: "),
+        ({"temperature": float("nan")}, "temperature: "),
+        ({"top_p": 2}, "top_p: "),
+        ({"top_k": -1}, "top_k: "),
+        ({"max_new_tokens": "five"}, "max_new_tokens='five'"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens=2.5"),
+        ({"stop": [1]}, r"stop=\[1\] holds 1"),
+        ({"stop": 1}, "stop=1 is a int"),
+        ({"stop": "x"}, "stop is the string"),
+        ({"blend_config": 1}, "blend_config is the int 1"),
+        ({"logits_processor": 1}, "logits_processor is the int 1"),
+        ({"stopping_criteria": 1}, "stopping_criteria is the int 1"),
+        ({"stopping_criteria": 1, "stop": ["x"]}, "stopping_criteria is the int 1"),
+    ],
+)
+@pytest.mark.parametrize("kind", [BlendLLM, ChatBlend])
+def test_what_has_no_meaning_is_refused_in_a_call_as_when_the_model_is_made(
+    kind: Callable[..., BaseLanguageModel[Any]], engine: BlendEngine, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        kind(engine=engine, temperature=0).invoke("Who?", **options)
+    if not options.keys() & {"logits_processor", "stopping_criteria", "max_new_tokens"}:
+        with pytest.raises(ConfigError, match=r"stop|" + said):
+            kind(engine=engine, **options)
+
+
+def test_options_of_a_call_are_read_as_those_of_the_object(engine: BlendEngine) -> None:
+    llm = ChatBlend(engine=engine, max_tokens=9, temperature=0)
+    assert llm.invoke("Who?", max_tokens="5").usage_metadata["output_tokens"] == 5
+    assert llm.invoke("Who?", max_tokens=None, temperature="0").usage_metadata["output_tokens"] == 9
+    with pytest.raises(ConfigError, match="config is the dict"):
+        engine.generate(BlendPrompt("Who?"), 1, config={"recompute_ratio": 1.0})  # type: ignore[arg-type]
 
 
 class Tokens(BaseCallbackHandler):

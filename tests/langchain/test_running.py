@@ -6,19 +6,21 @@ import asyncio
 import inspect
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from langchain_core.caches import InMemoryCache
 from langchain_core.documents import Document
 from langchain_core.load import dumpd, load
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import ConfigurableField
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, StoppingCriteria
 
-from cacheblend_rag import BlendConfig, BlendEngine, Chunk
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import AnswerTimeoutError, ConfigError
 from langchain_cacheblend import BlendLLM, ChatBlend
 
@@ -67,7 +69,6 @@ async def test_a_cached_answer_is_taken_for_the_same_question_only(
                 "Who"
             ),
             lambda: kind(engine=other, max_tokens=TOKENS, cache=cache, temperature=0).invoke("Who?"),
-            lambda: kind(engine=engine, model="named", max_tokens=TOKENS, cache=cache, temperature=0).invoke("Who?"),
         ]
         for number, make in enumerate(makes, 2):
             make()
@@ -82,10 +83,10 @@ async def test_a_cached_answer_is_taken_for_the_same_question_only(
 
 @KINDS
 def test_what_tracing_is_told(kind: Kind, engine: BlendEngine) -> None:
-    llm = kind(engine=engine, model="mine", temperature=0.5, max_tokens=7, stop=["x"])
+    llm = kind(engine=engine, temperature=0.5, max_tokens=7, stop=["x"])
     params = llm._get_ls_params()
     assert params["ls_provider"] == "cacheblend"
-    assert (params["ls_model_name"], params["ls_temperature"], params["ls_max_tokens"]) == ("mine", 0.5, 7)
+    assert (params["ls_model_name"], params["ls_temperature"], params["ls_max_tokens"]) == (engine.model_name, 0.5, 7)
     assert params["ls_stop"] == ["x"]
     assert llm._get_ls_params(stop=["y"], temperature=0.1)["ls_stop"] == ["y"]
     assert llm._get_ls_params(temperature=0.1)["ls_temperature"] == 0.1
@@ -116,6 +117,24 @@ def test_fields_can_be_configured(kind: Kind, engine: BlendEngine) -> None:
     assert len(text_of(chosen.with_config(configurable={"which": "short"}).invoke("Who?"))) < len(text_of(short)) + 8
     tiny_ratio = configurable.with_config(configurable={"blend": engine.config.replace(enabled=False)})
     assert text_of(tiny_ratio.invoke("Who?")) == text_of(llm.invoke("Who?"))
+
+
+@KINDS
+def test_an_engine_answers_under_the_name_of_its_own_model_only(kind: Kind, engine: BlendEngine) -> None:
+    llm = kind(engine=engine, max_tokens=TOKENS)
+    for model in (engine.model_name, engine.model.name_or_path or engine.model_name):
+        assert kind(engine=engine, model=model).model == engine.model_name
+    with pytest.raises(ConfigError, match=r"model='another' is not .* configurable_alternatives"):
+        kind(engine=engine, model="another")
+    configurable = llm.configurable_fields(model=ConfigurableField(id="model"))
+    assert text_of(configurable.invoke("Who?")) == text_of(llm.invoke("Who?"))
+    with pytest.raises(ConfigError, match="configurable_alternatives"):
+        configurable.with_config(configurable={"model": "another"}).invoke("Who?")
+
+
+def test_an_engine_is_known_by_the_name_it_was_loaded_by(reference: BlendEngine) -> None:
+    assert reference.model_name == "reference"
+    assert ChatBlend(engine=reference).model == ChatBlend(model="reference", engine=reference).model == "reference"
 
 
 # Being written down
@@ -209,6 +228,59 @@ def test_a_call_that_takes_too_long_is_given_up(kind: Kind, engine: BlendEngine)
     assert text_of(llm.invoke("Who?", timeout=60, max_tokens=2))
 
 
+class Held(StoppingCriteria):
+    """Keeps the model busy at its first token, until it is let go."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.go_on = threading.Event()
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.begun.set()
+        self.go_on.wait(60)
+        return torch.tensor([True])
+
+
+@KINDS
+async def test_a_call_that_waits_for_the_model_too_long_is_given_up(kind: Kind, engine: BlendEngine) -> None:
+    held = Held()
+    stream = engine.stream(BlendPrompt("A question"), 4, stopping_criteria=[held])
+    held.begun.wait(60)
+    llm = kind(engine=engine, max_tokens=TOKENS, timeout=0.05)
+    try:
+        for ask in (lambda: llm.invoke("Who?"), lambda: list(llm.stream("Who?")), lambda: llm.batch(["Who?", "Why?"])):
+            with pytest.raises(AnswerTimeoutError, match="other calls had the model"):
+                ask()
+        with pytest.raises(AnswerTimeoutError, match="other calls had the model"):
+            await llm.ainvoke("Who?")
+    finally:
+        held.go_on.set()
+    assert stream.result().token_ids
+    assert text_of(llm.invoke("Who?", timeout=60))
+
+
+@KINDS
+async def test_calls_that_wait_for_the_model_leave_the_loops_threads_to_others(kind: Kind, engine: BlendEngine) -> None:
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+    llm = kind(engine=engine, max_tokens=TOKENS)
+
+    async def read() -> str:
+        return "".join([text_of(piece) async for piece in llm.astream("Who?")])
+
+    held = Held()
+    stream = engine.stream(BlendPrompt("A question"), 4, stopping_criteria=[held])
+    try:
+        held.begun.wait(60)
+        tasks = [asyncio.create_task(each) for _ in range(4) for each in (read(), llm.ainvoke("Who?"))]
+        while sum(thread.name == "cacheblend-stream" for thread in threading.enumerate()) < 9:
+            await asyncio.sleep(0.01)
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 20) == "free"
+    finally:
+        held.go_on.set()
+    assert len({text_of(answer) for answer in await asyncio.gather(*tasks)}) == 1
+    assert stream.result().token_ids
+
+
 @KINDS
 async def test_a_cancelled_stream_frees_the_engine(kind: Kind, engine: BlendEngine) -> None:
     engine.add([Chunk("A stored text of some length.", "a")])
@@ -236,7 +308,7 @@ async def test_a_cancelled_stream_frees_the_engine(kind: Kind, engine: BlendEngi
 
 @KINDS
 def test_another_model_is_another_object(kind: Kind, engine: BlendEngine) -> None:
-    llm = kind(engine=engine, model="mine", max_tokens=1)
-    assert text_of(llm.invoke("Who?", model="mine"))
+    llm = kind(engine=engine, max_tokens=1)
+    assert text_of(llm.invoke("Who?", model=engine.model_name))
     with pytest.raises(ConfigError, match="make another"):
         llm.invoke("Who?", model="other")

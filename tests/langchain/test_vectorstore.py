@@ -21,8 +21,8 @@ from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.chunk import text_hash
-from cacheblend_rag.errors import CacheBlendError, ConfigError, PromptTooLongError
-from langchain_cacheblend import BlendRetriever, BlendVectorStore, warm
+from cacheblend_rag.errors import ConfigError, PromptError, StoreFullError
+from langchain_cacheblend import BlendLLM, BlendRetriever, BlendVectorStore, warm
 from langchain_cacheblend.inventory import Inventory
 
 INNER: dict[str, Callable[[Embeddings], VectorStore]] = {
@@ -181,17 +181,98 @@ def test_from_documents(embedding: Embeddings, engine: BlendEngine, chunks: dict
         BlendVectorStore.from_texts(["a text"], DeterministicFakeEmbedding(size=26), inner=inner, engine=engine)
 
 
-def test_texts_that_cannot_be_encoded(store: BlendVectorStore, chunks: dict[str, str]) -> None:
+def test_texts_that_cannot_be_encoded(
+    store: BlendVectorStore, chunks: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
     store.add_texts(chunks.values(), ids=list(chunks))
     clear_for(store, ["goat"])
     store.add_texts(["   ", "A second text, with letters."], ids=["goat", "second"])
     assert set(store.engine.ids()) == {"mara", "works", "house", "second"}
     clear_for(store, ["house"])
-    with pytest.raises(PromptTooLongError):
-        store.add_texts(["word " * 3000, "Yet another text."], ids=["house", "third"])
+    added = store.add_texts(["word " * 3000, "Yet another text."], ids=["house", "third"])
+    assert added == ["house", "third"]
     # The inner store has replaced its text, so the old one's KV is gone.
-    assert set(store.engine.ids()) == {"mara", "works", "second"}
-    assert isinstance(PromptTooLongError("x"), CacheBlendError)
+    assert set(store.engine.ids()) == {"mara", "works", "second", "third"}
+    assert "house is stored without KV: chunk 'house' has" in caplog.text
+    assert set(contents(store, added)) == {"house", "third"}
+    store.engine.delete(["third"])
+    warm(store)
+    assert set(store.engine.ids()) == {"mara", "works", "second", "third"}
+
+
+def test_half_a_character_keeps_no_other_text_from_being_encoded(
+    embedding: Embeddings, engine: BlendEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = BlendVectorStore(InMemoryVectorStore(embedding), engine=engine)
+    store.add_texts(["A text before.", "Another text."], ids=["a", "b"])
+    store.add_texts(["A text \ud83d after.", "A third text."], ids=["a", "c"])
+    assert set(engine.ids()) == {"b", "c"}
+    assert "a is stored without KV" in caplog.text
+    with pytest.raises(PromptError, match="at character 5, half of a UTF-16 pair"):
+        BlendLLM(engine=engine).invoke("What \ud83d?")
+
+
+@pytest.mark.parametrize("error", [StoreFullError("no room"), KeyboardInterrupt()])
+def test_what_was_replaced_is_forgotten_however_encoding_ends(
+    error: BaseException, embedding: Embeddings, engine: BlendEngine
+) -> None:
+    store = BlendVectorStore(InMemoryVectorStore(embedding), engine=engine)
+    store.add_texts(["A text before.", "Another text."], ids=["a", "b"])
+
+    def interrupted(done: int, total: int) -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        store.encode(["b", "a"], ["Another text, changed.", "A text " * 300], progress=interrupted)
+    held = {record.id: record.text_hash for record in engine.records(["a", "b"]) if record is not None}
+    assert held.items() <= {("b", text_hash("Another text, changed.")), ("a", text_hash("A text " * 300))}
+
+
+def test_what_two_stores_have_is_forgotten_when_both_have_deleted_it(
+    store: BlendVectorStore, embedding: Embeddings, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = store.engine
+    other = BlendVectorStore(InMemoryVectorStore(embedding), engine=engine)
+    for each in (store, other):
+        each.add_documents([Document("The same text in both.", id="same")])
+    store.add_documents([Document("A text of the first.", id="taken")])
+    assert "vector store" not in caplog.text
+    other.add_documents([Document("A text of the second.", id="taken"), Document("Its own text.", id="own")])
+    assert "1 of 2 ids, taken for one, stand for another text in another vector store" in caplog.text
+    store.delete(["same", "taken"])
+    assert set(engine.ids()) == {"same", "taken", "own"}
+    # The engine's chunk is the other's by now, whichever of the two was there first.
+    assert [record.text_hash for record in engine.records(["taken"]) if record] == [text_hash("A text of the second.")]
+    other.delete(["same", "taken"])
+    assert engine.ids() == ["own"]
+
+
+def test_a_deleted_text_is_forgotten_although_another_store_has_its_id(
+    embedding: Embeddings, engine: BlendEngine
+) -> None:
+    first, second = (BlendVectorStore(InMemoryVectorStore(embedding), engine=engine) for _ in range(2))
+    first.add_documents([Document("A text of the first.", id="taken")])
+    second.add_documents([Document("A text of the second.", id="taken")])
+    second.delete(["taken"])
+    assert engine.ids() == []
+
+
+def test_two_objects_around_one_store_are_one(
+    embedding: Embeddings, engine: BlendEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    name, client = f"test-{uuid.uuid4().hex}", chromadb.EphemeralClient()
+    first, second = (
+        BlendVectorStore(Chroma(name, embedding_function=embedding, client=client), engine=engine) for _ in range(2)
+    )
+    first.add_documents(
+        [Document("A text.", id="a", metadata={"n": 1}), Document("Another.", id="b", metadata={"n": 2})]
+    )
+    second.add_documents([Document("A text, changed.", id="a", metadata={"n": 1})])
+    assert "another vector store" not in caplog.text
+    second.delete(["a"])
+    assert engine.ids() == ["b"]
+    first.delete_collection()
+    assert engine.ids() == []
 
 
 def kept(store: BlendVectorStore) -> set[str]:

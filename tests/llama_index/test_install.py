@@ -18,6 +18,7 @@ from llama_index.core import (
     load_index_from_storage,
 )
 from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.chat_engine import ContextChatEngine
 from llama_index.core.indices.property_graph import ImplicitPathExtractor
 from llama_index.core.llms import MockLLM
 from llama_index.core.memory import ChatMemoryBuffer
@@ -28,7 +29,16 @@ from llama_index.core.schema import NodeWithScore
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from cacheblend_rag.errors import ConfigError
-from llama_index_cacheblend import BlendLLM, BlendSynthesizer, BlendVectorStore, install, uninstall
+from llama_index_cacheblend import (
+    BlendContextChatEngine,
+    BlendLLM,
+    BlendRetriever,
+    BlendSynthesizer,
+    BlendVectorStore,
+    chat_modes,
+    install,
+    uninstall,
+)
 
 from .conftest import WordEmbedding
 
@@ -207,6 +217,9 @@ def test_indices_that_write_their_context_anew_are_refused(
             index.as_query_engine(llm=llm, response_mode="blend")
         with pytest.raises(ConfigError, match=name):
             index.as_query_engine(llm=llm, response_synthesizer=BlendSynthesizer(llm=llm))
+        wrapped = BlendRetriever(BlendRetriever(index.as_retriever(), llm), llm)
+        with pytest.raises(ConfigError, match=f"cannot be used with a {name}"):
+            RetrieverQueryEngine.from_args(wrapped, llm=llm, response_mode="blend")
         assert index.as_query_engine(llm=llm)
     uninstall()
     assert not hasattr(RetrieverQueryEngine.from_args, "__wrapped__")
@@ -253,3 +266,39 @@ def test_a_synthesizer_base_that_changed_is_refused(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError, match=r"changed has no parameter additional_source_nodes, response_kwargs"):
         install()
     assert holders() == before
+
+
+class WithoutDefaults(ContextChatEngine):
+    """A chat engine that is made in another way."""
+
+
+class Sealed(type):
+    """Makes classes of which nothing can be replaced."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise TypeError(f"{name} cannot be set")
+
+
+class SealedEngine(metaclass=Sealed):
+    """Looks like a chat engine that can be extended."""
+
+    @classmethod
+    def from_defaults(cls, retriever: Any, chat_history: Any, memory: Any, llm: Any) -> None: ...
+
+
+@pytest.mark.parametrize("engine", [WithoutDefaults, SealedEngine])
+def test_an_install_that_cannot_be_finished_leaves_nothing_behind(
+    engine: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = holders(), vars(ContextChatEngine)["from_defaults"], vars(RetrieverQueryEngine)["from_args"]
+    with monkeypatch.context() as patch:
+        patch.setitem(chat_modes.CHAT_ENGINES, engine, BlendContextChatEngine)
+        with pytest.raises(
+            (ConfigError, TypeError), match=r"WithoutDefaults\.from_defaults is not there|cannot be set"
+        ):
+            install()
+    after = holders(), vars(ContextChatEngine)["from_defaults"], vars(RetrieverQueryEngine)["from_args"]
+    assert after == before
+    install()
+    uninstall()
+    assert holders() == before[0]

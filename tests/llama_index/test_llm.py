@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from llama_index.core import Settings
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.llms import ChatMessage, ImageBlock, MessageRole, TextBlock
@@ -22,7 +20,6 @@ from transformers import BitsAndBytesConfig, LlamaForCausalLM, PreTrainedTokeniz
 from cacheblend_rag import BlendConfig, BlendPrompt, CacheBlendError, Chunk
 from cacheblend_rag.errors import ConfigError, PromptError
 from llama_index_cacheblend import BlendLLM
-from llama_index_cacheblend.decoding import StopCutter, cut_at_stop
 from llama_index_cacheblend.messages import render_messages
 
 MakeLLM = Callable[..., BlendLLM]
@@ -103,17 +100,6 @@ def test_stop_strings_end_the_answer_and_are_not_in_it(make_llm: MakeLLM) -> Non
     assert response.raw["usage"]["completion_tokens"] < 30
     assert "".join(piece.delta for piece in llm.stream_complete("Mara was born in", stop=[stop])) == cut
     assert make_llm(max_new_tokens=30, stop=stop).complete("Mara was born in").text == cut
-
-
-@given(st.text("abn", max_size=30), st.lists(st.text("abn", min_size=1, max_size=4), max_size=3), st.data())
-def test_cutting_a_stream_equals_cutting_the_text(text: str, stops: list[str], data: st.DataObject) -> None:
-    cutter, shown, rest = StopCutter(stops), "", text
-    while rest:
-        size = data.draw(st.integers(1, len(rest)))
-        shown += cutter.feed(rest[:size])
-        rest = rest[size:]
-        assert text.startswith(shown)
-    assert shown + cutter.flush() == cut_at_stop(text, stops)
 
 
 def test_options_of_a_call_win(make_llm: MakeLLM) -> None:

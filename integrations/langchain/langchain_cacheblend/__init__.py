@@ -4,6 +4,7 @@ from langchain_cacheblend.chain import create_blend_documents_chain
 from langchain_cacheblend.chat import ChatBlend
 from langchain_cacheblend.documents import documents_to_blocks
 from langchain_cacheblend.llm import BlendLLM
+from langchain_cacheblend.pml import PMLPromptTemplate
 from langchain_cacheblend.retriever import BlendRetriever
 from langchain_cacheblend.vectorstore import BlendVectorStore
 from langchain_cacheblend.warming import warm
@@ -13,6 +14,7 @@ __all__ = [
     "BlendRetriever",
     "BlendVectorStore",
     "ChatBlend",
+    "PMLPromptTemplate",
     "create_blend_documents_chain",
     "documents_to_blocks",
     "warm",

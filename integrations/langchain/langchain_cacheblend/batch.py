@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from typing import Any, Protocol
 
 from langchain_core.runnables import Runnable, RunnableConfig
-from langchain_core.runnables.config import get_config_list, run_in_executor
+from langchain_core.runnables.config import get_config_list, get_executor_for_config, run_in_executor
 
 from cacheblend_rag import BlendEngine, BlendPrompt, GenerationResult
 from langchain_cacheblend.meeting import AsyncMeeting, ThreadMeeting
@@ -65,8 +65,24 @@ class AnswersTogether:
         at_once = configs[0].get("max_concurrency") or min(len(inputs), _MOST_THREADS)
         for each in configs:
             each["max_concurrency"] = at_once
-        with _meeting(ThreadMeeting(self._ask_all, len(inputs), at_once)):
-            return Runnable.batch(self, inputs, configs, return_exceptions=return_exceptions, **kwargs)  # type: ignore[arg-type]
+        meeting: ThreadMeeting[Any, GenerationResult] = ThreadMeeting(self._ask_all, len(inputs), at_once)
+
+        def run(each: Any, config: RunnableConfig) -> Any:
+            try:
+                return self.invoke(each, config, **kwargs)
+            except Exception as error:
+                if return_exceptions:
+                    return error
+                raise
+
+        with _meeting(meeting), get_executor_for_config(configs[0]) as executor:
+            try:
+                return list(executor.map(run, inputs, configs))
+            except BaseException:
+                # A run failed, or this thread was interrupted: runs that have not begun are cancelled, and those that have must
+                # not wait for them, since the executor waits for those.
+                meeting.break_up()
+                raise
 
     async def abatch(
         self,

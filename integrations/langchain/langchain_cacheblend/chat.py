@@ -26,6 +26,8 @@ from cacheblend_rag.errors import ConfigError
 from langchain_cacheblend.answer import Answer, Call
 from langchain_cacheblend.guide import Guide, json_grammar
 from langchain_cacheblend.model import BlendModel
+from langchain_cacheblend.options import with_objects
+from langchain_cacheblend.pml import prompt_in, refuse_beside
 from langchain_cacheblend.structured import AnswerForm, requested_schema, with_schema
 from langchain_cacheblend.template import knows_tools, render_chat
 from langchain_cacheblend.tools import ToolGate, ToolReply, call_grammar, chosen_tools, parse_calls
@@ -77,6 +79,10 @@ class ChatBlend(BlendModel, BaseChatModel):
             Documents beside the conversation.
         """
         messages = self._convert_input(input).to_messages()
+        prompt = prompt_in(messages)
+        if prompt is not None:
+            refuse_beside(tools=tools, documents=documents)
+            return self.engine.schemas.blend_prompt(prompt)
         shown = [convert_to_openai_tool(tool) for tool in tools]
         segments: list[Segment] = []
         for part in render_chat(self.engine.tokenizer, messages, tools=shown, documents=documents):
@@ -248,7 +254,7 @@ class ChatBlend(BlendModel, BaseChatModel):
             grammar = call_grammar(tools, str(self.engine.tokenizer.get_chat_template(tools=tools)))
         prompt = self.blend_prompt(messages, tools=tools, documents=documents)
         if grammar is not None:
-            options["logits_processor"] = [*options.get("logits_processor", ()), Guide(self.engine, grammar)]
+            options["logits_processor"] = with_objects(options, "logits_processor", Guide(self.engine, grammar))
         return self._call(prompt, stop, options)
 
     def _chunks(self, piece: str | Answer, gate: ToolGate | None) -> list[ChatGenerationChunk]:

@@ -20,6 +20,7 @@ from langchain_cacheblend.answer import Answer, Call
 from langchain_cacheblend.documents import as_chunks
 from langchain_cacheblend.holes import PromptText, TextPromptValue
 from langchain_cacheblend.model import BlendModel
+from langchain_cacheblend.pml import PMLText, refuse_beside
 from langchain_cacheblend.template import render_text
 
 __all__ = ["BlendLLM"]
@@ -55,7 +56,10 @@ class BlendLLM(BlendModel, BaseLLM):
         documents : sequence of Document
             Documents that stand before it.
         """
-        text = input if isinstance(input, PromptText) else self._convert_input(input).to_string()
+        text = input if isinstance(input, PromptText | PMLText) else self._convert_input(input).to_string()
+        if isinstance(text, PMLText):
+            refuse_beside(documents=documents)
+            return self.engine.schemas.blend_prompt(text.prompt)
         parts: list[str | Chunk] = []
         for chunk in as_chunks(documents):
             parts += [chunk, "\n\n"]

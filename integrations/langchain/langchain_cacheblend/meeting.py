@@ -35,6 +35,7 @@ class ThreadMeeting(Generic[Ask, Reply]):
         self._answer = answer
         self._left = members
         self._at_once = at_once
+        self._broken = False
         self._changed = threading.Condition()
         self._waiting: list[tuple[Ask, Future[Reply]]] = []
 
@@ -58,8 +59,14 @@ class ThreadMeeting(Generic[Ask, Reply]):
             self._left -= 1
             self._changed.notify_all()
 
+    def break_up(self) -> None:
+        """Note that some runs will never come; from now on nobody waits for others."""
+        with self._changed:
+            self._broken = True
+            self._changed.notify_all()
+
     def _all_here(self) -> bool:
-        return bool(self._waiting) and len(self._waiting) >= min(self._at_once, self._left)
+        return bool(self._waiting) and (self._broken or len(self._waiting) >= min(self._at_once, self._left))
 
     def _serve(self, gathered: list[tuple[Ask, Future[Reply]]]) -> None:
         try:

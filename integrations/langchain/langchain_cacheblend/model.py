@@ -7,24 +7,32 @@ from pathlib import Path
 from typing import Any
 
 from langchain_core.runnables.config import run_in_executor
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, ValidationError
+from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, ValidationError
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, BlendStream, GenerationResult
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, GenerationResult
 from cacheblend_rag.chunk import Segment
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.stops import StopCutter, cut_at_stop
 from langchain_cacheblend.answer import Answer, Call
 from langchain_cacheblend.batch import AnswersTogether
 from langchain_cacheblend.catalog import catalog_of
 from langchain_cacheblend.find import HEAD_CHARS
-from langchain_cacheblend.options import check_options, generation_options, stop_strings
-from langchain_cacheblend.stop import Deadline, StopStrings, TextGate, cut
+from langchain_cacheblend.options import (
+    DecodingFields,
+    check_options,
+    explain,
+    generation_options,
+    stop_strings,
+    with_objects,
+)
+from langchain_cacheblend.stop import Deadline, StopStrings
 
 __all__ = ["BlendModel"]
 
-_OPTIONS = ("max_tokens", "temperature", "top_p", "top_k")
+_OPTIONS = tuple(DecodingFields.model_fields)
 
 
-class BlendModel(AnswersTogether, BaseModel):
+class BlendModel(AnswersTogether, DecodingFields):
     """Fields and calls that `BlendLLM` and `ChatBlend` share.
 
     Parameters
@@ -32,7 +40,7 @@ class BlendModel(AnswersTogether, BaseModel):
     model : str, optional
         A Hugging Face id, a folder, or "reference" for the small model that comes with cacheblend-rag.
     engine : BlendEngine, optional
-        A ready-made engine instead of `model`.
+        A ready-made engine instead of `model`, which may then be left out, or be the engine's own.
     store : KVStore, str or Path, optional
         With `model`: where KV is kept, a folder for example; by default this process's RAM.
     model_kwargs : dict, optional
@@ -44,7 +52,8 @@ class BlendModel(AnswersTogether, BaseModel):
     stop : list of str, optional
         Strings that end an answer, which is shown without them.
     timeout : float, optional
-        Seconds after which a call is given up, at the next token: `AnswerTimeoutError`. Waiting for the model counts.
+        Seconds after which a call is given up, at once while it waits for the model and else at its next token:
+        `AnswerTimeoutError`. A prefill under way is not interrupted.
     generation_kwargs : dict
         Further options of transformers' ``generate``.
     min_chunk_chars : int
@@ -63,10 +72,6 @@ class BlendModel(AnswersTogether, BaseModel):
     model: str
     engine: BlendEngine = Field(exclude=True, repr=False)
     blend_config: BlendConfig | None = None
-    max_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=0)
     stop: list[str] | None = None
     timeout: float | None = Field(default=None, gt=0)
     generation_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -106,13 +111,18 @@ class BlendModel(AnswersTogether, BaseModel):
             raise ConfigError(
                 "store and model_kwargs belong to a model that is loaded; a ready-made engine has both already"
             )
-        name = str(model) if model is not None else _name_of(engine)
+        if model is not None and str(model) not in (engine.model_name, getattr(engine.model, "name_or_path", "")):
+            raise ConfigError(
+                f"model={str(model)!r} is not {engine.model_name!r}, the model of the engine that is given, which would answer "
+                "under its name; leave model out, or make an object of each model and choose by configurable_alternatives"
+            )
+        name = engine.model_name if model is None else str(model)
         try:
             super().__init__(model=name, engine=engine, blend_config=config, **fields)
         except ValidationError as error:
             if loads:
                 engine.close()
-            raise ConfigError(f"{type(self).__name__}: {_explain(error)}") from error
+            raise ConfigError(f"{type(self).__name__}: {explain(error)}") from error
         if loads:
             self._loaded = {"store": store, "model_kwargs": model_kwargs}
 
@@ -133,14 +143,14 @@ class BlendModel(AnswersTogether, BaseModel):
                 f"this object answers with the model {self.model!r}, and one call cannot take {model!r}; make another for it"
             )
         own = {name: getattr(self, name) for name in _OPTIONS}
-        options = generation_options(own, self.generation_kwargs, given)
+        options = generation_options(own, self.generation_kwargs, DecodingFields.checked(given))
         ends = stop_strings(stop if stop is not None else self.stop)
         deadline = Deadline(timeout) if timeout is not None else None
         criteria: list[Any] = [StopStrings(self.engine.tokenizer, ends)] if ends else []
         criteria += [deadline] if deadline is not None else []
         if criteria:
-            options["stopping_criteria"] = [*options.get("stopping_criteria", ()), *criteria]
-        return Call(prompt, ends, options | {"config": config}, deadline)
+            options["stopping_criteria"] = with_objects(options, "stopping_criteria", *criteria)
+        return Call(prompt, ends, options | {"config": config, "wait_s": timeout}, deadline)
 
     # How it is answered
 
@@ -155,43 +165,46 @@ class BlendModel(AnswersTogether, BaseModel):
         # A stream, so that a cancelled task does not leave the engine busy with an answer that nobody waits for.
         stream = await run_in_executor(None, self.engine.stream, call.prompt, **call.options)
         try:
-            return self._finished(call, await run_in_executor(None, stream.result))
+            return self._finished(call, await stream.aresult())
         finally:
             stream.close()
 
     def _pieces(self, call: Call) -> Iterator[str | Answer]:
         """Yield the answer piece by piece, and at the end as a whole."""
-        return self._shown(call, self.engine.stream(call.prompt, **call.options))
-
-    async def _apieces(self, make_call: Callable[[], Call]) -> AsyncIterator[str | Answer]:
-        call = await run_in_executor(None, make_call)
-        stream = await run_in_executor(None, self.engine.stream, call.prompt, **call.options)
-        try:
-            pieces = self._shown(call, stream)
-            while (piece := await run_in_executor(None, next, pieces, None)) is not None:
-                yield piece
-        finally:
-            # At once, where the task is cancelled: the thread that waits for a piece sees the end then.
-            stream.close()
-
-    def _shown(self, call: Call, stream: BlendStream) -> Iterator[str | Answer]:
-        gate = TextGate(call.stop)
+        stream = self.engine.stream(call.prompt, **call.options)
+        cutter = StopCutter(call.stop)
         try:
             for piece in stream:
-                shown = gate.pass_on(piece)
+                shown = cutter.feed(piece)
                 if shown:
                     yield shown
-            rest = gate.rest()
+            rest = cutter.flush()
             if rest:
                 yield rest
             yield self._finished(call, stream.result())
         finally:
             stream.close()
 
+    async def _apieces(self, make_call: Callable[[], Call]) -> AsyncIterator[str | Answer]:
+        call = await run_in_executor(None, make_call)
+        stream = await run_in_executor(None, self.engine.stream, call.prompt, **call.options)
+        cutter = StopCutter(call.stop)
+        try:
+            async for piece in stream:
+                shown = cutter.feed(piece)
+                if shown:
+                    yield shown
+            rest = cutter.flush()
+            if rest:
+                yield rest
+            yield self._finished(call, await stream.aresult())
+        finally:
+            stream.close()
+
     def _finished(self, call: Call, result: GenerationResult) -> Answer:
         if call.deadline is not None:
             call.deadline.check()
-        text = cut(result.text, call.stop)
+        text = cut_at_stop(result.text, call.stop)
         ends = self.engine.model.generation_config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
         at_end = len(text) < len(result.text) or result.token_ids[-1:] in [(end,) for end in ends]
@@ -250,7 +263,13 @@ class BlendModel(AnswersTogether, BaseModel):
 
 
 def _config(config: BlendConfig | Mapping[str, Any] | None) -> BlendConfig | None:
-    return BlendConfig(**config) if isinstance(config, Mapping) else config
+    if isinstance(config, Mapping):
+        return BlendConfig(**config)
+    if not isinstance(config, BlendConfig | None):
+        raise ConfigError(
+            f"blend_config is the {type(config).__name__} {config!r:.40}; give a BlendConfig, or its settings as a dictionary"
+        )
+    return config
 
 
 def _plain(config: BlendConfig, *, exclude_unset: bool = False) -> dict[str, Any]:
@@ -262,11 +281,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(isinstance(name, str) and _is_plain(each) for name, each in value.items())
     return value is None or isinstance(value, str | int | float | bool | Path)
-
-
-def _name_of(engine: BlendEngine) -> str:
-    return engine.model.name_or_path or type(engine.model).__name__
-
-
-def _explain(error: ValidationError) -> str:
-    return "; ".join(f"{'.'.join(map(str, item['loc'])) or 'fields'}: {item['msg']}" for item in error.errors())

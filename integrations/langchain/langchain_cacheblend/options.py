@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from pydantic import BaseModel, Field, ValidationError
 from transformers import GenerationConfig
 
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["check_options", "generation_options", "stop_strings"]
+__all__ = ["DecodingFields", "check_options", "explain", "generation_options", "stop_strings", "with_objects"]
 
 # LangChain's name, where it differs from that of transformers.
 _MAX_TOKENS = "max_tokens"
@@ -22,6 +23,30 @@ _KNOWN = frozenset(GenerationConfig().to_dict()) | {
     "stopping_criteria",
     "synced_gpus",
 }
+
+
+class DecodingFields(BaseModel):
+    """Options of a model object that a call can give anew, and what they may be."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=0)
+
+    @staticmethod
+    def checked(given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of a call with those among them checked as they are when an object is made.
+
+        Raises
+        ------
+        ConfigError
+            If a value has no meaning.
+        """
+        named = {name: given[name] for name in DecodingFields.model_fields if name in given}
+        try:
+            return dict(given) | DecodingFields(**named).model_dump(include=set(named))
+        except ValidationError as error:
+            raise ConfigError(explain(error)) from error
 
 
 def check_options(options: Iterable[str]) -> None:
@@ -74,11 +99,37 @@ def stop_strings(stop: Iterable[str] | None) -> tuple[str, ...]:
     Raises
     ------
     ConfigError
-        If one is empty, or they are a string themselves.
+        If one is empty or no string, or they are a string themselves.
     """
     if isinstance(stop, str):
         raise ConfigError(f"stop is the string {stop[:40]!r}; give a list of strings")
+    if not isinstance(stop, Iterable | None):
+        raise ConfigError(f"stop={stop!r} is a {type(stop).__name__}; give a list of strings")
     ends = tuple(stop or ())
-    if any(not each for each in ends):
-        raise ConfigError("a stop string is empty; every text begins with it")
+    for each in ends:
+        if not isinstance(each, str):
+            raise ConfigError(
+                f"stop={list(ends)!r:.60} holds {each!r:.40}, a {type(each).__name__}; give a list of strings"
+            )
+        if not each:
+            raise ConfigError("a stop string is empty; every text begins with it")
     return ends
+
+
+def with_objects(options: Mapping[str, Any], name: str, *added: Any) -> list[Any]:
+    """Return the objects that an option holds, and those added.
+
+    Raises
+    ------
+    ConfigError
+        If the option is no list.
+    """
+    given = options.get(name) or ()
+    if not isinstance(given, list | tuple):
+        raise ConfigError(f"{name} is the {type(given).__name__} {given!r:.40}; give a list of such objects")
+    return [*given, *added]
+
+
+def explain(error: ValidationError) -> str:
+    """Return what pydantic found wrong, in one line."""
+    return "; ".join(f"{'.'.join(map(str, item['loc'])) or 'fields'}: {item['msg']}" for item in error.errors())

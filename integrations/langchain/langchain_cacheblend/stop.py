@@ -1,4 +1,4 @@
-"""What ends a generation early: stop strings, and how they are kept out of what is shown, and a deadline."""
+"""What ends a generation early: stop strings, and a deadline."""
 
 from __future__ import annotations
 
@@ -11,15 +11,10 @@ from transformers import StoppingCriteria
 
 from cacheblend_rag.errors import AnswerTimeoutError, ConfigError
 
-__all__ = ["Deadline", "StopStrings", "TextGate", "cut"]
+__all__ = ["Deadline", "StopStrings"]
 
 # No character takes more tokens than it has bytes in UTF-8.
 _TOKENS_PER_CHAR = 4
-
-
-def cut(text: str, stop: Sequence[str]) -> str:
-    """Return `text` up to where the first of the stop strings begins."""
-    return text[: min((place for place in map(text.find, stop) if place >= 0), default=len(text))]
 
 
 class StopStrings(StoppingCriteria):
@@ -82,37 +77,3 @@ class Deadline(StoppingCriteria):
                 f"the answer was not there after timeout={self._timeout_s:g} s, waiting for the model included; "
                 "give it more time, or fewer max_tokens"
             )
-
-
-class TextGate:
-    """Lets a streamed text through up to the first stop string, holding back what may be the beginning of one.
-
-    Parameters
-    ----------
-    stop : sequence of str
-        The stop strings.
-    """
-
-    def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = stop
-        self._held = ""
-        self._closed = False
-
-    def pass_on(self, piece: str) -> str:
-        """Take in the next piece and return what can be shown now."""
-        if self._closed:
-            return ""
-        text = self._held + piece
-        shown = cut(text, self._stop)
-        if len(shown) < len(text):
-            self._closed = True
-            self._held = ""
-            return shown
-        keep = max((n for each in self._stop for n in range(1, len(each)) if text.endswith(each[:n])), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
-
-    def rest(self) -> str:
-        """Return what was held back, now that nothing follows."""
-        held, self._held = self._held, ""
-        return held

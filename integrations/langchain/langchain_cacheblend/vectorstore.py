@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -14,19 +15,23 @@ from langchain_core.vectorstores import VectorStore
 from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.chunk import text_hash
 from cacheblend_rag.engine import AddJob, AddResult
-from cacheblend_rag.errors import CacheBlendError, ConfigError
+from cacheblend_rag.errors import ConfigError, PromptError
 from langchain_cacheblend.inventory import Inventory
 from langchain_cacheblend.retriever import BlendVectorStoreRetriever
 from langchain_cacheblend.search import SearchesInner
+from langchain_cacheblend.siblings import Siblings
 
 __all__ = ["BlendVectorStore"]
+
+logger = logging.getLogger(__name__)
 
 
 class BlendVectorStore(SearchesInner):
     """A vector store around yours: what is added to it is also encoded, what is deleted from it is also forgotten.
 
-    A chunk's id is the id of its document, and its text the document's ``page_content``. Everything else is the inner store's
-    business; what has no counterpart here is reached as ``store.inner``.
+    A chunk's id is the id of its document, and its text the document's ``page_content``. So documents of several stores over one
+    engine need ids of their own; where two have one id, the chunk is that which was added last, and a warning says so.
+    Everything else is the inner store's business; what has no counterpart here is reached as ``store.inner``.
 
     Parameters
     ----------
@@ -43,6 +48,7 @@ class BlendVectorStore(SearchesInner):
         self.engine = engine
         self.background = background
         self._inventory = Inventory(inner)
+        self._siblings = Siblings(self)
 
     # Adding
 
@@ -56,6 +62,9 @@ class BlendVectorStore(SearchesInner):
     ) -> list[str]:
         """Add texts to the inner store, then encode them.
 
+        A text that the model cannot be given, because it is longer than the window or holds half a character, is stored without
+        KV, and a warning names it.
+
         Returns
         -------
         list of str
@@ -63,10 +72,9 @@ class BlendVectorStore(SearchesInner):
 
         Raises
         ------
-        PromptTooLongError
-            If a text does not fit the model's window. The inner store has it by then, and nothing of it is encoded.
         StoreError
-            If the KV cannot be stored. The inner store has the texts by then; adding them again completes it.
+            If the KV cannot be stored. The inner store has the texts by then, so do not add them again: `warm` encodes what is
+            left.
         """
         texts = list(texts)
         # Not every store takes ids=None as if it were left out.
@@ -175,7 +183,7 @@ class BlendVectorStore(SearchesInner):
         Parameters
         ----------
         ids, texts : sequence of str
-            As many of one as of the other. A text that is blank has no KV.
+            As many of one as of the other. A text that is blank has no KV, nor one that the model cannot be given.
         metadatas : sequence of dict, optional
             One for each text; those of one "source" are neighbours.
         progress : callable, optional
@@ -187,14 +195,18 @@ class BlendVectorStore(SearchesInner):
             What was done, or in the background what will say it.
         """
         # A store may hold documents without text; there is nothing to encode in them.
+        self._siblings.warn_of(ids, texts)
         blank = [id for id, text in zip(ids, texts, strict=True) if not text.strip()]
         beside = self._same_source(ids, metadatas)
         chunks = [Chunk(text, id, beside.get(id, ())) for id, text in zip(ids, texts, strict=True) if text.strip()]
         if blank:
             self.engine.delete(blank)
         try:
-            return self.engine.add(chunks, progress=progress, background=self.background)
-        except CacheBlendError:
+            try:
+                return self.engine.add(chunks, progress=progress, background=self.background)
+            except PromptError:
+                return self.engine.add(self._served(chunks), progress=progress, background=self.background)
+        except BaseException:
             # Rather no chunk under an id than the text that the inner store has just replaced.
             records = self.engine.records([chunk.id for chunk in chunks if chunk.id])
             self.engine.delete(
@@ -257,7 +269,7 @@ class BlendVectorStore(SearchesInner):
         """Remove the inner store's collection, in stores that have this method, and forget the KV of what it had."""
         present = self._inventory.present(self.engine.ids())
         self._inner_method("delete_collection")()
-        self.engine.delete(present)
+        self._forget_all(present)
 
     def _inner_method(self, name: str) -> Callable[..., Any]:
         method: Callable[..., Any] | None = getattr(self.inner, name, None)
@@ -280,6 +292,15 @@ class BlendVectorStore(SearchesInner):
         self.encode(ids, texts, metadatas)
         return ids
 
+    def _served(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """Return the chunks that the engine takes; what the ids of the others stood for before is forgotten."""
+        refusals = list(zip(chunks, self.engine.refusals(chunks), strict=True))
+        for chunk, refusal in refusals:
+            if refusal is not None:
+                logger.warning("document %s is stored without KV: %s", chunk.id, refusal)
+        self.engine.delete(chunk.id for chunk, refusal in refusals if refusal is not None and chunk.id)
+        return [chunk for chunk, refusal in refusals if refusal is None]
+
     def _same_source(self, ids: Sequence[str], metadatas: Sequence[dict[str, Any]] | None) -> dict[str, list[str]]:
         """Return of each document the ones before it that have the same "source", of the first one those behind it.
 
@@ -299,11 +320,19 @@ class BlendVectorStore(SearchesInner):
         }
 
     def _forget(self, ids: Sequence[str], *, certain: bool) -> None:
-        self.engine.delete(ids if certain else set(ids).difference(self._inventory.present(ids)))
+        self._forget_all(ids if certain else set(ids).difference(self._inventory.present(ids)))
 
     def _forgetting(self, action: Callable[[], Any]) -> Any:
         """Do something to the inner store, then forget the chunks that it had before and has no longer."""
         before = self._inventory.present(self.engine.ids())
         done = action()
-        self.engine.delete(set(before).difference(self._inventory.present(before)))
+        self._forget_all(set(before).difference(self._inventory.present(before)))
         return done
+
+    def _forget_all(self, ids: Iterable[str]) -> None:
+        """Forget chunks, but not those that are documents of another store over this engine as well."""
+        ids = list(dict.fromkeys(ids))
+        held = self._siblings.texts(ids)
+        shared = [record for record in self.engine.records(list(held)) if record is not None] if held else []
+        kept = {record.id for record in shared if record.text_hash == text_hash(held[record.id])}
+        self.engine.delete(id for id in ids if id not in kept)

@@ -3,6 +3,7 @@
 from llama_index_cacheblend.chat import BlendCondensePlusContextChatEngine, BlendContextChatEngine
 from llama_index_cacheblend.install import install, uninstall
 from llama_index_cacheblend.llm import BlendLLM
+from llama_index_cacheblend.pml import PMLPromptTemplate
 from llama_index_cacheblend.retriever import BlendRetriever
 from llama_index_cacheblend.synthesizer import BlendSynthesizer
 from llama_index_cacheblend.vector_store import BlendVectorStore
@@ -15,6 +16,7 @@ __all__ = [
     "BlendRetriever",
     "BlendSynthesizer",
     "BlendVectorStore",
+    "PMLPromptTemplate",
     "WarmJob",
     "WarmResult",
     "install",

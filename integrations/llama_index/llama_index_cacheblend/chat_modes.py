@@ -8,12 +8,14 @@ from llama_index.core.chat_engine import CondensePlusContextChatEngine, ContextC
 
 from llama_index_cacheblend.chat import BlendCondensePlusContextChatEngine, BlendContextChatEngine
 
-__all__ = ["install_chat", "uninstall_chat"]
+__all__ = ["CHAT_ENGINES", "install_chat", "uninstall_chat"]
 
-_ENGINES: dict[type, type] = {
+CHAT_ENGINES: dict[type, type] = {
     ContextChatEngine: BlendContextChatEngine,
     CondensePlusContextChatEngine: BlendCondensePlusContextChatEngine,
 }
+"""LlamaIndex's chat engines, and what blends in their place."""
+
 _MAKE = "from_defaults"
 
 _originals: dict[type, Any] = {}
@@ -24,10 +26,11 @@ def install_chat(response_mode: str) -> None:
 
     Twice is once; undone by `uninstall_chat`.
     """
-    for theirs, ours in _ENGINES.items():
+    for theirs, ours in CHAT_ENGINES.items():
         if theirs not in _originals:
-            original = _originals[theirs] = vars(theirs)[_MAKE]
+            original = vars(theirs)[_MAKE]
             setattr(theirs, _MAKE, classmethod(_extended(theirs, ours, original.__func__, response_mode)))
+            _originals[theirs] = original
 
 
 def uninstall_chat() -> None:

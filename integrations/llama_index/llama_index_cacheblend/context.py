@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.prompts import BasePromptTemplate
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk, Segment, text_hash
 from cacheblend_rag.errors import PromptTooLongError
+from cacheblend_rag.pml.fill import plain_text
 from llama_index_cacheblend.llm import BlendLLM
+from llama_index_cacheblend.pml import PMLPromptTemplate
 
 __all__ = ["SEPARATOR", "ContextPrompt", "make_context_prompt"]
 
@@ -97,6 +99,8 @@ def make_context_prompt(
     PromptTooLongError
         If there is room for none of the chunks, or not even for what stands around them.
     """
+    if isinstance(template, PMLPromptTemplate):
+        return _of_schema(llm, template, chunks, values, variable, limit)
     # The template is filled twice: where a mark that nobody can have written comes out, the context comes out too.
     mark = f"CACHEBLEND-{uuid.uuid4().hex}"
     parts = llm.render(template, structured, **values, **{variable: mark})[0].split(mark)
@@ -110,6 +114,33 @@ def make_context_prompt(
     reason = f"the template {what}, so the chunks cannot be told apart in the prompt"
     logger.warning("%s; it is prefilled as a whole", reason)
     return ContextPrompt(text, messages, context, BlendPrompt(segments=[text]), left_over, dropped, reason)
+
+
+def _of_schema(
+    llm: BlendLLM,
+    template: PMLPromptTemplate,
+    chunks: Sequence[Chunk],
+    values: dict[str, Any],
+    variable: str,
+    limit: int | None,
+) -> ContextPrompt:
+    """Put chunks into a schema's prompt, as many from the first on as there is room for."""
+    least = 1 if chunks and template.documents is not None else len(chunks)
+    for count in range(len(chunks), least - 1, -1):
+        texts = [chunk.text for chunk in chunks[:count]]
+        prompt = template.pml_prompt(**values, **{variable: texts})
+        blend = llm.engine.schemas.blend_prompt(prompt)
+        assert blend.positions is not None and isinstance(blend.segments[-1], tuple)
+        size = blend.positions[-1] + len(blend.segments[-1])
+        if limit is None or size <= limit:
+            text = plain_text(prompt)
+            messages = [ChatMessage(role=MessageRole.USER, content=text)] if llm.is_chat_model else None
+            return ContextPrompt(text, messages, SEPARATOR.join(texts), blend, tuple(chunks[count:]))
+    raise PromptTooLongError(
+        f"the prompt of schema {template.prompt.schema.name!r} reaches to position {size} with no more than its first document, "
+        f"and {limit} are left beside max_new_tokens={llm.max_new_tokens}; split documents into shorter chunks, or lower "
+        "max_new_tokens"
+    )
 
 
 def _segments(parts: Sequence[str], chunks: Sequence[Chunk]) -> list[Segment]:

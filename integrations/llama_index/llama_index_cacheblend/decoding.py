@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from typing import Any
 
 from cacheblend_rag.engine import BlendStream
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.stops import StopCutter
 
-__all__ = ["StopCutter", "check_length", "cut_at_stop", "decoding_options", "read_stream", "stop_list"]
+__all__ = ["aread_stream", "check_length", "decoding_options", "read_stream", "stop_list"]
 
 
 def stop_list(stop: str | Sequence[str] | None) -> list[str]:
@@ -76,46 +77,6 @@ def check_length(max_new_tokens: Any, window: int | None = None) -> int:
     return max_new_tokens
 
 
-def cut_at_stop(text: str, stops: Iterable[str]) -> str:
-    """Return `text` up to the stop string that is complete first, as it is met when text is generated."""
-    found = [(start + len(stop), start) for stop in stops if (start := text.find(stop)) >= 0]
-    return text[: min(found)[1]] if found else text
-
-
-class StopCutter:
-    """Cuts a stream of text at the first stop string, holding back what may be the beginning of one.
-
-    Parameters
-    ----------
-    stops : sequence of str
-        The stop strings.
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = stops
-        self._held = ""
-        self._done = False
-
-    def feed(self, piece: str) -> str:
-        """Take the next piece and return what can be shown by now."""
-        if self._done:
-            return ""
-        text = self._held + piece
-        shown = cut_at_stop(text, self._stops)
-        if len(shown) < len(text):
-            self._done = True
-            self._held = ""
-            return shown
-        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
-
-    def flush(self) -> str:
-        """Return what was held back; the stream has ended."""
-        held, self._held = self._held, ""
-        return held
-
-
 def read_stream(stream: BlendStream, stops: Sequence[str]) -> Generator[str, None, None]:
     """Yield the text of a stream up to the first stop string; closing the generator ends the generation."""
     cutter = StopCutter(stops)
@@ -129,9 +90,14 @@ def read_stream(stream: BlendStream, stops: Sequence[str]) -> Generator[str, Non
         stream.close()
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Return how many characters at the end of `text` are the beginning of `stop`."""
-    for size in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:size]):
-            return size
-    return 0
+async def aread_stream(stream: BlendStream, stops: Sequence[str]) -> AsyncGenerator[str, None]:
+    """Do what `read_stream` does, on an event loop."""
+    cutter = StopCutter(stops)
+    try:
+        async for piece in stream:
+            if shown := cutter.feed(piece):
+                yield shown
+        if shown := cutter.flush():
+            yield shown
+    finally:
+        stream.close()

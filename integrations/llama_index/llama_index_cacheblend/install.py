@@ -19,7 +19,8 @@ from llama_index.core.response_synthesizers import factory
 from llama_index.core.response_synthesizers.base import BaseSynthesizer
 
 from cacheblend_rag.errors import ConfigError
-from llama_index_cacheblend.chat_modes import install_chat, uninstall_chat
+from llama_index_cacheblend.chat_modes import CHAT_ENGINES, install_chat, uninstall_chat
+from llama_index_cacheblend.retriever import BlendRetriever
 from llama_index_cacheblend.synthesizer import BlendSynthesizer
 
 __all__ = ["RESPONSE_MODE", "install", "uninstall"]
@@ -62,28 +63,35 @@ def install() -> None:
         if _ours is not None:
             return
         _check()
-        original = factory.get_response_synthesizer
-        ours = _extended(original)
-        for module in _holders(original):
-            setattr(module, _NAME, ours)
-        install_chat(RESPONSE_MODE)
+        _original = factory.get_response_synthesizer
+        _ours = _extended(_original)
         _from_args = vars(RetrieverQueryEngine)["from_args"]
-        _set_from_args(_refusing(_from_args.__func__))
-        _original, _ours = original, ours
+        try:
+            for module in _holders(_original):
+                setattr(module, _NAME, _ours)
+            install_chat(RESPONSE_MODE)
+            _set_from_args(_refusing(_from_args.__func__))
+        except BaseException:
+            _undo()
+            raise
 
 
 def uninstall() -> None:
     """Undo `install`; without one before, nothing happens."""
-    global _original, _ours, _from_args
     with _lock:
-        if _ours is None:
-            return
-        # Searched again, because modules imported in the meantime have taken ours.
-        for module in _holders(_ours):
-            setattr(module, _NAME, _original)
-        uninstall_chat()
-        _set_from_args(_from_args)
-        _original = _ours = _from_args = None
+        if _ours is not None:
+            _undo()
+
+
+def _undo() -> None:
+    global _original, _ours, _from_args
+    assert _ours is not None
+    # Searched again, because modules imported in the meantime have taken ours.
+    for module in _holders(_ours):
+        setattr(module, _NAME, _original)
+    uninstall_chat()
+    _set_from_args(_from_args)
+    _original = _ours = _from_args = None
 
 
 def _holders(function: Callable[..., BaseSynthesizer]) -> Iterator[ModuleType]:
@@ -99,22 +107,28 @@ def _set_from_args(function: Any) -> None:
 def _check() -> None:
     ours = "llm text_qa_template refine_template output_cls callback_manager streaming response_mode prompt_helper"
     synthesize = "query nodes additional_source_nodes response_kwargs"
-    for function, names in (
-        (factory.get_response_synthesizer, ours),
-        (RetrieverQueryEngine.from_args, "retriever response_mode response_synthesizer"),
+    for owner, name, names in (
+        (factory, _NAME, ours),
+        (RetrieverQueryEngine, "from_args", "retriever response_mode response_synthesizer"),
         (
-            BaseSynthesizer.__init__,
+            BaseSynthesizer,
+            "__init__",
             "llm callback_manager prompt_helper chat_prompt_helper streaming output_cls empty_response",
         ),
-        (BaseSynthesizer.synthesize, synthesize),
-        (BaseSynthesizer.asynthesize, synthesize),
+        (BaseSynthesizer, "synthesize", synthesize),
+        (BaseSynthesizer, "asynthesize", synthesize),
+        *((engine, "from_defaults", "retriever chat_history memory llm") for engine in CHAT_ENGINES),
     ):
-        parameters = inspect.signature(function).parameters
-        missing = [name for name in names.split() if name not in parameters]
+        # What it defines itself, since that is what is replaced.
+        found = getattr(owner, name) if name in vars(owner) else None
+        parameters = inspect.signature(found).parameters if found else {}
+        missing = [each for each in names.split() if each not in parameters]
         if missing:
+            shown = f"{owner.__name__}.{name}" if found is None else found.__qualname__
+            lacks = "is not there" if found is None else f"has no parameter {', '.join(missing)}"
             raise ConfigError(
                 f"llama-index-core {version('llama-index-core')} cannot be taught response_mode={RESPONSE_MODE!r}: its "
-                f"{function.__qualname__} has no parameter {', '.join(missing)}; install llama-index-core>=0.14,<0.15, or pass "
+                f"{shown} {lacks}; install llama-index-core>=0.14,<0.15, or pass "
                 "response_synthesizer=BlendSynthesizer(...) yourself"
             )
 
@@ -152,6 +166,8 @@ def _refusing(original: Callable[..., RetrieverQueryEngine]) -> classmethod[Retr
     def from_args(*args: Any, **kwargs: Any) -> RetrieverQueryEngine:
         given = signature.bind(*args, **kwargs).arguments
         retriever, synthesizer = given.get("retriever"), given.get("response_synthesizer")
+        while isinstance(retriever, BlendRetriever):
+            retriever = retriever.retriever
         mode = RESPONSE_MODE if isinstance(synthesizer, BlendSynthesizer) else given.get("response_mode")
         if mode == RESPONSE_MODE and isinstance(retriever, _COMPOSED):
             raise ConfigError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -31,12 +30,13 @@ from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine, BlendStream, Conversation, GenerationResult
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.stops import cut_at_stop
 from llama_index_cacheblend.construction import engine_name, make_engine
-from llama_index_cacheblend.decoding import check_length, cut_at_stop, decoding_options, read_stream, stop_list
+from llama_index_cacheblend.decoding import check_length, decoding_options, stop_list
 from llama_index_cacheblend.messages import has_chat_template, render_messages
-from llama_index_cacheblend.responses import as_chat, as_completion, responses
+from llama_index_cacheblend.pml import prompt_in
+from llama_index_cacheblend.responses import aresponses, as_chat, as_completion, responses
 from llama_index_cacheblend.structured import JSONAnswers
-from llama_index_cacheblend.threads import iterate_in_thread
 
 __all__ = ["BlendLLM"]
 
@@ -249,13 +249,13 @@ class BlendLLM(JSONAnswers):
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         """Do what `stream_complete` does."""
         stream, stops = await asyncio.to_thread(self._stream, self._worded(prompt, formatted), kwargs)
-        return iterate_in_thread(responses(stream, stops, as_completion), stream.close)
+        return aresponses(stream, stops, as_completion)
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """Do what `stream_chat` does."""
         stream, stops = await asyncio.to_thread(self._stream, messages, kwargs)
-        return iterate_in_thread(responses(stream, stops, as_chat), stream.close)
+        return aresponses(stream, stops, as_chat)
 
     def _written(self, messages: Sequence[ChatMessage]) -> str:
         assert self.messages_to_prompt is not None
@@ -267,7 +267,7 @@ class BlendLLM(JSONAnswers):
     def _request(self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """Return the engine's arguments for a call, and its stop strings."""
         others = self.generation_kwargs | kwargs
-        prompt = others.pop("blend_prompt", None)
+        prompt = others.pop("blend_prompt", None) or prompt_in(given)
         if prompt is None:
             prompt = BlendPrompt(segments=[given if isinstance(given, str) else self._written(given)])
         config = others.pop("blend_config", None)
@@ -291,8 +291,8 @@ class BlendLLM(JSONAnswers):
         self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any]
     ) -> tuple[GenerationResult, list[str]]:
         stream, stops = await asyncio.to_thread(self._stream, given, kwargs)
-        # Read as a stream, because a stream can be ended from outside.
-        async with aclosing(iterate_in_thread(read_stream(stream, stops), stream.close)) as pieces:
-            async for _ in pieces:
-                pass
-        return stream.result(), stops
+        # A stream, because a stream can be ended from outside.
+        try:
+            return await stream.aresult(), stops
+        finally:
+            stream.close()

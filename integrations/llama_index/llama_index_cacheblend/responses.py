@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse, MessageRole
 
 from cacheblend_rag.engine import BlendStream, GenerationResult
-from llama_index_cacheblend.decoding import read_stream
+from llama_index_cacheblend.decoding import aread_stream, read_stream
 
-__all__ = ["as_chat", "as_completion", "raw_response", "responses"]
+__all__ = ["aresponses", "as_chat", "as_completion", "raw_response", "responses"]
 
 R = TypeVar("R", ChatResponse, CompletionResponse)
 
@@ -64,3 +65,15 @@ def responses(
         text += piece
         yield make(text, piece, None)
     yield make(text, "", stream.result())
+
+
+async def aresponses(
+    stream: BlendStream, stops: Sequence[str], make: Callable[[str, str | None, GenerationResult | None], R]
+) -> AsyncGenerator[R, None]:
+    """Do what `responses` does, on an event loop: the generation ends soon when nobody reads any more."""
+    text = ""
+    async with aclosing(aread_stream(stream, stops)) as pieces:
+        async for piece in pieces:
+            text += piece
+            yield make(text, piece, None)
+    yield make(text, "", await stream.aresult())

@@ -1,0 +1,68 @@
+"""Where a text ends that is generated up to stop strings, whole or piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["StopCutter", "cut_at_stop"]
+
+
+def cut_at_stop(text: str, stops: Sequence[str]) -> str:
+    """Return `text` up to where the first stop string in it begins.
+
+    Parameters
+    ----------
+    text : str
+        What was generated.
+    stops : sequence of str
+        The stop strings; none of them is empty.
+
+    Returns
+    -------
+    str
+        What stands before the stop string that begins first, or all of it.
+    """
+    return text[: min((place for place in map(text.find, stops) if place >= 0), default=len(text))]
+
+
+class StopCutter:
+    """Cuts a text that comes in pieces where `cut_at_stop` cuts the whole.
+
+    What may be the beginning of a stop string is held back until it is known.
+
+    Parameters
+    ----------
+    stops : sequence of str
+        The stop strings; none of them is empty.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+        self._done = False
+
+    def feed(self, piece: str) -> str:
+        """Take the next piece and return what can be shown by now."""
+        if self._done:
+            return ""
+        text = self._held + piece
+        cut = len(cut_at_stop(text, self._stops))
+        begun = min((_begun(text, stop) for stop in self._stops), default=len(text))
+        # A longer stop string may have begun before one that is complete, and would then count.
+        self._done = cut < len(text) and cut <= begun
+        shown = min(cut, begun)
+        self._held = "" if self._done else text[shown:]
+        return text[:shown]
+
+    def flush(self) -> str:
+        """Return what of the text held back belongs to it, now that nothing follows."""
+        held, self._held = self._held, ""
+        return cut_at_stop(held, self._stops)
+
+
+def _begun(text: str, stop: str) -> int:
+    """Return where the end of `text` begins that is the beginning of `stop`; the length of `text` if there is none."""
+    for start in range(max(len(text) - len(stop) + 1, 0), len(text)):
+        if stop.startswith(text[start:]):
+            return start
+    return len(text)

@@ -1,0 +1,36 @@
+"""A parameterised travel plan (Prompt Cache, section 5.6.3): the length of the trip is an argument, the destination a member of a
+union. Run it with ``python examples/pml/travel_plan.py [MODEL]``; it needs no network with the reference model.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag.pml import Import, Schema, Turn
+
+TASK = Turn("user", "Create a travel plan.")
+
+
+def main(model: str = "reference") -> None:
+    schema = Schema.from_file(Path(__file__).parent / "travel.pml")
+    config = BlendConfig(selector="none", recompute_ratio=0.0, min_tokens=0)
+    with BlendEngine.from_pretrained(model, config=config) as engine:
+        loaded = engine.load_schema(schema)
+        print(f"{loaded.encoded} of {loaded.parts} parts encoded, {loaded.tokens} tokens")
+        for duration, place in (("a week", "tokyo"), ("two days", "rome")):
+            plan = Import("travel-plan", {"duration": duration}, [Import("overseas", {}, [Import(place)])])
+            stream = engine.stream(schema.prompt(plan, TASK), 60, do_sample=False)
+            print(f"{duration} in {place}: ", end="")
+            for piece in stream:
+                print(piece, end="", flush=True)
+            report = stream.result().report
+            computed = report.prompt_tokens - report.context_tokens
+            print(
+                f"\n  {report.hits} hits, {report.misses} misses; {computed} of {report.prompt_tokens} tokens computed"
+            )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,208 @@
+"""Prompt templates written in the prompt markup language."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from langchain_core.documents import Document
+from langchain_core.messages import BaseMessage, HumanMessage
+from langchain_core.prompt_values import PromptValue
+from langchain_core.prompts import BasePromptTemplate
+from langchain_core.prompts.string import PromptTemplateFormat, formatter, get_template_variables
+from pydantic import ConfigDict
+
+from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.pml import Prompt, Schema
+from cacheblend_rag.pml.fill import fill_texts, plain_text, prompt_texts, put_documents
+
+__all__ = ["PMLPromptTemplate", "PMLPromptValue", "PMLText", "prompt_in", "refuse_beside"]
+
+_FORMAT: PromptTemplateFormat = "f-string"
+_KEY = "cacheblend_pml"
+
+
+class PMLText(str):
+    """The plain text of a schema's prompt, which carries the prompt itself to a model that reads it.
+
+    LangChain hands string models a string. This one is the prompt's words for everything that shows or caches it.
+    """
+
+    prompt: Prompt
+
+    @classmethod
+    def of(cls, prompt: Prompt) -> PMLText:
+        """Return the text of a prompt."""
+        text = cls(plain_text(prompt))
+        text.prompt = prompt
+        return text
+
+
+class PMLPromptValue(PromptValue):
+    """A prompt of a schema on its way to a model."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    prompt: Prompt
+
+    def to_string(self) -> str:
+        """Return the prompt as plain text, which `BlendLLM` takes for the prompt that it is."""
+        return PMLText.of(self.prompt)
+
+    def to_messages(self) -> list[BaseMessage]:
+        """Return one message with the prompt as plain text, which `ChatBlend` takes for the prompt that it is."""
+        return [HumanMessage(content=plain_text(self.prompt), additional_kwargs={_KEY: self.prompt})]
+
+
+class PMLPromptTemplate(BasePromptTemplate[PMLPromptValue]):
+    """A prompt of a schema with variables in its arguments and new text, for `BlendLLM` and `ChatBlend`.
+
+    ::
+
+        schema = Schema.from_file("travel.pml")
+        llm.engine.load_schema(schema)
+        template = PMLPromptTemplate.from_markup(
+            schema, '<prompt schema="travel"><travel-plan duration="{duration}"><rome/></travel-plan>{question}</prompt>'
+        )
+        chain = template | llm
+
+    Variables are written as in every LangChain template of the f-string form, and their values are text, never markup. Retrieved
+    documents can take the place of a module, each of them as a module: those that a `BlendVectorStore` has encoded are not
+    encoded again.
+
+    Parameters
+    ----------
+    prompt : Prompt
+        The prompt with its variables, from ``schema.prompt(...)`` or ``schema.parse_prompt(...)``.
+    documents : str, optional
+        The name of a module that the prompt imports and that documents take the place of. It is a variable too: a list of
+        documents, or of strings.
+    separator : str
+        Text behind each document.
+
+    Raises
+    ------
+    ConfigError
+        If `documents` names no module of the prompt.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    prompt: Prompt
+    documents: str | None = None
+    separator: str = "\n\n"
+
+    def __init__(self, prompt: Prompt, documents: str | None = None, separator: str = "\n\n", **fields: Any) -> None:
+        if documents is not None and documents not in prompt.imports:
+            raise ConfigError(
+                f"documents={documents!r} names no module that the prompt imports; it imports "
+                f"{', '.join(prompt.imports) or 'none'}"
+            )
+        names = {name for text in prompt_texts(prompt) for name in get_template_variables(text, _FORMAT)}
+        if documents is not None:
+            names.add(documents)
+        names -= fields.get("partial_variables", {}).keys()
+        fields.setdefault("input_variables", sorted(names))
+        super().__init__(prompt=prompt, documents=documents, separator=separator, **fields)  # type: ignore[call-arg]
+
+    @classmethod
+    def from_markup(
+        cls, schema: Schema, markup: str, *, documents: str | None = None, separator: str = "\n\n"
+    ) -> PMLPromptTemplate:
+        """Read the prompt from markup.
+
+        Parameters
+        ----------
+        schema : Schema
+            Its schema.
+        markup : str
+            ``<prompt schema="...">`` with its variables.
+        documents, separator
+            As for the template itself.
+
+        Returns
+        -------
+        PMLPromptTemplate
+            The template.
+
+        Raises
+        ------
+        PMLError
+            If the markup is not well-formed, or does not fit the schema.
+        """
+        return cls(schema.parse_prompt(markup), documents, separator)
+
+    def pml_prompt(self, **values: Any) -> Prompt:
+        """Return the prompt with its variables filled in.
+
+        Raises
+        ------
+        ConfigError
+            If the documents are neither documents nor strings.
+        """
+        given = self._merge_partial_and_user_variables(**values)
+        prompt = fill_texts(
+            self.prompt, lambda text: formatter.format(text, **given) if "{" in text or "}" in text else text
+        )
+        if self.documents is None:
+            return prompt
+        return put_documents(prompt, self.documents, _texts(given[self.documents]), self.separator)
+
+    def format_prompt(self, **kwargs: Any) -> PMLPromptValue:
+        """Return the prompt for a model."""
+        return PMLPromptValue(prompt=self.pml_prompt(**kwargs))
+
+    async def aformat_prompt(self, **kwargs: Any) -> PMLPromptValue:
+        """Return the prompt for a model."""
+        return self.format_prompt(**kwargs)
+
+    def format(self, **kwargs: Any) -> str:
+        """Return the prompt as plain text."""
+        return self.format_prompt(**kwargs).to_string()
+
+    async def aformat(self, **kwargs: Any) -> str:
+        """Return the prompt as plain text."""
+        return self.format(**kwargs)
+
+    @property
+    def _prompt_type(self) -> str:
+        return "pml"
+
+
+def prompt_in(messages: Sequence[BaseMessage]) -> Prompt | None:
+    """Return the prompt of a schema that messages carry, if they do.
+
+    Raises
+    ------
+    PromptError
+        If there are other messages beside it.
+    """
+    found = [message.additional_kwargs[_KEY] for message in messages if _KEY in message.additional_kwargs]
+    if not found:
+        return None
+    if len(messages) > 1 or not isinstance(found[0], Prompt):
+        raise PromptError(
+            "a schema's prompt is a whole conversation; put other messages into the schema or the prompt, as <system>, <user> "
+            "and <assistant>"
+        )
+    return found[0]
+
+
+def refuse_beside(**given: Any) -> None:
+    """Raise `PromptError` for what would have to be written into a schema's prompt."""
+    for name, value in given.items():
+        if value:
+            raise PromptError(
+                f"{name} cannot be given beside a schema's prompt, which says itself what the model reads; leave them out, or "
+                "put documents into the place of a module (PMLPromptTemplate, documents=)"
+            )
+
+
+def _texts(documents: Any) -> list[str]:
+    if isinstance(documents, str | Document):
+        raise ConfigError("the documents are a single one; give a list of them")
+    texts = [document.page_content if isinstance(document, Document) else document for document in documents]
+    for text in texts:
+        if not isinstance(text, str):
+            raise ConfigError(f"the documents hold a {type(text).__name__}; give documents or strings")
+    return [text for text in texts if text]

@@ -1,0 +1,215 @@
+"""Prompt templates written in the prompt markup language."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llama_index.core.base.llms.base import BaseLLM
+from llama_index.core.base.llms.types import ChatMessage, MessageRole
+from llama_index.core.bridge.pydantic import ConfigDict
+from llama_index.core.prompts import BasePromptTemplate
+from llama_index.core.prompts.prompt_type import PromptType
+from llama_index.core.prompts.utils import format_string, get_template_vars
+from llama_index.core.schema import BaseNode, NodeWithScore
+
+from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.pml import Prompt, Schema
+from cacheblend_rag.pml.fill import fill_texts, plain_text, prompt_texts, put_documents
+from llama_index_cacheblend.nodes import llm_text
+
+__all__ = ["CONTEXT", "PMLPromptTemplate", "PMLText", "prompt_in"]
+
+CONTEXT = "context_str"
+"""What LlamaIndex calls the variable for what was retrieved."""
+_KEY = "cacheblend_pml"
+
+
+class PMLText(str):
+    """The plain text of a schema's prompt, which carries the prompt itself to a model that reads it.
+
+    LlamaIndex hands models that are no chat models a string. This one is the prompt's words for everything that shows it.
+    """
+
+    prompt: Prompt
+
+    @classmethod
+    def of(cls, prompt: Prompt) -> PMLText:
+        """Return the text of a prompt."""
+        text = cls(plain_text(prompt))
+        text.prompt = prompt
+        return text
+
+
+class PMLPromptTemplate(BasePromptTemplate):
+    """A prompt of a schema with variables in its arguments and new text, for `BlendLLM` and `BlendSynthesizer`.
+
+    ::
+
+        schema = Schema.from_file("notes.pml")
+        llm.engine.load_schema(schema)
+        template = PMLPromptTemplate.from_markup(
+            schema, '<prompt schema="notes"><rules/><notes/>{query_str}</prompt>', documents="notes"
+        )
+        index.as_query_engine(llm=llm, response_mode="blend", text_qa_template=template)
+
+    Variables are written as in every LlamaIndex template, and their values are text, never markup. With `documents`, what was
+    retrieved takes the place of a module, each node as a module: those that a `BlendVectorStore` has encoded are not encoded
+    again.
+
+    Parameters
+    ----------
+    prompt : Prompt
+        The prompt with its variables, from ``schema.prompt(...)`` or ``schema.parse_prompt(...)``.
+    documents : str, optional
+        The name of a module that the prompt imports. ``context_str`` takes its place: a list of nodes or strings, or one string.
+    separator : str
+        Text behind each document.
+    prompt_type : str
+        What LlamaIndex calls this kind of prompt.
+    metadata : dict, optional
+        Further metadata.
+    **kwargs : str
+        Values of variables.
+
+    Raises
+    ------
+    ConfigError
+        If `documents` names no module of the prompt.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    prompt: Prompt
+    documents: str | None
+    separator: str
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        documents: str | None = None,
+        separator: str = "\n\n",
+        prompt_type: str = PromptType.CUSTOM,
+        metadata: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if documents is not None and documents not in prompt.imports:
+            raise ConfigError(
+                f"documents={documents!r} names no module that the prompt imports; it imports "
+                f"{', '.join(prompt.imports) or 'none'}"
+            )
+        names = dict.fromkeys(name for text in prompt_texts(prompt) for name in get_template_vars(text))
+        if documents is not None:
+            names[CONTEXT] = None
+        values: dict[str, Any] = {
+            "prompt": prompt,
+            "documents": documents,
+            "separator": separator,
+            "metadata": {"prompt_type": prompt_type} | (metadata or {}),
+            "template_vars": list(names),
+            "kwargs": kwargs,
+            "output_parser": None,
+        }
+        super().__init__(**values)
+
+    @classmethod
+    def from_markup(
+        cls, schema: Schema, markup: str, *, documents: str | None = None, separator: str = "\n\n"
+    ) -> PMLPromptTemplate:
+        """Read the prompt from markup.
+
+        Parameters
+        ----------
+        schema : Schema
+            Its schema.
+        markup : str
+            ``<prompt schema="...">`` with its variables.
+        documents, separator
+            As for the template itself.
+
+        Returns
+        -------
+        PMLPromptTemplate
+            The template.
+
+        Raises
+        ------
+        PMLError
+            If the markup is not well-formed, or does not fit the schema.
+        """
+        return cls(schema.parse_prompt(markup), documents, separator)
+
+    def pml_prompt(self, **values: Any) -> Prompt:
+        """Return the prompt with its variables filled in.
+
+        Raises
+        ------
+        ConfigError
+            If a variable is missing, or the context is neither nodes nor strings.
+        """
+        given = self._map_all_vars(self.kwargs | values)
+        missing = [name for name in self.template_vars if name not in given]
+        if missing:
+            raise ConfigError(f"the prompt has the variables {', '.join(missing)}, for which there is no value")
+        prompt = fill_texts(self.prompt, lambda text: format_string(text, **given))
+        if self.documents is None:
+            return prompt
+        return put_documents(prompt, self.documents, _texts(given[CONTEXT]), self.separator)
+
+    def partial_format(self, **kwargs: Any) -> PMLPromptTemplate:
+        """Return the template with some of its variables filled in."""
+        made = PMLPromptTemplate(self.prompt, self.documents, self.separator, **(self.kwargs | kwargs))
+        made.metadata = dict(self.metadata)
+        made.template_var_mappings, made.function_mappings = self.template_var_mappings, self.function_mappings
+        return made
+
+    def format(self, llm: BaseLLM | None = None, **kwargs: Any) -> str:
+        """Return the prompt as plain text, which `BlendLLM` takes for the prompt that it is."""
+        del llm
+        for name in ("messages_to_prompt", "completion_to_prompt"):
+            kwargs.pop(name, None)
+        return PMLText.of(self.pml_prompt(**kwargs))
+
+    def format_messages(self, llm: BaseLLM | None = None, **kwargs: Any) -> list[ChatMessage]:
+        """Return one message with the prompt as plain text, which `BlendLLM` takes for the prompt that it is."""
+        del llm
+        prompt = self.pml_prompt(**kwargs)
+        return [ChatMessage(role=MessageRole.USER, content=plain_text(prompt), additional_kwargs={_KEY: prompt})]
+
+    def get_template(self, llm: BaseLLM | None = None) -> str:
+        """Return the prompt as plain text, with its variables."""
+        del llm
+        return plain_text(self.prompt)
+
+
+def prompt_in(given: str | Sequence[ChatMessage]) -> Prompt | None:
+    """Return the prompt of a schema that a text or messages carry, if they do.
+
+    Raises
+    ------
+    PromptError
+        If there are other messages beside it.
+    """
+    if isinstance(given, str):
+        return given.prompt if isinstance(given, PMLText) else None
+    found = [message.additional_kwargs[_KEY] for message in given if _KEY in message.additional_kwargs]
+    if not found:
+        return None
+    if len(given) > 1 or not isinstance(found[0], Prompt):
+        raise PromptError(
+            "a schema's prompt is a whole conversation; put other messages, and BlendLLM's system_prompt, into the schema or the "
+            "prompt, as <system>, <user> and <assistant>"
+        )
+    return found[0]
+
+
+def _texts(context: Any) -> list[str]:
+    given = [context] if isinstance(context, str | BaseNode | NodeWithScore) else list(context)
+    texts = []
+    for each in given:
+        if isinstance(each, NodeWithScore):
+            each = each.node
+        if not isinstance(each, str | BaseNode):
+            raise ConfigError(f"{CONTEXT} holds a {type(each).__name__}; give nodes or strings")
+        texts.append(each if isinstance(each, str) else llm_text(each))
+    return [text for text in texts if text]

@@ -1,0 +1,143 @@
+"""Readers of what a thread makes: in threads, and on event loops, where waiting takes none."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cacheblend_rag import BlendPrompt
+from cacheblend_rag.engine.feed import Feed
+from cacheblend_rag.errors import ConfigError
+from tests.core.test_many import engine_of, some_prompts
+
+
+def _made(pieces: list[int], error: Exception | None = None) -> Feed[int, str]:
+    feed: Feed[int, str] = Feed()
+
+    def work() -> str:
+        for piece in pieces:
+            feed.put(piece)
+        if error is not None:
+            raise error
+        return "whole"
+
+    feed.start(work, "made")
+    return feed
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(), max_size=20), st.booleans())
+def test_pieces_come_in_order_and_then_the_outcome(pieces: list[int], by_loop: bool) -> None:
+    feed = _made(pieces)
+
+    async def read() -> tuple[list[int], str]:
+        seen = []
+        while (piece := await feed.anext()) is not None:
+            seen.append(piece)
+        return seen, await feed.aoutcome()
+
+    if by_loop:
+        assert asyncio.run(read()) == (pieces, "whole")
+    else:
+        assert list(iter(feed.next, None)) == pieces
+    assert feed.next() is None
+    assert feed.outcome() == feed.outcome() == "whole"
+
+
+async def test_an_error_comes_behind_the_pieces_and_again_to_whoever_asks_again() -> None:
+    feed = _made([1], ConfigError("wrong"))
+    assert await feed.anext() == 1
+    assert await feed.anext() is None
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="wrong"):
+            await feed.aoutcome()
+        with pytest.raises(ConfigError, match="wrong"):
+            feed.outcome()
+
+
+def test_a_reader_whose_loop_has_gone_holds_nothing_up() -> None:
+    feed: Feed[int, str] = Feed()
+    go_on = threading.Event()
+
+    def work() -> str:
+        go_on.wait(60)
+        feed.put(1)
+        return "whole"
+
+    feed.start(work, "made")
+
+    async def begin() -> Coroutine[Any, Any, int | None]:
+        reader = feed.anext()
+        reader.send(None)
+        return reader
+
+    left = asyncio.run(begin())
+    go_on.set()
+    assert feed.next() == 1
+    assert feed.outcome() == "whole"
+    left.close()
+
+
+async def test_a_cancelled_reader_leaves_its_piece_to_the_next() -> None:
+    feed: Feed[int, str] = Feed()
+    go_on = threading.Event()
+
+    def work() -> str:
+        go_on.wait(60)
+        feed.put(1)
+        return "whole"
+
+    feed.start(work, "made")
+    reader = asyncio.create_task(feed.anext())
+    await asyncio.sleep(0)
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    go_on.set()
+    assert await feed.anext() == 1
+
+
+async def test_answers_on_a_loop_need_none_of_its_threads() -> None:
+    executor = ThreadPoolExecutor(1)
+    asyncio.get_running_loop().set_default_executor(executor)
+    busy = threading.Event()
+    prompts = some_prompts(2)
+    with engine_of() as engine:
+        try:
+            taken: Callable[[], object] = busy.wait
+            executor.submit(taken)
+            stream = engine.stream(prompts[0], 6, do_sample=False)
+            pieces = [piece async for piece in stream]
+            result = await engine.stream(prompts[0], 6, do_sample=False).aresult()
+            many = await engine.agenerate_many(prompts, 6, do_sample=False)
+        finally:
+            busy.set()
+        assert (
+            "".join(pieces)
+            == stream.result().text
+            == result.text
+            == engine.generate(prompts[0], 6, do_sample=False).text
+        )
+        assert [each.token_ids for each in many] == [
+            each.token_ids for each in engine.generate_many(prompts, 6, do_sample=False)
+        ]
+
+
+async def test_an_error_of_a_stream_is_raised_to_its_reader() -> None:
+    def broken(batch_id: int, input_ids: object) -> list[int]:
+        raise ValueError("no token is allowed")
+
+    with engine_of() as engine:
+        stream = engine.stream(BlendPrompt("Who?"), 3, prefix_allowed_tokens_fn=broken)
+        with pytest.raises(ValueError, match="no token"):
+            async for _ in stream:
+                pass
+        with pytest.raises(ValueError, match="no token"):
+            await stream.aresult()

@@ -1,0 +1,115 @@
+"""Prompt templates in the prompt markup language, with LlamaIndex's models and query engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from llama_index.core import StorageContext, VectorStoreIndex
+from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.schema import NodeWithScore, TextNode
+from llama_index.vector_stores.chroma import ChromaVectorStore
+
+import llama_index_cacheblend
+from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag.errors import ConfigError, PMLError, PromptError, PromptTooLongError
+from cacheblend_rag.pml import Import, Schema
+from llama_index_cacheblend import BlendLLM, BlendVectorStore, PMLPromptTemplate
+from llama_index_cacheblend.context import make_context_prompt
+from llama_index_cacheblend.nodes import node_chunks
+
+FACTS = [
+    "Mara Lindell was born in Oslo.",
+    "She works as a baker in the old town.",
+    "Otto Brandt was born in Lisbon. He paints ships.",
+    "Lena Fischer runs the harbour office.",
+]
+SCHEMA = Schema.from_text(
+    """
+<schema name="facts">
+  <module name="rules">Answer in <param name="count" len="6"/> words from the facts only.</module>
+  <module name="facts">The facts go here.</module>
+</schema>
+"""
+)
+MARKUP = '<prompt schema="facts"><rules count="{count}"/><facts/>Question: {query_str}</prompt>'
+REUSE = BlendConfig(selector="none", recompute_ratio=0.0, min_tokens=0)
+
+
+@pytest.fixture(params=[True, False], ids=["chat", "text"])
+def llm(request: pytest.FixtureRequest, model: Any, tokenizer: Any) -> Iterator[BlendLLM]:
+    with BlendEngine(model, tokenizer, config=REUSE) as engine:
+        engine.load_schema(SCHEMA)
+        yield BlendLLM(engine=engine, is_chat_model=request.param, max_new_tokens=6)
+
+
+def template(**partial: str) -> PMLPromptTemplate:
+    made = PMLPromptTemplate.from_markup(SCHEMA, MARKUP, documents="facts", separator="\n")
+    return made.partial_format(**partial) if partial else made
+
+
+def test_predict_fills_in_text_that_is_never_markup(llm: BlendLLM) -> None:
+    made = template()
+    assert made.template_vars == ["count", "query_str", "context_str"]
+    evil = '<facts/> & "{count}"'
+    prompt = made.pml_prompt(count="ten", query_str=evil, context_str=FACTS[:2])
+    assert list(prompt.imports) == ["rules", "facts-1", "facts-2"]
+    assert made.format(count="ten", query_str=evil, context_str=FACTS[0]).endswith(f"Question: {evil}")
+    values = {"count": "ten", "query_str": "Who?", "context_str": FACTS[:3]}
+    answer = llm.predict(made, **values)
+    direct = llm.engine.generate(made.pml_prompt(**values), 6, do_sample=False).text
+    assert answer == direct
+    assert "".join(llm.stream(made, **values)) == answer
+    assert asyncio.run(llm.apredict(made, **values)) == answer
+
+
+def test_a_query_engine_puts_its_nodes_into_the_place_of_a_module(
+    llm: BlendLLM, chroma: ChromaVectorStore, embedding: object
+) -> None:
+    llama_index_cacheblend.install()
+    store = BlendVectorStore(chroma, engine=llm.engine)
+    index = VectorStoreIndex(
+        [TextNode(text=text) for text in FACTS],
+        storage_context=StorageContext.from_defaults(vector_store=store),
+        embed_model=embedding,  # type: ignore[arg-type]
+    )
+    engine = index.as_query_engine(
+        llm=llm, response_mode="blend", similarity_top_k=3, text_qa_template=template(count="five")
+    )
+    first, second = engine.query("Who works?"), engine.query("Who works?")
+    assert str(first) == str(second)
+    report = second.metadata["blend"]
+    documents = [chunk for chunk in report["chunks"] if chunk["id"] is None and chunk["tokens"] > 2]
+    assert len(documents) == 3 and all(chunk["hit"] for chunk in first.metadata["blend"]["chunks"][:2])
+    assert (report["misses"], report["recomputed_tokens"], report["dropped"]) == (0, 0, [])
+
+
+def test_nodes_without_room_are_dropped(llm: BlendLLM) -> None:
+    chunks = node_chunks(TextNode(text=text) for text in FACTS)
+    values = {"count": "five", "query_str": "Who?"}
+    whole = make_context_prompt(llm, template(), chunks, values)
+    assert whole.left_over == ()
+    limit = llm.engine.prompt_layout(whole.blend).end_position - 1
+    less = make_context_prompt(llm, template(), chunks, values, limit=limit)
+    assert 0 < len(less.left_over) < len(chunks)
+    assert llm.engine.prompt_layout(less.blend).end_position <= limit
+    with pytest.raises(PromptTooLongError, match="reaches to position"):
+        make_context_prompt(llm, template(), chunks, values, limit=10)
+
+
+def test_what_does_not_fit_is_refused(llm: BlendLLM) -> None:
+    with pytest.raises(ConfigError, match="names no module"):
+        PMLPromptTemplate(SCHEMA.prompt(Import("facts")), documents="rules")
+    made = template()
+    with pytest.raises(ConfigError, match="query_str"):
+        made.format(count="1", context_str=[])
+    with pytest.raises(ConfigError, match="holds a int"):
+        made.format(count="1", query_str="?", context_str=[5])
+    nodes = [NodeWithScore(node=TextNode(text="A fact."), score=1.0)]
+    with pytest.raises(PMLError, match="more than the 6"):
+        llm.predict(made, count="one two three four five six seven", query_str="?", context_str=nodes)
+    [message] = made.format_messages(count="1", query_str="?", context_str=nodes)
+    with pytest.raises(PromptError, match="whole conversation"):
+        llm.chat([ChatMessage(role="system", content="Be kind."), message])

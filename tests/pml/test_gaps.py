@@ -1,0 +1,174 @@
+"""Chunks with gaps between their positions, and parts of chunks, on every kind of position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag.chunk import ChunkPart
+from cacheblend_rag.errors import ConfigError, PromptError, PromptTooLongError
+from cacheblend_rag.families import tiny_config, tiny_model
+from tests.families import tiny_tokenizer
+from tests.pml.dense import own_logits
+
+TOLERANCE = 1e-4
+BOS = 1
+# Rotary, twice the bias by distance, and twice learned positions.
+FAMILIES = ["llama", "gpt_neox", "bloom", "mpt", "gpt2", "opt"]
+REUSE = BlendConfig(selector="none", recompute_ratio=0.0, min_tokens=0, strict=True)
+
+
+def some_ids(count: int, seed: int) -> tuple[int, ...]:
+    return tuple(torch.randint(3, 97, (count,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+@pytest.fixture(params=FAMILIES)
+def engine(request: pytest.FixtureRequest) -> Iterator[BlendEngine]:
+    with BlendEngine(tiny_model(tiny_config(request.param)), tiny_tokenizer(), config=REUSE) as made:
+        yield made
+
+
+def places(*runs: tuple[int, int]) -> tuple[int, ...]:
+    return tuple(position for start, stop in runs for position in range(start, stop))
+
+
+def test_tokens_encoded_together_are_those_of_the_models_own_prefill_with_gaps(engine: BlendEngine) -> None:
+    at = places((1, 9), (14, 20), (31, 42))
+    together = Chunk("together", "s", token_ids=some_ids(len(at), 1), positions=at)
+    question = some_ids(5, 2)
+    engine.add([together])
+    prompt = BlendPrompt(segments=[[BOS], together, question], positions=[0, 1, 50])
+    result = engine.prefill(prompt)
+    [chunk] = result.report.chunks
+    assert (chunk.hit, chunk.tokens, chunk.recomputed_tokens, result.report.hits, result.report.misses) == (
+        True,
+        len(at),
+        0,
+        1,
+        0,
+    )
+    positions = [0, *at, *range(50, 55)]
+    layout = engine.prompt_layout(prompt)
+    assert layout.positions == tuple(positions) and layout.exact_chunks == 3
+    own = own_logits(engine.model, layout.token_ids, positions)
+    assert (result.logits - own).abs().max() < TOLERANCE * own.abs().max()
+    # The gaps are seen: closed up, the same tokens give other logits.
+    closed = own_logits(engine.model, layout.token_ids, range(len(layout)))
+    assert (closed - own).abs().max() > 100 * TOLERANCE * own.abs().max()
+
+
+def test_full_prefill_and_decoding_keep_the_positions(engine: BlendEngine) -> None:
+    at = places((1, 9), (14, 20))
+    together = Chunk("together", "s", token_ids=some_ids(len(at), 1), positions=at)
+    prompt = BlendPrompt(segments=[[BOS], together, some_ids(5, 2)], positions=[0, 1, 33])
+    positions = [0, *at, *range(33, 38)]
+    whole = engine.config.replace(enabled=False)
+    ids = list(engine.prompt_ids(prompt))
+    own = own_logits(engine.model, ids, positions)
+    assert (engine.prefill(prompt, config=whole).logits - own).abs().max() < TOLERANCE * own.abs().max()
+    answers = [engine.generate(prompt, 6, config=config, do_sample=False).token_ids for config in (None, whole)]
+    wanted: list[int] = []
+    for step in range(len(answers[0])):
+        wanted.append(int(own_logits(engine.model, ids + wanted, [*positions, *range(38, 38 + step)]).argmax()))
+    assert answers == [tuple(wanted)] * 2
+
+
+def test_a_module_is_served_around_the_rows_that_an_argument_takes(engine: BlendEngine) -> None:
+    ids = some_ids(20, 3)
+    module = Chunk("module", "m", token_ids=ids, positions=range(1, 21))
+    engine.add([module])
+    prompt = BlendPrompt(
+        segments=[[BOS], ChunkPart(module, 0, 6), some_ids(2, 4), ChunkPart(module, 10, 20), some_ids(4, 5)],
+        positions=[0, 1, 7, 11, 21],
+    )
+    result = engine.prefill(prompt)
+    [chunk] = result.report.chunks
+    assert (chunk.id, chunk.tokens, chunk.hit, result.report.hits) == ("m", 16, True, 1)
+    layout = engine.prompt_layout(prompt)
+    assert layout.positions == (*range(9), *range(11, 25)) and layout.exact_chunks == 1
+    assert result.logits.isfinite().all()
+    # Rows of the whole module, cut: what an independent forward gives when it is fed them.
+    assert (result.logits - _by_hand(engine, module, prompt)).abs().max() < 1e-3
+
+
+def _by_hand(engine: BlendEngine, module: Chunk, prompt: BlendPrompt) -> torch.Tensor:
+    """Run the computed tokens one after the other over KV that a plain forward of the whole module gave."""
+    from transformers import DynamicCache
+
+    model = engine.model
+    assert engine.decoder is not None and module.token_ids is not None
+    if not engine.decoder.takes_positions:
+        return engine.prefill(prompt).logits
+    whole = DynamicCache()
+    model(
+        input_ids=torch.tensor([[BOS, *module.token_ids]]), position_ids=torch.arange(21)[None], past_key_values=whole
+    )
+    layout = engine.prompt_layout(prompt)
+    head = DynamicCache()
+    rows = [slice(0, 7), slice(11, 21)]
+
+    def feed(ids: Any, positions: Any) -> torch.Tensor:
+        return model(
+            input_ids=torch.tensor([ids]), position_ids=torch.tensor([positions]), past_key_values=head
+        ).logits[0, -1]
+
+    def put(rows: slice) -> None:
+        for number, layer in enumerate(whole.layers):
+            head.update(layer.keys[:, :, rows], layer.values[:, :, rows], number)
+
+    put(rows[0])
+    feed(list(layout.token_ids[7:9]), [7, 8])
+    put(rows[1])
+    return feed(list(layout.token_ids[19:]), list(layout.positions[19:]))
+
+
+def test_the_start_is_part_of_the_key_only_where_kv_cannot_be_moved(engine: BlendEngine) -> None:
+    ids = some_ids(12, 6)
+    assert engine.decoder is not None
+    engine.add([Chunk("a", "here", token_ids=ids, positions=range(1, 13))])
+    again = engine.add([Chunk("a", "there", token_ids=ids, positions=range(40, 52))])
+    assert again.encoded == (0 if engine.decoder.is_movable else 1)
+    keys = {record.key for record in engine.records(["here", "there"]) if record is not None}
+    assert len(keys) == (1 if engine.decoder.is_movable else 2)
+    gapped = engine.add([Chunk("a", "gapped", token_ids=ids, positions=[*range(1, 7), *range(9, 15)])])
+    assert gapped.encoded == 1
+
+
+def test_a_chunk_with_gaps_wants_positions(engine: BlendEngine) -> None:
+    chunk = Chunk("a", "g", token_ids=some_ids(4, 1), positions=[1, 2, 6, 7])
+    with pytest.raises(ConfigError, match="gaps"):
+        engine.prefill(BlendPrompt(segments=[chunk, "t3"]))
+    if engine.window is not None:
+        with pytest.raises(PromptTooLongError, match="reaches to position"):
+            engine.add([Chunk("a", "far", token_ids=some_ids(2, 1), positions=[1, 100_000])])
+
+
+def test_models_that_count_their_tokens_refuse_gaps() -> None:
+    with BlendEngine(tiny_model(tiny_config("bart")), tiny_tokenizer(), config=REUSE) as engine:
+        with pytest.raises(PromptError, match="takes no positions"):
+            engine.prefill(BlendPrompt(segments=["t3 t4", "t5"], positions=[0, 9]))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"token_ids": [3, 4], "positions": [1]},
+        {"positions": [1]},
+        {"token_ids": [3, 4], "positions": [2, 2]},
+        {"token_ids": [3, 4], "positions": [-1, 2]},
+    ],
+)
+def test_positions_that_fit_no_tokens_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="position"):
+        Chunk("a", **wrong)
+
+
+def test_a_part_is_within_its_chunk() -> None:
+    chunk = Chunk("a", token_ids=[3, 4, 5])
+    for start, stop in ((0, 4), (2, 2), (-1, 2)):
+        with pytest.raises(ConfigError, match="no tokens from"):
+            ChunkPart(chunk, start, stop)

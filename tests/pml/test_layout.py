@@ -1,0 +1,210 @@
+"""Positions against a naive interpreter of the paper, and the single rules by example."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cacheblend_rag.errors import PMLError
+from cacheblend_rag.pml import Import, LaidOutPrompt, Schema, SchemaLayout, Tokens, lay_out
+from tests.pml.naive import (
+    BOS,
+    FILLER,
+    TooLong,
+    interpret,
+    items_markup,
+    requests,
+    schema_markup,
+    schemas,
+    size,
+    starts,
+    tokenize,
+)
+
+TOKENS = Tokens(tokenize, FILLER, (BOS,))
+
+
+def layout_of(markup: str, tokens: Tokens = TOKENS) -> SchemaLayout:
+    return SchemaLayout(Schema.from_text(markup), tokens)
+
+
+def laid_out(schema: str, prompt: str) -> LaidOutPrompt:
+    layout = layout_of(schema)
+    assert isinstance(layout.schema, Schema)
+    return lay_out(layout, layout.schema.parse_prompt(prompt))
+
+
+def shown(prompt: LaidOutPrompt) -> list[tuple[int, str]]:
+    """Each segment but the BOS as its position and its text."""
+    return [(each.position, "".join(map(chr, each.token_ids))) for each in prompt.segments[1:]]
+
+
+def check_schema(children: list) -> None:
+    layout = layout_of(schema_markup(children))
+    for node, start in starts(children, 1):
+        if node[0] == "module":
+            assert layout.extents[node[1]].start == start
+            assert layout.extents[node[1]].stop == start + size(node)
+    assert layout.size == 1 + sum(size(node) for node in children)
+
+
+def check_prompt(children: list, items: list) -> None:
+    layout = layout_of(schema_markup(children))
+    assert isinstance(layout.schema, Schema)
+    prompt = layout.schema.parse_prompt(f'<prompt schema="random">{items_markup(items)}</prompt>')
+    try:
+        expected = interpret(children, items)
+    except TooLong as error:
+        with pytest.raises(PMLError, match=rf"\b{error.excess} more than"):
+            lay_out(layout, prompt)
+        return
+    found = lay_out(layout, prompt)
+    tokens = {}
+    for segment in found.segments:
+        kind = "cached" if segment.is_cached else "argument" if segment.parameter else "text"
+        for offset, token in enumerate(segment.token_ids):
+            tokens[segment.position + offset] = (token, kind)
+        if segment.part is not None:
+            part = found.parts[segment.part]
+            rows = slice(segment.row, segment.row + len(segment))
+            assert part.token_ids[rows] == segment.token_ids
+            assert part.positions[rows] == tuple(range(segment.position, segment.stop))
+    assert tokens == expected
+    assert list(found.positions) == sorted(expected)
+    assert found.cached_tokens == sum(kind == "cached" for _, kind in expected.values())
+    slots = [slot for part in found.parts for slot in part.slots]
+    assert all(set(part.token_ids[slot.start : slot.stop]) == {FILLER} for part in found.parts for slot in part.slots)
+    assert len({(slot.module, slot.parameter) for slot in slots}) == len(slots)
+
+
+@settings(max_examples=80, deadline=None)
+@given(schemas())
+def test_a_schema_takes_the_positions_of_the_paper(children: list) -> None:
+    check_schema(children)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_a_prompt_takes_the_positions_of_the_paper(data: st.DataObject) -> None:
+    children = data.draw(schemas())
+    check_prompt(children, data.draw(requests(children)))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@settings(max_examples=2_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_many_prompts_take_the_positions_of_the_paper(data: st.DataObject) -> None:
+    children = data.draw(schemas())
+    check_schema(children)
+    check_prompt(children, data.draw(requests(children)))
+
+
+def test_the_example_of_the_paper() -> None:
+    """Two modules of 50 and 60 tokens: the third one starts at 110 (section 3.3)."""
+    modules = "".join(
+        f'<module name="{name}">{name * count}</module>' for name, count in (("a", 50), ("b", 60), ("c", 1))
+    )
+    assert layout_of(f'<schema name="s">{modules}</schema>', Tokens(tokenize)).extents["c"].start == 110
+
+
+def test_members_of_a_union_share_a_start_and_the_largest_counts() -> None:
+    layout = layout_of(
+        '<schema name="s">ab<union><module name="x">123</module><module name="y">12345</module></union>cd</schema>'
+    )
+    assert [(each.position, each.module) for each in layout.pieces] == [(1, None), (3, "x"), (3, "y"), (8, None)]
+
+
+def test_unused_positions_of_a_parameter_vanish() -> None:
+    found = laid_out(
+        '<schema name="s"><module name="m">for <param name="time" len="9"/>!</module></schema>',
+        '<prompt schema="s"><m time="3 days"/></prompt>',
+    )
+    assert shown(found) == [(1, "for "), (5, "3 days"), (14, "!")]
+    assert [slot.stop - slot.start for slot in found.parts[0].slots] == [9]
+
+
+def test_new_text_takes_the_place_of_what_is_left_out() -> None:
+    schema = '<schema name="s"><module name="a">aa</module><module name="b">bbbb</module><module name="c">cc</module></schema>'
+    assert shown(laid_out(schema, '<prompt schema="s"><a/>new<c/>end</prompt>')) == [
+        (1, "aa"),
+        (3, "new"),
+        (7, "cc"),
+        (9, "end"),
+    ]
+    with pytest.raises(
+        PMLError, match=r"'longer' has 6 tokens, 2 more than the 4 positions that are free behind module 'a'"
+    ):
+        laid_out(schema, '<prompt schema="s"><a/>longer<c/></prompt>')
+    with pytest.raises(
+        PMLError, match=r"3 more than the 0 positions that are free behind module 'a' and before module 'b'"
+    ):
+        laid_out(schema, '<prompt schema="s"><a/>new<b/></prompt>')
+
+
+def test_a_module_ends_where_the_last_of_what_is_imported_in_it_ends() -> None:
+    schema = (
+        '<schema name="s"><module name="m"><module name="a">aa</module><module name="b">bb</module>'
+        '<module name="c">cc</module></module><module name="n">nn</module></schema>'
+    )
+    assert shown(laid_out(schema, '<prompt schema="s"><m><c/><a/></m><n/></prompt>')) == [
+        (1, "aa"),
+        (5, "cc"),
+        (7, "nn"),
+    ]
+    with pytest.raises(
+        PMLError, match="2 more than the 0 positions that are free behind module 'm' and before module 'n'"
+    ):
+        laid_out(schema, '<prompt schema="s"><m><c/><a/></m>XY<n/></prompt>')
+
+
+def test_a_scaffold_is_one_part_of_what_is_imported() -> None:
+    schema = Schema.from_text(
+        '<schema name="s">head<scaffold><module name="a">aa</module>-<module name="b">bb<module name="c">c</module></module>'
+        '</scaffold><module name="d">dd</module></schema>'
+    )
+    layout = SchemaLayout(schema, TOKENS)
+    assert [part.name for part in layout.parts] == ["#1", "a+b+c", "d"]
+    assert [part.is_scaffold for part in layout.parts] == [False, True, False]
+    some = lay_out(layout, schema.prompt(Import("a"), Import("b"), Import("d"), "?"))
+    assert [part.name for part in some.parts] == ["#1", "a+b", "d"]
+    assert some.parts[1].positions == (5, 6, 7, 8, 9)
+
+
+def test_the_texts_of_a_module_are_one_part_around_what_is_nested() -> None:
+    layout = layout_of('<schema name="s"><module name="m">ab<module name="n">xyz</module>cd</module></schema>')
+    outer, inner = layout.parts
+    assert outer.positions == (1, 2, 6, 7) and not outer.is_contiguous
+    assert inner.positions == (3, 4, 5) and inner.is_contiguous
+
+
+def test_a_union_in_a_scaffold_waits_for_the_prompt() -> None:
+    schema = Schema.from_text(
+        '<schema name="s"><scaffold>t<union><module name="a">a</module><module name="b">b</module></union></scaffold></schema>'
+    )
+    layout = SchemaLayout(schema, TOKENS)
+    assert layout.parts == ()
+    assert [part.name for part in lay_out(layout, schema.prompt(Import("b"))).parts] == ["b"]
+    assert [part.name for part in lay_out(layout, schema.prompt("?")).parts] == ["#1"]
+
+
+def test_an_argument_that_is_too_long_says_by_how_much() -> None:
+    with pytest.raises(PMLError, match=r"of module 'm' has 6 tokens, 2 more than the 4 of its parameter") as caught:
+        laid_out(
+            '<schema name="s"><module name="m"><param name="time" len="4"/>!</module></schema>',
+            '<prompt schema="s">\n  <m time="3 days"/></prompt>',
+        )
+    assert (caught.value.line, caught.value.column) == (2, 3)
+
+
+def test_a_prompt_of_another_schema_is_refused() -> None:
+    old = Schema.from_text('<schema name="s"><module name="a">a</module></schema>')
+    with pytest.raises(PMLError, match="as it was before a change"):
+        lay_out(layout_of('<schema name="s"><module name="a">b</module></schema>'), old.prompt(Import("a")))
+
+
+def test_a_schema_without_tokens_of_its_own_begins_with_the_bos() -> None:
+    found = laid_out('<schema name="s"><module name="a">a</module></schema>', '<prompt schema="s">ask</prompt>')
+    assert found.token_ids == (BOS, *tokenize("ask"))
+    assert found.parts == ()

@@ -1,0 +1,204 @@
+"""Documents that nobody meant to write: each is read, or refused with a place, and no file outside the root is opened."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cacheblend_rag.errors import PMLError
+from cacheblend_rag.pml import Import, Schema, SchemaLayout, Tokens, lay_out
+from cacheblend_rag.pml.tokens import Message
+from tests.pml.naive import tokenize
+
+SEEDS = [
+    """<schema name="travel">
+  <system>You plan &lt;trips&gt;.</system>
+  <user>
+    <module name="plan">I go for <param name="days" len="5"/> days.
+      <union><module name="rome">Rome</module><module name="oslo">Oslo <parameter name="month" length="3"/></module></union>
+    </module>
+  </user>
+  <assistant>Gladly.</assistant>
+</schema>""",
+    """<schema name="files"><!-- files --><module name="a" src="a.txt"/>
+  <scaffold><module name="b" src="folder/b.txt"/>x</scaffold>
+  <include src="more.pml"/><module name="c" xml:space="preserve"> <![CDATA[ if a < b: ]]> </module></schema>""",
+    """<!DOCTYPE s [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;&a;&a;&a;&a;&a;"><!ENTITY c "&b;&b;&b;&b;&b;&b;&b;&b;">]>
+<schema name="laughs"><module name="a">&c;</module></schema>""",
+    """<!DOCTYPE s [<!ENTITY file SYSTEM "file:///etc/passwd">]><schema name="file"><module name="a">&file;</module></schema>""",
+    """<?xml version="1.0" encoding="utf-16"?><schema name="bytes"><module name="a" src="../outside.txt"/></schema>""",
+    """<schema name="links"><module name="a" src="link.txt"/><module name="b" src="/etc/passwd"/>
+  <include src="loop.pml"/></schema>""",
+]
+PROMPTS = [
+    '<prompt schema="travel"><plan days="3"><oslo month="May"/></plan>By train.<user>Tell me more</user></prompt>',
+    '<prompt schema="travel">now<module name="plan" days=""><rome/>x</module> then</prompt>',
+]
+PIECES = [
+    "<", ">", "/", "&", '"', "'", "=", "<module", "</module>", "<union>", "</union>", "<param", "name=", 'len="0"',
+    'len="99999999999"', 'src="../../etc/passwd"', 'src="pipe"', 'src=""', "&#0;", "&#xD800;", "&lt;", "<!--", "-->",
+    "<![CDATA[", "]]>", "<?x?>", "\0", "\ud800", "\ufeff", "\u2028", "\x0b", "\r", "<user>", "</user>", "<scaffold>",
+    '<include src="loop.pml"/>', 'xml:space="preserve"', "<!DOCTYPE x>", "<plan>" * 70, "é", "\U0001f600", "<!ENTITY",
+    "%x;", "xmlns='y'", "a:b",
+]  # fmt: skip
+
+
+def edited(text: str, pieces: list[tuple[int, int, int]]) -> str:
+    """A document after some edits: a slice that is cut out, doubled or moved, or a piece put in."""
+    for kind, at, which in pieces:
+        at %= len(text) + 1
+        if kind == 0:
+            text = text[:at] + text[at + which % 20 :]
+        elif kind == 1:
+            text = text[: at + which % 40] + text[at:]
+        elif kind == 2:
+            other = which % (len(text) + 1)
+            text = text[:at] + text[other : other + 12] + text[at:]
+        else:
+            text = text[:at] + PIECES[which % len(PIECES)] + text[at:]
+    return text
+
+
+edits = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2000), st.integers(0, 2000)), min_size=1, max_size=6)
+documents = st.builds(edited, st.sampled_from(SEEDS), edits) | st.text(max_size=80)
+prompts = st.builds(edited, st.sampled_from(PROMPTS), edits)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of files, a pipe, a link that leads out of it, and includes in a circle."""
+    folder = tmp_path_factory.mktemp("pml") / "root"
+    (folder / "folder").mkdir(parents=True)
+    (folder.parent / "outside.txt").write_text("secret")
+    (folder / "a.txt").write_text("file a")
+    (folder / "folder" / "b.txt").write_text("file b")
+    (folder / "more.pml").write_text('<schema name="more"><module name="included">more</module></schema>')
+    (folder / "loop.pml").write_text('<schema name="loop">again <include src="loop.pml"/></schema>')
+    (folder / "link.txt").symlink_to(folder.parent / "outside.txt")
+    os.mkfifo(folder / "pipe")
+    return folder
+
+
+_opened: list[str] | None = None
+
+
+def _note(event: str, arguments: tuple) -> None:
+    if event == "open" and _opened is not None and isinstance(arguments[0], str | bytes | os.PathLike):
+        _opened.append(os.path.realpath(os.fsdecode(arguments[0])))
+
+
+sys.addaudithook(_note)
+
+
+@contextmanager
+def watched_opens(root: Path) -> Iterator[None]:
+    """Fail if a file outside of `root` is opened."""
+    global _opened
+    _opened = []
+    try:
+        yield
+    finally:
+        opened, _opened = _opened, None
+    # Python imports some of its codecs when they are first used.
+    opened = [each for each in opened if not each.endswith((".py", ".pyc", ".so"))]
+    assert [each for each in opened if not Path(each).is_relative_to(root.resolve())] == []
+
+
+def texts(nodes: tuple) -> Iterator[str]:
+    for node in nodes:
+        if hasattr(node, "text"):
+            yield node.text
+        yield from texts(getattr(node, "children", None) or getattr(node, "members", ()))
+
+
+def read(document: str, root: Path) -> Schema | None:
+    refusal: PMLError | None = None
+    with watched_opens(root):
+        try:
+            schema = Schema.from_text(document, root=root, source="document")
+        except PMLError as error:
+            refusal = error
+    if refusal is not None:
+        assert refusal.source is not None and str(refusal).startswith(refusal.source)
+        assert refusal.line is None or 1 <= refusal.line <= document.count("\n") + document.count("\r") + 2
+        return None
+    files = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+    assert sum(map(len, texts(schema.children))) <= len(document) + files * (1 + document.count("src"))
+    assert "secret" not in "".join(texts(schema.children)) or "secret" in document
+    return schema
+
+
+def chat(messages: Sequence[Message]) -> str:
+    return "".join(f"[{each['role']}]{each['content']}" for each in messages)
+
+
+TOKENS = Tokens(tokenize, 0, (1,), "", chat)
+
+
+def check_document(document: str, root: Path) -> None:
+    schema = read(document, root)
+    if schema is None:
+        return
+    name = next(iter(schema.modules), None)
+    with suppress(PMLError):
+        layout = SchemaLayout(schema, TOKENS)
+        found = lay_out(layout, schema.prompt("?") if name is None else schema.prompt(Import(name), "?"))
+        assert found.token_ids
+
+
+def check_prompt(document: str) -> None:
+    schema = Schema.from_text(SEEDS[0])
+    with suppress(PMLError):
+        assert lay_out(SchemaLayout(schema, TOKENS), schema.parse_prompt(document, source="document")).token_ids
+
+
+RELAXED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+
+
+@settings(max_examples=600, deadline=None, suppress_health_check=RELAXED)
+@given(documents)
+def test_a_malformed_schema_is_read_or_refused(root: Path, document: str) -> None:
+    check_document(document, root)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=RELAXED)
+@given(prompts)
+def test_a_malformed_prompt_is_read_or_refused(document: str) -> None:
+    check_prompt(document)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@settings(max_examples=10_000, deadline=None, suppress_health_check=RELAXED)
+@given(documents, prompts)
+def test_ten_thousand_malformed_documents(root: Path, document: str, prompt: str) -> None:
+    check_document(document, root)
+    check_prompt(prompt)
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        (SEEDS[2], "no entity can expand"),
+        (SEEDS[3], "no entity can expand"),
+        ('<schema name="s"><module name="a" src="../outside.txt"/></schema>', "lies outside of the folder 'root'"),
+        ('<schema name="s"><module name="a" src="link.txt"/></schema>', "lies outside of the folder 'root'"),
+        ('<schema name="s"><module name="a" src="/etc/passwd"/></schema>', "lies outside of the folder 'root'"),
+        ('<schema name="s"><module name="a" src="pipe"/></schema>', "it is no ordinary file"),
+        ('<schema name="s"><module name="a" src="folder"/></schema>', "cannot be read"),
+        ('<schema name="s"><module name="a" src="none.txt"/></schema>', "No such file"),
+        ('<schema name="s"><include src="loop.pml"/></schema>', "includes itself: loop.pml -> loop.pml"),
+        ("<a>" * 100_000, "nested 65 deep"),
+        ('<schema name="s">' + "<module name='m'>" * 100 + "</module>" * 100 + "</schema>", "nested 65 deep"),
+    ],
+)
+def test_an_attack_is_refused_and_opens_nothing(root: Path, document: str, message: str) -> None:
+    with watched_opens(root), pytest.raises(PMLError, match=message):
+        Schema.from_text(document, root=root, source="document")

@@ -1,0 +1,259 @@
+"""Schemas in an engine: what is encoded, where it stands, what a prompt reuses, and what it gives."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag.errors import ConfigError, UnsupportedModelError
+from cacheblend_rag.families import tiny_config, tiny_model
+from cacheblend_rag.pml.nodes import Module, Param, Scaffold, SchemaTree, Text, Union
+from cacheblend_rag.pml.prompt import Import, Prompt
+from tests.families import tiny_tokenizer, words
+from tests.pml.dense import own_logits
+
+TOLERANCE = 1e-4
+REUSE = BlendConfig(selector="none", recompute_ratio=0.0, min_tokens=0, strict=True)
+# Rotary, bias by distance, learned positions.
+FAMILIES = ["llama", "bloom", "gpt2"]
+
+
+def make(family: str = "llama", store: Path | None = None, config: BlendConfig = REUSE) -> BlendEngine:
+    return BlendEngine(tiny_model(tiny_config(family)), tiny_tokenizer(), config=config, store=store)
+
+
+@pytest.fixture(params=FAMILIES)
+def engine(request: pytest.FixtureRequest) -> Iterator[BlendEngine]:
+    with make(request.param) as made:
+        yield made
+
+
+def module(name: str, count: int, *more: object) -> Module:
+    return Module(name, (Text(words(count, sum(map(ord, name)))), *more))  # type: ignore[arg-type]
+
+
+def wait_for_ram(engine: BlendEngine, id: str) -> None:
+    [record] = engine.records([id])
+    assert record is not None
+    until = time.monotonic() + 60
+    while (reader := engine.store.open(record.key)) is None or reader.tier != "ram":
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def trip() -> SchemaTree:
+    """Anonymous texts, a parameter, a union of members of different sizes, a module nested in one of them."""
+    plan = Module("plan", (Text(words(6, 1)), Param("days", 5), Text(words(4, 2))))
+    overseas = module("overseas", 7, module("tokyo", 5), Text(words(3, 8)))
+    return SchemaTree("trip", (Text(words(8, 3)), plan, Union((module("home", 4), overseas)), Text(words(5, 4))))
+
+
+def some_prompt(schema: SchemaTree, days: str = "t5 t6") -> Prompt:
+    return Prompt(schema, (Import("plan", {"days": days}), Import("overseas", {}, (Import("tokyo"),)), words(4, 9)))
+
+
+def test_with_all_encoded_together_logits_are_the_models_own(engine: BlendEngine) -> None:
+    schema = SchemaTree(
+        "together",
+        (
+            Scaffold(
+                (
+                    Text(words(5, 1)),
+                    Union((module("a", 6), module("b", 11))),
+                    module("c", 4, module("inner", 3), Text(words(2, 5))),
+                    module("left-out", 9),
+                    module("d", 6),
+                )
+            ),
+        ),
+    )
+    prompt = Prompt(schema, (Import("a"), Import("c", {}, (Import("inner"),)), Import("d"), words(4, 9)))
+    layout = engine.prompt_layout(prompt)
+    assert len(layout) < layout.end_position, "there are gaps where modules were left out"
+    own = own_logits(engine.model, layout.token_ids, layout.positions)
+    first = engine.prefill(prompt)
+    again = engine.prefill(prompt)
+    assert (first.report.hits, again.report.hits, again.report.recomputed_tokens) == (0, 1, 0)
+    for result in (first, again):
+        assert (result.logits - own).abs().max() < TOLERANCE * own.abs().max()
+
+
+def test_apart_modules_do_not_see_each_other_but_any_selector_can_make_up_for_it(engine: BlendEngine) -> None:
+    schema = trip()
+    loaded = engine.load_schema(schema)
+    assert (loaded.parts, loaded.encoded) == (6, 6) and engine.schemas.names == ["trip"]
+    prompt = some_prompt(schema)
+    layout = engine.prompt_layout(prompt)
+    own = own_logits(engine.model, layout.token_ids, layout.positions)
+    size = own.abs().max()
+    reuse = engine.prefill(prompt)
+    assert reuse.report.misses == 0 and reuse.report.hits == 5 and reuse.report.recomputed_tokens == 0
+    assert (reuse.logits - own).abs().max() > 10 * TOLERANCE * size
+    full = engine.prefill(prompt, config=engine.config.replace(selector="full", recompute_ratio=0.999))
+    assert full.report.hits == 5
+    assert (full.logits - own).abs().max() < TOLERANCE * size
+    off = engine.prefill(prompt, config=engine.config.replace(enabled=False))
+    assert (off.logits - own).abs().max() < TOLERANCE * size
+
+
+def test_an_argument_takes_the_first_positions_of_its_slot_and_the_others_vanish() -> None:
+    schema = trip()
+    with make() as engine:
+        engine.load_schema(schema)
+        for days in ("", "t5", "t5 t6 t7 t8 t9"):
+            layout = engine.prompt_layout(some_prompt(schema, days))
+            count = len(days.split())
+            slot = [
+                p for p, i in zip(layout.positions, layout.is_chunk.tolist(), strict=True) if not i and 15 <= p < 20
+            ]
+            assert slot == list(range(15, 15 + count))
+            assert 20 in layout.positions
+        result = engine.prefill(some_prompt(schema))
+        plan = result.report.chunks[1]
+        assert (plan.id, plan.tokens, plan.hit) == ("pml/trip/plan", 10, True)
+
+
+def test_changing_one_module_of_twenty_encodes_one() -> None:
+    def schema(changed: int) -> SchemaTree:
+        return SchemaTree("twenty", tuple(module(f"m{n}", 5 + 3 * (n == changed)) for n in range(20)))
+
+    with make() as engine:
+        assert engine.load_schema(schema(-1)).encoded == 20
+        assert (engine.load_schema(schema(-1)).encoded, engine.load_schema(schema(-1)).unchanged) == (0, 20)
+        # The others move by three positions, and keep their KV.
+        after = engine.load_schema(schema(4))
+        assert (after.encoded, after.unchanged, after.removed) == (1, 19, 0)
+        fewer = SchemaTree("twenty", schema(4).children[:19])
+        assert engine.load_schema(fewer).removed == 1
+        assert len(engine.store.names(engine.namespace)) == 19 and engine.ids() == []
+        with pytest.raises(ConfigError, match="give the chunk another one"):
+            engine.add([Chunk("t3", "pml/twenty/m0")])
+        assert engine.unload_schema("twenty") == 19
+        assert engine.store.names(engine.namespace) == []
+        with pytest.raises(ConfigError, match="no schema 'twenty'"):
+            engine.unload_schema("twenty")
+
+
+def test_where_positions_are_learned_what_has_moved_is_encoded_again() -> None:
+    def schema(first: int) -> SchemaTree:
+        return SchemaTree("three", (module("a", first), module("b", 6), module("c", 7)))
+
+    with make("gpt2") as engine:
+        assert engine.load_schema(schema(5)).encoded == 3
+        assert engine.load_schema(schema(8)).encoded == 3
+        same = SchemaTree("three", (Module("a", (Text(words(8, 77)),)), *schema(8).children[1:]))
+        assert engine.load_schema(same).encoded == 1
+
+
+def test_a_module_that_is_a_stored_chunk_has_its_kv_already() -> None:
+    text = words(12, 5)
+    with make() as engine:
+        engine.add([Chunk(text, "node")])
+        schema = SchemaTree("documents", (module("head", 5), Module("doc", (Text(text),))))
+        report = engine.prefill(Prompt(schema, (Import("doc"), "t4 t5"))).report
+        assert [chunk.hit for chunk in report.chunks] == [True]
+        assert engine.load_schema(schema).encoded == 1
+        # The document keeps its KV when the schema goes.
+        engine.unload_schema("documents")
+        assert engine.prefill(BlendPrompt("", ["node"], "t4")).report.hits == 1
+
+
+def test_generate_and_stream_answer_alike() -> None:
+    schema = trip()
+    with make() as engine:
+        engine.load_schema(schema)
+        prompt = some_prompt(schema)
+        whole = engine.generate(prompt, 5, do_sample=False)
+        assert whole.report.ttft_s > 0 and whole.report.misses == 0
+        with_stream = engine.stream(prompt, 5, do_sample=False)
+        assert "".join(with_stream).strip() == whole.text.strip()
+        assert with_stream.result().token_ids == whole.token_ids
+
+
+def test_a_prompt_that_ends_with_a_module_computes_its_last_token_alone() -> None:
+    schema = SchemaTree("ends", (module("a", 6), module("b", 7)))
+    with make() as engine:
+        engine.load_schema(schema)
+        result = engine.prefill(Prompt(schema, (Import("a"), Import("b"))))
+        assert [chunk.tokens for chunk in result.report.chunks] == [6, 6]
+        assert result.report.prompt_tokens == 14
+
+
+def test_union_members_are_read_into_ram_ahead(tmp_path: Path) -> None:
+    members = tuple(module(f"u{n}", 12 + n) for n in range(4))
+    schema = SchemaTree("ahead", (module("head", 5), Union(members)))
+    config = REUSE.replace(ram_bytes=1 << 24)
+    with make(store=tmp_path, config=config) as engine:
+        engine.load_schema(schema)
+    with make(store=tmp_path, config=config) as engine:
+        assert engine.load_schema(schema).encoded == 0
+        wait_for_ram(engine, "pml/ahead/u2")
+        report = engine.prefill(Prompt(schema, (Import("head"), Import("u2"), "t4"))).report
+        assert [chunk.tier for chunk in report.chunks] == ["disk", "ram"]
+
+
+def test_members_of_a_union_in_use_are_read_ahead_for_the_next_prompt(tmp_path: Path) -> None:
+    schema = SchemaTree("ahead", (Union(tuple(module(f"u{n}", 12 + n) for n in range(3))),))
+    with make(store=tmp_path) as engine:
+        engine.load_schema(schema)
+    with make(store=tmp_path) as engine:
+        engine.schemas.load(schema, prefetch=False)
+        assert engine.prefill(Prompt(schema, (Import("u0"), "t4"))).report.chunks[0].tier == "disk"
+        wait_for_ram(engine, "pml/ahead/u2")
+        assert engine.prefill(Prompt(schema, (Import("u2"), "t4"))).report.chunks[0].tier == "ram"
+
+
+def test_models_that_take_no_positions_serve_no_schemas() -> None:
+    with make("bart") as engine, pytest.raises(UnsupportedModelError, match="takes no positions"):
+        engine.load_schema(trip())
+
+
+def test_two_schemas_of_one_name_in_two_tenants_do_not_meet(tmp_path: Path) -> None:
+    schema = trip()
+    with make(store=tmp_path, config=REUSE.replace(namespace="one")) as one:
+        one.load_schema(schema)
+        with make(store=tmp_path, config=REUSE.replace(namespace="two")) as two:
+            assert two.load_schema(schema).encoded == 6
+            two.unload_schema("trip")
+        assert one.load_schema(schema).encoded == 0
+
+
+def test_random_selector_at_any_ratio_gives_finite_logits_between_both_ends(engine: BlendEngine) -> None:
+    schema = trip()
+    engine.load_schema(schema)
+    prompt = some_prompt(schema)
+    layout = engine.prompt_layout(prompt)
+    own = own_logits(engine.model, layout.token_ids, layout.positions)
+    for selector, ratio in (("random", 0.5), ("boundary", 0.2), ("hkvd", 0.3)):
+        config = engine.config.replace(selector=selector, recompute_ratio=ratio)
+        result = engine.prefill(prompt, config=config)
+        assert 0 < result.report.recomputed_tokens < layout.context_tokens
+        assert torch.isfinite(result.logits).all() and (result.logits - own).abs().max() > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom", "gpt2"])
+def test_many_prompts_are_answered_as_each_alone(family: str) -> None:
+    schema = trip()
+    with make(family) as engine:
+        engine.load_schema(schema)
+        prompts = [some_prompt(schema, days) for days in ("t5", "t5 t6 t7", "")]
+        alone = [engine.generate(prompt, 4, do_sample=False).token_ids for prompt in prompts]
+        many = engine.generate_many(prompts, 4, do_sample=False)
+        assert [result.token_ids for result in many] == alone
+        # A batch of a model with ALiBi would count its own columns.
+        assert [result.report.alone_reason is not None for result in many] == [family == "bloom"] * 3
+
+
+def test_misses_of_many_prompts_are_encoded_where_they_stand() -> None:
+    schema = trip()
+    with make("gpt2") as engine:
+        prompts = [some_prompt(schema, days) for days in ("t5", "t5 t6 t7")]
+        many = [result.token_ids for result in engine.generate_many(prompts, 4, do_sample=False)]
+    with make("gpt2") as engine:
+        engine.load_schema(schema)
+        assert many == [engine.generate(prompt, 4, do_sample=False).token_ids for prompt in prompts]
