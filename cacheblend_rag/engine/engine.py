@@ -361,7 +361,8 @@ class BlendEngine:
         before, it is not encoded. With ``encode_on="second_use"`` chunks are only named.
 
         Where the settings ask for it (`neighbours`), each chunk that is encoded is measured as well: how much its tokens depend
-        on the chunks that it is likely to stand behind (`Chunk.neighbours`, or those before it in this call).
+        on the chunks that it is likely to stand behind (`Chunk.neighbours`, or those before it in this call). So is each chunk
+        whose KV is stored but was not measured, as that of every miss: it is encoded anew.
 
         Parameters
         ----------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -41,8 +41,26 @@ class WarmEstimate:
 
 @dataclass(slots=True)
 class _Todo:
-    """Chunks to add: how many, behind what they are measured, which records are not stored exactly so, those of them whose KV is
-    missing, by text, the keys of KV that is there, and by key where tokens stand when they are encoded.
+    """Chunks to add.
+
+    Attributes
+    ----------
+    total : int
+        How many.
+    neighbours : Neighbours
+        Behind what they are measured.
+    records : list of NodeRecord
+        Those whose names are not recorded exactly so, or whose KV is missing.
+    groups : list of Group
+        Texts that are to be encoded: their KV is missing, or is there and was not measured.
+    held : list of str
+        The keys of KV that is there.
+    unmeasured : set of str
+        Those of them that are to be measured.
+    again : int
+        Chunks that are encoded only for that.
+    places : dict of (str, tuple of int or None)
+        By key, where tokens stand when they are encoded.
     """
 
     total: int
@@ -51,10 +69,12 @@ class _Todo:
     groups: list[Group] = field(default_factory=list)
     held: list[str] = field(default_factory=list)
     places: dict[str, tuple[int, ...] | None] = field(default_factory=dict)
+    unmeasured: set[str] = field(default_factory=set)
+    again: int = 0
 
     @property
     def unchanged(self) -> int:
-        return self.total - len(self.records)
+        return self.total - len(self.records) - self.again
 
     @property
     def finished(self) -> int:
@@ -152,7 +172,7 @@ class Ingest:
                 writer,
                 partial(self._store_if_wanted, ttl_s=ttl_s),
                 advance,
-                still=self._wanted,
+                still=partial(self._wanted, unmeasured=todo.unmeasured),
                 given_up=given_up,
             )
             return AddResult(encoded, len(todo.records), todo.unchanged, tokens)
@@ -220,9 +240,18 @@ class Ingest:
                 groups.setdefault(record.key, []).append(record)
             if not there or (record.id and known[record.id] != record):
                 todo.records.append(record)
+        # Misses of a prompt are stored without it; now that neighbours are known it can be measured.
+        keys = list(dict.fromkeys(todo.held)) if self.neighbours else []
+        lacking = {key for key, has in zip(keys, self._store.measured(keys), strict=True) if not has} if keys else set()
+        searched = lacking.union(groups)
+        todo.neighbours = Neighbours.find(self._assembler, self._store, self.neighbours, wanted, records, searched)
+        for record in records:
+            if record.key in lacking and todo.neighbours.num_tokens(record):
+                todo.unmeasured.add(record.key)
+                groups.setdefault(record.key, []).append(record)
+                todo.again += not (record.id and known[record.id] != record)
         todo.groups = list(groups.values())
         todo.places = {record.key: self._assembler.places(chunk) for chunk, record in zip(wanted, records, strict=True)}
-        todo.neighbours = Neighbours.find(self._assembler, self._store, self.neighbours, wanted, records, groups)
         return todo
 
     def _encode(
@@ -315,11 +344,18 @@ class Ingest:
             # Deleted or replaced while it was encoded.
             self._store.release(gone)
 
-    def _wanted(self, groups: Sequence[Group]) -> list[Group]:
-        """Return the texts that were neither deleted nor replaced since they were added, nor encoded for a prompt."""
+    def _wanted(self, groups: Sequence[Group], unmeasured: Container[str]) -> list[Group]:
+        """Return the texts that were neither deleted nor replaced since they were added, nor encoded for a prompt.
+
+        Of what is to be measured it does not matter that it is held.
+        """
         held = self._store.holds([group[0].key for group in groups])
         named = self._named(groups)
-        return [group for group, there, still in zip(groups, held, named, strict=True) if still and not there]
+        return [
+            group
+            for group, there, still in zip(groups, held, named, strict=True)
+            if still and (not there or group[0].key in unmeasured)
+        ]
 
     def _named(self, groups: Sequence[Group]) -> list[bool]:
         """Return of each text whether one of its records stands, or has no id by which it could have been deleted."""

@@ -23,11 +23,11 @@ class AddResult:
     Attributes
     ----------
     encoded : int
-        Texts whose KV was computed.
+        Texts whose KV was computed, those that were stored without their sensitivity included.
     named : int
         Chunks that are new, or whose text is; more than were encoded where texts recur or their KV was there already.
     unchanged : int
-        Chunks that were stored exactly so.
+        Chunks that were stored exactly so, and measured where that is wanted and there is anything to measure them behind.
     tokens : int
         Tokens encoded.
     """

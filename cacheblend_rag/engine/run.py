@@ -490,7 +490,7 @@ class Runner:
             self._warned_of_no_sensitivity = True
             logger.warning(
                 "selector=%r goes by what is measured when chunks are added, and of this prompt's %d chunks none was: all their "
-                "tokens count the same. Delete the chunks and add them to an engine made with neighbours=2, or choose another "
+                "tokens count the same. Add the chunks again, to an engine made with neighbours=2, or choose another "
                 "selector (this is said once)",
                 selector.name,
                 len(readers),

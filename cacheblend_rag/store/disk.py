@@ -122,7 +122,9 @@ class DiskTier:
         expires_at: float | None = None,
         wanted: Callable[[sqlite3.Connection], bool] | None = None,
     ) -> list[str]:
-        """Write `kv` under `key`, unless it is held and its head is sound; return the keys dropped for room.
+        """Write `kv` under `key`, unless it is held and its head is sound; return the keys whose copies are out of date.
+
+        What is held without its sensitivity is replaced by what has it.
 
         Parameters
         ----------
@@ -146,16 +148,23 @@ class DiskTier:
         """
         now = self.clock.now()
         held = self.index.entry(valid_key(key))
+        adds_measure = False
         if held is not None and key not in self._discarded and held.is_live(now):
-            flaw = self._flaw(key, held)
-            if flaw is None:
+            there = self._look(key, held)
+            is_sound = isinstance(there, ChunkFile)
+            adds_measure = isinstance(there, ChunkFile) and there.sensitivity is None and kv.sensitivity is not None
+            if is_sound and not adds_measure:
                 if wanted is None or self.index.transact(wanted):
                     self.index.prolong([key], expires_at)
                     self.touch(key)
                 return []
-            if self.index.has_file(held.file, key):
+            if adds_measure:
+                # It lives as long as what it replaces, at least.
+                ends = [end for end in (expires_at, held.expires_at) if end is not None]
+                expires_at = max(ends) if len(ends) == 2 else None
+            elif self.index.has_file(held.file, key):
                 # Otherwise another process or thread has just dropped it.
-                _log.warning("stored KV %s… is damaged and replaced: %s", key[:12], flaw)
+                _log.warning("stored KV %s… is damaged and replaced: %s", key[:12], there)
         encoded = encode_chunk(key, pack_kv(kv, self.codec))
         if self.limit_bytes is not None and encoded.nbytes > self.limit_bytes:
             raise StoreFullError(
@@ -176,7 +185,7 @@ class DiskTier:
         self._discarded.discard(key)
         self.evictions += len(dropped.keys)
         self._remove(dropped)
-        return dropped.keys
+        return [*dropped.keys, key] if adds_measure else dropped.keys
 
     def holds(self, keys: Sequence[str]) -> list[bool]:
         """Return for each key whether it is held and has not expired."""
@@ -265,9 +274,10 @@ class DiskTier:
             raise ChunkReadError(key, f"file {entry.file} is not the one that was written")
         return file
 
-    def _flaw(self, key: str, entry: Entry) -> str | None:
+    def _look(self, key: str, entry: Entry) -> ChunkFile | str:
+        """Return an entry's file, or what is wrong with it."""
         try:
-            self._verified(key, entry)
+            return self._verified(key, entry)
         except FileNotFoundError:
             return f"file {entry.file} is missing"
         except ChunkReadError as error:

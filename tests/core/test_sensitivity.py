@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -122,8 +123,8 @@ def test_what_is_not_measured() -> None:
         engine.prefill(BlendPrompt("t5", [CHUNKS[2], CHUNKS[3]], "t6"))
         engine.flush()
         assert measured(engine, "n2") is measured(engine, "n3") is None
-        # What is held is not computed again, whatever its neighbours are.
-        assert engine.add([Chunk(CHUNKS[0].text, "n0", neighbours=("n1",)), CHUNKS[2]]).encoded == 0
+        # Alone, and with nobody to stand behind, there is still nothing to measure.
+        assert engine.add([CHUNKS[0]]).encoded == 0
         assert measured(engine, "n0") is None
     for settings in ({"neighbours": 0}, {"selector": "hkvd"}, {"selector": "auto"}):
         with make(**settings) as engine:
@@ -135,6 +136,50 @@ def test_what_is_not_measured() -> None:
     with make(selector="hkvd", neighbours=1) as engine:
         engine.add(CHUNKS[:3])
         assert measured(engine, "n2") == behind(CHUNKS[2], CHUNKS[1:2])
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_what_a_prompt_computed_again_is_measured_when_it_is_added_again(
+    tmp_path: Path, on_disk: bool, background: bool
+) -> None:
+    # Wherever copies are kept.
+    with make(tmp_path if on_disk else None, device_bytes=10**8) as engine:
+        engine.add(CHUNKS)
+        wanted = [measured(engine, f"n{number}") for number in range(6)]
+        lost = engine.records(["n2", "n3"])
+        for record in lost:
+            assert record is not None
+            engine.store.discard(record.key)
+        engine.prefill(BlendPrompt("t5", CHUNKS[1:4], "t6"))
+        engine.flush()
+        assert measured(engine, "n2") is measured(engine, "n3") is None
+        progress: list[tuple[int, int]] = []
+        options: dict[str, Any] = {"progress": lambda *each: progress.append(each), "background": background}
+        added = engine.add(CHUNKS, **options)
+        result = added.result() if background else added
+        assert (result.encoded, result.named, result.unchanged) == (2, 0, 4)
+        assert (progress[0], progress[-1]) == ((4, 6), (6, 6))
+        assert [measured(engine, f"n{number}") for number in range(6)] == wanted
+        # What is measured is not computed again, whatever its neighbours are.
+        again = engine.add([Chunk(CHUNKS[0].text, "n0", neighbours=("n5",)), *CHUNKS[1:]])
+        assert (again.encoded, again.unchanged) == (0, 6)
+        assert engine.store.stats().entries == 6
+    if on_disk:
+        with make(tmp_path) as engine:
+            assert [measured(engine, f"n{number}") for number in range(6)] == wanted
+
+
+def test_what_is_measured_later_lives_no_shorter(tmp_path: Path) -> None:
+    with make(tmp_path, ttl_s=1000) as engine:
+        engine.prefill(BlendPrompt("t5", CHUNKS[:2], "t6"))
+        engine.flush()
+        engine.add(CHUNKS[:2], ttl_s=10)
+        assert measured(engine, "n1") is not None
+        [record] = engine.records(["n1"])
+        assert record is not None
+        [life] = engine.store.lifetimes([record.key])
+        assert life is not None and 900 < life <= 1000
 
 
 def test_auto_uses_what_is_measured() -> None:
