@@ -38,10 +38,25 @@ def run(name: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_the_query_engine_runs_and_every_chunk_hits(tmp_path: Path) -> None:
-    hits = re.findall(r"^  (\d+) of (\d+) chunks hit", run("llama_index_query_engine.py", tmp_path), re.MULTILINE)
+def answers(out: str) -> list[tuple[str, str]]:
+    """What was answered, and what was expected."""
+    return re.findall(r"^  (.*)  \(expected: (.*)\)$", out, re.MULTILINE)
+
+
+def test_the_query_engine_answers_and_every_chunk_hits(tmp_path: Path) -> None:
+    out = run("llama_index_query_engine.py", tmp_path)
+    hits = re.findall(r"^  (\d+) of (\d+) chunks hit", out, re.MULTILINE)
     assert len(hits) == 4
     assert all(hit == total == "12" for hit, total in hits)
+    assert len(answers(out)) == 4
+    assert all(answer == expected for answer, expected in answers(out))
+
+
+def test_objects_have_the_form_that_was_asked_for(tmp_path: Path) -> None:
+    out = run("llama_index_structured.py", tmp_path)
+    trades = re.findall(r"^  Work\(trade='([a-z ]+)'\), 4 of 4 chunks hit$", out, re.MULTILINE)
+    assert len(trades) == 2
+    assert set(trades) <= {"glass painter", "linen tester", "paper cutter", "wool trader"}
 
 
 @pytest.mark.parametrize("readme", READMES, ids=["project", "package"])

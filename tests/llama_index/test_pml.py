@@ -93,8 +93,15 @@ def test_nodes_without_room_are_dropped(llm: BlendLLM) -> None:
     assert whole.left_over == ()
     limit = llm.engine.prompt_layout(whole.blend).end_position - 1
     less = make_context_prompt(llm, template(), chunks, values, limit=limit)
-    assert 0 < len(less.left_over) < len(chunks)
+    assert 0 < len(less.dropped) < len(chunks)
+    assert less.left_over == ()
     assert llm.engine.prompt_layout(less.blend).end_position <= limit
+    # One that is too long for every prompt keeps no other out, and further prompts take the others.
+    [long] = node_chunks([TextNode(text="word " * limit)])
+    mixed = make_context_prompt(llm, template(), [long, *chunks], values, limit=limit + 1)
+    assert (mixed.context, mixed.dropped) == (whole.context, (long,))
+    first = make_context_prompt(llm, template(), [long, *chunks], values, limit=limit, refines=True)
+    assert (first.dropped, first.left_over) == ((long,), tuple(chunks[-1:]))
     with pytest.raises(PromptTooLongError, match="reaches to position"):
         make_context_prompt(llm, template(), chunks, values, limit=10)
 

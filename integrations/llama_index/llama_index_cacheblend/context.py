@@ -100,7 +100,7 @@ def make_context_prompt(
         If there is room for none of the chunks, or not even for what stands around them.
     """
     if isinstance(template, PMLPromptTemplate):
-        return _of_schema(llm, template, chunks, values, variable, limit)
+        return _of_schema(llm, template, chunks, values, variable, limit, refines)
     # The template is filled twice: where a mark that nobody can have written comes out, the context comes out too.
     mark = f"CACHEBLEND-{uuid.uuid4().hex}"
     parts = llm.render(template, structured, **values, **{variable: mark})[0].split(mark)
@@ -123,24 +123,42 @@ def _of_schema(
     values: dict[str, Any],
     variable: str,
     limit: int | None,
+    refines: bool,
 ) -> ContextPrompt:
-    """Put chunks into a schema's prompt, as many from the first on as there is room for."""
-    least = 1 if chunks and template.documents is not None else len(chunks)
-    for count in range(len(chunks), least - 1, -1):
-        texts = [chunk.text for chunk in chunks[:count]]
-        prompt = template.pml_prompt(**values, **{variable: texts})
+    """Put chunks into a schema's prompt, as many as there is room for."""
+
+    def filled(some: Sequence[Chunk]) -> tuple[Any, BlendPrompt, int]:
+        prompt = template.pml_prompt(**values, **{variable: [chunk.text for chunk in some]})
         blend = llm.engine.schemas.blend_prompt(prompt)
         assert blend.positions is not None and isinstance(blend.segments[-1], tuple)
-        size = blend.positions[-1] + len(blend.segments[-1])
-        if limit is None or size <= limit:
-            text = plain_text(prompt)
-            messages = [ChatMessage(role=MessageRole.USER, content=text)] if llm.is_chat_model else None
-            return ContextPrompt(text, messages, SEPARATOR.join(texts), blend, tuple(chunks[count:]))
-    raise PromptTooLongError(
-        f"the prompt of schema {template.prompt.schema.name!r} reaches to position {size} with no more than its first document, "
-        f"and {limit} are left beside max_new_tokens={llm.max_new_tokens}; split documents into shorter chunks, or lower "
-        "max_new_tokens"
-    )
+        return prompt, blend, blend.positions[-1] + len(blend.segments[-1])
+
+    def fits(some: Sequence[Chunk]) -> bool:
+        return limit is None or filled(some)[2] <= limit
+
+    kept: list[Chunk] = list(chunks)
+    left_over: list[Chunk] = []
+    dropped: list[Chunk] = []
+    if template.documents is not None and not fits(kept):
+        kept = []
+        for chunk in chunks:
+            if not left_over and fits([*kept, chunk]):
+                kept.append(chunk)
+            elif refines and fits([chunk]):
+                left_over.append(chunk)
+            else:
+                dropped.append(chunk)
+    prompt, blend, size = filled(kept or chunks[:1])
+    if limit is not None and size > limit:
+        raise PromptTooLongError(
+            f"the prompt of schema {template.prompt.schema.name!r} reaches to position {size} with no more than its first "
+            f"document, and {limit} are left beside max_new_tokens={llm.max_new_tokens}; split documents into shorter chunks, or "
+            "lower max_new_tokens"
+        )
+    text = plain_text(prompt)
+    messages = [ChatMessage(role=MessageRole.USER, content=text)] if llm.is_chat_model else None
+    context = SEPARATOR.join(chunk.text for chunk in kept)
+    return ContextPrompt(text, messages, context, blend, tuple(left_over), tuple(dropped))
 
 
 def _segments(parts: Sequence[str], chunks: Sequence[Chunk]) -> list[Segment]:
