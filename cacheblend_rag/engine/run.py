@@ -62,6 +62,8 @@ class PromptRun:
         How it is prefilled, once that is decided.
     hits : list of bool
         For each chunk, whether its KV was there when the call came: in the store, or at its place in the conversation.
+    unreadable : set of str
+        Keys of the chunks whose stored KV turned out damaged.
     tiers : list of (str or None)
         For each chunk, where its stored KV is read from; None for a miss.
     encode_s, open_s, wait_s : float
@@ -117,6 +119,7 @@ class PromptRun:
     started: float
     plan: Plan | None = None
     hits: list[bool] = field(default_factory=list)
+    unreadable: set[str] = field(default_factory=set)
     tiers: list[str | None] = field(default_factory=list)
     encode_s: float = 0.0
     open_s: float = 0.0
@@ -194,7 +197,10 @@ class PromptRun:
             inside = int(((rows >= span.start) & (rows < span.stop)).sum())
             held = span.stop <= resumed_rows
             whole = "the whole prompt was computed" if self.recomputed is None and not held else None
-            why = whole or chunk.note or (None if hit or held else "its KV was not stored")
+            damaged = chunk.key in self.unreadable and not held
+            hit = hit and not damaged
+            lost = "its stored KV could not be read" if damaged else "its KV was not stored"
+            why = whole or chunk.note or (None if hit or held else lost)
             tier = "conversation" if held else tier
             report = ChunkReport(chunk.id, len(span), hit, inside, why, tier, self._attention(span))
             parts.append(_ReportedPart(span.start, chunk, report, is_miss=not hit))
@@ -343,6 +349,7 @@ class Runner:
                 except ChunkReadError as error:
                     # Damaged KV is a miss: it is dropped, and the next round encodes the chunk anew.
                     logger.warning("%s", error)
+                    run.unreadable.add(error.key)
                     _quietly(self._store.discard, error.key)
 
     def _unblended(self, places: Sequence[int] | None) -> dict[str, torch.Tensor]:
