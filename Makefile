@@ -69,8 +69,8 @@ lint: $(STAMP)  ## formatting, lint and types
 	$(BIN)/mypy
 
 .PHONY: check
-check: lint  ## lint, and the tests, sampled where a count is large
-	$(BIN)/python -m pytest -m "not full"
+check: lint  ## lint, and the tests in two processes, sampled where a count is large
+	$(BIN)/python -m pytest -m "not full" -n 2 --dist loadfile
 
 .PHONY: check-all
 check-all: lint  ## lint, and the tests at full counts; writes docs/check-all.txt

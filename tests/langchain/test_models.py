@@ -227,7 +227,7 @@ def test_options_of_a_call_are_read_as_those_of_the_object(engine: BlendEngine) 
     llm = ChatBlend(engine=engine, max_tokens=9, temperature=0)
     assert llm.invoke("Who?", max_tokens="5").usage_metadata["output_tokens"] == 5
     assert llm.invoke("Who?", max_tokens=None, temperature="0").usage_metadata["output_tokens"] == 9
-    with pytest.raises(ConfigError, match="config is the dict"):
+    with pytest.raises(ConfigError, match="config is a dict"):
         engine.generate(BlendPrompt("Who?"), 1, config={"recompute_ratio": 1.0})  # type: ignore[arg-type]
 
 
