@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cacheblend_rag.cli.options import FolderOption, JsonOption
+from cacheblend_rag.cli.options import FolderOption, JsonOption, ShapeOption
 from cacheblend_rag.cli.output import (
     console,
     make_quiet,
@@ -22,9 +22,7 @@ __all__ = ["pml"]
 
 
 def pml(
-    shape: Annotated[
-        str, typer.Option(help="tiny, smollm2-360m, qwen2-0.5b, llama-3.2-1b, qwen2.5-7b or llama-3.1-8b.")
-    ] = "qwen2-0.5b",
+    shape: ShapeOption = "qwen2-0.5b",
     modules: Annotated[int, typer.Option(min=1, help="Modules of the schema, all of them imported.")] = 10,
     module_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each module.")] = 500,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the prompt that are not the schema's.")] = 50,
