@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.pml.nodes import Module, Node, Role, Scaffold, Text, Union, inside
 from cacheblend_rag.pml.prompt import Import, NewText, Prompt, Turn
 from cacheblend_rag.pml.schema import Schema
 
-__all__ = ["fill_texts", "plain_text", "prompt_texts", "put_documents"]
+__all__ = ["PMLText", "check_documents", "fill_texts", "plain_text", "prompt_texts", "put_documents"]
 
 
 def prompt_texts(prompt: Prompt) -> Iterator[str]:
@@ -155,3 +156,34 @@ def plain_text(prompt: Prompt) -> str:
     in_prompt(body[: last + 1], 0)
     in_prompt(body[last + 1 :], len(texts))
     return "".join(text for _, text in texts)
+
+
+def check_documents(prompt: Prompt, documents: str | None) -> None:
+    """See that documents are put into the place of a module that a template's prompt imports.
+
+    Raises
+    ------
+    ConfigError
+        If `documents` names no module of the prompt.
+    """
+    if documents is not None and documents not in prompt.imports:
+        raise ConfigError(
+            f"documents={documents!r} names no module that the prompt imports; it imports "
+            f"{', '.join(prompt.imports) or 'none'}"
+        )
+
+
+class PMLText(str):
+    """The plain text of a schema's prompt, which carries the prompt itself to a model that reads it.
+
+    Frameworks hand models that are no chat models a string. This one is the prompt's words for whatever shows or caches it.
+    """
+
+    prompt: Prompt
+
+    @classmethod
+    def of(cls, prompt: Prompt) -> PMLText:
+        """Return the text of a prompt."""
+        text = cls(plain_text(prompt))
+        text.prompt = prompt
+        return text

@@ -14,28 +14,12 @@ from pydantic import ConfigDict
 
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.pml import Prompt, Schema
-from cacheblend_rag.pml.fill import fill_texts, plain_text, prompt_texts, put_documents
+from cacheblend_rag.pml.fill import PMLText, check_documents, fill_texts, plain_text, prompt_texts, put_documents
 
 __all__ = ["PMLPromptTemplate", "PMLPromptValue", "PMLText", "prompt_in", "refuse_beside"]
 
 _FORMAT: PromptTemplateFormat = "f-string"
 _KEY = "cacheblend_pml"
-
-
-class PMLText(str):
-    """The plain text of a schema's prompt, which carries the prompt itself to a model that reads it.
-
-    LangChain hands string models a string. This one is the prompt's words for everything that shows or caches it.
-    """
-
-    prompt: Prompt
-
-    @classmethod
-    def of(cls, prompt: Prompt) -> PMLText:
-        """Return the text of a prompt."""
-        text = cls(plain_text(prompt))
-        text.prompt = prompt
-        return text
 
 
 class PMLPromptValue(PromptValue):
@@ -93,11 +77,7 @@ class PMLPromptTemplate(BasePromptTemplate[PMLPromptValue]):
     separator: str = "\n\n"
 
     def __init__(self, prompt: Prompt, documents: str | None = None, separator: str = "\n\n", **fields: Any) -> None:
-        if documents is not None and documents not in prompt.imports:
-            raise ConfigError(
-                f"documents={documents!r} names no module that the prompt imports; it imports "
-                f"{', '.join(prompt.imports) or 'none'}"
-            )
+        check_documents(prompt, documents)
         names = {name for text in prompt_texts(prompt) for name in get_template_variables(text, _FORMAT)}
         if documents is not None:
             names.add(documents)

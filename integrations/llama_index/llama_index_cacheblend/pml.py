@@ -15,7 +15,7 @@ from llama_index.core.schema import BaseNode, NodeWithScore
 
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.pml import Prompt, Schema
-from cacheblend_rag.pml.fill import fill_texts, plain_text, prompt_texts, put_documents
+from cacheblend_rag.pml.fill import PMLText, check_documents, fill_texts, plain_text, prompt_texts, put_documents
 from llama_index_cacheblend.nodes import llm_text
 
 __all__ = ["CONTEXT", "PMLPromptTemplate", "PMLText", "prompt_in"]
@@ -23,22 +23,6 @@ __all__ = ["CONTEXT", "PMLPromptTemplate", "PMLText", "prompt_in"]
 CONTEXT = "context_str"
 """What LlamaIndex calls the variable for what was retrieved."""
 _KEY = "cacheblend_pml"
-
-
-class PMLText(str):
-    """The plain text of a schema's prompt, which carries the prompt itself to a model that reads it.
-
-    LlamaIndex hands models that are no chat models a string. This one is the prompt's words for everything that shows it.
-    """
-
-    prompt: Prompt
-
-    @classmethod
-    def of(cls, prompt: Prompt) -> PMLText:
-        """Return the text of a prompt."""
-        text = cls(plain_text(prompt))
-        text.prompt = prompt
-        return text
 
 
 class PMLPromptTemplate(BasePromptTemplate):
@@ -93,11 +77,7 @@ class PMLPromptTemplate(BasePromptTemplate):
         metadata: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if documents is not None and documents not in prompt.imports:
-            raise ConfigError(
-                f"documents={documents!r} names no module that the prompt imports; it imports "
-                f"{', '.join(prompt.imports) or 'none'}"
-            )
+        check_documents(prompt, documents)
         names = dict.fromkeys(name for text in prompt_texts(prompt) for name in get_template_vars(text))
         if documents is not None:
             names[CONTEXT] = None
