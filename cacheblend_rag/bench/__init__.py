@@ -7,6 +7,7 @@ from cacheblend_rag.bench.codecs import CodecRow, CodecSetting, measure_codecs
 from cacheblend_rag.bench.encode import EncodeBench, EncodeRow, EncodeSetting
 from cacheblend_rag.bench.load import LoadBench, LoadRow, LoadSetting
 from cacheblend_rag.bench.prefetch import PrefetchBench, PrefetchRow, PrefetchSetting
+from cacheblend_rag.bench.setting import ModelSetting
 from cacheblend_rag.bench.shapes import SHAPES, random_model, shape_config, word_tokenizer
 from cacheblend_rag.bench.tpot import TPOTBench, TPOTRow, TPOTSetting
 from cacheblend_rag.bench.ttft import TTFTBench, TTFTRow, TTFTSetting
@@ -25,6 +26,7 @@ __all__ = [
     "LoadBench",
     "LoadRow",
     "LoadSetting",
+    "ModelSetting",
     "PrefetchBench",
     "PrefetchRow",
     "PrefetchSetting",

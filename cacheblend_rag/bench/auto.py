@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 
 import numpy as np
-import torch
 
-from cacheblend_rag.bench.coldfiles import drop_cached, stored_files
-from cacheblend_rag.bench.rounds import in_alternation
-from cacheblend_rag.bench.shapes import random_model, shape_config, word_tokenizer
+from cacheblend_rag.bench.coldfiles import drop_cached, stored_files, temporary_folder
+from cacheblend_rag.bench.rounds import in_rounds
+from cacheblend_rag.bench.setting import NO_LIMIT, ModelSetting, check_least
+from cacheblend_rag.bench.shapes import make_model
 from cacheblend_rag.bench.slow import SlowStore, device_rate
-from cacheblend_rag.chunk import BlendPrompt, Chunk
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.bench.times import wait_for_device
+from cacheblend_rag.bench.words import RandomWords
+from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.controller import Profile
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
@@ -26,17 +26,13 @@ from cacheblend_rag.store import KVStore, open_store
 
 __all__ = ["AutoBench", "AutoRow", "AutoRun", "AutoSetting"]
 
-_NO_LIMIT = 2**63 - 1
-
 
 @dataclass(frozen=True, slots=True)
-class AutoSetting:
-    """What is measured.
+class AutoSetting(ModelSetting):
+    """What is measured; what it shares with other benches is described at `ModelSetting`.
 
     Attributes
     ----------
-    shape : str
-        The model's shape (`cacheblend_rag.bench.SHAPES`).
     tiers : tuple of str
         "ram", "disk" (the page cache dropped before each run), or a rate in MB/s, as in "200MB/s": a slower device, emulated.
     prompts : tuple of (int, int)
@@ -47,29 +43,21 @@ class AutoSetting:
         Fixed ratios measured, those under `quality_ratio` left out.
     quality_ratio : float
         The quality floor r*.
-    repeats : int
-        Measured rounds; each runs every setting once.
     profile_s : float
         About how long a tier's profile may be measured.
-    device, dtype : str
-        Where the model runs, and the dtype of its weights.
-    seed : int
-        Seed of weights and tokens.
     """
 
-    shape: str
     tiers: tuple[str, ...] = ("ram", "disk", "200MB/s")
     prompts: tuple[tuple[int, int], ...] = ((1, 32), (2, 128), (6, 256), (6, 512))
     question_tokens: int = 32
     ratios: tuple[float, ...] = (0.15, 0.3, 0.5, 0.8)
     quality_ratio: float = 0.15
-    repeats: int = 3
+    repeats: int = field(default=3, kw_only=True)
     profile_s: float = 20.0
-    device: str = "cpu"
-    dtype: str = "float32"
-    seed: int = 0
 
     def __post_init__(self) -> None:
+        ModelSetting.__post_init__(self)
+        check_least(self, 1, "question_tokens")
         if not self.tiers or not self.prompts:
             raise ConfigError("give at least one tier and one prompt to measure")
         for tier in self.tiers:
@@ -77,8 +65,6 @@ class AutoSetting:
         for chunks, tokens in self.prompts:
             if chunks < 1 or tokens < 1:
                 raise ConfigError(f"a prompt of {chunks} chunks of {tokens} tokens has none; give at least 1 of each")
-        if self.repeats < 1 or self.question_tokens < 1:
-            raise ConfigError("repeats and question_tokens must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,21 +134,8 @@ class AutoBench:
         self.setting = setting
         self.runs: list[AutoRun] = []
         self.profiles: dict[str, Profile] = {}
-        shape = shape_config(setting.shape)
-        self._vocabulary = int(shape.get_text_config().vocab_size)
-        self._config = BlendConfig(
-            enabled=True,
-            min_tokens=0,
-            dtype=setting.dtype,
-            device=setting.device,
-            recompute_ratio="auto",
-            quality_ratio=setting.quality_ratio,
-            self_check=False,
-            strict=True,
-        )
-        dtype = self._config.torch_dtype()
-        assert dtype is not None
-        self._model = random_model(shape, device=setting.device, dtype=dtype, seed=setting.seed)
+        self._config = setting.blend_config(recompute_ratio="auto", quality_ratio=setting.quality_ratio)
+        self._model, self._tokenizer = make_model(setting)
 
     def measure(self, progress: Callable[[str], None] | None = None) -> list[AutoRow]:
         """Measure every cell.
@@ -179,7 +152,7 @@ class AutoBench:
         """
         say = progress or (lambda _: None)
         rows = []
-        with TemporaryDirectory(prefix="cacheblend-bench-") as folder:
+        with temporary_folder(None) as folder:
             for number, tier in enumerate(self.setting.tiers):
                 place = Path(folder) / str(number)
                 with self._engine(tier, place) as engine:
@@ -194,42 +167,39 @@ class AutoBench:
     def _engine(self, tier: str, place: Path) -> Iterator[BlendEngine]:
         config = self._config.replace(profile_path=place.with_suffix(".profile"))
         rate = device_rate(tier)
-        store: KVStore = open_store(place if tier == "disk" else None, ram_bytes=0 if tier == "disk" else _NO_LIMIT)
+        store: KVStore = open_store(place if tier == "disk" else None, ram_bytes=0 if tier == "disk" else NO_LIMIT)
         with ExitStack() as stack:
             stack.callback(store.close)
             if rate is not None:
                 store = SlowStore(store, tier, rate)
-            yield stack.enter_context(
-                BlendEngine(self._model, word_tokenizer(self._vocabulary), config=config, store=store)
-            )
+            yield stack.enter_context(BlendEngine(self._model, self._tokenizer, config=config, store=store))
 
     def _cell(self, engine: BlendEngine, tier: str, place: Path, chunks: int, tokens: int) -> AutoRow:
-        generator = torch.Generator().manual_seed(self.setting.seed + 1000 * chunks + tokens)
-
-        def words(count: int) -> str:
-            drawn = torch.randint(1, self._vocabulary, (count,), generator=generator).tolist()
-            return " ".join(f"t{number}" for number in drawn)
-
-        added = [Chunk(words(tokens), f"{chunks} x {tokens}, {number}") for number in range(chunks)]
+        words = RandomWords(self._tokenizer, self.setting.seed + 1000 * chunks + tokens)
+        added = words.chunks(chunks, tokens)
         engine.add(added)
         # One token before the chunks, so that the first of them is not exact as it is stored: all are candidates.
-        prompt = BlendPrompt(words(1), [str(chunk.id) for chunk in added], words(self.setting.question_tokens))
+        prompt = BlendPrompt(
+            words.text(1), [str(chunk.id) for chunk in added], words.text(self.setting.question_tokens)
+        )
         base = engine.config
         methods = {("full", 1.0): base.replace(enabled=False)}
         for ratio in self.setting.ratios:
             if self.setting.quality_ratio <= ratio < 1:
                 methods["blend", ratio] = base.replace(recompute_ratio=ratio)
         methods["auto", 0.0] = base
-        times: dict[tuple[str, float], list[BlendReport]] = {method: [] for method in methods}
-        for method, measured in in_alternation(list(methods), self.setting.repeats, unmeasured=1):
+
+        def run(method: tuple[str, float]) -> BlendReport:
             if tier == "disk":
-                drop_cached(stored_files(place / "kv"))
-            report = self._run(engine, prompt, methods[method])
-            if measured:
-                times[method].append(report)
+                drop_cached(stored_files(place))
+            wait_for_device(self.setting.device)
+            # The logits are on the CPU when it returns, so that its time includes the device's work.
+            return engine.prefill(prompt, config=methods[method]).report
+
+        runs = in_rounds(list(methods), run, self.setting.repeats)
         engine.delete([str(chunk.id) for chunk in added])
         here = []
-        for (name, ratio), reports in times.items():
+        for (name, ratio), reports in runs.items():
             ttft_s = median(report.ttft_s for report in reports)
             load_s = median(report.load_s for report in reports)
             shown = reports[-1].recompute_ratio if name == "auto" else ratio
@@ -248,12 +218,6 @@ class AutoBench:
             regret=auto.ttft_s / best.ttft_s - 1,
             choice_regret=_fixed_s(fixed, auto.recompute_ratio) / best.ttft_s - 1,
         )
-
-    def _run(self, engine: BlendEngine, prompt: BlendPrompt, config: BlendConfig) -> BlendReport:
-        if torch.device(self.setting.device).type == "cuda":
-            torch.cuda.synchronize(self.setting.device)
-        # The logits are on the CPU when it returns, so that its time includes the device's work.
-        return engine.prefill(prompt, config=config).report
 
 
 def _fixed_s(fixed: Sequence[AutoRun], ratio: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -12,17 +12,18 @@ from typing import Any
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.outputs import LLMResult
 
-from cacheblend_rag.bench.rounds import in_alternation
+from cacheblend_rag.bench.rounds import in_rounds
+from cacheblend_rag.bench.setting import check_least
+from cacheblend_rag.bench.times import median_ratio
+from cacheblend_rag.bench.words import made_up_word
 from cacheblend_rag.chunk import Chunk
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.errors import ConfigError
 from langchain_cacheblend import BlendLLM
 
 __all__ = ["BatchBench", "BatchRow", "BatchSetting"]
 
 _METHODS = ("one by one", "batch")
-_SYLLABLES = ("ba", "den", "fo", "gri", "hal", "ju", "kem", "lo", "mi", "nor", "pa", "ris", "su", "tel", "vo", "wen")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +60,10 @@ class BatchSetting:
 
     def __post_init__(self) -> None:
         # A chunk is recognised by its first characters, and a question should not look like the next one.
-        least = {"prompts": 2, "chunks": 1, "chunk_tokens": 16, "question_tokens": 4, "output_tokens": 1, "repeats": 1}
-        for name, count in least.items():
-            if getattr(self, name) < count:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least {count}")
+        check_least(self, 16, "chunk_tokens")
+        check_least(self, 4, "question_tokens")
+        check_least(self, 2, "prompts")
+        check_least(self, 1, "chunks", "output_tokens", "repeats")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,13 @@ class _Reports(BaseCallbackHandler):
         self.reports.append(info["blend"])
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    elapsed_s: float
+    answers: list[str]
+    reports: list[dict[str, Any]]
+
+
 class BatchBench:
     """A LangChain model over an engine that has the KV of all chunks; a context manager.
 
@@ -155,7 +163,7 @@ class BatchBench:
         """Return random words, about so many tokens of them."""
         words: list[str] = []
         while True:
-            words.append("".join(self._random.choices(_SYLLABLES, k=self._random.randint(1, 3))))
+            words.append(made_up_word(self._random))
             if len(self._llm.get_token_ids(" ".join(words))) >= tokens:
                 return " ".join(words)
 
@@ -178,33 +186,32 @@ class BatchBench:
         list of BatchRow
             One by one, then the batch.
         """
-        times: dict[str, list[float]] = {method: [] for method in _METHODS}
-        answers: dict[str, list[str]] = {}
-        reports: dict[str, list[dict[str, Any]]] = {}
-        for method, measured in in_alternation(_METHODS, self.setting.repeats, unmeasured=1, progress=progress):
-            seen = _Reports()
-            config: Any = {"callbacks": [seen]}
-            began = time.perf_counter()
-            if method == "batch":
-                answers[method] = self._llm.batch(self.prompts, config)
-            else:
-                answers[method] = [self._llm.invoke(prompt, config) for prompt in self.prompts]
-            if measured:
-                times[method].append(time.perf_counter() - began)
-            reports[method] = seen.reports
-        alone = times[_METHODS[0]]
-        return [
-            BatchRow(
-                method=method,
-                elapsed_s=(elapsed := median(times[method])),
-                elapsed_min_s=min(times[method]),
-                elapsed_max_s=max(times[method]),
-                prompts_per_s=len(self.prompts) / elapsed,
-                tokens_per_s=sum(report["output_tokens"] for report in reports[method]) / elapsed,
-                speedup=median(other / own for other, own in zip(alone, times[method], strict=True)),
-                batch_size=max(report["batch_size"] for report in reports[method]),
-                hits=sum(report["hits"] for report in reports[method]),
-                equal_answers=sum(map(str.__eq__, answers[method], answers[_METHODS[0]])),
-            )
-            for method in _METHODS
-        ]
+        runs = in_rounds(_METHODS, self._run, self.setting.repeats, progress=progress)
+        return [self._row(method, runs[method], runs[_METHODS[0]]) for method in _METHODS]
+
+    def _run(self, method: str) -> _Run:
+        seen = _Reports()
+        config: Any = {"callbacks": [seen]}
+        began = time.perf_counter()
+        if method == "batch":
+            answers = self._llm.batch(self.prompts, config)
+        else:
+            answers = [self._llm.invoke(prompt, config) for prompt in self.prompts]
+        return _Run(time.perf_counter() - began, answers, seen.reports)
+
+    def _row(self, method: str, runs: Sequence[_Run], alone: Sequence[_Run]) -> BatchRow:
+        times = [run.elapsed_s for run in runs]
+        elapsed_s = median(times)
+        last = runs[-1]
+        return BatchRow(
+            method=method,
+            elapsed_s=elapsed_s,
+            elapsed_min_s=min(times),
+            elapsed_max_s=max(times),
+            prompts_per_s=len(self.prompts) / elapsed_s,
+            tokens_per_s=sum(report["output_tokens"] for report in last.reports) / elapsed_s,
+            speedup=median_ratio([run.elapsed_s for run in alone], times),
+            batch_size=max(report["batch_size"] for report in last.reports),
+            hits=sum(report["hits"] for report in last.reports),
+            equal_answers=sum(map(str.__eq__, last.answers, alone[-1].answers)),
+        )

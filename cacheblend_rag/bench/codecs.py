@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from cacheblend_rag.bench.setting import check_least, dtype_named
 from cacheblend_rag.bench.shapes import shape_config
+from cacheblend_rag.bench.times import seconds_of
 from cacheblend_rag.codec import PackedKV, codec_names, make_codec, pack_kv, unpack_layer
-from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.store.chunkfile import encode_chunk
 
 __all__ = ["CodecRow", "CodecSetting", "measure_codecs"]
-
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +42,8 @@ class CodecSetting:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("chunk_tokens", "repeats"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.dtype not in _DTYPES:
-            raise ConfigError(f"dtype {self.dtype!r} is unknown; choose one of {', '.join(_DTYPES)}")
+        check_least(self, 1, "chunk_tokens", "repeats")
+        dtype_named(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +104,7 @@ def measure_codecs(setting: CodecSetting, progress: Callable[[int, int], None] |
     times: dict[str, list[float]] = {}
 
     def timed(what: str, work: Callable[[], object]) -> None:
-        started = time.perf_counter()
-        work()
-        times.setdefault(what, []).append(time.perf_counter() - started)
+        times.setdefault(what, []).append(seconds_of(work))
 
     # The first round warms up.
     for number in range(setting.repeats + 1):
@@ -152,7 +145,7 @@ def _random_kv(setting: CodecSetting) -> ChunkKV:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     shape = (config.num_key_value_heads, setting.chunk_tokens, head_dim)
     numbers = torch.Generator().manual_seed(setting.seed)
-    dtype = _DTYPES[setting.dtype]
+    dtype = dtype_named(setting.dtype)
     layers = [
         LayerKV(*(torch.randn(shape, generator=numbers).to(dtype) for _ in range(2)))
         for _ in range(config.num_hidden_layers)

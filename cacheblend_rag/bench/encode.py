@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from cacheblend_rag.bench.rounds import in_alternation
-from cacheblend_rag.bench.shapes import random_model, shape_config, word_tokenizer
+from cacheblend_rag.bench.coldfiles import temporary_folder
+from cacheblend_rag.bench.rounds import in_rounds
+from cacheblend_rag.bench.setting import ModelSetting, check_least
+from cacheblend_rag.bench.shapes import make_model
+from cacheblend_rag.bench.times import median_ratio, wait_for_device
+from cacheblend_rag.bench.words import RandomWords, text_of
 from cacheblend_rag.chunk import Chunk
-from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.encode import plan_batches
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.errors import ConfigError
 
 __all__ = ["EncodeBench", "EncodeRow", "EncodeSetting"]
 
@@ -29,46 +29,31 @@ _FORWARD = "forward"
 
 
 @dataclass(frozen=True, slots=True)
-class EncodeSetting:
-    """What is measured.
+class EncodeSetting(ModelSetting):
+    """What is measured; what it shares with other benches is described at `ModelSetting`.
 
     Attributes
     ----------
-    shape : str
-        The model's shape (`cacheblend_rag.bench.SHAPES`).
     chunks, chunk_tokens : int
         So many chunks of so many tokens.
     prefix_tokens : int
         Tokens of the encoding prefix; 1 is a BOS alone.
     batch_tokens : int
         Most tokens of a batch.
-    repeats : int
-        Measured rounds; each runs every method once.
-    device : str
-        Where the model runs.
-    dtype : str
-        The dtype of its weights.
-    seed : int
-        Seed of weights and tokens.
-    folder : str, optional
-        Where a folder for the disk rows is made, and removed again; by default where temporary files go.
+    folder : Path or None
+        Where a folder for the disk rows is made, and removed again; the system's folder for temporary files by default.
     """
 
-    shape: str
     chunks: int = 64
     chunk_tokens: int = 512
     prefix_tokens: int = 1
     batch_tokens: int = 4096
-    repeats: int = 3
-    device: str = "cpu"
-    dtype: str = "float32"
-    seed: int = 0
-    folder: str | None = None
+    repeats: int = field(default=3, kw_only=True)
+    folder: Path | None = None
 
     def __post_init__(self) -> None:
-        for name in ("chunks", "chunk_tokens", "prefix_tokens", "batch_tokens", "repeats"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        ModelSetting.__post_init__(self)
+        check_least(self, 1, "chunks", "chunk_tokens", "prefix_tokens", "batch_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,38 +114,17 @@ class EncodeBench:
 
     def __init__(self, setting: EncodeSetting) -> None:
         self.setting = setting
-        shape = shape_config(setting.shape)
-        vocabulary = int(shape.get_text_config().vocab_size)
-        generator = torch.Generator().manual_seed(setting.seed)
-
-        def draw(count: int) -> list[int]:
-            return torch.randint(1, vocabulary, (count,), generator=generator).tolist()
-
-        # Every setting that the environment could change the measurement by.
-        self._config = BlendConfig(
-            dtype=setting.dtype,
-            device=setting.device,
-            ram_bytes=2**63 - 1,
-            disk_bytes=None,
-            encode_batch_tokens=setting.batch_tokens,
-            encode_on="add",
-            encoding_prefix=tuple(draw(setting.prefix_tokens)),
-            self_check=False,
-            strict=True,
+        self._model, self._tokenizer = make_model(setting)
+        words = RandomWords(self._tokenizer, setting.seed)
+        prefix = words.token_ids(setting.prefix_tokens)
+        self._config = setting.blend_config(
+            disk_bytes=None, encode_batch_tokens=setting.batch_tokens, encoding_prefix=tuple(prefix)
         )
-        dtype = self._config.torch_dtype()
-        assert dtype is not None
-        self._model: PreTrainedModel = random_model(shape, device=setting.device, dtype=dtype, seed=setting.seed)
-        self._tokenizer: PreTrainedTokenizerFast = word_tokenizer(vocabulary)
-        ids = [draw(setting.chunk_tokens) for _ in range(setting.chunks)]
-        self._chunks = [
-            Chunk(" ".join(f"t{token}" for token in row), f"chunk {number}") for number, row in enumerate(ids)
-        ]
-        prefix = self._config.encoding_prefix
+        ids = [words.token_ids(setting.chunk_tokens) for _ in range(setting.chunks)]
+        self._chunks = [Chunk(text_of(row), f"chunk {number}") for number, row in enumerate(ids)]
         plan = plan_batches([len(row) for row in ids], setting.prefix_tokens, setting.batch_tokens)
         self._batches = [
-            torch.tensor([[*prefix, *ids[index]] for index in batch], device=setting.device)  # type: ignore[misc]
-            for batch in plan
+            torch.tensor([[*prefix, *ids[index]] for index in batch], device=setting.device) for batch in plan
         ]
         self._kv_bytes = 0
 
@@ -185,9 +149,10 @@ class EncodeBench:
         self._forward(self._batches[:1])
         for on_disk in (False, True):
             self._add(self._chunks[: self._batches[0].shape[0]], on_disk=on_disk)
-        times: dict[str, list[_Took]] = {name: [] for name in methods}
-        for name, _ in in_alternation(list(methods), self.setting.repeats, progress=progress):
-            times[name].append(methods[name]())
+        # Each has run a batch already.
+        times = in_rounds(
+            list(methods), lambda name: methods[name](), self.setting.repeats, unmeasured=0, progress=progress
+        )
         return [self._row(name, took, times[_FORWARD]) for name, took in times.items()]
 
     @torch.no_grad()
@@ -198,7 +163,7 @@ class EncodeBench:
         return took[0]
 
     def _add(self, chunks: Sequence[Chunk], *, on_disk: bool) -> _Took:
-        with tempfile.TemporaryDirectory(dir=self.setting.folder) as folder:
+        with temporary_folder(self.setting.folder) as folder:
             store = Path(folder) / "kv" if on_disk else None
             with BlendEngine(self._model, self._tokenizer, config=self._config, store=store) as engine:
                 with self._timed() as took:
@@ -211,15 +176,11 @@ class EncodeBench:
     @contextmanager
     def _timed(self) -> Iterator[list[_Took]]:
         took: list[_Took] = []
-        self._synchronize()
+        wait_for_device(self.setting.device)
         started, cpu_started = time.perf_counter(), time.process_time()
         yield took
-        self._synchronize()
+        wait_for_device(self.setting.device)
         took.append(_Took(time.perf_counter() - started, time.process_time() - cpu_started))
-
-    def _synchronize(self) -> None:
-        if torch.device(self.setting.device).type == "cuda":
-            torch.cuda.synchronize(self.setting.device)
 
     def _row(self, method: str, runs: Sequence[_Took], forward: Sequence[_Took]) -> EncodeRow:
         tokens = self.setting.chunks * self.setting.chunk_tokens
@@ -232,7 +193,7 @@ class EncodeBench:
             seconds_min=min(times),
             seconds_max=max(times),
             tokens_per_s=tokens / median(times),
-            share=median(own.seconds / mine for own, mine in zip(forward, times, strict=True)),
+            share=median_ratio([run.seconds for run in forward], times),
             cpu_s=median(run.cpu_s for run in runs),
             kv_bytes=0 if method == _FORWARD else self._kv_bytes,
         )

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from cacheblend_rag.bench.times import percentiles, seconds_of
+from cacheblend_rag.bench.words import made_up_word
 from cacheblend_rag.chunk import Chunk, text_hash
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
@@ -22,7 +24,6 @@ from langchain_cacheblend.catalog import ChunkCatalog
 __all__ = ["FindBench", "FindRow", "FindSetting"]
 
 _HEADING = "# The same heading over every chunk\n\n"
-_SYLLABLES = ("ba", "den", "fo", "gri", "hal", "ju", "kem", "lo", "mi", "nor", "pa", "ris", "su", "tel", "vo", "wen")
 _MOST_PLACED = 16
 _ROWS_AT_ONCE = 5000
 
@@ -115,7 +116,7 @@ class FindBench:
     def __init__(self, setting: FindSetting) -> None:
         self.setting = setting
         self._random = random.Random(setting.seed)
-        self._words = ["".join(self._random.choices(_SYLLABLES, k=self._random.randint(1, 3))) for _ in range(3000)]
+        self._words = [made_up_word(self._random) for _ in range(3000)]
         self._tokenizer = load_tokenizer()
         self._model = load_model()
         start = _HEADING if setting.heading else ""
@@ -139,7 +140,7 @@ class FindBench:
             catalog = ChunkCatalog()
             say("taking their texts in")
             before = _peak_bytes()
-            open_s = _timed(lambda: catalog.split(engine, self._text(self.setting.prompt_chars)))
+            open_s = seconds_of(lambda: catalog.split(engine, self._text(self.setting.prompt_chars)))
             rss_bytes = _peak_bytes() - before
             say("looking through the prompts")
             times: list[float] = []
@@ -163,7 +164,7 @@ class FindBench:
             after_other_s = self._next_call(catalog, engine)
             engine.delete([str(number) for number in range(100)])
             after_delete_s = self._next_call(catalog, engine)
-        times.sort()
+        p50_s, p99_s, max_s = percentiles(times)
         return FindRow(
             chunks=self.setting.chunks,
             heading=self.setting.heading,
@@ -174,9 +175,9 @@ class FindBench:
             edited=edited,
             false_hits=false_hits,
             mean_prompt_chars=chars / self.setting.prompts,
-            p50_s=times[len(times) // 2],
-            p99_s=times[len(times) * 99 // 100],
-            max_s=times[-1],
+            p50_s=p50_s,
+            p99_s=p99_s,
+            max_s=max_s,
             after_add_s=after_add_s,
             after_other_s=after_other_s,
             after_delete_s=after_delete_s,
@@ -184,7 +185,7 @@ class FindBench:
 
     def _next_call(self, catalog: ChunkCatalog, engine: BlendEngine) -> float:
         prompt = self._prompt()[0]
-        return _timed(lambda: catalog.split(engine, prompt))
+        return seconds_of(lambda: catalog.split(engine, prompt))
 
     def _engine(self, folder: str) -> BlendEngine:
         # Chunks are only named.
@@ -224,12 +225,6 @@ class FindBench:
 
 def _key(number: int) -> str:
     return hashlib.blake2b(str(number).encode(), digest_size=20).hexdigest()
-
-
-def _timed(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
 
 
 def _peak_bytes() -> int:

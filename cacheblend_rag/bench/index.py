@@ -20,6 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from cacheblend_rag.bench.times import percentiles
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.store import NodeRecord, open_store
 from cacheblend_rag.store.disk import DiskTier
@@ -34,6 +35,7 @@ IDS_AT_ONCE = 8
 _NAMESPACE = hashlib.blake2b(b"bench", digest_size=16).hexdigest()
 _TOKENS = 32
 _ROWS_AT_ONCE = 20_000
+_MEMORY = Path("/proc/self/statm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ class IndexBench:
     Raises
     ------
     ConfigError
-        If a number has no meaning, or the folder holds something.
+        If a number has no meaning, the folder holds something, or this system does not say what memory a process holds.
     """
 
     def __init__(self, sizes: Sequence[int], folder: Path | None = None, lookups: int = 10_000) -> None:
@@ -91,6 +93,8 @@ class IndexBench:
             raise ConfigError(f"lookups={lookups} must be at least 100, for a 99th percentile")
         if folder is not None and folder.exists() and any(folder.iterdir()):
             raise ConfigError(f"folder {folder} is not empty; give a new one")
+        if not _MEMORY.exists():
+            raise ConfigError(f"the memory that the index takes is read from {_MEMORY}, which is not there; use Linux")
         self._sizes = tuple(sizes)
         self._folder = folder
         self._lookups = lookups
@@ -170,18 +174,18 @@ def _measure(folder: Path, lookups: int) -> dict[str, Any]:
             raise RuntimeError(f"the index of {folder} has lost some of {ids}")
     rss_bytes = _rss_bytes() - before
     store.close()
-    took.sort()
+    p50_s, p99_s, max_s = percentiles(took)
     return {
         "open_s": open_s,
-        "lookup_p50_s": took[len(took) // 2],
-        "lookup_p99_s": took[len(took) * 99 // 100],
-        "lookup_max_s": took[-1],
+        "lookup_p50_s": p50_s,
+        "lookup_p99_s": p99_s,
+        "lookup_max_s": max_s,
         "rss_bytes": rss_bytes,
     }
 
 
 def _rss_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    pages = int(_MEMORY.read_text(encoding="ascii").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
-from types import TracebackType
 
 import torch
 
-from cacheblend_rag.bench.coldfiles import cached_share, drop_cached, stored_files
-from cacheblend_rag.bench.rounds import in_alternation
+from cacheblend_rag.bench.coldfiles import ColdFolder
+from cacheblend_rag.bench.rounds import in_rounds
+from cacheblend_rag.bench.setting import check_least, dtype_named
 from cacheblend_rag.bench.shapes import random_model, shape_config
+from cacheblend_rag.bench.times import median_ratio, seconds_of
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.encode import Encoder
 from cacheblend_rag.errors import ConfigError
@@ -63,9 +63,8 @@ class LoadSetting:
     folder: Path | None = None
 
     def __post_init__(self) -> None:
-        for name in ("chunks", "chunk_tokens", "repeats", "ahead"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        check_least(self, 1, "chunks", "chunk_tokens", "repeats", "ahead")
+        dtype_named(self.dtype)
         if not self.threads or min(self.threads) < 0:
             raise ConfigError(f"threads={self.threads} must be numbers of threads; 0 is the loader without any")
 
@@ -114,25 +113,21 @@ class LoadBench:
 
     def __init__(self, setting: LoadSetting) -> None:
         self.setting = setting
-        dtype = BlendConfig(dtype=setting.dtype).torch_dtype()
-        assert dtype is not None
         shape = shape_config(setting.shape)
         # KV has the shape of the attention alone; all else is as small as it may be.
         shape.vocab_size, shape.intermediate_size = 512, 8
         shape.max_position_embeddings = max(shape.max_position_embeddings, setting.chunks * setting.chunk_tokens + 1)
-        self._decoder = inspect_model(random_model(shape, device="cpu", dtype=dtype))
-        self._temporary = TemporaryDirectory(prefix="cacheblend-bench-", dir=setting.folder, ignore_cleanup_errors=True)
-        self._folder = Path(self._temporary.name)
+        self._decoder = inspect_model(random_model(shape, device="cpu", dtype=dtype_named(setting.dtype)))
+        self._disk = ColdFolder(setting.folder)
         # Nothing is kept in RAM: every run reads the files.
-        self._store = open_store(self._folder / "kv", ram_bytes=0)
+        self._store = open_store(self._disk.path, ram_bytes=0)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(1, shape.vocab_size, (setting.chunks, setting.chunk_tokens), generator=generator).tolist()
         self._keys = [f"{number:032x}" for number in range(setting.chunks)]
         for batch in Encoder(self._decoder, [0], batch_tokens=4096).encode(ids):
             for index, kv in batch:
                 self._store.put(self._keys[index], kv)
-        self.files = stored_files(self._folder)
-        self.file_bytes = sum(file.stat().st_size for file in self.files)
+        self.file_bytes = self._disk.file_bytes
         tokens = setting.chunk_tokens
         prompt = (0, *(token for chunk in ids for token in chunk), 0)
         self._layout = PromptLayout(
@@ -140,17 +135,14 @@ class LoadBench:
             positions=tuple(range(len(prompt))),
             chunks=tuple(ChunkSpan(start, start + tokens, start) for start in range(1, len(prompt) - 1, tokens)),
         )
-        drop_cached(self.files)
-        self.cached_share_after_drop = cached_share(self.files)
+        self.cached_share_after_drop = self._disk.cached_share_after_drop()
 
     def __enter__(self) -> LoadBench:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._store.close()
-        self._temporary.cleanup()
+        self._disk.remove()
 
     def measure(self, progress: Callable[[int, int], None] | None = None) -> list[LoadRow]:
         """Run every method once unmeasured, then `repeats` rounds, each beginning with another method.
@@ -166,21 +158,16 @@ class LoadBench:
             One for each method, plain reads first.
         """
         methods: list[int | None] = [None, *dict.fromkeys(self.setting.threads)]
-        times: dict[int | None, list[float]] = {method: [] for method in methods}
-        for method, measured in in_alternation(methods, self.setting.repeats, unmeasured=1, progress=progress):
-            drop_cached(self.files)
-            started = time.perf_counter()
-            if method is None:
-                self._read_plainly()
-            else:
-                self._load(method)
-            if measured:
-                times[method].append(time.perf_counter() - started)
+        times = in_rounds(methods, self._timed, self.setting.repeats, progress=progress)
         return [self._row(method, times[method], times[None]) for method in methods]
+
+    def _timed(self, method: int | None) -> float:
+        self._disk.drop_cached()
+        return seconds_of(self._read_plainly if method is None else partial(self._load, method))
 
     def _read_plainly(self) -> None:
         view = memoryview(bytearray(_READ_BYTES))
-        for file in self.files:
+        for file in self._disk.files:
             descriptor = os.open(file, os.O_RDONLY)
             try:
                 while os.readv(descriptor, [view]):
@@ -193,7 +180,7 @@ class LoadBench:
         for key in self._keys:
             reader = self._store.open(key)
             if reader is None:
-                raise ConfigError(f"the files in {self._folder} were removed while they were measured")
+                raise ConfigError(f"the files in {self._disk.path} were removed while they were measured")
             readers.append(reader)
         with LayerLoader(
             self._decoder, self._layout, readers, 0, len(self._layout), self.setting.ahead, threads
@@ -209,5 +196,5 @@ class LoadBench:
             seconds_min=min(times),
             seconds_max=max(times),
             bytes_per_s=self.file_bytes / median(times),
-            of_plain_reads=median(base / own for base, own in zip(plain, times, strict=True)),
+            of_plain_reads=median_ratio(plain, times),
         )

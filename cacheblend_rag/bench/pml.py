@@ -3,40 +3,41 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
-from types import TracebackType
 
 import torch
 from transformers import DynamicCache
 
-from cacheblend_rag.bench.coldfiles import cached_share, drop_cached, stored_files
-from cacheblend_rag.bench.rounds import in_alternation
-from cacheblend_rag.bench.shapes import random_model, shape_config, word_tokenizer
+from cacheblend_rag.bench.coldfiles import ColdFolder
+from cacheblend_rag.bench.rounds import in_rounds
+from cacheblend_rag.bench.setting import NO_LIMIT, ModelSetting, check_least
+from cacheblend_rag.bench.shapes import make_model
+from cacheblend_rag.bench.words import RandomWords
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.pml.nodes import Module, Param, SchemaTree, Text
 from cacheblend_rag.pml.prompt import Import, NewText, Prompt
 from cacheblend_rag.report import BlendReport
+from cacheblend_rag.selection import make_selector
 
 __all__ = ["PMLBench", "PMLRow", "PMLSetting"]
 
 _FULL = "full"
 _TIERS = ("ram", "disk")
 
+_Run = tuple[float, BlendReport | None]
+
 
 @dataclass(frozen=True, slots=True)
-class PMLSetting:
-    """What is measured.
+class PMLSetting(ModelSetting):
+    """What is measured; what it shares with other benches is described at `ModelSetting`.
 
     Attributes
     ----------
-    shape : str
-        The model's shape (`cacheblend_rag.bench.SHAPES`).
     modules, module_tokens : int
         The schema: so many modules of so many tokens, all imported.
     new_tokens : int
@@ -51,17 +52,8 @@ class PMLSetting:
         Where stored KV is read from: "ram", or "disk" with nothing in the page cache.
     folder : Path or None
         Where the disk tier's files are meanwhile; the system's folder for temporary files by default.
-    repeats : int
-        Measured rounds; each runs every method once.
-    dtype : str
-        The dtype of the weights.
-    device : str
-        Where the model runs.
-    seed : int
-        Seed of weights and tokens.
     """
 
-    shape: str
     modules: int = 10
     module_tokens: int = 500
     new_tokens: int = 50
@@ -70,15 +62,10 @@ class PMLSetting:
     ratio: float = 0.15
     tier: str = "ram"
     folder: Path | None = None
-    repeats: int = 5
-    dtype: str = "float32"
-    device: str = "cpu"
-    seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("modules", "module_tokens", "new_tokens", "repeats"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        ModelSetting.__post_init__(self)
+        check_least(self, 1, "modules", "module_tokens", "new_tokens")
         if not 0 <= self.argument_tokens < min(self.new_tokens, self.module_tokens):
             raise ConfigError(
                 f"argument_tokens={self.argument_tokens} must be fewer than the {self.new_tokens} new tokens, and than the "
@@ -132,44 +119,30 @@ class PMLBench:
     Raises
     ------
     ConfigError
-        If the shape or a selector is unknown.
+        If the shape or a selector is unknown, or a selector cannot choose among modules.
     PromptTooLongError
         If the prompt does not fit the shape's window.
     """
 
     def __init__(self, setting: PMLSetting) -> None:
         self.setting = setting
-        shape = shape_config(setting.shape)
-        config = BlendConfig(
-            enabled=True,
-            min_tokens=0,
-            dtype=setting.dtype,
-            device=setting.device,
+        for name in setting.selectors:
+            if make_selector(BlendConfig(selector=name)).needs_sensitivity:
+                raise ConfigError(
+                    f"selector {name!r} goes by what is measured of chunks when they are added, which modules are not; "
+                    "choose another one"
+                )
+        config = setting.blend_config(
             # From disk, nothing may be kept in RAM.
-            ram_bytes=0 if setting.tier == "disk" else 2**63 - 1,
+            ram_bytes=0 if setting.tier == "disk" else NO_LIMIT,
             selector="none",
             recompute_ratio=0.0,
-            self_check=False,
-            strict=True,
         )
-        dtype = config.torch_dtype()
-        assert dtype is not None
-        model = random_model(shape, device=setting.device, dtype=dtype, seed=setting.seed)
-        vocabulary = int(shape.get_text_config().vocab_size)
-        self._temporary: TemporaryDirectory[str] | None = None
-        location: Path | None = None
-        if setting.tier == "disk":
-            self._temporary = TemporaryDirectory(
-                prefix="cacheblend-bench-", dir=setting.folder, ignore_cleanup_errors=True
-            )
-            location = Path(self._temporary.name) / "kv"
-        self.engine = BlendEngine(model, word_tokenizer(vocabulary), config=config, store=location)
-        generator = torch.Generator().manual_seed(setting.seed)
-
-        def words(count: int) -> str:
-            drawn = torch.randint(1, vocabulary, (count,), generator=generator).tolist()
-            return " ".join(f"t{number}" for number in drawn)
-
+        model, tokenizer = make_model(setting)
+        self._disk = ColdFolder(setting.folder) if setting.tier == "disk" else None
+        location = None if self._disk is None else self._disk.path
+        self.engine = BlendEngine(model, tokenizer, config=config, store=location)
+        words = RandomWords(tokenizer, setting.seed)
         names = [f"module-{number}" for number in range(setting.modules)]
         schema = SchemaTree(
             "bench",
@@ -178,38 +151,33 @@ class PMLBench:
                 for number, name in enumerate(names)
             ),
         )
-        argument = {"argument": words(setting.argument_tokens)} if setting.argument_tokens else {}
+        argument = {"argument": words.text(setting.argument_tokens)} if setting.argument_tokens else {}
         imports = [Import(name, {} if number else argument) for number, name in enumerate(names)]
-        question = NewText(words(setting.new_tokens - setting.argument_tokens))
+        question = NewText(words.text(setting.new_tokens - setting.argument_tokens))
         self.prompt = Prompt(schema, (*imports, question))
         self.engine.load_schema(schema)
         self.layout = self.engine.prompt_layout(self.prompt)
-        self._files = stored_files(location) if location else []
 
-    def _children(self, words: Callable[[int], str], *, has_parameter: bool) -> tuple[Text | Param, ...]:
+    def _children(self, words: RandomWords, *, has_parameter: bool) -> tuple[Text | Param, ...]:
         count = self.setting.module_tokens
         if not has_parameter:
-            return (Text(words(count)),)
+            return (Text(words.text(count)),)
         first = count // 2
         rest = count - first - self.setting.argument_tokens
         slot = Param("argument", self.setting.argument_tokens)
-        return (Text(words(first)), slot, Text(words(rest))) if rest else (Text(words(first)), slot)
+        return (Text(words.text(first)), slot, Text(words.text(rest))) if rest else (Text(words.text(first)), slot)
 
     def __enter__(self) -> PMLBench:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.engine.close()
-        if self._temporary is not None:
-            self._temporary.cleanup()
+        if self._disk is not None:
+            self._disk.remove()
 
-    @property
-    def cached_share(self) -> float | None:
-        """Which share of the disk tier's files is in memory once they were dropped; None without such files."""
-        drop_cached(self._files)
-        return cached_share(self._files)
+    def cached_share_after_drop(self) -> float | None:
+        """Return which share of the disk tier's files is in memory once they were dropped; None without such files."""
+        return None if self._disk is None else self._disk.cached_share_after_drop()
 
     def measure(self, progress: Callable[[int, int], None] | None = None) -> list[PMLRow]:
         """Run every method once unmeasured, then `repeats` rounds, each beginning with another method.
@@ -225,19 +193,15 @@ class PMLBench:
             Full prefill, then a row for each selector.
         """
         methods = [_FULL, *dict.fromkeys(self.setting.selectors)]
-        times: dict[str, list[float]] = {method: [] for method in methods}
-        reports: dict[str, list[BlendReport]] = {method: [] for method in methods}
-        for method, measured in in_alternation(methods, self.setting.repeats, unmeasured=1, progress=progress):
-            drop_cached(self._files)
-            started = time.perf_counter()
-            report = self._full() if method == _FULL else self._cached(method)
-            seconds = time.perf_counter() - started
-            if measured:
-                times[method].append(seconds)
-                if report is not None:
-                    reports[method].append(report)
-        full_s = median(times[_FULL])
-        return [self._row(method, times[method], reports[method], full_s) for method in methods]
+        runs = in_rounds(methods, self._timed, self.setting.repeats, progress=progress)
+        return [self._row(method, runs[method], runs[_FULL]) for method in methods]
+
+    def _timed(self, method: str) -> _Run:
+        if self._disk is not None:
+            self._disk.drop_cached()
+        started = time.perf_counter()
+        report = self._full() if method == _FULL else self._cached(method)
+        return time.perf_counter() - started, report
 
     @torch.no_grad()
     def _full(self) -> None:
@@ -257,8 +221,10 @@ class PMLBench:
         int(result.logits.argmax())
         return result.report
 
-    def _row(self, method: str, times: list[float], reports: list[BlendReport], full_s: float) -> PMLRow:
+    def _row(self, method: str, runs: Sequence[_Run], full: Sequence[_Run]) -> PMLRow:
         is_full = method == _FULL
+        times = [seconds for seconds, _ in runs]
+        reports = [report for _, report in runs if report is not None]
         return PMLRow(
             method=method if is_full else "cached",
             selector=None if is_full else method,
@@ -266,7 +232,7 @@ class PMLBench:
             ttft_s=median(times),
             ttft_min_s=min(times),
             ttft_max_s=max(times),
-            speedup=full_s / median(times),
+            speedup=median(seconds for seconds, _ in full) / median(times),
             load_s=median(report.load_s for report in reports) if reports else None,
             load_bytes=round(median(report.load_bytes for report in reports)) if reports else None,
         )

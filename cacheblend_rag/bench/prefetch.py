@@ -7,16 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
-from types import TracebackType
 
-import torch
-
-from cacheblend_rag.bench.coldfiles import cached_share, drop_cached, stored_files
-from cacheblend_rag.bench.rounds import in_alternation
-from cacheblend_rag.bench.shapes import random_model, shape_config, word_tokenizer
-from cacheblend_rag.chunk import BlendPrompt, Chunk
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.bench.coldfiles import ColdFolder
+from cacheblend_rag.bench.rounds import in_rounds
+from cacheblend_rag.bench.setting import ModelSetting, check_least
+from cacheblend_rag.bench.shapes import make_model
+from cacheblend_rag.bench.times import median_ratio
+from cacheblend_rag.bench.words import RandomWords
+from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.report import BlendReport
@@ -27,13 +25,13 @@ _METHODS = ("disk", "prefetch", "ram")
 
 
 @dataclass(frozen=True, slots=True)
-class PrefetchSetting:
-    """What is measured.
+class PrefetchSetting(ModelSetting):
+    """What is measured; what it shares with other benches is described at `ModelSetting`.
+
+    Each run begins with nothing in the page cache. The reranker's choice follows from the seed, too.
 
     Attributes
     ----------
-    shape : str
-        The model's shape (`cacheblend_rag.bench.SHAPES`).
     candidates, chunks, chunk_tokens, question_tokens : int
         So many chunks of so many tokens are retrieved, and the reranker chooses some of them, which make the prompt with a
         question of so many tokens.
@@ -44,17 +42,10 @@ class PrefetchSetting:
         The recompute ratio.
     selector : str
         Who chooses what is recomputed.
-    repeats : int
-        Measured rounds; each runs every method once, with nothing in the page cache.
-    device, dtype : str
-        Where the model runs, and the dtype of its weights.
     folder : Path or None
         Where files are written for the time of the measurement; the system's folder for temporary files by default.
-    seed : int
-        Seed of weights, tokens and the reranker's choice.
     """
 
-    shape: str
     candidates: int = 12
     chunks: int = 6
     chunk_tokens: int = 512
@@ -62,16 +53,11 @@ class PrefetchSetting:
     reranker_s: float = 0.2
     ratio: float = 0.15
     selector: str = "hkvd"
-    repeats: int = 5
-    device: str = "cpu"
-    dtype: str = "float32"
     folder: Path | None = None
-    seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("candidates", "chunks", "chunk_tokens", "question_tokens", "repeats"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        ModelSetting.__post_init__(self)
+        check_least(self, 1, "candidates", "chunks", "chunk_tokens", "question_tokens")
         if self.chunks > self.candidates:
             raise ConfigError(f"chunks={self.chunks} cannot be chosen from candidates={self.candidates}")
         if not 0 <= self.reranker_s <= 60:
@@ -132,51 +118,25 @@ class PrefetchBench:
 
     def __init__(self, setting: PrefetchSetting) -> None:
         self.setting = setting
-        shape = shape_config(setting.shape)
-        self._config = BlendConfig(
-            enabled=True,
-            min_tokens=0,
-            dtype=setting.dtype,
-            device=setting.device,
-            recompute_ratio=setting.ratio,
-            selector=setting.selector,
-            # All candidates fit, whatever the environment says.
-            ram_bytes=2**63 - 1,
-            self_check=False,
-            strict=True,
-        )
-        dtype = self._config.torch_dtype()
-        assert dtype is not None
-        self._model = random_model(shape, device=setting.device, dtype=dtype, seed=setting.seed)
-        vocabulary = int(shape.get_text_config().vocab_size)
-        self._tokenizer = word_tokenizer(vocabulary)
-        generator = torch.Generator().manual_seed(setting.seed)
-
-        def words(count: int) -> str:
-            drawn = torch.randint(1, vocabulary, (count,), generator=generator).tolist()
-            return " ".join(f"t{number}" for number in drawn)
-
-        self._temporary = TemporaryDirectory(prefix="cacheblend-bench-", dir=setting.folder, ignore_cleanup_errors=True)
-        self._folder = Path(self._temporary.name) / "kv"
-        self._names = [f"chunk {number}" for number in range(setting.candidates)]
-        chosen = torch.randperm(setting.candidates, generator=generator)[: setting.chunks].tolist()
-        self._prompt = BlendPrompt(
-            chunks=[self._names[number] for number in chosen], suffix=words(setting.question_tokens)
-        )
+        self._config = setting.blend_config(selector=setting.selector, recompute_ratio=setting.ratio)
+        self._model, self._tokenizer = make_model(setting)
+        words = RandomWords(self._tokenizer, setting.seed)
+        self._disk = ColdFolder(setting.folder)
+        chosen = words.choice(setting.candidates, setting.chunks)
+        question = words.text(setting.question_tokens)
+        candidates = words.chunks(setting.candidates, setting.chunk_tokens)
+        self._names = [str(chunk.id) for chunk in candidates]
+        self._prompt = BlendPrompt(chunks=[self._names[number] for number in chosen], suffix=question)
         with self._engine() as engine:
-            engine.add(Chunk(words(setting.chunk_tokens), name) for name in self._names)
-        self.files = stored_files(self._folder)
-        self.file_bytes = sum(file.stat().st_size for file in self.files)
-        drop_cached(self.files)
-        self.cached_share_after_drop = cached_share(self.files)
+            engine.add(candidates)
+        self.file_bytes = self._disk.file_bytes
+        self.cached_share_after_drop = self._disk.cached_share_after_drop()
 
     def __enter__(self) -> PrefetchBench:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._temporary.cleanup()
+    def __exit__(self, *_: object) -> None:
+        self._disk.remove()
 
     def measure(self, progress: Callable[[int, int], None] | None = None) -> list[PrefetchRow]:
         """Run every method once unmeasured, then `repeats` rounds, each beginning with another method.
@@ -191,22 +151,18 @@ class PrefetchBench:
         list of PrefetchRow
             "disk", "prefetch" and "ram".
         """
-        runs: dict[str, list[_Run]] = {method: [] for method in _METHODS}
-        for method, measured in in_alternation(_METHODS, self.setting.repeats, unmeasured=1, progress=progress):
-            run = self._run(method)
-            if measured:
-                runs[method].append(run)
+        runs = in_rounds(_METHODS, self._run, self.setting.repeats, progress=progress)
         return [self._row(method, runs[method], runs["disk"]) for method in _METHODS]
 
     def _engine(self) -> BlendEngine:
-        return BlendEngine(self._model, self._tokenizer, config=self._config, store=self._folder)
+        return BlendEngine(self._model, self._tokenizer, config=self._config, store=self._disk.path)
 
     def _run(self, method: str) -> _Run:
         # A new one each time, that has nothing in RAM.
         with self._engine() as engine:
             if method == "ram":
                 engine.prefetch(self._names).wait()
-            drop_cached(self.files)
+            self._disk.drop_cached()
             retrieved = time.perf_counter()
             if method == "prefetch":
                 engine.prefetch(self._names)
@@ -230,7 +186,7 @@ class PrefetchBench:
             ttft_min_s=min(times),
             ttft_max_s=max(times),
             total_s=median(run.total_s for run in runs),
-            of_disk=median(own.ttft_s / disk.ttft_s for own, disk in zip(runs, from_disk, strict=True)),
+            of_disk=median_ratio(times, [run.ttft_s for run in from_disk]),
             load_s=median(run.report.load_s for run in runs),
             tiers=tiers,
         )

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-__all__ = ["in_alternation"]
+__all__ = ["in_rounds"]
 
 Method = TypeVar("Method")
+Result = TypeVar("Result")
 
 
-def in_alternation(
+def in_rounds(
     methods: Sequence[Method],
+    run: Callable[[Method], Result],
     rounds: int,
     *,
-    unmeasured: int = 0,
+    unmeasured: int = 1,
     progress: Callable[[int, int], None] | None = None,
-) -> Iterator[tuple[Method, bool]]:
-    """Yield every method once a round, each round beginning with another one, so that none always follows the same.
+) -> dict[Method, list[Result]]:
+    """Run every method once a round, each round beginning with another one, so that none always follows the same.
 
     Parameters
     ----------
     methods : sequence
         What is run.
+    run : callable
+        Runs a method, and returns what is kept of a measured run.
     rounds : int
         Rounds that are measured.
     unmeasured : int
@@ -30,17 +34,21 @@ def in_alternation(
     progress : callable, optional
         Called with the number of finished runs and of all.
 
-    Yields
-    ------
-    method, bool
-        What to run now, and whether it is measured.
+    Returns
+    -------
+    dict
+        For each method, in order, what its measured runs returned: one result for each round.
     """
+    results: dict[Method, list[Result]] = {method: [] for method in methods}
     total = len(methods) * (rounds + unmeasured)
     done = 0
     for number in range(rounds + unmeasured):
         first = number % len(methods)
         for method in [*methods[first:], *methods[:first]]:
-            yield method, number >= unmeasured
+            result = run(method)
+            if number >= unmeasured:
+                results[method].append(result)
             done += 1
             if progress is not None:
                 progress(done, total)
+    return results

@@ -21,9 +21,10 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
+from cacheblend_rag.bench.setting import ModelSetting, dtype_named
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["SHAPES", "random_model", "shape_config", "word_tokenizer"]
+__all__ = ["SHAPES", "make_model", "random_model", "shape_config", "word_tokenizer"]
 
 
 def _llama3_rope(factor: float) -> dict[str, Any]:
@@ -210,6 +211,19 @@ def random_model(config: PretrainedConfig, *, device: str, dtype: torch.dtype, s
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
     model.eval()
     return model
+
+
+def make_model(setting: ModelSetting) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """Return the model that a bench measures, and a tokenizer with a word for each id of its vocabulary.
+
+    Raises
+    ------
+    ConfigError
+        If the shape is unknown.
+    """
+    shape = shape_config(setting.shape)
+    model = random_model(shape, device=setting.device, dtype=dtype_named(setting.dtype), seed=setting.seed)
+    return model, word_tokenizer(int(shape.get_text_config().vocab_size))
 
 
 def word_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-import torch
-
-from cacheblend_rag.bench.rounds import in_alternation
-from cacheblend_rag.bench.shapes import random_model, shape_config, word_tokenizer
-from cacheblend_rag.chunk import BlendPrompt, Chunk
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.bench.rounds import in_rounds
+from cacheblend_rag.bench.setting import ModelSetting, check_least
+from cacheblend_rag.bench.shapes import make_model
+from cacheblend_rag.bench.times import median_ratio
+from cacheblend_rag.bench.words import RandomWords
+from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.report import BlendReport
@@ -22,13 +22,11 @@ _PREFILLS = ("full", "blend")
 
 
 @dataclass(frozen=True, slots=True)
-class TPOTSetting:
-    """What is measured.
+class TPOTSetting(ModelSetting):
+    """What is measured; what it shares with other benches is described at `ModelSetting`.
 
     Attributes
     ----------
-    shape : str
-        The model's shape (`cacheblend_rag.bench.SHAPES`).
     chunks, chunk_tokens, question_tokens : int
         The prompt: so many chunks of so many tokens behind the BOS, then the question.
     output_tokens : int
@@ -41,17 +39,8 @@ class TPOTSetting:
         Recompute ratio of the blend.
     selector : str
         Its selector.
-    repeats : int
-        Measured rounds; each runs every method once.
-    device : str
-        Where the model runs.
-    dtype : str
-        The dtype of its weights.
-    seed : int
-        Seed of weights and tokens.
     """
 
-    shape: str
     chunks: int = 6
     chunk_tokens: int = 512
     question_tokens: int = 32
@@ -60,15 +49,10 @@ class TPOTSetting:
     methods: tuple[str, ...] = _PREFILLS
     ratio: float = 0.15
     selector: str = "auto"
-    repeats: int = 5
-    device: str = "cpu"
-    dtype: str = "float32"
-    seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("chunks", "chunk_tokens", "question_tokens", "repeats"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        ModelSetting.__post_init__(self)
+        check_least(self, 1, "chunks", "chunk_tokens", "question_tokens")
         for method in self.methods or ("",):
             if method not in _PREFILLS:
                 raise ConfigError(f"method {method!r} is not measured; choose among {', '.join(_PREFILLS)}")
@@ -139,19 +123,7 @@ class TPOTBench:
 
     def __init__(self, setting: TPOTSetting) -> None:
         self.setting = setting
-        shape = shape_config(setting.shape)
-        # Named where the environment could keep prompts from being blended at all.
-        config = BlendConfig(
-            enabled=True,
-            min_tokens=0,
-            selector=setting.selector,
-            recompute_ratio=setting.ratio,
-            kv_capacity=None,
-            dtype=setting.dtype,
-            ram_bytes=2**63 - 1,
-            self_check=False,
-            strict=True,
-        )
+        config = setting.blend_config(selector=setting.selector, recompute_ratio=setting.ratio, kv_capacity=None)
         self._methods: list[_Method] = [
             (method, capacity)
             for method in dict.fromkeys(setting.methods)
@@ -160,20 +132,13 @@ class TPOTBench:
         self._configs = {
             method: config.replace(enabled=method[0] == "blend", kv_capacity=method[1]) for method in self._methods
         }
-        dtype = config.torch_dtype()
-        assert dtype is not None
-        model = random_model(shape, device=setting.device, dtype=dtype, seed=setting.seed)
-        vocabulary = int(shape.get_text_config().vocab_size)
-        self.engine = BlendEngine(model, word_tokenizer(vocabulary), config=config)
-        generator = torch.Generator().manual_seed(setting.seed)
-
-        def words(count: int) -> str:
-            return " ".join(
-                f"t{number}" for number in torch.randint(1, vocabulary, (count,), generator=generator).tolist()
-            )
-
-        chunks = [Chunk(words(setting.chunk_tokens), f"chunk {number}") for number in range(setting.chunks)]
-        self.prompt = BlendPrompt(chunks=[str(chunk.id) for chunk in chunks], suffix=words(setting.question_tokens))
+        model, tokenizer = make_model(setting)
+        self.engine = BlendEngine(model, tokenizer, config=config)
+        words = RandomWords(tokenizer, setting.seed)
+        chunks = words.chunks(setting.chunks, setting.chunk_tokens)
+        self.prompt = BlendPrompt(
+            chunks=[str(chunk.id) for chunk in chunks], suffix=words.text(setting.question_tokens)
+        )
         self.engine.add(chunks)
         self.token_ids = self.engine.prompt_ids(self.prompt)
 
@@ -196,19 +161,17 @@ class TPOTBench:
         list of TPOTRow
             One for each method, full prefill first, and without eviction before with.
         """
-        reports: dict[_Method, list[BlendReport]] = {method: [] for method in self._methods}
-        for method, measured in in_alternation(self._methods, self.setting.repeats, unmeasured=1, progress=progress):
-            report = self.engine.generate(
-                self.prompt, self.setting.output_tokens, config=self._configs[method], do_sample=False
-            ).report
-            if measured:
-                reports[method].append(report)
+        reports = in_rounds(self._methods, self._run, self.setting.repeats, progress=progress)
         return [_row(method, reports[method], reports[method[0], None]) for method in self._methods]
+
+    def _run(self, method: _Method) -> BlendReport:
+        config = self._configs[method]
+        return self.engine.generate(self.prompt, self.setting.output_tokens, config=config, do_sample=False).report
 
 
 def _row(method: _Method, reports: Sequence[BlendReport], whole: Sequence[BlendReport]) -> TPOTRow:
     times = [_tpot(report) for report in reports]
-    pairs = list(zip(reports, whole, strict=True))
+    ttft_s = [report.ttft_s for report in reports]
     last = reports[-1]
     return TPOTRow(
         method=method[0],
@@ -219,9 +182,9 @@ def _row(method: _Method, reports: Sequence[BlendReport], whole: Sequence[BlendR
         tpot_s=median(times),
         tpot_min_s=min(times),
         tpot_max_s=max(times),
-        tpot_speedup=median(_tpot(other) / _tpot(own) for own, other in pairs),
-        ttft_s=median(report.ttft_s for report in reports),
-        ttft_added=median(own.ttft_s / other.ttft_s - 1 for own, other in pairs),
+        tpot_speedup=median_ratio([_tpot(report) for report in whole], times),
+        ttft_s=median(ttft_s),
+        ttft_added=median_ratio(ttft_s, [report.ttft_s for report in whole]) - 1,
         output_tokens=last.output_tokens,
     )
 

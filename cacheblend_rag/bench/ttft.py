@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
-from types import TracebackType
 
 import torch
 
-from cacheblend_rag.bench.coldfiles import cached_share, drop_cached, stored_files
-from cacheblend_rag.bench.rounds import in_alternation
-from cacheblend_rag.bench.shapes import random_model, shape_config, word_tokenizer
+from cacheblend_rag.bench.coldfiles import ColdFolder
+from cacheblend_rag.bench.rounds import in_rounds
+from cacheblend_rag.bench.setting import NO_LIMIT, ModelSetting, check_least
+from cacheblend_rag.bench.shapes import make_model
 from cacheblend_rag.bench.slow import SlowStore, device_rate
-from cacheblend_rag.chunk import BlendPrompt, Chunk
+from cacheblend_rag.bench.times import median_ratio, wait_for_device
+from cacheblend_rag.bench.words import RandomWords
+from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.eval.prefix import PrefixCache
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.selection import make_selector
@@ -34,13 +34,11 @@ _NO_PIPELINE = "-no-pipeline"
 
 
 @dataclass(frozen=True, slots=True)
-class TTFTSetting:
-    """What is measured.
+class TTFTSetting(ModelSetting):
+    """What is measured; what it shares with other benches is described at `ModelSetting`.
 
     Attributes
     ----------
-    shape : str
-        The model's shape (`cacheblend_rag.bench.SHAPES`).
     chunks, chunk_tokens, question_tokens : int
         The prompt: so many chunks of so many tokens behind the BOS, then the question.
     ratios : tuple of float
@@ -52,17 +50,8 @@ class TTFTSetting:
         device, emulated), each with "-no-pipeline" behind it or without.
     folder : Path or None
         Where the disk tier's files are for the time of the measurement; the system's folder for temporary files by default.
-    repeats : int
-        Measured rounds; each runs every method once.
-    device : str
-        Where the model runs.
-    dtype : str
-        The dtype of its weights.
-    seed : int
-        Seed of weights and tokens.
     """
 
-    shape: str
     chunks: int = 6
     chunk_tokens: int = 512
     question_tokens: int = 32
@@ -70,24 +59,12 @@ class TTFTSetting:
     selectors: tuple[str, ...] = ("hkvd",)
     tiers: tuple[str, ...] = ("ram",)
     folder: Path | None = None
-    repeats: int = 5
-    device: str = "cpu"
-    dtype: str = "float32"
-    seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("chunks", "chunk_tokens", "question_tokens", "repeats"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        ModelSetting.__post_init__(self)
+        check_least(self, 1, "chunks", "chunk_tokens", "question_tokens")
         for tier in self.tiers or ("",):
             device_rate(tier.removesuffix(_NO_PIPELINE))
-        try:
-            known = torch.empty(0, device=self.device).device.type in ("cpu", "cuda")
-        except (RuntimeError, AssertionError) as error:
-            reason = str(error).partition("\n")[0]
-            raise ConfigError(f"device {self.device!r} cannot be used: {reason}") from error
-        if not known:
-            raise ConfigError(f"device {self.device!r} is not measured; choose cpu, cuda or cuda:N")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,32 +150,12 @@ class TTFTBench:
 
     def __init__(self, setting: TTFTSetting) -> None:
         self.setting = setting
-        shape = shape_config(setting.shape)
         # Whatever is chosen takes as long, but values that were measured are read and put together first.
         measured = any(make_selector(BlendConfig(selector=name)).needs_sensitivity for name in setting.selectors)
-        # Named where the environment could keep prompts from being blended at all.
-        config = BlendConfig(
-            neighbours=int(measured),
-            enabled=True,
-            min_tokens=0,
-            dtype=setting.dtype,
-            device=setting.device,
-            ram_bytes=2**63 - 1,
-            self_check=False,
-            strict=True,
-        )
-        dtype = config.torch_dtype()
-        assert dtype is not None
-        model = random_model(shape, device=setting.device, dtype=dtype, seed=setting.seed)
-        vocabulary = int(shape.get_text_config().vocab_size)
-        tokenizer = word_tokenizer(vocabulary)
-        self._temporary: TemporaryDirectory[str] | None = None
-        location: Path | None = None
-        if any(tier.startswith("disk") for tier in setting.tiers):
-            self._temporary = TemporaryDirectory(
-                prefix="cacheblend-bench-", dir=setting.folder, ignore_cleanup_errors=True
-            )
-            location = Path(self._temporary.name) / "kv"
+        config = setting.blend_config(neighbours=int(measured))
+        model, tokenizer = make_model(setting)
+        self._disk = ColdFolder(setting.folder) if any(tier.startswith("disk") for tier in setting.tiers) else None
+        location = None if self._disk is None else self._disk.path
         self.engine = BlendEngine(model, tokenizer, config=config, store=location)
         # The same files, of which nothing is ever kept in RAM, and the same KV from devices that are emulated.
         self._engines = {"ram": self.engine}
@@ -207,22 +164,17 @@ class TTFTBench:
         for tier in dict.fromkeys(each.removesuffix(_NO_PIPELINE) for each in setting.tiers):
             rate = device_rate(tier)
             if rate is not None:
-                slow = SlowStore(open_store(None, ram_bytes=config.ram_bytes), tier, rate)
+                slow = SlowStore(open_store(None, ram_bytes=NO_LIMIT), tier, rate)
                 self._engines[tier] = BlendEngine(model, tokenizer, config=config, store=slow)
-        generator = torch.Generator().manual_seed(setting.seed)
-
-        def words(count: int) -> str:
-            return " ".join(
-                f"t{number}" for number in torch.randint(1, vocabulary, (count,), generator=generator).tolist()
-            )
-
-        chunks = [Chunk(words(setting.chunk_tokens), f"chunk {number}") for number in range(setting.chunks)]
-        self.prompt = BlendPrompt(chunks=[str(chunk.id) for chunk in chunks], suffix=words(setting.question_tokens))
+        words = RandomWords(tokenizer, setting.seed)
+        chunks = words.chunks(setting.chunks, setting.chunk_tokens)
+        self.prompt = BlendPrompt(
+            chunks=[str(chunk.id) for chunk in chunks], suffix=words.text(setting.question_tokens)
+        )
         for tier, engine in self._engines.items():
             # The disk tier's files are there already.
             if tier != "disk":
                 engine.add(chunks)
-        self._files = stored_files(location) if location else []
         self.token_ids = self.engine.prompt_ids(self.prompt)
         self._ids = torch.tensor([self.token_ids], device=setting.device)
         # The BOS and the first chunk.
@@ -232,20 +184,16 @@ class TTFTBench:
     def __enter__(self) -> TTFTBench:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for engine in self._engines.values():
             engine.close()
             engine.store.close()
-        if self._temporary is not None:
-            self._temporary.cleanup()
+        if self._disk is not None:
+            self._disk.remove()
 
-    @property
-    def cached_share(self) -> float | None:
-        """Which share of the disk tier's files is in memory once they were dropped; None without such files."""
-        drop_cached(self._files)
-        return cached_share(self._files)
+    def cached_share_after_drop(self) -> float | None:
+        """Return which share of the disk tier's files is in memory once they were dropped; None without such files."""
+        return None if self._disk is None else self._disk.cached_share_after_drop()
 
     @property
     def context_tokens(self) -> int:
@@ -266,19 +214,10 @@ class TTFTBench:
             One for each method, full prefill first.
         """
         methods = self._methods()
-        times: dict[_Method, list[float]] = {method: [] for method in methods}
-        reports: dict[_Method, list[BlendReport]] = {method: [] for method in methods}
-        for method, measured in in_alternation(methods, self.setting.repeats, unmeasured=1, progress=progress):
-            seconds, report = self._timed(method)
-            if measured:
-                times[method].append(seconds)
-                if report is not None:
-                    reports[method].append(report)
-        full = median(times[methods[0]])
+        runs = in_rounds(methods, self._timed, self.setting.repeats, progress=progress)
+        times = {method: [seconds for seconds, _ in runs[method]] for method in methods}
         from_ram = {(m.name, m.selector, m.ratio, m.tier, m.pipeline): times[m] for m in methods}
-        return [
-            self._row(method, times[method], reports[method], full, from_ram.get(method.from_ram)) for method in methods
-        ]
+        return [self._row(method, runs[method], times[methods[0]], from_ram.get(method.from_ram)) for method in methods]
 
     def _methods(self) -> list[_Method]:
         methods = [_Method(_FULL, None, None, self._full), _Method(_PREFIX_CACHE, None, None, self._prefix_cache)]
@@ -291,9 +230,9 @@ class TTFTBench:
         return methods
 
     def _timed(self, method: _Method) -> tuple[float, BlendReport | None]:
-        if method.tier == "disk":
-            drop_cached(self._files)
-        self._synchronize()
+        if method.tier == "disk" and self._disk is not None:
+            self._disk.drop_cached()
+        wait_for_device(self.setting.device)
         started = time.perf_counter()
         report = method.run()
         # Every method ends by reading the first output id, which waits for the device.
@@ -314,18 +253,15 @@ class TTFTBench:
         int(result.logits.argmax())
         return result.report
 
-    def _synchronize(self) -> None:
-        if torch.device(self.setting.device).type == "cuda":
-            torch.cuda.synchronize(self.setting.device)
-
     def _row(
         self,
         method: _Method,
-        times: Sequence[float],
-        reports: Sequence[BlendReport],
-        full_s: float,
+        runs: Sequence[tuple[float, BlendReport | None]],
+        full_times: Sequence[float],
         ram_times: Sequence[float] | None,
     ) -> TTFTRow:
+        times = [seconds for seconds, _ in runs]
+        reports = [report for _, report in runs if report is not None]
         if reports:
             charged = median(report.charged_ratio for report in reports)
         else:
@@ -340,11 +276,11 @@ class TTFTBench:
             ttft_s=median(times),
             ttft_min_s=min(times),
             ttft_max_s=max(times),
-            speedup=full_s / median(times),
+            speedup=median(full_times) / median(times),
             limit=len(self.token_ids) / computed,
             tier=method.tier,
             pipeline=method.pipeline,
-            over_ram=None if not ram_times else median(own / ram for own, ram in zip(times, ram_times, strict=True)),
+            over_ram=None if ram_times is None else median_ratio(times, ram_times),
             load_s=median(report.load_s for report in reports) if reports else None,
             recompute_s=median(report.recompute_s for report in reports) if reports else None,
             load_bytes=round(median(report.load_bytes for report in reports)) if reports else None,

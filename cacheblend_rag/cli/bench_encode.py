@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from cacheblend_rag.cli.options import JsonOption, ShapeOption
-from cacheblend_rag.cli.output import console, make_quiet, say_bytes, say_seconds, show_table, write_json
+from cacheblend_rag.cli.output import console, make_quiet, plain_values, say_bytes, say_seconds, show_table, write_json
 
 __all__ = ["encode"]
 
@@ -48,7 +48,7 @@ def encode(
         device=device,
         dtype=dtype or ("float32" if device == "cpu" else "bfloat16"),
         seed=seed,
-        folder=None if folder is None else str(folder),
+        folder=folder,
     )
     screen = console(stderr=True)
     with screen.status("making the model and its chunks") as status:
@@ -76,5 +76,5 @@ def encode(
         "bench encode",
         [asdict(row) | shared for row in rows],
         model=f"random weights, {shape}",
-        setting=asdict(setting),
+        setting=plain_values(asdict(setting)),
     )

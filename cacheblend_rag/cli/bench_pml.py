@@ -65,7 +65,7 @@ def pml(
     screen = console(stderr=True)
     with screen.status("making the model and loading the schema") as status, PMLBench(setting) as bench:
         rows = bench.measure(lambda done, total: status.update(f"measuring, {done} of {total}"))
-        cached = bench.cached_share
+        cached = bench.cached_share_after_drop()
         layout = bench.layout
     lines = [
         (

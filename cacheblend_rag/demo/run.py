@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.bench.rounds import in_alternation
+from cacheblend_rag.bench.rounds import in_rounds
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.demo.corpus import demo_chunks
 from cacheblend_rag.demo.framework import DemoEngine, Framework, FrameworkAnswer
@@ -140,13 +140,14 @@ def _ask(
     retrieved = framework.retrieve(question.text)
     ids = framework.chunk_ids(retrieved)
     names = list(methods)
-    results: dict[str, _Asked] = {}
-    for name, measured in in_alternation(names, rounds, unmeasured=int(warm_up)):
+
+    def run(name: str) -> tuple[FrameworkAnswer, float]:
         started = time.perf_counter()
         answer = framework.answer(question.text, retrieved, methods[name])
-        ttft_s = engine.called_at - started + float(answer.report["ttft_s"])
-        if measured:
-            results.setdefault(name, _Asked(answer, [])).times.append(ttft_s)
+        return answer, engine.called_at - started + float(answer.report["ttft_s"])
+
+    runs = in_rounds(names, run, rounds, unmeasured=int(warm_up))
+    results = {name: _Asked(each[0][0], [ttft_s for _, ttft_s in each]) for name, each in runs.items()}
     every = [chunk.id for chunk in demo_chunks(framework.name)]
     supported = {every[number] for number in question.support} <= set(ids)
     return [_row(framework.name, question, name, results[name], results["full"], supported, len(ids)) for name in names]
