@@ -15,7 +15,7 @@ from cacheblend_rag.cli.demo import demo
 from cacheblend_rag.cli.evaluate import eval_app
 from cacheblend_rag.cli.families import models
 from cacheblend_rag.cli.pml import pml_app
-from cacheblend_rag.cli.profile import auto, profile
+from cacheblend_rag.cli.profile import profile
 from cacheblend_rag.cli.store import store_app
 from cacheblend_rag.cli.warm import warm
 from cacheblend_rag.errors import CacheBlendError
@@ -67,7 +67,6 @@ app.command()(ask)
 app.command()(profile)
 app.command()(calibrate)
 app.command()(models)
-bench_app.command()(auto)
 app.add_typer(store_app, name="store")
 app.add_typer(bench_app, name="bench")
 app.add_typer(eval_app, name="eval")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheblend_rag.cli.models import open_engine
-from cacheblend_rag.cli.options import JsonOption, StoreOption
+from cacheblend_rag.cli.options import AnswerTokensOption, CompareOption, JsonOption, StoreOption, StreamOption
 from cacheblend_rag.cli.output import console, say_seconds, show_table, write_json
 from cacheblend_rag.errors import ConfigError
 
@@ -42,14 +42,9 @@ def ask(
             help="Which tokens to recompute: auto, hkvd, query, ingest, query_ingest, a3, boundary, random, none, full."
         ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the answer.")] = 128,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Answer by full prefill too, and show both times.")
-    ] = False,
-    stream: Annotated[
-        bool | None,
-        typer.Option("--stream/--no-stream", help="Show the answer as it is written; by default on a terminal."),
-    ] = None,
+    max_new_tokens: AnswerTokensOption = 128,
+    compare: CompareOption = False,
+    stream: StreamOption = None,
     json_file: JsonOption = None,
 ) -> None:
     """Answer a question from what was warmed, by blended prefill."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from cacheblend_rag.cli.bench_auto import auto
 from cacheblend_rag.cli.bench_batch import batch
 from cacheblend_rag.cli.bench_codecs import codecs
 from cacheblend_rag.cli.bench_encode import encode
@@ -22,5 +23,5 @@ bench_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-for command in (ttft, tpot, pml, load, prefetch, encode, codecs, index, batch, find):
+for command in (ttft, tpot, pml, load, prefetch, encode, codecs, index, batch, find, auto):
     bench_app.command()(command)

@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
+from cacheblend_rag.cli.bench_output import measuring, say_range
 from cacheblend_rag.cli.needs import needs_langchain
-from cacheblend_rag.cli.options import JsonOption, ModelOption
-from cacheblend_rag.cli.output import console, make_quiet, say_seconds, show_table, write_json
+from cacheblend_rag.cli.options import JsonOption, ModelOption, RepeatsOption
+from cacheblend_rag.cli.output import make_quiet, say_seconds, show_table, write_json
 
 __all__ = ["batch"]
 
@@ -22,7 +23,7 @@ def batch(
     question_tokens: Annotated[int, typer.Option(min=4, help="About how many tokens each question has.")] = 16,
     output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 32,
     ratio: Annotated[float, typer.Option(help="Recompute ratio.")] = 0.15,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds; each runs every method once. The median counts.")] = 5,
+    repeats: RepeatsOption = 5,
     seed: Annotated[int, typer.Option(help="Seed of the texts.")] = 0,
     json_file: JsonOption = None,
 ) -> None:
@@ -46,15 +47,15 @@ def batch(
         seed=seed,
     )
     with (
-        console(stderr=True).status("loading the model and storing the chunks") as status,
+        measuring("loading the model and storing the chunks") as progress,
         BatchBench(setting) as bench,
     ):
-        rows = bench.measure(lambda done, total: status.update(f"measuring, {done} of {total}"))
+        rows = bench.measure(progress)
     lines = [
         (
             row.method,
             say_seconds(row.elapsed_s),
-            f"{say_seconds(row.elapsed_min_s)} to {say_seconds(row.elapsed_max_s)}",
+            say_range(row.elapsed_min_s, row.elapsed_max_s),
             f"{row.prompts_per_s:.2f}",
             f"{row.tokens_per_s:.0f}",
             f"{row.speedup:.2f}x",

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
+from cacheblend_rag.cli.bench_output import measuring
 from cacheblend_rag.cli.options import JsonOption, ShapeOption
-from cacheblend_rag.cli.output import console, say_bytes, show_table, write_json
+from cacheblend_rag.cli.output import say_bytes, show_table, write_json
 
 __all__ = ["codecs"]
 
@@ -28,8 +29,8 @@ def codecs(
     from cacheblend_rag.bench import CodecSetting, measure_codecs
 
     setting = CodecSetting(shape=shape, chunk_tokens=chunk_tokens, dtype=dtype, repeats=repeats, seed=seed)
-    with console(stderr=True).status("measuring") as status:
-        rows = measure_codecs(setting, lambda done, total: status.update(f"measuring, {done} of {total}"))
+    with measuring("measuring") as progress:
+        rows = measure_codecs(setting, progress)
     lines = [
         (
             row.codec,

@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
+from cacheblend_rag.cli.bench_output import measuring
 from cacheblend_rag.cli.options import JsonOption
-from cacheblend_rag.cli.output import console, parse_counts, say_bytes, say_seconds, show_table, write_json
+from cacheblend_rag.cli.output import parse_counts, say_bytes, say_seconds, show_table, write_json
 
 __all__ = ["index"]
 
@@ -29,8 +30,8 @@ def index(
     from cacheblend_rag.bench.index import IndexBench
 
     bench = IndexBench(parse_counts(entries), folder, lookups)
-    with console(stderr=True).status("making the stores") as status:
-        rows = bench.measure(lambda done, total: status.update(f"measuring, {done} of {total}"))
+    with measuring("making the stores") as progress:
+        rows = bench.measure(progress)
     lines = [
         (
             f"{row.entries:,}",

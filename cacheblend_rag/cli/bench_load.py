@@ -7,18 +7,17 @@ from typing import Annotated
 
 import typer
 
-from cacheblend_rag.cli.options import FolderOption, JsonOption, ShapeOption
+from cacheblend_rag.cli.bench_output import measuring, say_cached, say_range
+from cacheblend_rag.cli.options import ChunkTokensOption, FolderOption, JsonOption, RepeatsOption, ShapeOption
 from cacheblend_rag.cli.output import (
-    console,
     make_quiet,
+    parse_counts,
     plain_values,
     say_bytes,
-    say_cached,
     say_seconds,
     show_table,
     write_json,
 )
-from cacheblend_rag.errors import ConfigError
 
 __all__ = ["load"]
 
@@ -26,11 +25,11 @@ __all__ = ["load"]
 def load(
     shape: ShapeOption = "qwen2-0.5b",
     chunks: Annotated[int, typer.Option(min=1, help="Chunks.")] = 6,
-    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each chunk.")] = 512,
+    chunk_tokens: ChunkTokensOption = 512,
     threads: Annotated[
         str, typer.Option(help="Numbers of loader threads, comma-separated; 0 is the pipeline switched off.")
     ] = "0,1,2,4",
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds; each runs every method once. The median counts.")] = 5,
+    repeats: RepeatsOption = 5,
     dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "float32",
     folder: FolderOption = None,
     json_file: JsonOption = None,
@@ -46,20 +45,19 @@ def load(
         shape=shape,
         chunks=chunks,
         chunk_tokens=chunk_tokens,
-        threads=_parse_threads(threads),
+        threads=parse_counts(threads, "0,1,2,4"),
         repeats=repeats,
         dtype=dtype,
         folder=folder,
     )
-    screen = console(stderr=True)
-    with screen.status("making the files") as status, LoadBench(setting) as bench:
-        rows = bench.measure(lambda done, total: status.update(f"measuring, {done} of {total}"))
+    with measuring("making the files") as progress, LoadBench(setting) as bench:
+        rows = bench.measure(progress)
     lines = [
         (
             row.method,
             row.threads,
             say_seconds(row.seconds),
-            f"{say_seconds(row.seconds_min)} to {say_seconds(row.seconds_max)}",
+            say_range(row.seconds_min, row.seconds_max),
             f"{say_bytes(row.bytes_per_s)}/s",
             f"{row.of_plain_reads:.2f}x",
         )
@@ -79,10 +77,3 @@ def load(
     write_json(
         json_file, "bench load", [asdict(row) | shared for row in rows], model=f"random weights, {shape}", setting=facts
     )
-
-
-def _parse_threads(text: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        raise ConfigError(f"{text!r} is no list of whole numbers; write numbers of threads like 0,1,2,4")
-    return tuple(int(part) for part in parts)

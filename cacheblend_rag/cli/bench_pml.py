@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
-from cacheblend_rag.cli.options import FolderOption, JsonOption, ShapeOption
-from cacheblend_rag.cli.output import (
-    console,
-    make_quiet,
-    plain_values,
-    say_cached,
-    say_seconds,
-    show_table,
-    write_json,
+from cacheblend_rag.cli.bench_output import measuring, say_cached, say_range, write_bench
+from cacheblend_rag.cli.options import (
+    DeviceOption,
+    FolderOption,
+    JsonOption,
+    RepeatsOption,
+    SeedOption,
+    ShapeOption,
+    WeightsOption,
+    weights_dtype,
 )
+from cacheblend_rag.cli.output import make_quiet, parse_names, say_seconds, show_table
 
 __all__ = ["pml"]
 
@@ -35,12 +36,10 @@ def pml(
     ratio: Annotated[float, typer.Option(min=0, max=1, help="Recompute ratio of the other selectors.")] = 0.15,
     tier: Annotated[str, typer.Option(help="ram, or disk (the page cache is emptied of it before each run).")] = "ram",
     folder: FolderOption = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds; each runs every method once. The median counts.")] = 5,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, float16 or bfloat16; by default float32 on the CPU, else bfloat16.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of weights and tokens.")] = 0,
+    repeats: RepeatsOption = 5,
+    device: DeviceOption = "cpu",
+    dtype: WeightsOption = None,
+    seed: SeedOption = 0,
     json_file: JsonOption = None,
 ) -> None:
     """Measure the time to the first token of a prompt made of schema modules, against the model's own prefill of it."""
@@ -53,18 +52,17 @@ def pml(
         module_tokens=module_tokens,
         new_tokens=new_tokens,
         argument_tokens=argument_tokens,
-        selectors=tuple(name.strip() for name in selectors.split(",")),
+        selectors=parse_names(selectors),
         ratio=ratio,
         tier=tier,
         folder=folder,
         repeats=repeats,
         device=device,
-        dtype=dtype or ("float32" if device == "cpu" else "bfloat16"),
+        dtype=weights_dtype(dtype, device),
         seed=seed,
     )
-    screen = console(stderr=True)
-    with screen.status("making the model and loading the schema") as status, PMLBench(setting) as bench:
-        rows = bench.measure(lambda done, total: status.update(f"measuring, {done} of {total}"))
+    with measuring("making the model and loading the schema") as progress, PMLBench(setting) as bench:
+        rows = bench.measure(progress)
         cached = bench.cached_share_after_drop()
         layout = bench.layout
     lines = [
@@ -73,7 +71,7 @@ def pml(
             row.selector,
             f"{row.charged_ratio:.3f}",
             say_seconds(row.ttft_s),
-            f"{say_seconds(row.ttft_min_s)} to {say_seconds(row.ttft_max_s)}",
+            say_range(row.ttft_min_s, row.ttft_max_s),
             f"{row.speedup:.1f}x",
             None if row.load_s is None else say_seconds(row.load_s),
         )
@@ -87,12 +85,13 @@ def pml(
         title, ("method", "selector", "charged", "first token", "range", "speedup", "waited"), lines, text_columns=2
     )
     say_cached(cached)
-    facts = plain_values(asdict(setting)) | {
-        "prompt_tokens": len(layout),
-        "cached_tokens": layout.context_tokens,
-        "cached_share_after_drop": cached,
-    }
-    shared = {"shape": shape, "device": device, "dtype": setting.dtype, "tier": tier, "prompt_tokens": len(layout)}
-    write_json(
-        json_file, "bench pml", [asdict(row) | shared for row in rows], model=f"random weights, {shape}", setting=facts
+    write_bench(
+        json_file,
+        "bench pml",
+        setting,
+        rows,
+        {"tier": tier, "prompt_tokens": len(layout)},
+        prompt_tokens=len(layout),
+        cached_tokens=layout.context_tokens,
+        cached_share_after_drop=cached,
     )

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
-from cacheblend_rag.cli.options import FolderOption, JsonOption, ShapeOption
-from cacheblend_rag.cli.output import (
-    console,
-    make_quiet,
-    plain_values,
-    say_bytes,
-    say_cached,
-    say_seconds,
-    show_table,
-    write_json,
+from cacheblend_rag.cli.bench_output import measuring, say_cached, say_range, write_bench
+from cacheblend_rag.cli.options import (
+    ChunkTokensOption,
+    DeviceOption,
+    FolderOption,
+    JsonOption,
+    QuestionTokensOption,
+    RepeatsOption,
+    ShapeOption,
+    WeightsOption,
+    weights_dtype,
 )
+from cacheblend_rag.cli.output import make_quiet, say_bytes, say_seconds, show_table
 
 __all__ = ["prefetch"]
 
@@ -26,17 +27,15 @@ def prefetch(
     shape: ShapeOption = "qwen2-0.5b",
     candidates: Annotated[int, typer.Option(min=1, help="Chunks that are retrieved.")] = 12,
     chunks: Annotated[int, typer.Option(min=1, help="Chunks of them that the reranker chooses.")] = 6,
-    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each chunk.")] = 512,
-    question_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the question.")] = 32,
+    chunk_tokens: ChunkTokensOption = 512,
+    question_tokens: QuestionTokensOption = 32,
     reranker_ms: Annotated[float, typer.Option(min=0, help="Milliseconds that the reranker takes.")] = 200,
     ratio: Annotated[float, typer.Option(min=0, max=1, help="The recompute ratio.")] = 0.15,
     selector: Annotated[str, typer.Option(help="Who chooses what is recomputed.")] = "hkvd",
     folder: FolderOption = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds; each runs every method once. The median counts.")] = 5,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, float16 or bfloat16; by default float32 on the CPU, else bfloat16.")
-    ] = None,
+    repeats: RepeatsOption = 5,
+    device: DeviceOption = "cpu",
+    dtype: WeightsOption = None,
     seed: Annotated[int, typer.Option(help="Seed of weights, tokens and the reranker's choice.")] = 0,
     json_file: JsonOption = None,
 ) -> None:
@@ -59,18 +58,17 @@ def prefetch(
         selector=selector,
         repeats=repeats,
         device=device,
-        dtype=dtype or ("float32" if device == "cpu" else "bfloat16"),
+        dtype=weights_dtype(dtype, device),
         folder=folder,
         seed=seed,
     )
-    screen = console(stderr=True)
-    with screen.status("making the model and its chunks") as status, PrefetchBench(setting) as bench:
-        rows = bench.measure(lambda done, total: status.update(f"measuring, {done} of {total}"))
+    with measuring("making the model and its chunks") as progress, PrefetchBench(setting) as bench:
+        rows = bench.measure(progress)
     lines = [
         (
             row.method,
             say_seconds(row.ttft_s),
-            f"{say_seconds(row.ttft_min_s)} to {say_seconds(row.ttft_max_s)}",
+            say_range(row.ttft_min_s, row.ttft_max_s),
             f"{row.of_disk:.2f}x",
             say_seconds(row.load_s),
             say_seconds(row.total_s),
@@ -85,15 +83,11 @@ def prefetch(
     columns = ("method", "first token", "range", "of disk", "waited", "with reranker", "read from")
     show_table(title, columns, lines)
     say_cached(bench.cached_share_after_drop)
-    facts = plain_values(asdict(setting)) | {
-        "file_bytes": bench.file_bytes,
-        "cached_share_after_drop": bench.cached_share_after_drop,
-    }
-    shared = {"shape": shape, "device": device, "dtype": setting.dtype}
-    write_json(
+    write_bench(
         json_file,
         "bench prefetch",
-        [asdict(row) | shared for row in rows],
-        model=f"random weights, {shape}",
-        setting=facts,
+        setting,
+        rows,
+        file_bytes=bench.file_bytes,
+        cached_share_after_drop=bench.cached_share_after_drop,
     )

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
-from cacheblend_rag.cli.options import JsonOption, ShapeOption
-from cacheblend_rag.cli.output import (
-    console,
-    make_quiet,
-    parse_capacities,
-    plain_values,
-    say_bytes,
-    say_seconds,
-    show_table,
-    write_json,
+from cacheblend_rag.cli.bench_output import measuring, say_range, write_bench
+from cacheblend_rag.cli.options import (
+    ChunksOption,
+    ChunkTokensOption,
+    DeviceOption,
+    JsonOption,
+    QuestionTokensOption,
+    RepeatsOption,
+    SeedOption,
+    ShapeOption,
+    WeightsOption,
+    weights_dtype,
 )
+from cacheblend_rag.cli.output import make_quiet, parse_capacities, parse_names, say_bytes, say_seconds, show_table
 
 __all__ = ["tpot"]
 
 
 def tpot(
     shape: ShapeOption = "qwen2-0.5b",
-    chunks: Annotated[int, typer.Option(min=1, help="Chunks in the prompt.")] = 6,
-    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each chunk.")] = 512,
-    question_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the question.")] = 32,
+    chunks: ChunksOption = 6,
+    chunk_tokens: ChunkTokensOption = 512,
+    question_tokens: QuestionTokensOption = 32,
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated.")] = 32,
     capacities: Annotated[
         str,
@@ -37,12 +39,10 @@ def tpot(
     ] = "full,blend",
     ratio: Annotated[float, typer.Option(help="Recompute ratio of the blend.")] = 0.15,
     selector: Annotated[str, typer.Option(help="Selector of the blend.")] = "auto",
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds; each runs every method once. The median counts.")] = 5,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, float16 or bfloat16; by default float32 on the CPU, else bfloat16.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of weights and tokens.")] = 0,
+    repeats: RepeatsOption = 5,
+    device: DeviceOption = "cpu",
+    dtype: WeightsOption = None,
+    seed: SeedOption = 0,
     json_file: JsonOption = None,
 ) -> None:
     """Measure the time per output token and the KV held, by full prefill and blend, with all KV and with evicted KV (SnapKV).
@@ -59,16 +59,16 @@ def tpot(
         question_tokens=question_tokens,
         output_tokens=output_tokens,
         capacities=parse_capacities(capacities),
-        methods=tuple(name.strip() for name in methods.split(",")),
+        methods=parse_names(methods),
         ratio=ratio,
         selector=selector,
         repeats=repeats,
         device=device,
-        dtype=dtype or ("float32" if device == "cpu" else "bfloat16"),
+        dtype=weights_dtype(dtype, device),
         seed=seed,
     )
-    with console(stderr=True).status("making the model and its chunks") as status, TPOTBench(setting) as bench:
-        rows = bench.measure(lambda done, total: status.update(f"measuring, {done} of {total}"))
+    with measuring("making the model and its chunks") as progress, TPOTBench(setting) as bench:
+        rows = bench.measure(progress)
     lines = [
         (
             row.method,
@@ -76,7 +76,7 @@ def tpot(
             row.evicted_tokens,
             say_bytes(row.kv_bytes),
             say_seconds(row.tpot_s),
-            f"{say_seconds(row.tpot_min_s)} to {say_seconds(row.tpot_max_s)}",
+            say_range(row.tpot_min_s, row.tpot_max_s),
             f"{row.tpot_speedup:.2f}x",
             say_seconds(row.ttft_s),
             f"{row.ttft_added:+.1%}",
@@ -89,8 +89,5 @@ def tpot(
     )
     columns = ("method", "kept", "evicted", "KV", "per token", "range", "faster", "first token", "added")
     show_table(title, columns, lines, text_columns=2)
-    facts = plain_values(asdict(setting)) | {"prompt_tokens": len(bench.token_ids)}
-    shared = {"shape": shape, "device": device, "dtype": setting.dtype, "prompt_tokens": len(bench.token_ids)}
-    write_json(
-        json_file, "bench tpot", [asdict(row) | shared for row in rows], model=f"random weights, {shape}", setting=facts
-    )
+    tokens = len(bench.token_ids)
+    write_bench(json_file, "bench tpot", setting, rows, {"prompt_tokens": tokens}, prompt_tokens=tokens)

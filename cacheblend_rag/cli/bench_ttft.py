@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
-from cacheblend_rag.cli.options import FolderOption, JsonOption, ShapeOption
-from cacheblend_rag.cli.output import (
-    console,
-    make_quiet,
-    parse_ratios,
-    plain_values,
-    say_cached,
-    say_seconds,
-    show_table,
-    write_json,
+from cacheblend_rag.cli.bench_output import measuring, say_cached, say_range, write_bench
+from cacheblend_rag.cli.options import (
+    ChunksOption,
+    ChunkTokensOption,
+    DeviceOption,
+    FolderOption,
+    JsonOption,
+    QuestionTokensOption,
+    RepeatsOption,
+    SeedOption,
+    ShapeOption,
+    WeightsOption,
+    weights_dtype,
 )
+from cacheblend_rag.cli.output import make_quiet, parse_names, parse_ratios, say_seconds, show_table
 
 __all__ = ["ttft"]
 
 
 def ttft(
     shape: ShapeOption = "qwen2-0.5b",
-    chunks: Annotated[int, typer.Option(min=1, help="Chunks in the prompt.")] = 6,
-    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each chunk.")] = 512,
-    question_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the question.")] = 32,
+    chunks: ChunksOption = 6,
+    chunk_tokens: ChunkTokensOption = 512,
+    question_tokens: QuestionTokensOption = 32,
     ratios: Annotated[
         str, typer.Option(help="Recompute ratios, comma-separated; 0 is plain reuse.")
     ] = "0,0.05,0.15,0.3",
@@ -41,12 +44,10 @@ def ttft(
         ),
     ] = "ram",
     folder: FolderOption = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds; each runs every method once. The median counts.")] = 5,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, float16 or bfloat16; by default float32 on the CPU, else bfloat16.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of weights and tokens.")] = 0,
+    repeats: RepeatsOption = 5,
+    device: DeviceOption = "cpu",
+    dtype: WeightsOption = None,
+    seed: SeedOption = 0,
     json_file: JsonOption = None,
 ) -> None:
     """Measure the time to the first token: full prefill, the model's own prefix cache, plain reuse and blend, in alternation.
@@ -63,17 +64,16 @@ def ttft(
         chunk_tokens=chunk_tokens,
         question_tokens=question_tokens,
         ratios=parse_ratios(ratios),
-        selectors=tuple(name.strip() for name in selectors.split(",")),
-        tiers=tuple(name.strip() for name in tiers.split(",")),
+        selectors=parse_names(selectors),
+        tiers=parse_names(tiers),
         folder=folder,
         repeats=repeats,
         device=device,
-        dtype=dtype or ("float32" if device == "cpu" else "bfloat16"),
+        dtype=weights_dtype(dtype, device),
         seed=seed,
     )
-    screen = console(stderr=True)
-    with screen.status("making the model and its chunks") as status, TTFTBench(setting) as bench:
-        rows = bench.measure(lambda done, total: status.update(f"measuring, {done} of {total}"))
+    with measuring("making the model and its chunks") as progress, TTFTBench(setting) as bench:
+        rows = bench.measure(progress)
         cached = bench.cached_share_after_drop()
     lines = [
         (
@@ -83,7 +83,7 @@ def ttft(
             row.tier if row.pipeline in (None, True) else f"{row.tier}, no pipeline",
             f"{row.charged_ratio:.3f}",
             say_seconds(row.ttft_s),
-            f"{say_seconds(row.ttft_min_s)} to {say_seconds(row.ttft_max_s)}",
+            say_range(row.ttft_min_s, row.ttft_max_s),
             f"{row.speedup:.2f}x",
             f"{row.limit:.1f}x",
             f"{row.speedup / row.limit:.2f}",
@@ -112,12 +112,14 @@ def ttft(
     )
     show_table(title, columns, lines, text_columns=2)
     say_cached(cached)
-    facts = plain_values(asdict(setting)) | {
-        "prompt_tokens": len(bench.token_ids),
-        "context_tokens": bench.context_tokens,
-        "cached_share_after_drop": cached,
-    }
-    shared = {"shape": shape, "device": device, "dtype": setting.dtype, "prompt_tokens": len(bench.token_ids)}
-    write_json(
-        json_file, "bench ttft", [asdict(row) | shared for row in rows], model=f"random weights, {shape}", setting=facts
+    tokens = len(bench.token_ids)
+    write_bench(
+        json_file,
+        "bench ttft",
+        setting,
+        rows,
+        {"prompt_tokens": tokens},
+        prompt_tokens=tokens,
+        context_tokens=bench.context_tokens,
+        cached_share_after_drop=cached,
     )

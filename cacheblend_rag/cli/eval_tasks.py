@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from cacheblend_rag.cli.output import parse_counts, parse_ratios
+from cacheblend_rag.cli.output import parse_counts, parse_names, parse_ratios
 
 if TYPE_CHECKING:
     from cacheblend_rag.eval import EvalTask
@@ -134,7 +134,7 @@ def ruler(
 
     return ruler_task(
         request.tokenizer(),
-        subtasks=RULER_SUBTASKS if subtasks is None else [name.strip() for name in subtasks.split(",")],
+        subtasks=RULER_SUBTASKS if subtasks is None else parse_names(subtasks),
         num_questions=request.questions or 100,
         context_tokens=context_tokens,
         chunk_tokens=request.chunk_tokens,

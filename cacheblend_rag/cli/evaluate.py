@@ -14,7 +14,15 @@ from cacheblend_rag.cli.eval_output import draw_result, json_rows, show_result, 
 from cacheblend_rag.cli.eval_tasks import TASKS, TaskMaker, TaskRequest
 from cacheblend_rag.cli.figures import draw, figures
 from cacheblend_rag.cli.models import open_engine
-from cacheblend_rag.cli.options import JsonOption, MarkdownOption, ModelOption
+from cacheblend_rag.cli.options import (
+    CutTokensOption,
+    DrawnSeedOption,
+    FinderOption,
+    JsonOption,
+    MarkdownOption,
+    ModelOption,
+    TopKOption,
+)
 from cacheblend_rag.cli.output import parse_ratios, plain_values, progress_bar, say_seconds, write_json
 
 if TYPE_CHECKING:
@@ -51,21 +59,13 @@ def _shared(
     questions: Annotated[
         int | None, typer.Option(min=1, help="How many questions; by default all of a file, or the task's own number.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="What is drawn follows from it.")] = 7,
+    seed: DrawnSeedOption = 7,
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of an answer; by default the task's.")
     ] = None,
-    chunk_tokens: Annotated[
-        int, typer.Option(min=1, help="Most tokens of a chunk, where texts are cut or generated.")
-    ] = 512,
-    top_k: Annotated[int, typer.Option(min=1, help="How many chunks are retrieved, where texts are cut.")] = 6,
-    embeddings: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="The sentence-transformers model, id or folder, that finds them; by default all-MiniLM-L6-v2.",
-        ),
-    ] = None,
+    chunk_tokens: CutTokensOption = 512,
+    top_k: TopKOption = 6,
+    embeddings: FinderOption = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes; by default one a core, or one with a GPU.")
     ] = None,

@@ -13,7 +13,14 @@ import typer
 
 from cacheblend_rag.cli.eval_tasks import TASKS, TaskRequest
 from cacheblend_rag.cli.models import open_engine
-from cacheblend_rag.cli.options import JsonOption, ModelOption
+from cacheblend_rag.cli.options import (
+    CutTokensOption,
+    DrawnSeedOption,
+    FinderOption,
+    JsonOption,
+    ModelOption,
+    TopKOption,
+)
 from cacheblend_rag.cli.output import parse_ratios, progress_bar, say_seconds, show_table, write_json
 from cacheblend_rag.errors import ConfigError
 
@@ -54,17 +61,10 @@ def figures(
             help="The one of them at which overlap and attention loss by layer are drawn; by default the nearest to 0.15."
         ),
     ] = None,
-    chunk_tokens: Annotated[
-        int, typer.Option(min=1, help="Most tokens of a chunk, where texts are cut or generated.")
-    ] = 512,
-    top_k: Annotated[int, typer.Option(min=1, help="How many chunks are retrieved, where texts are cut.")] = 6,
-    embeddings: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="The sentence-transformers model that finds them; by default all-MiniLM-L6-v2."
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="What is drawn follows from it.")] = 7,
+    chunk_tokens: CutTokensOption = 512,
+    top_k: TopKOption = 6,
+    embeddings: FinderOption = None,
+    seed: DrawnSeedOption = 7,
     ending: EndingOption = "svg",
     json_file: JsonOption = None,
 ) -> None:

@@ -26,11 +26,11 @@ __all__ = [
     "parse_bytes",
     "parse_capacities",
     "parse_counts",
+    "parse_names",
     "parse_ratios",
     "plain_values",
     "progress_bar",
     "say_bytes",
-    "say_cached",
     "say_seconds",
     "show_table",
     "write_json",
@@ -132,8 +132,13 @@ def parse_ratios(text: str) -> tuple[float, ...]:
     return tuple(ratios)
 
 
-def parse_counts(text: str) -> tuple[int, ...]:
-    """Return whole numbers written like ``"10000,100000"``.
+def parse_names(text: str) -> tuple[str, ...]:
+    """Return the names of a comma-separated list; one that is empty is among them, to be refused as any other unknown one."""
+    return tuple(name.strip() for name in text.split(","))
+
+
+def parse_counts(text: str, example: str = "10000,100000") -> tuple[int, ...]:
+    """Return whole numbers written like the example.
 
     Raises
     ------
@@ -144,7 +149,7 @@ def parse_counts(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         wrong = next(part.strip() for part in text.split(",") if not part.strip().isdecimal())
-        raise ConfigError(f"{wrong!r} in {text!r} is no whole number; write numbers like 10000,100000") from None
+        raise ConfigError(f"{wrong!r} in {text!r} is no whole number; write numbers like {example}") from None
 
 
 def parse_capacities(text: str) -> tuple[int | float, ...]:
@@ -244,12 +249,3 @@ def _processor() -> str:
 def plain_values(setting: dict[str, Any]) -> dict[str, Any]:
     """Return a setting's values as JSON has them."""
     return {name: str(value) if isinstance(value, Path) else value for name, value in setting.items()}
-
-
-def say_cached(share: float | None) -> None:
-    """Warn if part of the files stayed in the page cache when it was emptied."""
-    if share:
-        console().print(
-            f"{share:.0%} of the files stayed in the page cache when it was emptied: these are not times of the disk",
-            style="yellow",
-        )

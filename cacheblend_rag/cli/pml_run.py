@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cacheblend_rag.cli.models import open_engine
-from cacheblend_rag.cli.options import JsonOption, ModelOption
+from cacheblend_rag.cli.options import AnswerTokensOption, CompareOption, JsonOption, ModelOption, StreamOption
 from cacheblend_rag.cli.output import console, say_seconds, show_table, write_json
 
 if TYPE_CHECKING:
@@ -46,14 +46,9 @@ def run(
         ),
     ] = "none",
     ratio: Annotated[float, typer.Option(min=0, max=1, help="Share of them, for selectors other than none.")] = 0.15,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the answer.")] = 128,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Answer by full prefill too, and show both times.")
-    ] = False,
-    stream: Annotated[
-        bool | None,
-        typer.Option("--stream/--no-stream", help="Show the answer as it is written; by default on a terminal."),
-    ] = None,
+    max_new_tokens: AnswerTokensOption = 128,
+    compare: CompareOption = False,
+    stream: StreamOption = None,
     json_file: JsonOption = None,
 ) -> None:
     """Load a schema and answer a prompt of it; what has not changed since the last run is taken from the store."""

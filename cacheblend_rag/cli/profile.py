@@ -1,4 +1,4 @@
-"""``cacheblend-rag profile``: how fast a model is here, and what "auto" makes of it; ``bench auto``: whether it is right."""
+"""``cacheblend-rag profile``: how fast a model is here, and what "auto" makes of it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheblend_rag.cli.models import open_engine
-from cacheblend_rag.cli.options import JsonOption, ModelOption, ShapeOption
+from cacheblend_rag.cli.options import JsonOption, ModelOption
 from cacheblend_rag.cli.output import (
     console,
-    make_quiet,
-    parse_ratios,
     say_bytes,
     say_seconds,
     show_table,
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.controller import Profile, Work
     from cacheblend_rag.engine import BlendEngine
 
-__all__ = ["auto", "profile"]
+__all__ = ["profile"]
 
 _CHUNKS = (1, 2, 6, 12)
 _QUESTION_TOKENS = 32
@@ -102,80 +100,6 @@ def profile(
         for lack in lacks:
             typer.echo(f"not drawn, it lacks {lack.partition(': ')[2]}: {lack.partition(': ')[0]}")
     write_json(json_file, "profile", rows, model=model, profile=asdict(found))
-
-
-def auto(
-    shape: ShapeOption = "qwen2-0.5b",
-    tiers: Annotated[
-        str, typer.Option(help="ram, disk, or a rate such as 200MB/s for an emulated device; comma-separated.")
-    ] = "ram,disk,200MB/s",
-    prompts: Annotated[
-        str, typer.Option(help="Prompts as chunks x tokens, comma-separated.")
-    ] = "1x32,2x128,6x256,6x512",
-    question_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the question.")] = 32,
-    ratios: Annotated[str, typer.Option(help="Fixed ratios to compare with, comma-separated.")] = "0.15,0.3,0.5,0.8",
-    quality_ratio: Annotated[float, typer.Option(help="The quality floor: no smaller ratio is compared.")] = 0.15,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds; each runs every setting once. The median counts.")] = 3,
-    profile_seconds: Annotated[
-        float, typer.Option(min=0.1, help="About how long each tier's profile may take.")
-    ] = 20.0,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, float16 or bfloat16; by default float32 on the CPU, else bfloat16.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of weights and tokens.")] = 0,
-    json_file: JsonOption = None,
-) -> None:
-    """Compare recompute_ratio="auto" with full prefill and fixed ratios, over tiers and prompts, in alternation.
-
-    "regret" is how much longer auto took than the best setting whose ratio is not under the quality floor; "of the choice" is how
-    much longer what it chose took when asked for as a fixed setting: 0 where it chose the best one.
-    """
-    from cacheblend_rag.bench import AutoBench, AutoSetting
-
-    make_quiet()
-    setting = AutoSetting(
-        shape=shape,
-        tiers=tuple(name.strip() for name in tiers.split(",")),
-        prompts=_parse_prompts(prompts),
-        question_tokens=question_tokens,
-        ratios=parse_ratios(ratios),
-        quality_ratio=quality_ratio,
-        repeats=repeats,
-        profile_s=profile_seconds,
-        device=device,
-        dtype=dtype or ("float32" if device == "cpu" else "bfloat16"),
-        seed=seed,
-    )
-    with console(stderr=True).status("making the model") as status:
-        bench = AutoBench(setting)
-        rows = bench.measure(lambda what: status.update(f"measuring {what}"))
-    lines = [
-        (
-            row.tier,
-            row.best_method,
-            row.auto_choice,
-            row.chunks,
-            row.chunk_tokens,
-            say_seconds(row.best_ttft_s),
-            say_seconds(row.auto_ttft_s),
-            f"{row.regret:+.1%}",
-            f"{row.choice_regret:+.1%}",
-        )
-        for row in rows
-    ]
-    title = f"{shape}, {setting.dtype} on {device}: auto against the best measured setting, median of {repeats}"
-    columns = ("tier", "best", "auto", "chunks", "tokens each", "best first token", "auto's", "regret", "of the choice")
-    show_table(title, columns, lines, text_columns=3)
-    write_json(
-        json_file,
-        "bench auto",
-        [asdict(row) for row in rows],
-        model=f"random weights, {shape}",
-        setting=asdict(setting),
-        runs=[asdict(run) for run in bench.runs],
-        profiles={tier: asdict(measured) for tier, measured in bench.profiles.items()},
-    )
 
 
 def _kv_folder(store: Path | None) -> Path | None:
@@ -287,17 +211,6 @@ def _parse_prices(text: str | None) -> dict[str, float]:
         if not equals or not tier.strip():
             raise ConfigError(f"{part.strip()!r} in --prices is no price; write for example ram=3,disk=0.1")
     return prices
-
-
-def _parse_prompts(text: str) -> tuple[tuple[int, int], ...]:
-    prompts = []
-    for part in text.split(","):
-        chunks, _, tokens = part.partition("x")
-        try:
-            prompts.append((int(chunks), int(tokens)))
-        except ValueError:
-            raise ConfigError(f"{part.strip()!r} is no prompt; write chunks x tokens, as in 1x32,6x512") from None
-    return tuple(prompts)
 
 
 def _read_runs(path: Path | None) -> list[AutoRun]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from cacheblend_rag.cli.options import JsonOption, StoreOption
-from cacheblend_rag.cli.output import say_bytes, show_table, write_json
+from cacheblend_rag.cli.output import parse_names, say_bytes, show_table, write_json
 from cacheblend_rag.errors import ConfigError
 
 __all__ = ["store_app"]
@@ -172,7 +172,7 @@ def export_(
     kv = _kv(store)
     if file.exists() and not force:
         raise ConfigError(f"{file} exists already; name another file, or replace it with --force")
-    report = export_store(kv, file, namespace, None if ids is None else [node.strip() for node in ids.split(",")])
+    report = export_store(kv, file, namespace, None if ids is None else parse_names(ids))
     typer.echo(f"{file}: {report.entries} chunks with KV and {report.names} names, {say_bytes(report.nbytes)}")
     if report.damaged:
         typer.echo(

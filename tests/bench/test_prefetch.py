@@ -20,6 +20,8 @@ def test_each_method_reads_from_where_it_should(tmp_path: Path) -> None:
         "tiny", candidates=4, chunks=2, chunk_tokens=20, reranker_s=1.0, repeats=1, folder=tmp_path
     )
     with PrefetchBench(setting) as bench:
+        # Four layers of two heads of sixteen, keys and values, in float32, for each candidate.
+        assert bench.file_bytes > 4 * 20 * 4 * 2 * 2 * 16 * 4
         rows = bench.measure(lambda done, total: calls.append((done, total)))
     assert [row.method for row in rows] == ["disk", "prefetch", "ram"]
     assert [row.tiers for row in rows] == [{"disk": 2}, {"ram": 2}, {"ram": 2}]
