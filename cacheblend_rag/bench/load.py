@@ -127,6 +127,7 @@ class LoadBench:
         for batch in Encoder(self._decoder, [0], batch_tokens=4096).encode(ids):
             for index, kv in batch:
                 self._store.put(self._keys[index], kv)
+        self._files = self._disk.files
         self.file_bytes = self._disk.file_bytes
         tokens = setting.chunk_tokens
         prompt = (0, *(token for chunk in ids for token in chunk), 0)
@@ -167,7 +168,7 @@ class LoadBench:
 
     def _read_plainly(self) -> None:
         view = memoryview(bytearray(_READ_BYTES))
-        for file in self._disk.files:
+        for file in self._files:
             descriptor = os.open(file, os.O_RDONLY)
             try:
                 while os.readv(descriptor, [view]):
