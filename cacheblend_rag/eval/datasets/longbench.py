@@ -32,8 +32,8 @@ def load_longbench(path: Path, limit: int | None, subtask: str | None, whole: bo
     Returns
     -------
     EvalTask
-        Named ``longbench/SUBTASK``, which says so if documents are whole; the subtask is the kind of every question too. A name is
-        given without ``_e``.
+        Named ``longbench/SUBTASK``, which says so if documents are whole; the subtask is the kind of every question too. A name
+        is given without ``_e``.
 
     Raises
     ------
