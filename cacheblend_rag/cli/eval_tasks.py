@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -117,9 +117,7 @@ def longbench(
     ] = False,
 ) -> EvalTask:
     """A subtask of LongBench, by its own metric."""
-    task = _data_set("longbench", request, path, subtask=subtask)
-    # The name is what the answers of two runs are told apart by.
-    return replace(task, name=f"{task.name}, whole documents", chunked=True) if whole else task
+    return _data_set("longbench", request, path, subtask=subtask, whole=whole)
 
 
 def ruler(

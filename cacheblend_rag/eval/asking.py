@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from cacheblend_rag.engine import BlendEngine
@@ -34,6 +34,9 @@ class EvalSetting:
         Bootstrap replicates.
     seed : int
         The bootstrap's draws follow from it.
+    together : bool
+        Whether the questions of a context are answered in one batch, method by method: sooner, but the time to the first token
+        of each is then not known.
     """
 
     methods: tuple[EvalMethod, ...]
@@ -41,6 +44,7 @@ class EvalSetting:
     max_new_tokens: int | None = None
     resamples: int = 2_000
     seed: int = 0
+    together: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "methods", order_methods(self.methods))
@@ -73,6 +77,7 @@ class Asker:
     def __init__(self, engine: BlendEngine, task: EvalTask, setting: EvalSetting) -> None:
         self._engine = engine
         self._task = task
+        self._together = setting.together
         self._max_new_tokens = setting.max_new_tokens or task.max_new_tokens
         self._retriever = Retriever(engine.tokenizer, setting.retrieval)
         self._engines: dict[str, BlendEngine] = {"": engine}
@@ -104,20 +109,33 @@ class Asker:
             Each question with its answers; one whose prompt does not fit the model's window is skipped.
         """
         engines = self._engines.values()
-        for question, inquiry in inquire(self._task, context, self._retriever, engines, self._max_new_tokens, wanted):
-            if isinstance(inquiry, str):
-                yield Asked(question.id, skipped=inquiry)
-            else:
-                yield self._answers(question.id, inquiry)
+        with inquire(self._task, context, self._retriever, engines, self._max_new_tokens, wanted) as inquiries:
+            asked: dict[str, Inquiry] = {}
+            for question, inquiry in inquiries:
+                if isinstance(inquiry, str):
+                    yield Asked(question.id, skipped=inquiry)
+                else:
+                    asked[question.id] = inquiry
+            if self._together and len(asked) > 1:
+                try:
+                    yield from self._answers(asked)
+                    return
+                except PromptTooLongError:
+                    # One of them is too long, which says nothing of the others.
+                    pass
+            for name, inquiry in asked.items():
+                try:
+                    yield from self._answers({name: inquiry})
+                except PromptTooLongError as error:
+                    yield Asked(name, skipped=str(error))
 
-    def _answers(self, question: str, inquiry: Inquiry) -> Asked:
-        answers: dict[str, Answer | None] = {}
-        try:
-            for name, way in self._ways.items():
-                answers[name] = way.answer(inquiry, answers)
-        except PromptTooLongError as error:
-            return Asked(question, skipped=str(error))
-        return Asked(question, answers)
+    def _answers(self, asked: Mapping[str, Inquiry]) -> list[Asked]:
+        answers: dict[str, dict[str, Answer | None]] = {question: {} for question in asked}
+        for name, way in self._ways.items():
+            found = way.answer(list(asked.values()), list(answers.values()))
+            for own, answer in zip(answers.values(), found, strict=True):
+                own[name] = answer
+        return [Asked(question, own) for question, own in answers.items()]
 
     def _engine_for(self, method: EvalMethod) -> BlendEngine:
         """Return the engine whose settled settings are those of a method.

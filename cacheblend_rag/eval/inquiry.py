@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk
@@ -59,6 +60,7 @@ class Inquiry:
         return BlendPrompt(segments=[*segments, self.tail])
 
 
+@contextmanager
 def inquire(
     task: EvalTask,
     context: EvalContext,
@@ -66,8 +68,8 @@ def inquire(
     engines: Collection[BlendEngine],
     max_new_tokens: int | None = None,
     wanted: Collection[str] | None = None,
-) -> Iterator[tuple[EvalQuestion, Inquiry | str]]:
-    """Store the chunks of one context, hand out its questions, and forget the chunks.
+) -> Iterator[list[tuple[EvalQuestion, Inquiry | str]]]:
+    """Store the chunks of one context for the duration of a ``with`` block, in which its questions can be asked.
 
     Parameters
     ----------
@@ -78,15 +80,15 @@ def inquire(
     retriever : Retriever
         Cuts and searches texts that are no chunks yet.
     engines : collection of BlendEngine
-        In whose stores the chunks are while a question is handed out.
+        In whose stores the chunks are meanwhile.
     max_new_tokens : int, optional
         Most tokens of an answer, instead of the task's.
     wanted : collection of str, optional
-        Ids of the questions to hand out; by default all of them.
+        Ids of the questions that are asked; by default all of them.
 
     Yields
     ------
-    tuple of (EvalQuestion, Inquiry or str)
+    list of tuple of (EvalQuestion, Inquiry or str)
         Each question with its chunks, or with the reason why it cannot be asked.
     """
     if task.chunked:
@@ -101,22 +103,25 @@ def inquire(
         if wanted is None or question.id in wanted
     ]
     if not texts:
-        yield from ((question, "its context has no text") for question, _ in chosen)
+        yield [(question, "its context has no text") for question, _ in chosen]
         return
     used = sorted({number for _, numbers in chosen for number in numbers})
     chunks = {number: Chunk(texts[number], f"chunk {number}") for number in used}
     ids = [str(chunk.id) for chunk in chunks.values()]
     try:
+        why: str | None = None
         try:
             for engine in engines:
                 engine.add(chunks.values())
         except PromptTooLongError as error:
-            yield from ((question, str(error)) for question, _ in chosen)
-            return
+            why = str(error)
+        asked: list[tuple[EvalQuestion, Inquiry | str]] = []
         for question, numbers in chosen:
             names = tuple(str(chunks[number].id) for number in numbers)
             given = tuple(chunks[number].text for number in numbers)
-            yield question, Inquiry(task, names, question.text, max_new_tokens or task.max_new_tokens, given)
+            inquiry = Inquiry(task, names, question.text, max_new_tokens or task.max_new_tokens, given)
+            asked.append((question, why or inquiry))
+        yield asked
     finally:
         for engine in engines:
             engine.delete(ids)

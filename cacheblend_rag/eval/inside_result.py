@@ -175,15 +175,16 @@ def look_inside(
     retriever = Retriever(engine.tokenizer, setting.retrieval)
     total, done = sum(len(context.questions) for context in task.contexts), 0
     for context in task.contexts:
-        for question, inquiry in inquire(task, context, retriever, [engine]):
-            reason = inquiry if isinstance(inquiry, str) else _why_not(engine, inquiry.prompt)
-            if reason is None and not isinstance(inquiry, str):
-                sums.add(question.id, PromptInside(engine, inquiry.prompt), methods, setting.shown_ratio)
-            elif reason is not None:
-                sums.skipped[reason] = sums.skipped.get(reason, 0) + 1
-            done += 1
-            if progress is not None:
-                progress(done, total)
+        with inquire(task, context, retriever, [engine]) as inquiries:
+            for question, inquiry in inquiries:
+                reason = inquiry if isinstance(inquiry, str) else _why_not(engine, inquiry.prompt)
+                if reason is None and not isinstance(inquiry, str):
+                    sums.add(question.id, PromptInside(engine, inquiry.prompt), methods, setting.shown_ratio)
+                elif reason is not None:
+                    sums.skipped[reason] = sums.skipped.get(reason, 0) + 1
+                done += 1
+                if progress is not None:
+                    progress(done, total)
     return sums.result(setting.shown_ratio)
 
 

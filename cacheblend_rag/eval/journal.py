@@ -29,8 +29,8 @@ class Answer:
         Work done on chunk tokens over (chunk tokens x layers); None where the method has no such figure.
     recompute_ratio : float or None
         The ratio asked for, or found for a charge.
-    ttft_s : float
-        Seconds to the first token of the answer.
+    ttft_s : float or None
+        Seconds to the first token of the answer; None where several questions were answered in one batch.
     output_tokens : int
         Tokens of the answer, an end token included.
     """
@@ -38,7 +38,7 @@ class Answer:
     text: str
     charged_ratio: float | None
     recompute_ratio: float | None
-    ttft_s: float
+    ttft_s: float | None
     output_tokens: int
 
 
@@ -203,9 +203,10 @@ def _answer(values: Any) -> Answer | None:
     if not isinstance(values, dict) or values.keys() != set(Answer.__slots__):
         return None
     text, tokens = values["text"], values["output_tokens"]
-    if not isinstance(text, str) or type(tokens) is not int or tokens < 0 or not _is_number(values["ttft_s"]):
+    if not isinstance(text, str) or type(tokens) is not int or tokens < 0:
         return None
-    if any(values[name] is not None and not _is_number(values[name]) for name in ("charged_ratio", "recompute_ratio")):
+    numbers = ("charged_ratio", "recompute_ratio", "ttft_s")
+    if any(values[name] is not None and not _is_number(values[name]) for name in numbers):
         return None
     return Answer(**values)
 

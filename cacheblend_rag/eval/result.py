@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
@@ -50,7 +50,7 @@ class EvalRow:
     same_as_full : float or None
         Share of answers that are word for word those of full prefill.
     ttft_s : float or None
-        Median time to the first token.
+        Median time to the first token, of the questions that were answered one by one.
     speedup : float or None
         Median over the questions of full prefill's time to the first token over this one.
     output_tokens : float or None
@@ -224,12 +224,22 @@ def _rows(
                 recompute_ratio=fmean(ratios) if ratios else None,
                 charged_ratio=fmean(charges) if charges else None,
                 same_as_full=fmean(one.answer.text == full.answer.text for one, full in both),
-                ttft_s=median(one.answer.ttft_s for one in values),
-                speedup=median(full.answer.ttft_s / max(one.answer.ttft_s, 1e-9) for one, full in both),
+                ttft_s=_median(one.answer.ttft_s for one in values),
+                speedup=_median(_ratio(full.answer.ttft_s, one.answer.ttft_s) for one, full in both),
                 output_tokens=fmean(one.answer.output_tokens for one in values),
             )
         )
     return rows
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    """Return the median of what is known; None where nothing is."""
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def _ratio(full_s: float | None, own_s: float | None) -> float | None:
+    return None if full_s is None or own_s is None else full_s / max(own_s, 1e-9)
 
 
 def _difference(

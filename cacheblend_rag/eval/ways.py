@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol
 
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.controller import check_selector
-from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.engine import BlendEngine, GenerationResult
 from cacheblend_rag.eval.charge import budget_for_charge
 from cacheblend_rag.eval.inquiry import Inquiry
 from cacheblend_rag.eval.journal import Answer
@@ -24,20 +25,22 @@ __all__ = ["Way", "make_way"]
 class Way(Protocol):
     """A way to answer: everything that a method does, on one engine."""
 
-    def answer(self, inquiry: Inquiry, before: dict[str, Answer | None]) -> Answer | None:
-        """Answer a question.
+    def answer(
+        self, inquiries: Sequence[Inquiry], before: Sequence[Mapping[str, Answer | None]]
+    ) -> Sequence[Answer | None]:
+        """Answer questions.
 
         Parameters
         ----------
-        inquiry : Inquiry
-            The question.
-        before : dict of str to (Answer or None)
-            What the methods before this one answered to it.
+        inquiries : sequence of Inquiry
+            The questions. Several are answered in one batch by methods that are a call of the engine.
+        before : sequence of mapping of str to (Answer or None)
+            What the methods before this one answered to each.
 
         Returns
         -------
-        Answer or None
-            The answer; None where the method cannot be as cheap as it was asked to be.
+        sequence of (Answer or None)
+            The answer to each; None where the method cannot be as cheap as it was asked to be.
 
         Raises
         ------
@@ -65,7 +68,7 @@ def make_way(method: EvalMethod, engine: BlendEngine) -> Way:
 
 
 class _Engine:
-    """Full prefill and every blend: one call of the engine, greedy, so that an answer depends on the method alone."""
+    """Full prefill and every blend: a call of the engine, greedy, so that an answer depends on the method alone."""
 
     def __init__(self, method: EvalMethod, engine: BlendEngine) -> None:
         self._method = method
@@ -76,24 +79,43 @@ class _Engine:
         if not whole:
             check_selector(self._config, num_decoder_layers(engine.model))
 
-    def answer(self, inquiry: Inquiry, before: dict[str, Answer | None]) -> Answer | None:
-        config, ratio = self._config, self._config.recompute_ratio
-        if self._method.equal_to is not None:
-            other = before[self._method.equal_to]
-            if other is None or other.charged_ratio is None:
-                return None
-            ratio = min(1.0, other.charged_ratio)
-        elif self._method.charge is not None:
-            found = self._ratio_for(inquiry, self._method.charge)
-            if found is None:
-                return None
-            ratio = found
-        if ratio != config.recompute_ratio:
-            config = config.replace(recompute_ratio=ratio)
-        result = self._engine.generate(self._prompt(inquiry), inquiry.max_new_tokens, config=config, do_sample=False)
+    def answer(
+        self, inquiries: Sequence[Inquiry], before: Sequence[Mapping[str, Answer | None]]
+    ) -> Sequence[Answer | None]:
+        answers: list[Answer | None] = [None] * len(inquiries)
+        # A batch has one ratio.
+        by_ratio: dict[float | Literal["auto"], list[int]] = {}
+        for number, (inquiry, others) in enumerate(zip(inquiries, before, strict=True)):
+            ratio = self._ratio(inquiry, others)
+            if ratio is not None:
+                by_ratio.setdefault(ratio, []).append(number)
+        for ratio, numbers in by_ratio.items():
+            config = (
+                self._config if ratio == self._config.recompute_ratio else self._config.replace(recompute_ratio=ratio)
+            )
+            results = self._engine.generate_many(
+                [self._prompt(inquiries[number]) for number in numbers],
+                inquiries[numbers[0]].max_new_tokens,
+                config=config,
+                do_sample=False,
+            )
+            for number, result in zip(numbers, results, strict=True):
+                answers[number] = self._found(result, alone=len(inquiries) == 1)
+        return answers
+
+    def _found(self, result: GenerationResult, alone: bool) -> Answer:
         report = result.report
         asked = None if self._method.way == "full" else report.recompute_ratio
-        return Answer(result.text, report.charged_ratio, asked, report.ttft_s, report.output_tokens)
+        return Answer(result.text, report.charged_ratio, asked, report.ttft_s if alone else None, report.output_tokens)
+
+    def _ratio(self, inquiry: Inquiry, before: Mapping[str, Answer | None]) -> float | Literal["auto"] | None:
+        """Return the ratio to ask for; None where the method cannot be as cheap as it was asked to be."""
+        if self._method.equal_to is not None:
+            other = before[self._method.equal_to]
+            return None if other is None or other.charged_ratio is None else min(1.0, other.charged_ratio)
+        if self._method.charge is not None:
+            return self._ratio_for(inquiry, self._method.charge)
+        return self._config.recompute_ratio
 
     def _prompt(self, inquiry: Inquiry) -> BlendPrompt | Prompt:
         return inquiry.prompt
@@ -138,7 +160,19 @@ class _PromptCache(_Engine):
         return Prompt(SchemaTree("documents", tuple(nodes)), (*imports, NewText(inquiry.tail)))
 
 
-class _Prefix:
+class _OneByOne(ABC):
+    """A way that answers each question by itself."""
+
+    def answer(
+        self, inquiries: Sequence[Inquiry], before: Sequence[Mapping[str, Answer | None]]
+    ) -> Sequence[Answer | None]:
+        return [self._answer(inquiry) for inquiry in inquiries]
+
+    @abstractmethod
+    def _answer(self, inquiry: Inquiry) -> Answer: ...
+
+
+class _Prefix(_OneByOne):
     """Prefix caching: exact KV of everything up to the end of the first chunk, and the model's own forward over the rest.
 
     The cached KV is computed beforehand and not timed, as if each first chunk were cached behind this head (CacheBlend, section
@@ -148,7 +182,7 @@ class _Prefix:
     def __init__(self, engine: BlendEngine) -> None:
         self._engine = engine
 
-    def answer(self, inquiry: Inquiry, before: dict[str, Answer | None]) -> Answer | None:
+    def _answer(self, inquiry: Inquiry) -> Answer:
         engine = self._engine
         first = engine.prompt_ids(BlendPrompt(inquiry.task.head, inquiry.ids[:1]))
         cache = PrefixCache(engine.model, first[: len(engine.prompt_ids(inquiry.prompt)) - 1])
@@ -161,7 +195,7 @@ class _Prefix:
         return Answer(_text(engine, found), charged, None, assembled_s + found.ttft_s, len(found.token_ids))
 
 
-class _Map:
+class _Map(_OneByOne):
     """Answers from each chunk alone.
 
     Each chunk stands right behind the head, so its KV comes from a prefix cache: computed beforehand and not timed, in favour
@@ -187,7 +221,7 @@ class _MapReduce(_Map):
     The calls come one after the other, and the first token of the final answer waits for all of them.
     """
 
-    def answer(self, inquiry: Inquiry, before: dict[str, Answer | None]) -> Answer | None:
+    def _answer(self, inquiry: Inquiry) -> Answer:
         parts = self._map(inquiry)
         texts = [text for text in (_text(self._engine, part).strip() for part in parts) if text]
         config = self._engine.config.replace(enabled=False)
@@ -204,7 +238,7 @@ class _MapRerank(_Map):
     the first token is there.
     """
 
-    def answer(self, inquiry: Inquiry, before: dict[str, Answer | None]) -> Answer | None:
+    def _answer(self, inquiry: Inquiry) -> Answer:
         parts = self._map(inquiry)
         best = max(parts, key=lambda part: part.mean_logprob if not math.isnan(part.mean_logprob) else -math.inf)
         ttft_s = sum(part.seconds for part in parts)

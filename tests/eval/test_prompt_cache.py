@@ -32,11 +32,13 @@ def test_documents_are_modules_and_all_else_is_computed() -> None:
         assert layout.token_ids == engine.prompt_ids(inquiry.prompt)
         assert layout.positions == tuple(range(len(layout)))
         assert [len(span) for span in layout.chunks] == [20, 1, 20, 1, 20]
-        answer = way.answer(inquiry, {})
+        [answer] = way.answer([inquiry], [{}])
         assert answer is not None and (answer.charged_ratio, answer.recompute_ratio) == (0.0, 0.0)
         # With every module's token recomputed, cached and uncached are one.
-        whole = make_way(parse_method("prompt_cache selector=full recompute_ratio=1.0"), engine).answer(inquiry, {})
-        full = make_way(parse_method("full"), engine).answer(inquiry, {})
+        [whole] = make_way(parse_method("prompt_cache selector=full recompute_ratio=1.0"), engine).answer(
+            [inquiry], [{}]
+        )
+        [full] = make_way(parse_method("full"), engine).answer([inquiry], [{}])
         assert whole is not None and full is not None and whole.text == full.text
 
 

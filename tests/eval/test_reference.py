@@ -100,6 +100,41 @@ def test_two_processes_find_what_one_finds(engine: BlendEngine, model_folder: Pa
         assert a.charged_ratio == pytest.approx(b.charged_ratio)
 
 
+def test_a_batch_finds_what_one_question_at_a_time_finds(engine: BlendEngine) -> None:
+    methods = parse_methods(
+        "prefix, reuse, hkvd 0.15, hkvd @0.7, random = hkvd 0.15, query_ingest 0.15 repair_ratio=0.05"
+    )
+    context = TASK.contexts[0]
+    setting = EvalSetting(methods=methods)
+    alone = list(Asker(engine, TASK, setting).ask(context))
+    together = list(Asker(engine, TASK, replace(setting, together=True)).ask(context))
+    assert len(together) > 1
+    assert [each.question for each in together] == [each.question for each in alone]
+    for one, other in zip(alone, together, strict=True):
+        for name, answer in one.answers.items():
+            found = other.answers[name]
+            assert answer is not None and found is not None
+            # Only what is a call of the engine is in a batch.
+            assert (found.ttft_s is None) == (name != "prefix")
+            assert replace(found, ttft_s=None) == replace(answer, ttft_s=None)
+    result = evaluate(engine, "unused", replace(TASK, contexts=(context,)), replace(setting, together=True))
+    times = {row.method: (row.ttft_s is None, row.speedup) for row in result.rows if row.kind == "all"}
+    assert times["full"] == times["hkvd 0.15"] == (True, None)
+    assert times["prefix"] == (False, None)
+
+
+def test_a_question_too_long_for_the_window_does_not_take_its_batch_with_it(engine: BlendEngine) -> None:
+    context = TASK.contexts[0]
+    long = replace(context.questions[1], text="far too long " * engine.window)
+    context = replace(context, questions=(context.questions[0], long, *context.questions[2:]))
+    asked = list(Asker(engine, TASK, EvalSetting(methods=parse_methods("reuse"), together=True)).ask(context))
+    assert [each.question for each in asked] == [question.id for question in context.questions]
+    skipped = [each.skipped for each in asked]
+    assert skipped[1] is not None and "tokens" in skipped[1]
+    assert not any(skipped[:1] + skipped[2:])
+    assert engine.ids() == []
+
+
 def test_what_has_no_meaning_is_refused(engine: BlendEngine) -> None:
     with pytest.raises(ConfigError, match="num_questions=0"):
         reference_task(0)

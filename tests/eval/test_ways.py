@@ -27,8 +27,8 @@ def test_prefix_caching_answers_like_full_prefill(family: str, attention: str) -
         task = replace(reference_task(1), head=f"{words(4, 1)} ", tail=f" {words(3, 2)} {{question}}", separator=" t7 ")
         engine.add([Chunk(words(20, seed), f"n{seed}") for seed in range(3)])
         inquiry = Inquiry(task, ("n0", "n1", "n2"), words(5, 9), 8)
-        full = make_way(parse_method("full"), engine).answer(inquiry, {})
-        prefix = make_way(parse_method("prefix"), engine).answer(inquiry, {})
+        [full] = make_way(parse_method("full"), engine).answer([inquiry], [{}])
+        [prefix] = make_way(parse_method("prefix"), engine).answer([inquiry], [{}])
         assert full is not None and prefix is not None
         assert (prefix.text, prefix.output_tokens) == (full.text, full.output_tokens)
         assert prefix.charged_ratio == pytest.approx(2 / 3)

@@ -25,6 +25,7 @@ def load_task(
     *,
     limit: int | None = None,
     subtask: str | None = None,
+    whole: bool = False,
     examples: str | os.PathLike[str] | None = None,
 ) -> EvalTask:
     """Load a data set from local files in its public format.
@@ -39,6 +40,8 @@ def load_task(
         Most questions: the first in the file. What comes after them is not read.
     subtask : str, optional
         longbench only: which one, of `LONGBENCH_SUBTASKS`; needed where `path` is a folder.
+    whole : bool
+        longbench only: whether the model is given all documents of a context, each as one chunk.
     examples : path, optional
         samsum only: the file from which examples are drawn.
 
@@ -60,11 +63,13 @@ def load_task(
         raise ConfigError(f"limit={limit} leaves no question; give 1 or more")
     if subtask is not None and name != "longbench":
         raise ConfigError(f"subtask={subtask!r} has no use for {name}; only longbench has subtasks")
+    if whole and name != "longbench":
+        raise ConfigError(f"whole={whole} has no use for {name}; only longbench gives whole documents")
     if examples is not None and name != "samsum":
         raise ConfigError(f"examples={os.fspath(examples)!r} has no use for {name}; only samsum shows examples")
     file = Path(path)
     if name == "samsum":
         return load_samsum(file, limit, None if examples is None else Path(examples))
     if name == "longbench":
-        return load_longbench(file, limit, subtask)
+        return load_longbench(file, limit, subtask, whole)
     return {"musique": load_musique, "2wikimqa": load_wikimqa, "multinews": load_multinews}[name](file, limit)

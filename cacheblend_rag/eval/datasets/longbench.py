@@ -15,7 +15,7 @@ from cacheblend_rag.eval.task import EvalQuestion, EvalTask
 __all__ = ["load_longbench"]
 
 
-def load_longbench(path: Path, limit: int | None, subtask: str | None) -> EvalTask:
+def load_longbench(path: Path, limit: int | None, subtask: str | None, whole: bool = False) -> EvalTask:
     """Load one subtask of LongBench, or of LongBench-E, whose names end in ``_e``.
 
     Parameters
@@ -26,11 +26,14 @@ def load_longbench(path: Path, limit: int | None, subtask: str | None) -> EvalTa
         Most questions.
     subtask : str or None
         The subtask's name; by default that of the first record.
+    whole : bool
+        Whether each document of a context is one text, and all are given; instead of being cut and searched.
 
     Returns
     -------
     EvalTask
-        Named ``longbench/SUBTASK``; the subtask is the kind of every question too. A name is given without ``_e``.
+        Named ``longbench/SUBTASK``, which says so if documents are whole; the subtask is the kind of every question too. A name
+        is given without ``_e``.
 
     Raises
     ------
@@ -51,13 +54,14 @@ def load_longbench(path: Path, limit: int | None, subtask: str | None) -> EvalTa
         wanted = wanted or name
         if name != wanted:
             raise record.error(f"field 'dataset' says {name!r} where {wanted!r} is read; give each subtask alone")
-        found = found or Collector(f"longbench/{wanted}", path, limit)
+        # Answers of two runs are told apart by the name.
+        found = found or Collector(f"longbench/{wanted}{', whole documents' if whole else ''}", path, limit)
         if wanted == "trec":
             here = record.texts("all_classes")
             classes = classes or here
             if here != classes:
                 raise record.error("field 'all_classes' differs from that of the records before")
-        _take(found, record, wanted)
+        _take(found, record, wanted, whole)
         if found.full:
             break
     if found is None or wanted is None:
@@ -68,15 +72,15 @@ def load_longbench(path: Path, limit: int | None, subtask: str | None) -> EvalTa
         head=task.head,
         tail=task.tail,
         separator=task.separator,
-        chunked=task.chunked,
+        chunked=task.chunked or whole,
         max_new_tokens=task.max_new_tokens,
         extract=task.extract,
     )
 
 
-def _take(found: Collector, record: Record, name: str) -> None:
+def _take(found: Collector, record: Record, name: str, whole: bool) -> None:
     task = SUBTASKS[name]
-    texts, question = task.arrange(record.text("context"), record.text("input", blank=not task.asks))
+    texts, question = task.texts(record.text("context"), record.text("input", blank=not task.asks), whole)
     answers = record.texts("answers")
     for index, answer in enumerate(answers):
         where = f"field 'answers[{index}]'"

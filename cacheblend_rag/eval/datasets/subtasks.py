@@ -42,6 +42,8 @@ class Subtask:
         Whether those texts are all given, in order: where nothing is retrieved, since each part of the context counts.
     asks : bool
         Whether the field ``input`` must say something.
+    document : re.Pattern, optional
+        What each document of a context begins with, where a context has several.
     """
 
     head: str
@@ -53,6 +55,14 @@ class Subtask:
     asks: bool = True
     separator: str = "\n\n"
     extract: Callable[[str], str] = field(default=str.strip)
+    document: re.Pattern[str] | None = None
+
+    def texts(self, context: str, asked: str, whole: bool) -> Texts:
+        """Return a context's texts and what is asked, or its whole documents in place of those texts."""
+        texts, question = self.arrange(context, asked)
+        if whole and self.document is not None:
+            texts = [text.strip() for text in split_before(self.document, context) if text.strip()]
+        return texts, question
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +99,7 @@ _LAST_CODE_CHARS = 600
 _CODE_CHUNK_CHARS = 1536
 
 _LINES = _Parts(re.compile(r"^", re.MULTILINE))
+_NUMBERED = re.compile(r"^Passage \d+:", re.MULTILINE)
 _F1: Mapping[str, Metric] = {"f1": best_f1, "exact_match": best_exact_match}
 _ROUGE: Mapping[str, Metric] = {"rouge_l": rouge_l}
 _EDITS: Mapping[str, Metric] = {"edit_similarity": edit_similarity}
@@ -100,6 +111,7 @@ _PASSAGES = Subtask(
     _F1,
     _document,
     chunked=False,
+    document=_NUMBERED,
 )
 
 SUBTASKS: Mapping[str, Subtask] = {
@@ -155,6 +167,7 @@ SUBTASKS: Mapping[str, Subtask] = {
         _ROUGE,
         _LINES,
         asks=False,
+        document=_NUMBERED,
     ),
     "trec": Subtask(
         "Say of what type the last question is. These are examples of questions and their types.\n\n",

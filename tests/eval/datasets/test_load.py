@@ -260,6 +260,8 @@ def test_options_that_have_no_meaning(tmp_path: Path) -> None:
         load_task("musique", file, limit=0)
     with pytest.raises(ConfigError, match="subtask='qasper' has no use for musique"):
         load_task("musique", file, subtask="qasper")
+    with pytest.raises(ConfigError, match="whole=True has no use for musique"):
+        load_task("musique", "unread", whole=True)
     with pytest.raises(ConfigError, match="has no use for musique"):
         load_task("musique", file, examples=file)
 
@@ -275,6 +277,19 @@ def test_a_missing_package_is_said_when_the_data_is_loaded(tmp_path: Path, monke
     monkeypatch.setitem(__import__("sys").modules, "rapidfuzz.fuzz", None)
     with pytest.raises(ConfigError, match=r"rapidfuzz.*pip install 'cacheblend-rag\[eval\]'"):
         load_task("longbench", jsonl(tmp_path / "lcc.jsonl", [longbench("lcc")]))
+
+
+@pytest.mark.parametrize(
+    ("subtask", "documents"), [("hotpotqa", 2), ("multi_news", 2), ("qmsum", 1), ("gov_report", 1)]
+)
+def test_whole_documents_are_all_given_each_by_itself(subtask: str, documents: int, tmp_path: Path) -> None:
+    file = jsonl(tmp_path / f"{subtask}.jsonl", [longbench(subtask)])
+    task = load_task("longbench", file, whole=True)
+    assert (task.name, task.chunked) == (f"longbench/{subtask}, whole documents", True)
+    [context] = task.contexts
+    assert len(context.texts) == documents
+    # Nothing of the record is lost, and nothing is added to it.
+    assert task.separator.join(context.texts) == longbench(subtask)["context"]
 
 
 @pytest.mark.skipif("MUSIQUE_FILE" not in os.environ, reason="MUSIQUE_FILE names no file of MuSiQue")
