@@ -18,7 +18,7 @@ from cacheblend_rag.engine.decode import decode
 from cacheblend_rag.engine.firsttoken import FirstLogits, TokenDistribution
 from cacheblend_rag.engine.prompt import AssembledPrompt
 from cacheblend_rag.engine.run import PromptRun, Runner
-from cacheblend_rag.model import Decoder
+from cacheblend_rag.model import Decoder, uncompiled
 
 __all__ = ["Comparer", "Comparison", "GaveWayError", "Sample"]
 
@@ -75,8 +75,7 @@ class GaveWayError(Exception):
 class Comparer:
     """Compares answers with full prefill's in the caller's thread.
 
-    A comparison begins when no prompt is computed or waits, and is left between two layers when one comes. The layers of a
-    compiled model do not ask, so that it cannot be left there.
+    A comparison begins when no prompt is computed or waits, and is left between two layers when one comes.
 
     Parameters
     ----------
@@ -170,7 +169,8 @@ class Comparer:
         check()
         hooks = [layer.register_forward_pre_hook(check) for layer in self._decoder.layers]
         try:
-            yield
+            with uncompiled(self._model):
+                yield
         finally:
             for hook in hooks:
                 hook.remove()

@@ -34,6 +34,8 @@ _FOREIGN = {
     "streamer": "use BlendEngine.stream",
     "assistant_model": "assisted decoding is not blended",
     "prompt_lookup_num_tokens": "assisted decoding is not blended",
+    "adapter_names": "an engine serves the adapter that was active when it was made; make one for each adapter",
+    "alora_offsets": "an activated LoRA is not blended",
     "prefill_chunk_size": "a blended prefill is one pass",
     "custom_generate": "the engine runs transformers' own decoding",
     "generation_config": "give its settings as keywords",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Cache, PreTrainedModel
+
+from cacheblend_rag.model import watch_forward
 
 __all__ = ["FirstLogits", "TokenDistribution", "last_logits"]
 
@@ -73,8 +76,8 @@ class FirstLogits:
 
     Parameters
     ----------
-    model : nn.Module
-        A causal language model whose forward returns an object with `logits`, ``(1, rows, vocab)``.
+    model : PreTrainedModel
+        A causal language model, whatever is around it, whose forward returns an object with `logits`, ``(1, rows, vocab)``.
 
     Attributes
     ----------
@@ -82,25 +85,25 @@ class FirstLogits:
         Those logits, ``(vocab,)``, where the model put them; None before the first forward is over.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._thread = 0
-        self._hook: Any = None
+        self._watch = ExitStack()
         self.logits: torch.Tensor | None = None
 
     def __enter__(self) -> FirstLogits:
         self.logits = None
         self._thread = threading.get_ident()
-        self._hook = self._model.register_forward_hook(self._note)
+        self._watch.enter_context(watch_forward(self._model, after=self._note))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._hook.remove()
+        self._watch.close()
 
-    def _note(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        del model, inputs
+    def _note(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        del model, args, kwargs
         if self.logits is None and threading.get_ident() == self._thread:
             self.logits = output.logits[0, -1].detach().clone()
 

@@ -553,7 +553,7 @@ class Runner:
         """Note what the answer attends to, where that is asked for."""
         if not run.config.source_attention or self._decoder is None or run.config.kv_capacity is not None:
             return nullcontext()
-        run.sources = SourceAttention(look_layers(run.config, self._num_layers), len(run.prompt.layout))
+        run.sources = SourceAttention(self._model, look_layers(run.config, self._num_layers), len(run.prompt.layout))
         return run.sources(cache)
 
     @contextmanager

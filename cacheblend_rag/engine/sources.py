@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from transformers import PreTrainedModel
 
 from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.layout import ChunkSpan
-from cacheblend_rag.model import AttentionCall, attention_weights, watch_attention
+from cacheblend_rag.model import AttentionCall, attention_weights, uncompiled, watch_attention
 
 __all__ = ["SourceAttention"]
 
@@ -19,13 +20,16 @@ class SourceAttention:
 
     Parameters
     ----------
+    model : PreTrainedModel
+        The model.
     layers : sequence of int
         The layers that are looked at.
     length : int
         Tokens of the prompt.
     """
 
-    def __init__(self, layers: Sequence[int], length: int) -> None:
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int], length: int) -> None:
+        self._model = model
         self._layers = tuple(layers)
         self._length = length
         self._mass: dict[int, torch.Tensor] = {}
@@ -45,7 +49,7 @@ class SourceAttention:
                     self._note(layer, call)
                     return
 
-        with watch_attention(after_attention):
+        with uncompiled(self._model), watch_attention(after_attention):
             yield
 
     def of(self, span: ChunkSpan) -> float:

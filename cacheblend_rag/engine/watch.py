@@ -14,7 +14,7 @@ from cacheblend_rag.engine.generation import PrefillResult
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import PromptLayout
-from cacheblend_rag.model import AttentionCall, KVCache, watch_attention
+from cacheblend_rag.model import AttentionCall, KVCache, uncompiled, watch_attention
 
 __all__ = ["LayerWatcher", "WatchedForward", "WatchedPrefill"]
 
@@ -83,7 +83,7 @@ class WatchedForward:
                     self.watcher(layer, call)
                     return
 
-        with watch_attention(after_attention):
+        with uncompiled(self.model), watch_attention(after_attention):
             logits = last_logits(self.model, inputs, cache)
         if waiting:
             raise UnsupportedModelError(

@@ -25,6 +25,7 @@ from cacheblend_rag.model import (
     takes_positions,
     text_decoder,
     watch_attention,
+    watch_forward,
 )
 from cacheblend_rag.selection import FixedSelection
 from cacheblend_rag.selection.question import SEGMENT_TOKENS, look_layers, stop_layer
@@ -92,17 +93,11 @@ class Repair:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Watch and repair for the duration of a ``with`` block, from the first step behind the prefill on."""
-        model = self._decoder.model
-        hooks = [
-            model.register_forward_pre_hook(self._before_step, with_kwargs=True),
-            model.register_forward_hook(self._after_step, with_kwargs=True),
-        ]
-        try:
-            with watch_attention(self._watch):
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with (
+            watch_forward(self._decoder.model, before=self._before_step, after=self._after_step),
+            watch_attention(self._watch),
+        ):
+            yield
 
     def _before_step(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_step(kwargs):

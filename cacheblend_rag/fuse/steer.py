@@ -19,7 +19,7 @@ from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.fuse.cut import RowCutter
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import PromptLayout
-from cacheblend_rag.model import AttentionCall, Decoder, KVCache, attention_weights, watch_attention
+from cacheblend_rag.model import AttentionCall, Decoder, KVCache, attention_weights, uncompiled, watch_attention
 from cacheblend_rag.selection import LayerProbe, Selection
 
 __all__ = ["BlendCache", "LayerSource", "Steering"]
@@ -173,7 +173,7 @@ class Steering:
         self._cache.steering = self
         try:
             with (
-                self._decoder.uncompiled(),
+                uncompiled(self._decoder.model),
                 watch_attention(self._look) if self._selection.look_layers else nullcontext(),
             ):
                 yield

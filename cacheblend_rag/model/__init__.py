@@ -4,9 +4,10 @@ from cacheblend_rag.model.attention import AttentionCall, attention_weights, wat
 from cacheblend_rag.model.cache import KVCache
 from cacheblend_rag.model.capability import Capability, LayerCapability, capability
 from cacheblend_rag.model.configuration import model_window, num_decoder_layers
-from cacheblend_rag.model.decoder import Decoder, inspect_model, refusing_failures, text_decoder, unwrapped
+from cacheblend_rag.model.decoder import Decoder, inspect_model, refusing_failures, text_decoder
 from cacheblend_rag.model.fingerprint import WeightsWatch, model_fingerprint
 from cacheblend_rag.model.placing import takes_positions
+from cacheblend_rag.model.wrapping import uncompiled, unwrapped, watch_forward
 
 __all__ = [
     "AttentionCall",
@@ -24,6 +25,8 @@ __all__ = [
     "refusing_failures",
     "takes_positions",
     "text_decoder",
+    "uncompiled",
     "unwrapped",
     "watch_attention",
+    "watch_forward",
 ]

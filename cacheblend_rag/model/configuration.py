@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -48,6 +48,7 @@ def refuse_by_configuration(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if model.config.is_encoder_decoder and hasattr(model, "get_encoder") and model.get_encoder() is not model:
         raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoders are blended")
+    _refuse_adapters(model, name)
     implementation = config._attn_implementation
     if implementation not in _MASKED_ATTENTION:
         raise UnsupportedModelError(
@@ -86,6 +87,22 @@ def rope_types(model: PreTrainedModel) -> set[str]:
     """Return the kinds of rotary scaling of a model."""
     config = model.config.get_text_config(decoder=True)
     return {str(each["rope_type"]) for each in _rope_parameters(getattr(config, "rope_parameters", None))}
+
+
+def _refuse_adapters(model: PreTrainedModel, name: str) -> None:
+    """Refuse adapters of PEFT that do more than change what each layer computes of each token."""
+    adapters = getattr(model, "peft_config", None)
+    for adapter, config in adapters.items() if isinstance(adapters, Mapping) else ():
+        if getattr(config, "is_prompt_learning", False):
+            raise UnsupportedModelError(
+                f"{name} has the adapter {adapter!r}, a {type(config).__name__}, which puts learned tokens before every prompt "
+                "that chunks have not seen when they are encoded; a LoRA adapter can be blended"
+            )
+        if getattr(config, "alora_invocation_tokens", None):
+            raise UnsupportedModelError(
+                f"{name} has the adapter {adapter!r}, an activated LoRA, which begins to act where a prompt invokes it, so that "
+                "a chunk's KV is not the same in every prompt; an ordinary LoRA adapter can be blended"
+            )
 
 
 def rope_reach(model: PreTrainedModel) -> int | None:

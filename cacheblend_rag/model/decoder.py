@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -19,9 +19,10 @@ from cacheblend_rag.model.cache import KVCache
 from cacheblend_rag.model.configuration import model_window, num_decoder_layers, refuse_by_configuration, rope_reach
 from cacheblend_rag.model.placing import kv_at, takes_positions
 from cacheblend_rag.model.rotation import find_rotations
+from cacheblend_rag.model.wrapping import uncompiled
 from cacheblend_rag.rope import Rotation
 
-__all__ = ["Decoder", "inspect_model", "refusing_failures", "text_decoder", "unwrapped"]
+__all__ = ["Decoder", "inspect_model", "refusing_failures", "text_decoder"]
 
 _POSITIONS = (0, 5, 37)
 
@@ -134,20 +135,12 @@ class Decoder:
             raise PromptError(
                 f"the prompt places its segments, and {type(self.model).__name__} takes no positions; leave positions out"
             )
-        with biases_at(self.layers, self.column_biases, cache, positions):
+        with (
+            uncompiled(self.model) if self.column_biases else nullcontext(),
+            biases_at(self.layers, self.column_biases, cache, positions),
+        ):
             places = torch.tensor([list(positions)], device=self.device)
             yield {"position_ids": places} if self.takes_positions else {}
-
-    def uncompiled(self) -> AbstractContextManager[None]:
-        """Return a context in which a compiled model runs as it is written, and an ordinary one as always.
-
-        Hooks and every new number of rows would have it compiled anew.
-        """
-        modules = (self.model, text_decoder(self.model), *self.layers)
-        if not any(hasattr(each, "_orig_mod") or each._compiled_call_impl is not None for each in modules):
-            return nullcontext()
-        stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
-        return stance
 
     def kv_at(self, ids: torch.Tensor, position: int) -> list[LayerKV]:
         """Return the KV of tokens that see each other and nothing else, from `position` on; see `placing.kv_at`."""
@@ -174,7 +167,7 @@ def inspect_model(model: PreTrainedModel) -> Decoder:
     """
     refuse_by_configuration(model)
     name = type(model).__name__
-    with refusing_failures(name, "inspected"):
+    with uncompiled(model), refusing_failures(name, "inspected"):
         return _inspected(model, name)
 
 
@@ -234,14 +227,6 @@ def _inspected(model: PreTrainedModel, name: str) -> Decoder:
         kv_bytes_per_token=sum(LayerKV(keys[:1], values[:1]).nbytes for keys, values in singles[0]),
         shows_attention=len(shown) == len(singles) * len(layers),
     )
-
-
-def unwrapped(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model inside what PEFT or torch.compile put around it, or the model itself."""
-    inner = getattr(model, "_orig_mod", None)
-    if inner is None and hasattr(model, "get_base_model"):
-        inner = model.get_base_model()  # type: ignore[operator]  # PEFT's, which transformers' stubs take for a tensor
-    return model if inner is None or inner is model else unwrapped(inner)
 
 
 def text_decoder(model: PreTrainedModel) -> nn.Module:

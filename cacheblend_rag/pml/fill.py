@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.pml.nodes import Module, Node, Role, Scaffold, Text, Union, inside
 from cacheblend_rag.pml.prompt import Import, NewText, Prompt, Turn
 from cacheblend_rag.pml.schema import Schema
 
-__all__ = ["PMLText", "check_documents", "fill_texts", "plain_text", "prompt_texts", "put_documents"]
+__all__ = ["check_documents", "fill_texts", "plain_text", "prompt_texts", "put_documents"]
 
 
 def prompt_texts(prompt: Prompt) -> Iterator[str]:
@@ -50,6 +49,26 @@ def fill_texts(prompt: Prompt, fill: Callable[[str], str]) -> Prompt:
     return replace(prompt, children=tuple(map(visit, prompt.children)))
 
 
+def check_documents(prompt: Prompt, module: str) -> None:
+    """See that documents can be put into the place of a module of a prompt.
+
+    Raises
+    ------
+    PMLError
+        If the prompt does not import the module, or it is a member of a union.
+    """
+    if module not in prompt.imports:
+        raise prompt.place.error(
+            f"the documents belong in the place of module {module!r}, which the prompt does not import; it imports "
+            f"{', '.join(prompt.imports) or 'none'}"
+        )
+    if any(module in union for union in prompt.schema.unions):
+        raise prompt.place.error(
+            f"module {module!r} is a member of a union, of which a prompt imports one at most; put the documents into the place "
+            "of a module outside of unions"
+        )
+
+
 def put_documents(prompt: Prompt, module: str, texts: Sequence[str], separator: str = "\n\n") -> Prompt:
     """Put documents into the place of a module, each as a module of its own: ``name-1``, ``name-2`` and so on.
 
@@ -77,16 +96,7 @@ def put_documents(prompt: Prompt, module: str, texts: Sequence[str], separator: 
         If the prompt does not import the module, or it is a member of a union.
     """
     schema = prompt.schema
-    if module not in prompt.imports:
-        raise prompt.place.error(
-            f"the documents belong in the place of module {module!r}, which the prompt does not import; it imports "
-            f"{', '.join(prompt.imports) or 'none'}"
-        )
-    if any(module in union for union in schema.unions):
-        raise prompt.place.error(
-            f"module {module!r} is a member of a union, of which a prompt imports one at most; put the documents into the place "
-            "of a module outside of unions"
-        )
+    check_documents(prompt, module)
     names = [f"{module}-{number}" for number in range(1, len(texts) + 1)]
     place = schema.modules[module].place
     nodes: list[Node] = []
@@ -156,34 +166,3 @@ def plain_text(prompt: Prompt) -> str:
     in_prompt(body[: last + 1], 0)
     in_prompt(body[last + 1 :], len(texts))
     return "".join(text for _, text in texts)
-
-
-def check_documents(prompt: Prompt, documents: str | None) -> None:
-    """See that documents are put into the place of a module that a template's prompt imports.
-
-    Raises
-    ------
-    ConfigError
-        If `documents` names no module of the prompt.
-    """
-    if documents is not None and documents not in prompt.imports:
-        raise ConfigError(
-            f"documents={documents!r} names no module that the prompt imports; it imports "
-            f"{', '.join(prompt.imports) or 'none'}"
-        )
-
-
-class PMLText(str):
-    """The plain text of a schema's prompt, which carries the prompt itself to a model that reads it.
-
-    Frameworks hand models that are no chat models a string. This one is the prompt's words for whatever shows or caches it.
-    """
-
-    prompt: Prompt
-
-    @classmethod
-    def of(cls, prompt: Prompt) -> PMLText:
-        """Return the text of a prompt."""
-        text = cls(plain_text(prompt))
-        text.prompt = prompt
-        return text

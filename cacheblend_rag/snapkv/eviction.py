@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import UnsupportedModelError
-from cacheblend_rag.model import AttentionCall, KVCache, watch_attention
+from cacheblend_rag.model import AttentionCall, KVCache, watch_attention, watch_forward
 from cacheblend_rag.snapkv.choose import choose_tokens, context_attention
 
 __all__ = ["Eviction"]
@@ -117,8 +117,7 @@ class Eviction:
         with ExitStack() as stack:
             if self._waiting:
                 stack.enter_context(watch_attention(self._after_attention))
-                hook = self._model.register_forward_hook(partial(self._after_prefill, stack), with_kwargs=True)
-                stack.callback(hook.remove)
+                stack.enter_context(watch_forward(self._model, after=partial(self._after_prefill, stack)))
             yield
 
     def _after_attention(self, call: AttentionCall) -> None:

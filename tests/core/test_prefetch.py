@@ -101,6 +101,10 @@ def test_a_prompt_waits_for_what_is_read_and_takes_the_rest_over(
     found: list[str | None] = []
     asking = threading.Thread(target=lambda: found.extend(_tiers(engine)))
     asking.start()
+    # The only thread that reads is held: it is the prompt that ends the wait for the others, when it takes them over.
+    assert all(read.over.wait(60) for read in begun.reads[1:])
+    assert not begun.wait(0)
+    assert not found
     gate.open.set()
     asking.join()
     # The first was being read. The prompt read the others itself, each once.

@@ -182,6 +182,61 @@ def test_what_is_measured_later_lives_no_shorter(tmp_path: Path) -> None:
         assert life is not None and 900 < life <= 1000
 
 
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("tiers", ["ram", "disk", "both"])
+def test_what_is_pinned_stays_so_when_it_is_measured_or_encoded_again(
+    tmp_path: Path, tiers: str, background: bool
+) -> None:
+    # Room for about three of the six.
+    one = 20_000
+    budgets = {"ram_bytes": 0 if tiers == "disk" else 3 * one, "disk_bytes": 3 * one}
+    chunks = [Chunk(words(20, seed), f"n{seed}") for seed in range(6)]
+
+    def add(engine: BlendEngine, some: Sequence[Chunk]) -> None:
+        added = engine.add(some, background=background)
+        if background:
+            added.result()  # type: ignore[union-attr]
+        engine.flush()
+
+    def is_kept(engine: BlendEngine) -> bool:
+        """Whether it is still there when all others have come and gone."""
+        add(engine, chunks[2:])
+        [record] = engine.records(["n1"])
+        assert record is not None
+        return engine.store.holds([record.key]) == [True]
+
+    with make(None if tiers == "ram" else tmp_path, device_bytes=10**6, **budgets) as engine:
+        # Stored by a prompt, so not measured.
+        engine.prefill(BlendPrompt("t5", chunks[:2], "t6"))
+        engine.flush()
+        engine.pin(["n1"])
+        pinned = engine.store.stats().pinned_bytes
+        assert pinned > 0
+        assert measured(engine, "n1") is None
+
+        add(engine, chunks[:2])
+        wanted = measured(engine, "n1")
+        assert wanted is not None
+        assert pinned <= engine.store.stats().pinned_bytes < 1.1 * pinned
+        assert is_kept(engine)
+
+        # As when its file turns out damaged: a miss of a prompt, and then measured again.
+        [record] = engine.records(["n1"])
+        assert record is not None
+        engine.store.discard(record.key)
+        assert engine.store.stats().pinned_bytes == 0
+        engine.prefill(BlendPrompt("t5", chunks[:2], "t6"))
+        engine.flush()
+        assert engine.store.stats().pinned_bytes == pinned
+        add(engine, chunks[:2])
+        assert measured(engine, "n1") == wanted
+        assert is_kept(engine)
+
+        engine.unpin(["n1"])
+        assert engine.store.stats().pinned_bytes == 0
+        assert not is_kept(engine)
+
+
 def test_auto_uses_what_is_measured() -> None:
     assert {
         name: num_neighbours(BlendConfig(selector=name)) for name in ("auto", "ingest", "query_ingest", "query")

@@ -107,7 +107,7 @@ def test_nodes_without_room_are_dropped(llm: BlendLLM) -> None:
 
 
 def test_what_does_not_fit_is_refused(llm: BlendLLM) -> None:
-    with pytest.raises(ConfigError, match="names no module"):
+    with pytest.raises(PMLError, match="does not import; it imports"):
         PMLPromptTemplate(SCHEMA.prompt(Import("facts")), documents="rules")
     made = template()
     with pytest.raises(ConfigError, match="query_str"):

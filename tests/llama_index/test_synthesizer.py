@@ -534,8 +534,9 @@ def test_output_parsers(make_llm: MakeLLM, nodes: list[NodeWithScore]) -> None:
 
 
 async def test_concurrent_questions_answer_as_one_by_one(make_llm: MakeLLM, nodes: list[NodeWithScore]) -> None:
-    synthesizer = BlendSynthesizer(llm=make_llm(recompute_ratio=0.2), streaming=False)
-    stream = BlendSynthesizer(llm=synthesizer._model, streaming=True)
+    llm = make_llm(recompute_ratio=0.2)
+    synthesizer = BlendSynthesizer(llm=llm, streaming=False)
+    stream = BlendSynthesizer(llm=llm, streaming=True)
     orders = [nodes[start:] + nodes[:start] for start in range(4)]
     alone = [str(synthesizer.synthesize(QUESTION, order)) for order in orders]
     unread = [stream.synthesize(QUESTION, order) for order in orders[:2]]

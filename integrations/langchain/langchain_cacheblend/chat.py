@@ -23,11 +23,12 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 from cacheblend_rag import BlendPrompt, Chunk
 from cacheblend_rag.chunk import Segment
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.pml.carried import prompt_in
 from langchain_cacheblend.answer import Answer, Call
 from langchain_cacheblend.guide import Guide, json_grammar
 from langchain_cacheblend.model import BlendModel
 from langchain_cacheblend.options import with_objects
-from langchain_cacheblend.pml import prompt_in, refuse_beside
+from langchain_cacheblend.pml import refuse_beside
 from langchain_cacheblend.structured import AnswerForm, requested_schema, with_schema
 from langchain_cacheblend.template import knows_tools, render_chat
 from langchain_cacheblend.tools import (

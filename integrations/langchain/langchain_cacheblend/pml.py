@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from langchain_core.documents import Document
@@ -14,12 +13,12 @@ from pydantic import ConfigDict
 
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.pml import Prompt, Schema
-from cacheblend_rag.pml.fill import PMLText, check_documents, fill_texts, plain_text, prompt_texts, put_documents
+from cacheblend_rag.pml.carried import PROMPT_KEY, PMLText
+from cacheblend_rag.pml.fill import check_documents, fill_texts, plain_text, prompt_texts, put_documents
 
-__all__ = ["PMLPromptTemplate", "PMLPromptValue", "PMLText", "prompt_in", "refuse_beside"]
+__all__ = ["PMLPromptTemplate", "PMLPromptValue", "PMLText", "refuse_beside"]
 
 _FORMAT: PromptTemplateFormat = "f-string"
-_KEY = "cacheblend_pml"
 
 
 class PMLPromptValue(PromptValue):
@@ -35,7 +34,7 @@ class PMLPromptValue(PromptValue):
 
     def to_messages(self) -> list[BaseMessage]:
         """Return one message with the prompt as plain text, which `ChatBlend` takes for the prompt that it is."""
-        return [HumanMessage(content=plain_text(self.prompt), additional_kwargs={_KEY: self.prompt})]
+        return [HumanMessage(content=plain_text(self.prompt), additional_kwargs={PROMPT_KEY: self.prompt})]
 
 
 class PMLPromptTemplate(BasePromptTemplate[PMLPromptValue]):
@@ -66,8 +65,8 @@ class PMLPromptTemplate(BasePromptTemplate[PMLPromptValue]):
 
     Raises
     ------
-    ConfigError
-        If `documents` names no module of the prompt.
+    PMLError
+        If `documents` names no module that the prompt imports, or a member of a union.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -77,7 +76,8 @@ class PMLPromptTemplate(BasePromptTemplate[PMLPromptValue]):
     separator: str = "\n\n"
 
     def __init__(self, prompt: Prompt, documents: str | None = None, separator: str = "\n\n", **fields: Any) -> None:
-        check_documents(prompt, documents)
+        if documents is not None:
+            check_documents(prompt, documents)
         names = {name for text in prompt_texts(prompt) for name in get_template_variables(text, _FORMAT)}
         if documents is not None:
             names.add(documents)
@@ -147,25 +147,6 @@ class PMLPromptTemplate(BasePromptTemplate[PMLPromptValue]):
     @property
     def _prompt_type(self) -> str:
         return "pml"
-
-
-def prompt_in(messages: Sequence[BaseMessage]) -> Prompt | None:
-    """Return the prompt of a schema that messages carry, if they do.
-
-    Raises
-    ------
-    PromptError
-        If there are other messages beside it.
-    """
-    found = [message.additional_kwargs[_KEY] for message in messages if _KEY in message.additional_kwargs]
-    if not found:
-        return None
-    if len(messages) > 1 or not isinstance(found[0], Prompt):
-        raise PromptError(
-            "a schema's prompt is a whole conversation; put other messages into the schema or the prompt, as <system>, <user> "
-            "and <assistant>"
-        )
-    return found[0]
 
 
 def refuse_beside(**given: Any) -> None:

@@ -11,7 +11,7 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["engine_name", "find_engine", "make_engine"]
+__all__ = ["find_engine", "make_engine"]
 
 
 def find_engine(engine: Any) -> BlendEngine:
@@ -107,8 +107,3 @@ def make_engine(
     if model_kwargs is not None:
         raise ConfigError("model_kwargs say how a model is loaded, and this one is loaded already; leave them out")
     return BlendEngine(model, tokenizer, config=config, store=store)
-
-
-def engine_name(engine: BlendEngine) -> str:
-    """Return what an engine's model is called: where it was loaded from, or else its class."""
-    return getattr(engine.model, "name_or_path", "") or type(engine.model).__name__

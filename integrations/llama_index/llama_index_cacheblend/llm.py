@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from llama_index.core.base.llms.types import (
@@ -30,11 +29,11 @@ from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine, BlendStream, Conversation, GenerationResult
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.pml.carried import prompt_in
 from cacheblend_rag.stops import cut_at_stop
-from llama_index_cacheblend.construction import engine_name, make_engine
+from llama_index_cacheblend.construction import make_engine
 from llama_index_cacheblend.decoding import check_length, decoding_options, stop_list
 from llama_index_cacheblend.messages import has_chat_template, render_messages
-from llama_index_cacheblend.pml import prompt_in
 from llama_index_cacheblend.responses import aresponses, as_chat, as_completion, responses
 from llama_index_cacheblend.structured import JSONAnswers
 
@@ -126,7 +125,7 @@ class BlendLLM(JSONAnswers):
         computing = make_engine(model, tokenizer, engine, config, store, model_kwargs)
         chat = has_chat_template(computing.tokenizer)
         values: dict[str, Any] = {
-            "model_name": model_name or (str(model) if isinstance(model, str | Path) else engine_name(computing)),
+            "model_name": model_name or computing.model_name,
             "temperature": temperature,
             "max_new_tokens": max_new_tokens,
             "stop": stops,

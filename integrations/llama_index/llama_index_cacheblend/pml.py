@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from llama_index.core.base.llms.base import BaseLLM
@@ -13,16 +12,16 @@ from llama_index.core.prompts.prompt_type import PromptType
 from llama_index.core.prompts.utils import format_string, get_template_vars
 from llama_index.core.schema import BaseNode, NodeWithScore
 
-from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.pml import Prompt, Schema
-from cacheblend_rag.pml.fill import PMLText, check_documents, fill_texts, plain_text, prompt_texts, put_documents
+from cacheblend_rag.pml.carried import PROMPT_KEY, PMLText
+from cacheblend_rag.pml.fill import check_documents, fill_texts, plain_text, prompt_texts, put_documents
 from llama_index_cacheblend.nodes import llm_text
 
-__all__ = ["CONTEXT", "PMLPromptTemplate", "PMLText", "prompt_in"]
+__all__ = ["CONTEXT", "PMLPromptTemplate", "PMLText"]
 
 CONTEXT = "context_str"
 """What LlamaIndex calls the variable for what was retrieved."""
-_KEY = "cacheblend_pml"
 
 
 class PMLPromptTemplate(BasePromptTemplate):
@@ -58,8 +57,8 @@ class PMLPromptTemplate(BasePromptTemplate):
 
     Raises
     ------
-    ConfigError
-        If `documents` names no module of the prompt.
+    PMLError
+        If `documents` names no module that the prompt imports, or a member of a union.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -77,7 +76,8 @@ class PMLPromptTemplate(BasePromptTemplate):
         metadata: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        check_documents(prompt, documents)
+        if documents is not None:
+            check_documents(prompt, documents)
         names = dict.fromkeys(name for text in prompt_texts(prompt) for name in get_template_vars(text))
         if documents is not None:
             names[CONTEXT] = None
@@ -154,33 +154,12 @@ class PMLPromptTemplate(BasePromptTemplate):
         """Return one message with the prompt as plain text, which `BlendLLM` takes for the prompt that it is."""
         del llm
         prompt = self.pml_prompt(**kwargs)
-        return [ChatMessage(role=MessageRole.USER, content=plain_text(prompt), additional_kwargs={_KEY: prompt})]
+        return [ChatMessage(role=MessageRole.USER, content=plain_text(prompt), additional_kwargs={PROMPT_KEY: prompt})]
 
     def get_template(self, llm: BaseLLM | None = None) -> str:
         """Return the prompt as plain text, with its variables."""
         del llm
         return plain_text(self.prompt)
-
-
-def prompt_in(given: str | Sequence[ChatMessage]) -> Prompt | None:
-    """Return the prompt of a schema that a text or messages carry, if they do.
-
-    Raises
-    ------
-    PromptError
-        If there are other messages beside it.
-    """
-    if isinstance(given, str):
-        return given.prompt if isinstance(given, PMLText) else None
-    found = [message.additional_kwargs[_KEY] for message in given if _KEY in message.additional_kwargs]
-    if not found:
-        return None
-    if len(given) > 1 or not isinstance(found[0], Prompt):
-        raise PromptError(
-            "a schema's prompt is a whole conversation; put other messages, and BlendLLM's system_prompt, into the schema or the "
-            "prompt, as <system>, <user> and <assistant>"
-        )
-    return found[0]
 
 
 def _texts(context: Any) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Generator, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -13,12 +12,6 @@ from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.callbacks import CallbackManager
 from llama_index.core.indices.prompt_helper import ChatPromptHelper, PromptHelper
 from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
-from llama_index.core.instrumentation.events.llm import (
-    LLMPredictEndEvent,
-    LLMPredictStartEvent,
-    LLMStructuredPredictEndEvent,
-    LLMStructuredPredictStartEvent,
-)
 from llama_index.core.instrumentation.events.synthesis import GetResponseEndEvent, GetResponseStartEvent
 from llama_index.core.llms.structured_llm import StructuredLLM
 from llama_index.core.prompts import BasePromptTemplate
@@ -30,23 +23,18 @@ from llama_index.core.settings import Settings
 
 from cacheblend_rag.chunk import Chunk
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.errors import ConfigError, PromptTooLongError
-from llama_index_cacheblend.calls import Caller, ModelResponse, aor_instead, or_instead, text_of
-from llama_index_cacheblend.context import ContextPrompt, make_context_prompt
-from llama_index_cacheblend.decoding import check_length
+from cacheblend_rag.errors import ConfigError
+from llama_index_cacheblend.calls import Caller, ModelResponse, aor_instead, or_instead
+from llama_index_cacheblend.context import ContextPrompt
 from llama_index_cacheblend.llm import BlendLLM
 from llama_index_cacheblend.nodes import node_chunks
+from llama_index_cacheblend.prompting import Prompting
 from llama_index_cacheblend.rounds import Rounds
 from llama_index_cacheblend.sources import annotate
-from llama_index_cacheblend.structured import AnswerParser, asking_for, check_mode
 
 __all__ = ["BlendSynthesizer"]
 
 dispatcher = get_dispatcher(__name__)
-logger = logging.getLogger(__name__)
-
-# Nodes that a warning names.
-_SHOWN = 5
 
 
 class BlendSynthesizer(BaseSynthesizer):
@@ -119,8 +107,6 @@ class BlendSynthesizer(BaseSynthesizer):
             raise ConfigError(f'overflow={overflow!r} is none of "drop" and "refine"')
         if config is not None:
             model.engine.check_config(config)
-        if output_cls is not None:
-            check_mode(model.pydantic_program_mode)
         helper = prompt_helper or Settings._prompt_helper
         # Given so that LlamaIndex does not load a tokenizer of another model to count tokens with.
         tokenize = model.engine.tokenizer.encode
@@ -133,21 +119,25 @@ class BlendSynthesizer(BaseSynthesizer):
             output_cls=output_cls,
             empty_response=empty_response,
         )
-        self._model = model
         self._caller = Caller(model, config)
         self._tells_sources = (config or model.engine.config).source_attention
-        self._limited_by = helper
-        self._text_qa_template = text_qa_template or DEFAULT_TEXT_QA_PROMPT_SEL
-        self._refine_template = refine_template or DEFAULT_REFINE_PROMPT_SEL
-        self._refines = (overflow or ("drop" if refine_template is None else "refine")) == "refine"
-        check_length(model.max_new_tokens, model.engine.window)
+        self._prompting = Prompting(
+            model,
+            text_qa_template or DEFAULT_TEXT_QA_PROMPT_SEL,
+            refine_template or DEFAULT_REFINE_PROMPT_SEL,
+            output_cls=output_cls,
+            refines=(overflow or ("drop" if refine_template is None else "refine")) == "refine",
+            limited_by=helper,
+        )
 
     def _get_prompts(self) -> PromptDictType:
-        return {"text_qa_template": self._text_qa_template, "refine_template": self._refine_template}
+        prompting = self._prompting
+        return {"text_qa_template": prompting.text_qa_template, "refine_template": prompting.refine_template}
 
     def _update_prompts(self, prompts: PromptDictType) -> None:
-        self._text_qa_template = prompts.get("text_qa_template", self._text_qa_template)
-        self._refine_template = prompts.get("refine_template", self._refine_template)
+        prompting = self._prompting
+        prompting.text_qa_template = prompts.get("text_qa_template", prompting.text_qa_template)
+        prompting.refine_template = prompts.get("refine_template", prompting.refine_template)
 
     def synthesize(
         self,
@@ -218,9 +208,9 @@ class BlendSynthesizer(BaseSynthesizer):
         """
         dispatcher.event(GetResponseStartEvent(query_str=query_str, text_chunks=list(text_chunks)))
         rounds = self._rounds(query_str, text_chunks, prev_response, blend_nodes, blend_report, response_kwargs)
-        while (prompt := self._prompt(rounds)) is not None and prompt.left_over:
+        while (prompt := self._prompting.prompt(rounds)) is not None and prompt.left_over:
             response = self._caller.call(prompt)
-            rounds.refine(prompt, response, self._answer(response))
+            rounds.refine(prompt, response, self._prompting.answer(response))
         answer: str | BaseModel | Generator[str, None, None]
         if prompt is None:
             answer = self._given_up(rounds)
@@ -245,9 +235,9 @@ class BlendSynthesizer(BaseSynthesizer):
         """Do what `get_response` does."""
         dispatcher.event(GetResponseStartEvent(query_str=query_str, text_chunks=list(text_chunks)))
         rounds = self._rounds(query_str, text_chunks, prev_response, blend_nodes, blend_report, response_kwargs)
-        while (prompt := await asyncio.to_thread(self._prompt, rounds)) is not None and prompt.left_over:
+        while (prompt := await asyncio.to_thread(self._prompting.prompt, rounds)) is not None and prompt.left_over:
             response = await self._caller.acall(prompt)
-            rounds.refine(prompt, response, self._answer(response))
+            rounds.refine(prompt, response, self._prompting.answer(response))
         answer: str | BaseModel | AsyncGenerator[str, None]
         if prompt is None:
             answer = self._given_up(rounds)
@@ -274,9 +264,7 @@ class BlendSynthesizer(BaseSynthesizer):
         report: dict[str, Any] | None,
         values: dict[str, Any],
     ) -> Rounds:
-        if self._streams and (
-            self._model.output_parser or self._text_qa_template.output_parser or self._refine_template.output_parser
-        ):
+        if self._streams and self._prompting.parses:
             raise ConfigError("an output parser needs the whole answer; leave it out, or set streaming=False")
         chunks = (
             [Chunk(text=text.strip()) for text in text_chunks if text.strip()]
@@ -285,81 +273,13 @@ class BlendSynthesizer(BaseSynthesizer):
         )
         return Rounds(query_str, chunks, values, prev_response, {} if report is None else report)
 
-    def _prompt(self, rounds: Rounds) -> ContextPrompt | None:
-        """Return the prompt of the next call, and tell LlamaIndex's listeners what its own methods would.
-
-        None where the answer so far leaves no room for any chunk that is left.
-        """
-        template = self._text_qa_template if rounds.answer is None else self._refine_template
-        asked = template if self._output_cls is None else asking_for(template, self._output_cls)
-        try:
-            prompt = make_context_prompt(
-                self._model,
-                asked,
-                rounds.chunks,
-                rounds.variables(),
-                variable=rounds.variable,
-                limit=self._limit(),
-                refines=self._refines,
-                structured=self._output_cls is not None,
-            )
-        except PromptTooLongError:
-            if not rounds.earlier_calls:
-                raise
-            self._warn(rounds.chunks, rounds)
-            return None
-        if prompt.dropped:
-            self._warn(prompt.dropped, rounds)
-        shown = {**rounds.variables(), rounds.variable: prompt.context}
-        if self._output_cls is None:
-            dispatcher.event(LLMPredictStartEvent(template=template, template_args=shown))
-            self._model._log_template_data(template, **shown)
-        else:
-            dispatcher.event(
-                LLMStructuredPredictStartEvent(output_cls=self._output_cls, template=template, template_args=shown)
-            )
-        return prompt
-
-    def _warn(self, dropped: Sequence[Chunk], rounds: Rounds) -> None:
-        ids = [chunk.id for chunk in dropped]
-        logger.warning(
-            "the prompt has no room for %d of %d chunks, %s%s; %s, or lower max_new_tokens=%d",
-            len(ids),
-            len(rounds.chunks),
-            ids[:_SHOWN],
-            f" and {len(ids) - _SHOWN} more" if len(ids) > _SHOWN else "",
-            "split documents into shorter chunks"
-            if self._refines
-            else 'retrieve fewer or shorter ones, give BlendSynthesizer overflow="refine"',
-            self._model.max_new_tokens,
-        )
-
-    def _limit(self) -> int | None:
-        """Return how many tokens a prompt may have."""
-        window = self._model.engine.window
-        check_length(self._model.max_new_tokens, window)
-        limits = [] if window is None else [window - self._model.max_new_tokens]
-        if self._limited_by is not None:
-            limits.append(self._limited_by.context_window - self._limited_by.num_output)
-        return min(limits, default=None)
-
     def _with_report(self, response: RESPONSE_TYPE, report: dict[str, Any] | None) -> RESPONSE_TYPE:
         response.metadata = {**(response.metadata or {}), "blend": report}
         return annotate(response, report) if self._tells_sources and report is not None else response
 
-    def _answer(self, response: ModelResponse) -> str | BaseModel:
-        text = text_of(response)
-        if self._output_cls is not None:
-            answer = AnswerParser(self._output_cls).parse(text)
-            dispatcher.event(LLMStructuredPredictEndEvent(output=answer))
-            return answer
-        output = self._model._parse_output(text)
-        dispatcher.event(LLMPredictEndEvent(output=output))
-        return output
-
     def _end(self, rounds: Rounds, prompt: ContextPrompt, response: ModelResponse) -> str | BaseModel:
         rounds.end(prompt, response)
-        return self._answer(response) or self._instead(rounds)
+        return self._prompting.answer(response) or self._instead(rounds)
 
     def _instead(self, rounds: Rounds) -> str:
         """Return the answer where the model wrote nothing: what was there before, or LlamaIndex's words for it."""

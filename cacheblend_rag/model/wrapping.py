@@ -1,0 +1,92 @@
+"""What may be put around a model, PEFT's adapters and torch.compile, and how to see its forward all the same."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+__all__ = ["uncompiled", "unwrapped", "watch_forward"]
+
+BeforeForward = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+AfterForward = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
+
+
+def unwrapped(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model inside what PEFT or torch.compile put around it, or the model itself."""
+    inner = getattr(model, "_orig_mod", None)
+    if inner is None and hasattr(model, "get_base_model"):
+        inner = model.get_base_model()  # type: ignore[operator]  # PEFT's, which transformers' stubs take for a tensor
+    return model if inner is None or inner is model else unwrapped(inner)
+
+
+@contextmanager
+def watch_forward(
+    model: PreTrainedModel, *, before: BeforeForward | None = None, after: AfterForward | None = None
+) -> Iterator[None]:
+    """Have a model's forward hooked for the duration of a ``with`` block, in which a compiled model runs as it is written.
+
+    What is around a model hands ``generate`` on to the model inside, which then calls itself: only a hook on the model inside
+    sees every forward, and sees it once.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The model, with whatever is around it.
+    before : callable, optional
+        Called before each forward, as a pre-hook with keywords is.
+    after : callable, optional
+        Called after each forward, as a hook with keywords is; what it returns, if not None, takes the place of the output.
+    """
+    inner = unwrapped(model)
+    with ExitStack() as stack:
+        stack.enter_context(uncompiled(model))
+        if before is not None:
+            stack.callback(inner.register_forward_pre_hook(before, with_kwargs=True).remove)
+        if after is not None:
+            stack.callback(inner.register_forward_hook(after, with_kwargs=True).remove)
+        yield
+
+
+_lock = threading.Lock()
+_open = 0
+_stance: Any = None
+
+
+@contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """Have a model that is compiled, in whole or in part, run as it is written for the duration of a ``with`` block.
+
+    A compiled forward does not see hooks that come later, and every new number of rows would have it compiled anew. It holds for
+    everything that torch compiles in this process, as long as any block is open in any thread.
+    """
+    global _open, _stance
+    if not any(_is_compiled(module) for module in model.modules()):
+        yield
+        return
+    with _lock:
+        if _open == 0:
+            # Entered and left once for all blocks: each would restore what it found, and they end in any order.
+            _stance = torch.compiler.set_stance("force_eager")
+        _open += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _open -= 1
+            if _open == 0:
+                _stance.__exit__(None, None, None)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return (
+        hasattr(module, "_orig_mod")
+        or module._compiled_call_impl is not None
+        # A forward that was compiled and put in the place of the module's own.
+        or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+    )

@@ -1,0 +1,276 @@
+"""What is done around a model's forward is done whatever PEFT, torch.compile or the user has put around the model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import cache, wraps
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag.engine.firsttoken import FirstLogits
+from cacheblend_rag.errors import ConfigError, UnsupportedModelError
+from cacheblend_rag.model import uncompiled, unwrapped, watch_forward
+from tests.families import tiny_model, tiny_tokenizer, words
+
+# "eager" has dynamo trace and guard, which is where hooks are lost, and leaves out the slow generation of code.
+BACKEND = "eager"
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+CONFIG = BlendConfig(strict=True, selector="hkvd", recompute_ratio=0.15)
+CHUNKS = [Chunk(words(20, seed), f"n{seed}") for seed in range(3)]
+PROMPT = BlendPrompt(words(4, 10), CHUNKS, words(6, 11))
+TOKENS = 8
+
+Wrap = Callable[[PreTrainedModel], Any]
+
+
+def adapter(model: PreTrainedModel) -> Any:
+    # Until it is trained it changes nothing.
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+
+def patched(model: PreTrainedModel) -> Any:
+    own = model.forward
+
+    @wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    model.forward = forward
+    return model
+
+
+def compiled_around(model: PreTrainedModel) -> Any:
+    return _used(torch.compile(model, backend=BACKEND))
+
+
+def compiled_in_place(model: PreTrainedModel) -> Any:
+    model.compile(backend=BACKEND)
+    return _used(model)
+
+
+def compiled_forward(model: PreTrainedModel) -> Any:
+    model.forward = torch.compile(model.forward, backend=BACKEND)
+    return _used(model)
+
+
+def compiled_adapter(model: PreTrainedModel) -> Any:
+    return _used(torch.compile(adapter(model), backend=BACKEND))
+
+
+def adapter_on_compiled(model: PreTrainedModel) -> Any:
+    return _used(adapter(compiled_in_place(model)))
+
+
+def _used(model: Any) -> Any:
+    """Have it compiled for any length before hooks come."""
+    with torch.no_grad():
+        for length in (37, 41):
+            model(input_ids=torch.arange(3, 3 + length)[None])
+    return model
+
+
+COMPILED = [compiled_around, compiled_in_place, compiled_forward, compiled_adapter, adapter_on_compiled]
+WRAPS = [adapter, patched, *COMPILED]
+
+
+def _answer(engine: BlendEngine, **settings: Any) -> dict[str, Any]:
+    result = engine.generate(PROMPT, TOKENS, config=engine.config.replace(**settings), do_sample=False)
+    report = result.report
+    return {
+        "tokens": result.token_ids,
+        "repaired": report.repaired_tokens,
+        "evicted": report.evicted_tokens,
+        "kv_bytes": report.kv_bytes,
+        "recomputed": [chunk.recomputed_tokens for chunk in report.chunks],
+        "attention": [chunk.attention for chunk in report.chunks],
+    }
+
+
+def _first_logits(engine: BlendEngine, **settings: Any) -> dict[str, Any]:
+    first = FirstLogits(engine.model)
+    with first:
+        found = _answer(engine, **settings)
+    assert first.logits is not None
+    return {**found, "logits": first.logits}
+
+
+def _guarded(engine: BlendEngine) -> dict[str, Any]:
+    engine.generate(PROMPT, TOKENS, do_sample=False)
+    assert engine.guard.wait(120)
+    status = engine.guard.status()
+    return {"compared": status.compared, "distance": status.divergence, "kl": status.first_token_kl}
+
+
+def _prefill(engine: BlendEngine, **settings: Any) -> dict[str, Any]:
+    result = engine.prefill(PROMPT, config=engine.config.replace(**settings))
+    return {"logits": result.logits, "evicted": result.report.evicted_tokens}
+
+
+def _watched(engine: BlendEngine, **settings: Any) -> dict[str, Any]:
+    seen: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
+    watched = engine.watch_prefill(
+        PROMPT,
+        lambda layer, call: seen.append((layer, tuple(call.query.shape), tuple(call.key.shape))),
+        config=engine.config.replace(**settings),
+    )
+    return {"calls": seen, "rows": watched.recomputed_rows.tolist(), "logits": watched.result.logits}
+
+
+def _batch(engine: BlendEngine) -> dict[str, Any]:
+    other = BlendPrompt(words(4, 13), CHUNKS[1:], words(5, 14))
+    results = engine.generate_many([PROMPT, other], TOKENS, do_sample=False)
+    return {str(number): (each.token_ids, each.report.batch_size) for number, each in enumerate(results)}
+
+
+# What is compared, and what of it must be other than nothing on the plain model.
+FEATURES: dict[str, tuple[Callable[[BlendEngine], dict[str, Any]], str]] = {
+    "first logits": (_first_logits, "tokens"),
+    "first logits, full": (lambda engine: _first_logits(engine, enabled=False), "tokens"),
+    "repair": (lambda engine: _answer(engine, repair_ratio=0.5, repair_limit=1e-4), "repaired"),
+    "eviction": (lambda engine: _answer(engine, kv_capacity=0.25), "evicted"),
+    "eviction at the end": (lambda engine: _answer(engine, kv_capacity=0.25, selector="query"), "evicted"),
+    "eviction, full": (lambda engine: _answer(engine, kv_capacity=0.25, enabled=False), "evicted"),
+    "eviction, no answer": (lambda engine: _prefill(engine, kv_capacity=0.25), "evicted"),
+    "sources": (lambda engine: _answer(engine, source_attention=True), "attention"),
+    "sources, full": (lambda engine: _answer(engine, source_attention=True, enabled=False), "attention"),
+    "watching": (_watched, "calls"),
+    "watching, full": (lambda engine: _watched(engine, enabled=False), "calls"),
+    "guard": (_guarded, "compared"),
+    "batch": (_batch, "1"),
+}
+# Those in whose decoding a compiled model is compiled for one length after the other.
+_SLOW = ("batch", "eviction, full", "guard")
+
+
+def _run(model: Any, feature: str) -> dict[str, Any]:
+    config = CONFIG.replace(guard_rate=1.0 if feature == "guard" else 0.0)
+    with BlendEngine(model, tiny_tokenizer(), config=config) as engine:
+        engine.add(CHUNKS)
+        return FEATURES[feature][0](engine)
+
+
+@cache
+def _on_the_plain_model(feature: str) -> dict[str, Any]:
+    found = _run(tiny_model("llama"), feature)
+    assert found[FEATURES[feature][1]] not in (0, None, [None] * 3)
+    return found
+
+
+@cache
+def _wrapped(wrap: Wrap) -> Any:
+    return wrap(tiny_model("llama"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_compiled() -> Iterator[None]:
+    yield
+    torch.compiler.reset()
+
+
+def _cases() -> Iterator[Any]:
+    for wrap in WRAPS:
+        for feature in FEATURES:
+            sampled = wrap not in COMPILED or (wrap is compiled_in_place and feature not in _SLOW)
+            yield pytest.param(
+                wrap, feature, id=f"{wrap.__name__}-{feature}", marks=() if sampled else (pytest.mark.full,)
+            )
+
+
+@pytest.mark.parametrize(("wrap", "feature"), list(_cases()))
+def test_a_wrapped_model_does_what_the_plain_one_does(wrap: Wrap, feature: str) -> None:
+    wanted, found = _on_the_plain_model(feature), _run(_wrapped(wrap), feature)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        if isinstance(value, torch.Tensor):
+            assert (found[name] - value).abs().max() < 1e-4, name
+        elif name in ("attention", "distance", "kl"):
+            assert found[name] == pytest.approx(value, abs=1e-5), name
+        else:
+            assert found[name] == value, name
+
+
+@pytest.mark.parametrize("wrap", [adapter, patched, *(pytest.param(each, marks=pytest.mark.full) for each in COMPILED)])
+def test_a_forward_is_seen_once_by_generate_and_by_a_call(wrap: Wrap) -> None:
+    model, plain, seen = _wrapped(wrap), tiny_model("llama"), list[tuple[int, ...]]()
+    ids = torch.arange(3, 12)[None]
+
+    def after(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        seen.append(tuple(output.logits.shape[:2]))
+        output.logits = -output.logits
+        return output
+
+    with torch.no_grad(), watch_forward(model, after=after):
+        assert torch.allclose(model(input_ids=ids).logits, -plain(input_ids=ids).logits, atol=1e-5)
+        answer = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False)
+    assert seen == [(1, 9), (1, 1)]
+    with torch.no_grad():
+        assert answer[0, -1] == plain(input_ids=ids).logits[0, -1].argmin()
+        model(input_ids=ids)
+    assert len(seen) == 2
+    assert not unwrapped(model)._forward_hooks
+
+
+@pytest.mark.parametrize("wrap", [compiled_forward, compiled_in_place])
+def test_a_compiled_model_is_compiled_again_when_the_last_block_ends(wrap: Wrap) -> None:
+    stance = lambda: torch._dynamo.eval_frame._stance.stance  # noqa: E731  # the only way to ask
+    model = _wrapped(wrap)
+    first, second = uncompiled(model), uncompiled(model)
+    assert stance() == "default"
+    first.__enter__()
+    entering = threading.Thread(target=second.__enter__)
+    entering.start()
+    entering.join()
+    # Not in the order in which they could be nested.
+    first.__exit__(None, None, None)
+    assert stance() == "force_eager"
+    second.__exit__(None, None, None)
+    assert stance() == "default"
+    with uncompiled(tiny_model("llama")):
+        assert stance() == "default"
+
+
+@pytest.mark.parametrize(
+    ("adapter_config", "reason"),
+    [
+        (
+            peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+            "PromptTuningConfig, which puts learned",
+        ),
+        (
+            peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+            "PrefixTuningConfig, which puts learned",
+        ),
+        (
+            peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[5, 6]),
+            "activated LoRA",
+        ),
+    ],
+    ids=["prompt", "prefix", "alora"],
+)
+def test_an_adapter_that_does_more_than_change_layers_is_refused(adapter_config: Any, reason: str) -> None:
+    model = peft.get_peft_model(tiny_model("llama"), adapter_config).eval()
+    with pytest.raises(UnsupportedModelError, match=reason):
+        BlendEngine(model, tiny_tokenizer(), config=CONFIG.replace(self_check=False))
+    with BlendEngine(model, tiny_tokenizer(), config=CONFIG.replace(strict=False)) as engine:
+        result = engine.generate(PROMPT, TOKENS, do_sample=False)
+        ids = torch.tensor([result.prompt_ids])
+        own = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False)
+    assert own[0].tolist()[-len(result.token_ids) :] == list(result.token_ids)
+    assert reason in str(result.report.fallback_reason)
+
+
+def test_an_adapter_cannot_be_chosen_by_call() -> None:
+    model = adapter(tiny_model("llama"))
+    model.add_adapter("other", peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    with (
+        BlendEngine(model, tiny_tokenizer(), config=CONFIG) as engine,
+        pytest.raises(ConfigError, match="adapter_names cannot be used here"),
+    ):
+        engine.generate(PROMPT, TOKENS, adapter_names=["other"])
