@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from cacheblend_rag.chunk import BlendPrompt, Chunk
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.controller import Profile, check_attention, check_selector
+from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.conversation import Conversation
 from cacheblend_rag.engine.decode import check_options, decode
 from cacheblend_rag.engine.feed import Feed
@@ -33,7 +34,7 @@ from cacheblend_rag.engine.markup import SCHEMA_PREFIX, LoadedSchema, Schemas
 from cacheblend_rag.engine.metrics import EngineMetrics
 from cacheblend_rag.engine.prefetch import Prefetch, Prefetcher
 from cacheblend_rag.engine.pretrained import load_pretrained
-from cacheblend_rag.engine.prompt import AssembledPrompt, Assembler
+from cacheblend_rag.engine.prompt import AssembledPrompt
 from cacheblend_rag.engine.run import PromptRun, Runner
 from cacheblend_rag.engine.selfcheck import check_blending
 from cacheblend_rag.engine.turn import turn_of

@@ -10,9 +10,9 @@ from functools import partial
 from cacheblend_rag.chunk import Chunk
 from cacheblend_rag.codec import make_codec, pack_kv
 from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.jobs import AddJob, AddResult, Jobs
 from cacheblend_rag.engine.neighbours import Neighbours
-from cacheblend_rag.engine.prompt import Assembler
 from cacheblend_rag.engine.run import Runner
 from cacheblend_rag.engine.writer import BatchWriter
 from cacheblend_rag.errors import ConfigError
