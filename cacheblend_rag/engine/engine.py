@@ -35,8 +35,10 @@ from cacheblend_rag.engine.metrics import EngineMetrics
 from cacheblend_rag.engine.prefetch import Prefetch, Prefetcher
 from cacheblend_rag.engine.pretrained import load_pretrained
 from cacheblend_rag.engine.prompt import AssembledPrompt
-from cacheblend_rag.engine.run import PromptRun, Runner
+from cacheblend_rag.engine.run import PromptRun
+from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.engine.selfcheck import check_blending
+from cacheblend_rag.engine.supply import KVSupply
 from cacheblend_rag.engine.turn import turn_of
 from cacheblend_rag.engine.uses import FirstUses
 from cacheblend_rag.engine.watch import LayerWatcher, WatchedForward, WatchedPrefill
@@ -185,19 +187,14 @@ class BlendEngine:
             FirstUses(self.store) if defers and self.decoder is not None else None,
             self.decoder is None or self.decoder.is_movable,
         )
-        self._runner = Runner(
-            model,
-            self.decoder,
-            self.unsupported_reason,
-            self.store,
-            self._assembler.namespace,
-            self._assembler.prefix_ids,
-            self.config,
+        self._supply = KVSupply(
+            model, self.decoder, self.store, self._assembler.namespace, self._assembler.prefix_ids, self.config
         )
+        self._runner = Runner(model, self.decoder, self.unsupported_reason, self.store, self._supply, self.config)
         self.guard = Guard(model, tokenizer, self.decoder, self._runner, self.config)
         self.metrics = EngineMetrics(self.store.stats, self.guard.status if self.guard.active else None)
         self._many = Many(model, tokenizer, self.decoder, self._runner, self.config.self_check)
-        self._ingest = Ingest(self._assembler, self._runner, self.store, self.decoder, self.config)
+        self._ingest = Ingest(self._assembler, self._supply, self.store, self.decoder, self.config)
         self._kept = KeptTurns(self.store, self._assembler.namespace, self.config.conversation_bytes)
         self._prefetcher = Prefetcher(self.store, self.config.load_threads)
         self.schemas = Schemas(self._assembler, self._ingest, self.store, self._prefetcher)

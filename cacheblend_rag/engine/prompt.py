@@ -87,3 +87,8 @@ class AssembledPrompt:
     computed: tuple[PromptChunk, ...]
     has_positions: bool
     context: tuple[int, int] = (0, 0)
+
+    @property
+    def places(self) -> tuple[int, ...] | None:
+        """Where its tokens stand, if it says so itself."""
+        return self.layout.positions if self.has_positions else None
