@@ -12,7 +12,7 @@ from cacheblend_rag.bench.shapes import shape_config
 from cacheblend_rag.bench.times import seconds_of
 from cacheblend_rag.codec import PackedKV, codec_names, make_codec, pack_kv, unpack_layer
 from cacheblend_rag.kv import ChunkKV, LayerKV
-from cacheblend_rag.store.chunkfile import encode_chunk
+from cacheblend_rag.store.encoded import encode_chunk
 
 __all__ = ["CodecRow", "CodecSetting", "measure_codecs"]
 

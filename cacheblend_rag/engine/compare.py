@@ -17,7 +17,8 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.decode import decode
 from cacheblend_rag.engine.firsttoken import FirstLogits, TokenDistribution
 from cacheblend_rag.engine.prompt import AssembledPrompt
-from cacheblend_rag.engine.run import PromptRun, Runner
+from cacheblend_rag.engine.run import PromptRun
+from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.model import Decoder, uncompiled
 
 __all__ = ["Comparer", "Comparison", "GaveWayError", "Sample"]

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 
 from cacheblend_rag.engine.firsttoken import FirstLogits
 from cacheblend_rag.engine.generation import GenerationResult, TokenWatch
-from cacheblend_rag.engine.run import PromptRun, Runner
+from cacheblend_rag.engine.run import PromptRun
+from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.model import model_window, num_decoder_layers

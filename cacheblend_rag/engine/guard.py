@@ -16,7 +16,8 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.compare import Comparer, Comparison, GaveWayError, Sample
 from cacheblend_rag.engine.firsttoken import FirstLogits
 from cacheblend_rag.engine.generation import GenerationResult
-from cacheblend_rag.engine.run import PromptRun, Runner
+from cacheblend_rag.engine.run import PromptRun
+from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.model import Decoder
 
 __all__ = ["Guard", "GuardOrder", "GuardStatus"]

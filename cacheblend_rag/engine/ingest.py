@@ -10,10 +10,10 @@ from functools import partial
 from cacheblend_rag.chunk import Chunk
 from cacheblend_rag.codec import make_codec, pack_kv
 from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.jobs import AddJob, AddResult, Jobs
 from cacheblend_rag.engine.neighbours import Neighbours
-from cacheblend_rag.engine.prompt import Assembler
-from cacheblend_rag.engine.run import Runner
+from cacheblend_rag.engine.supply import KVSupply
 from cacheblend_rag.engine.writer import BatchWriter
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv import ChunkKV
@@ -89,7 +89,7 @@ class Ingest:
     ----------
     assembler : Assembler
         Tokenises chunks and knows where their names are.
-    runner : Runner
+    supply : KVSupply
         Computes KV.
     store : KVStore
         Where it is kept.
@@ -106,10 +106,10 @@ class Ingest:
     """
 
     def __init__(
-        self, assembler: Assembler, runner: Runner, store: KVStore, decoder: Decoder | None, config: BlendConfig
+        self, assembler: Assembler, supply: KVSupply, store: KVStore, decoder: Decoder | None, config: BlendConfig
     ) -> None:
         self._assembler = assembler
-        self._runner = runner
+        self._supply = supply
         self._store = store
         self._decoder = decoder
         self._tenant = config.namespace or ""
@@ -200,12 +200,12 @@ class Ingest:
         count, longest = max(zip(before, texts, strict=True), key=lambda each: (each[0] > 0, len(each[1].token_ids)))
         share = tokens / len(longest.token_ids)
         started = time.perf_counter()
-        [[(_, kv)]] = self._runner.encode([longest.token_ids], [todo.places[longest.key]])
+        [[(_, kv)]] = self._supply.encode([longest.token_ids], [todo.places[longest.key]])
         packed_bytes = pack_kv(kv, self._disk_codec).nbytes
         seconds = (time.perf_counter() - started) * share
         if count:
             started = time.perf_counter()
-            self._runner.measure(kv, todo.neighbours.tokens(longest))
+            self._supply.measure(kv, todo.neighbours.tokens(longest))
             measured = sum(more + len(record.token_ids) for more, record in zip(before, texts, strict=True) if more)
             seconds += (time.perf_counter() - started) * measured / (count + len(longest.token_ids))
         return WarmEstimate(len(texts), tokens, round(packed_bytes * share), seconds)
@@ -288,7 +288,7 @@ class Ingest:
         encoded = tokens = storing = 0
         groups, patient = todo.groups, still is not None
         placed = [todo.places[group[0].key] is not None for group in groups]
-        for batch in self._runner.plan([len(group[0].token_ids) for group in groups], placed) if groups else ():
+        for batch in self._supply.plan([len(group[0].token_ids) for group in groups], placed) if groups else ():
             if given_up is not None and given_up():
                 break
             chosen = planned = [groups[index] for index in batch]
@@ -299,7 +299,7 @@ class Ingest:
                 advance(skipped)
             # Planned again, texts of one batch are one batch still.
             places = [todo.places[group[0].key] for group in chosen]
-            for part in self._runner.encode([group[0].token_ids for group in chosen], places, patient=patient):
+            for part in self._supply.encode([group[0].token_ids for group in chosen], places, patient=patient):
                 fresh = [(chosen[index], self._measured(chosen[index][0], kv, todo, patient)) for index, kv in part]
                 writer.drain()
                 if storing:
@@ -318,7 +318,7 @@ class Ingest:
     def _measured(self, record: NodeRecord, kv: ChunkKV, todo: _Todo, patient: bool) -> ChunkKV:
         """Return KV with its sensitivity, or as it is where it stands behind nothing."""
         before = todo.neighbours.tokens(record)
-        return self._runner.measure(kv, before, patient=patient) if before else kv
+        return self._supply.measure(kv, before, patient=patient) if before else kv
 
     def _store_and_name(self, batch: Sequence[tuple[Group, ChunkKV]], ttl_s: float | None) -> None:
         evictions = self._store.evictions

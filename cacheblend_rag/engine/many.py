@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
+from cacheblend_rag.engine.caches import ROOM_FOR_OUTPUT
 from cacheblend_rag.engine.decode import complete_options, decode, output_limit
 from cacheblend_rag.engine.firsttoken import FirstLogits
 from cacheblend_rag.engine.generation import GenerationResult
 from cacheblend_rag.engine.padded import PaddedBatch
 from cacheblend_rag.engine.rows import RowEnds, RowProcessor
-from cacheblend_rag.engine.run import ROOM_FOR_OUTPUT, PromptRun, Runner
+from cacheblend_rag.engine.run import PromptRun
+from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.engine.selfcheck import check_batching
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache

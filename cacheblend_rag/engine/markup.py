@@ -10,10 +10,10 @@ from functools import lru_cache
 from itertools import groupby
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkPart, Segment
+from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.ingest import Ingest
 from cacheblend_rag.engine.jobs import AddResult
 from cacheblend_rag.engine.prefetch import Prefetcher
-from cacheblend_rag.engine.prompt import Assembler
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.pml.layout import SchemaLayout
 from cacheblend_rag.pml.nodes import SchemaTree

@@ -6,7 +6,7 @@ from collections.abc import Container, Sequence
 from itertools import islice
 
 from cacheblend_rag.chunk import Chunk
-from cacheblend_rag.engine.prompt import Assembler
+from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.store import KVStore, NodeRecord
 
 __all__ = ["Neighbours"]

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.fuse.steer import BlendCache, Steering
+from cacheblend_rag.fuse.cache import BlendCache
+from cacheblend_rag.fuse.steer import Steering
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import (

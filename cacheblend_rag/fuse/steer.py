@@ -7,7 +7,7 @@ layer is re-implemented, so whatever the model does (norms, soft caps, experts, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -16,13 +16,15 @@ import torch
 from torch import nn
 
 from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.fuse.cache import BlendCache
 from cacheblend_rag.fuse.cut import RowCutter
+from cacheblend_rag.fuse.probe import ProbingCache
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import PromptLayout
-from cacheblend_rag.model import AttentionCall, Decoder, KVCache, attention_weights, uncompiled, watch_attention
+from cacheblend_rag.model import AttentionCall, Decoder, attention_weights, uncompiled, watch_attention
 from cacheblend_rag.selection import LayerProbe, Selection
 
-__all__ = ["BlendCache", "LayerSource", "Steering"]
+__all__ = ["LayerSource", "Steering"]
 
 
 class LayerSource(Protocol):
@@ -38,63 +40,6 @@ class LayerSource(Protocol):
             Buffers ``(1, num_kv_heads, capacity, head_dim)`` on the layer's device with every chunk row filled, keys
             rotated to their position in the prompt. The caller owns them and fills the other rows.
         """
-
-
-class BlendCache(KVCache):
-    """The cache of one prompt: `steering` guides its prefill, and afterwards it is an ordinary cache."""
-
-    def __init__(self, num_layers: int) -> None:
-        super().__init__(num_layers)
-        self.steering: Steering | None = None
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store fresh KV and return all of the layer."""
-        if self.steering is not None:
-            return self.steering.scatter(layer_idx, key_states, value_states)
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-
-class _Probed(Exception):
-    """Carries out of a layer's forward what its attention was about to be called with."""
-
-    def __init__(self, kv: LayerKV, call: AttentionCall | None = None) -> None:
-        super().__init__()
-        self.kv = kv
-        self.call = call
-
-
-class _ProbeCache(KVCache):
-    """Leaves the layer as soon as it has computed its keys and values, before its attention and MLP are paid for.
-
-    Parameters
-    ----------
-    num_layers : int
-        Decoder layers of the model.
-    whole : callable, optional
-        Makes of the computed rows' KV that of the whole prompt, which the layer's attention is to be called with; without it the
-        layer is left before that.
-    """
-
-    def __init__(self, num_layers: int, whole: Callable[[LayerKV], LayerKV] | None) -> None:
-        super().__init__(num_layers)
-        self._whole = whole
-        self.kv_fresh: LayerKV | None = None
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.kv_fresh = LayerKV(key_states, value_states)
-        if self._whole is None:
-            raise _Probed(self.kv_fresh)
-        whole = self._whole(self.kv_fresh)
-        return whole.keys, whole.values
-
-    def leave(self, call: AttentionCall) -> None:
-        """Leave the layer with what its attention is called with."""
-        assert self.kv_fresh is not None
-        raise _Probed(self.kv_fresh, call)
 
 
 class Steering:
@@ -284,20 +229,14 @@ class Steering:
             self._write(stored, self._rows, fresh)
             return LayerKV(*(tensor[:, :, : self._length] for tensor in stored))
 
-        probe = _ProbeCache(self._decoder.num_layers, whole if wants_attention else None)
-        probed = {
-            name: probe if value is self._cache else value
-            for name, value in self._cutter.cut(arguments, self._rows, self._rows).items()
-        }
-        try:
-            with watch_attention(probe.leave, before=True) if wants_attention else nullcontext():
-                module.forward(**probed)
-        except _Probed as caught:
-            fresh, call = caught.kv, caught.call
-        else:
+        probe = ProbingCache(self._decoder.num_layers, whole if wants_attention else None)
+        arguments = self._cutter.cut(arguments, self._rows, self._rows)
+        probed = probe.run(module, {name: probe if each is self._cache else each for name, each in arguments.items()})
+        if probed is None:
             raise UnsupportedModelError(
                 f"{type(self._decoder.model).__name__}, layer {layer}: it did not hand its KV to the cache"
             )
+        fresh, call = probed
         all_rows = self._rows is self._every
         self.charge += self._decoder.probe_share * (self._context_tokens if all_rows else candidates.numel())
         if stored is None or found is None:

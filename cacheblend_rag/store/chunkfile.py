@@ -1,28 +1,8 @@
-"""The bytes of one chunk's KV: a safetensors file, layer by layer, every byte of it under a checksum.
-
-Layout, in file order::
-
-    8 bytes           length of the header
-    header            JSON: the tensors' types, shapes and places, and ``__metadata__`` with the format, the store key,
-                      the start position, one checksum (xxh3, 64 bits) a layer, how each layer is unpacked, and, where it was
-                      measured, how much each token depends on its neighbours (float16, little-endian, in base64)
-    token_ids         int32
-    header_digest     16 bytes, blake2b of everything before it
-    layer.0.keys, layer.0.values, layer.1.keys, ...
-
-A layer's tensors are the parts that its codec makes of it (`cacheblend_rag.codec`): ``keys`` and ``values`` where it stays
-in floating point, ``keys.grid``, ``values.grid``, ``keys.codes`` and ``values.codes`` where it is quantised. Metadata ``forms``
-lists what layers are unpacked to, each as [codec, keys, values] with types and shapes; ``layers`` says which of them each
-layer has. Files of format 1 have neither, and no codec; they are read as well.
-
-Any safetensors reader can open it. The digest covers the checksums and the checksums cover the layers, so that reading the
-head and one layer is enough to know that this layer is right.
-"""
+"""Reading one chunk's stored bytes, in the form of `cacheblend_rag.store.chunkformat`, from wherever they are."""
 
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import math
 from dataclasses import dataclass
@@ -33,148 +13,24 @@ import numpy as np
 import torch
 import xxhash
 
-from cacheblend_rag.codec import (
-    PackedKV,
-    PackedLayer,
-    TensorForm,
-    codec_names,
-    main_codec,
-    make_codec,
-    pack_kv,
-    unpack_layer,
+from cacheblend_rag.codec import PackedLayer, TensorForm, codec_names, main_codec, unpack_layer
+from cacheblend_rag.errors import ChunkReadError
+from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.store.chunkformat import (
+    DIGEST_BYTES,
+    DTYPES,
+    FORMAT,
+    FORMAT_WITHOUT_CODECS,
+    SENSITIVITY,
+    digest_of,
+    unpack_tokens,
 )
-from cacheblend_rag.errors import ChunkReadError, StoreError
-from cacheblend_rag.kv import ChunkKV, LayerKV, in_float16
 from cacheblend_rag.store.source import ByteSource, FileSource
 
-__all__ = ["ChunkFile", "EncodedChunk", "encode_chunk", "pack_tokens", "unpack_tokens"]
+__all__ = ["ChunkFile"]
 
-_FORMAT = "cacheblend-rag chunk kv 2"
-_FORMAT_WITHOUT_CODECS = "cacheblend-rag chunk kv 1"
-_SENSITIVITY = "sensitivity"
-_DIGEST_BYTES = 16
 # One read fetches the whole head of a quantised chunk of about a thousand tokens in fifty layers; longer heads take a second.
 _HEAD_GUESS_BYTES = 32 * 1024
-
-_DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-}
-_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedChunk:
-    """A chunk's file, not yet written.
-
-    Attributes
-    ----------
-    buffers : list of memoryview
-        The file's bytes in order; they share memory with the KV.
-    digest : bytes
-        The header digest, which tells this file from any other.
-    nbytes : int
-        Size of the file.
-    """
-
-    buffers: list[memoryview]
-    digest: bytes
-    nbytes: int
-
-
-def pack_tokens(token_ids: tuple[int, ...]) -> bytes:
-    """Return token ids as little-endian 32 bit integers.
-
-    Raises
-    ------
-    StoreError
-        If one is negative or does not fit.
-    """
-    if any(not 0 <= token < 2**31 for token in token_ids):
-        raise StoreError("token ids must be from 0 to 2**31 - 1 to be stored")
-    return np.asarray(token_ids, dtype="<i4").tobytes()
-
-
-def unpack_tokens(data: bytes) -> tuple[int, ...]:
-    """Return the token ids that `pack_tokens` packed."""
-    return tuple(np.frombuffer(data, dtype="<i4").tolist())
-
-
-def encode_chunk(key: str, kv: ChunkKV | PackedKV) -> EncodedChunk:
-    """Lay out the file of one chunk.
-
-    Parameters
-    ----------
-    key : str
-        The store key, kept in the file so that a misplaced file is not mistaken for another chunk's.
-    kv : ChunkKV or PackedKV
-        The KV, on the CPU; as it is, or packed by any codec.
-
-    Returns
-    -------
-    EncodedChunk
-        The bytes to write, and what the index remembers of them.
-
-    Raises
-    ------
-    StoreError
-        If a tensor is of a type that the format does not know, or the sensitivity is not of as many tokens as there are.
-    """
-    tokens = pack_tokens(kv.token_ids)
-    if kv.sensitivity is not None and len(kv.sensitivity) != len(kv.token_ids):
-        raise StoreError(
-            f"{len(kv.sensitivity)} values of sensitivity for {len(kv.token_ids)} tokens; measure the chunk again"
-        )
-    packed = pack_kv(kv, make_codec("native")) if isinstance(kv, ChunkKV) else kv
-    tensors: dict[str, Any] = {}
-    place = 0
-
-    def describe(name: str, dtype: str, shape: list[int], nbytes: int) -> None:
-        nonlocal place
-        tensors[name] = {"dtype": dtype, "shape": shape, "data_offsets": [place, place + nbytes]}
-        place += nbytes
-
-    describe("token_ids", "I32", [len(kv.token_ids)], len(tokens))
-    describe("header_digest", "U8", [_DIGEST_BYTES], _DIGEST_BYTES)
-    payload: list[memoryview] = []
-    checksums: list[str] = []
-    forms: dict[str, int] = {}
-    form_of_layer: list[str] = []
-    for number, layer in enumerate(packed.layers):
-        form = json.dumps(
-            [layer.codec, _describe(number, "keys", layer.key_form), _describe(number, "values", layer.value_form)],
-            separators=(",", ":"),
-        )
-        form_of_layer.append(str(forms.setdefault(form, len(forms))))
-        checksum = xxhash.xxh3_64()
-        for part, tensor in layer.parts.items():
-            view = _bytes_of(tensor)
-            checksum.update(view)
-            describe(f"layer.{number}.{part}", _DTYPE_NAMES[tensor.dtype], list(tensor.shape), view.nbytes)
-            payload.append(view)
-        checksums.append(checksum.hexdigest())
-    tensors["__metadata__"] = {
-        "format": _FORMAT,
-        "key": key,
-        "start": str(kv.start),
-        "checksums": ",".join(checksums),
-        "forms": f"[{','.join(forms)}]",
-        "layers": ",".join(form_of_layer),
-    }
-    if kv.sensitivity is not None:
-        values = in_float16(kv.sensitivity).tobytes()
-        tensors["__metadata__"][_SENSITIVITY] = base64.b64encode(values).decode("ascii")
-    header = json.dumps(tensors, separators=(",", ":")).encode("ascii")
-    header += b" " * (-len(header) % 8)
-    head = len(header).to_bytes(8, "little") + header + tokens
-    digest = _digest(head)
-    return EncodedChunk([memoryview(head + digest), *payload], digest, 8 + len(header) + place)
 
 
 class ChunkFile:
@@ -315,7 +171,7 @@ class ChunkFile:
         try:
             header = json.loads(data[8:body])
             tokens_end = body + int(header["token_ids"]["data_offsets"][1])
-            head_end = tokens_end + _DIGEST_BYTES
+            head_end = tokens_end + DIGEST_BYTES
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
             raise ChunkReadError(self.key, "its header is damaged") from error
         if not body <= tokens_end <= size:
@@ -323,20 +179,20 @@ class ChunkFile:
         if len(data) < head_end:
             data += self._read_exactly(len(data), head_end)
         self.digest = data[tokens_end:head_end]
-        if self.digest != _digest(data[:tokens_end]):
+        if self.digest != digest_of(data[:tokens_end]):
             raise ChunkReadError(self.key, "its header does not match its digest")
         self._parse(header, body)
         self._token_ids = unpack_tokens(data[body:tokens_end])
-        self._sensitivity = self._unpack_sensitivity(header["__metadata__"].get(_SENSITIVITY))
+        self._sensitivity = self._unpack_sensitivity(header["__metadata__"].get(SENSITIVITY))
         if size != self.file_bytes:
             raise ChunkReadError(self.key, f"the file has {size} bytes where {self.file_bytes} were written")
 
     def _parse(self, header: dict[str, Any], body: int) -> None:
         # The digest matched: from here on the header is what some version of this library wrote.
         metadata = header["__metadata__"]
-        if metadata["format"] not in (_FORMAT, _FORMAT_WITHOUT_CODECS):
+        if metadata["format"] not in (FORMAT, FORMAT_WITHOUT_CODECS):
             raise ChunkReadError(
-                self.key, f"it is in the format {metadata['format']!r}, this version reads up to {_FORMAT!r}"
+                self.key, f"it is in the format {metadata['format']!r}, this version reads up to {FORMAT!r}"
             )
         if metadata["key"] != self.key:
             raise ChunkReadError(self.key, f"the file belongs to key {metadata['key'][:12]}…")
@@ -404,37 +260,21 @@ def _layers(header: dict[str, Any], count: int, metadata: dict[str, str]) -> lis
         if name.startswith("layer."):
             _, number, part = name.split(".", 2)
             tensors[int(number)][part] = tensor
-    if metadata["format"] == _FORMAT_WITHOUT_CODECS:
+    if metadata["format"] == FORMAT_WITHOUT_CODECS:
         return [_StoredLayer("native", _form(each["keys"]), _form(each["values"]), each) for each in tensors]
     forms = [(codec, _form(keys), _form(values)) for codec, keys, values in json.loads(metadata["forms"])]
     chosen = [forms[int(number)] for number in metadata["layers"].split(",")] if metadata["layers"] else []
     return [_StoredLayer(*form, each) for form, each in zip(chosen, tensors, strict=True)]
 
 
-def _describe(number: int, what: str, form: TensorForm) -> dict[str, Any]:
-    if form.dtype not in _DTYPE_NAMES:
-        raise StoreError(
-            f"layer {number} has {what} of {form.dtype}; the store keeps {', '.join(map(str, _DTYPE_NAMES))}"
-        )
-    return {"dtype": _DTYPE_NAMES[form.dtype], "shape": form.shape}
-
-
 def _form(described: dict[str, Any]) -> TensorForm:
-    return TensorForm(tuple(described["shape"]), _DTYPES[described["dtype"]])
+    return TensorForm(tuple(described["shape"]), DTYPES[described["dtype"]])
 
 
 def _cut(buffer: torch.Tensor, offset: int, tensor: dict[str, Any]) -> torch.Tensor:
-    dtype, shape = _DTYPES[tensor["dtype"]], tensor["shape"]
+    dtype, shape = DTYPES[tensor["dtype"]], tensor["shape"]
     piece = buffer[offset : offset + math.prod(shape) * dtype.itemsize]
     if offset % dtype.itemsize:
         # Where parts differ in type: a view must begin at a multiple of its item size.
         piece = piece.clone()
     return piece.view(dtype).view(shape)
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
-
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()

@@ -13,9 +13,10 @@ from typing import TypeVar
 from cacheblend_rag.codec import Codec, PackedKV, make_codec, pack_kv
 from cacheblend_rag.errors import ChunkReadError, StoreError, StoreFullError
 from cacheblend_rag.kv import ChunkKV
-from cacheblend_rag.store.chunkfile import ChunkFile, encode_chunk
+from cacheblend_rag.store.chunkfile import ChunkFile
 from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.database import Database
+from cacheblend_rag.store.encoded import encode_chunk
 from cacheblend_rag.store.entries import Dropped, Entry
 from cacheblend_rag.store.folder import StoreFolder, valid_key
 from cacheblend_rag.store.index import Index

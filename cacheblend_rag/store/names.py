@@ -9,7 +9,7 @@ from logging import getLogger
 
 from cacheblend_rag.errors import StoreError, StoreFullError, UnknownChunkError
 from cacheblend_rag.store.base import NodeRecord
-from cacheblend_rag.store.chunkfile import pack_tokens, unpack_tokens
+from cacheblend_rag.store.chunkformat import pack_tokens, unpack_tokens
 from cacheblend_rag.store.database import Database
 from cacheblend_rag.store.entries import Dropped, claim, counter, drop_entries
 

@@ -8,7 +8,8 @@ from logging import getLogger
 from cacheblend_rag.codec import Codec, PackedKV, pack_kv
 from cacheblend_rag.errors import ChunkReadError, RemoteUnavailableError
 from cacheblend_rag.kv import ChunkKV
-from cacheblend_rag.store.chunkfile import ChunkFile, encode_chunk
+from cacheblend_rag.store.chunkfile import ChunkFile
+from cacheblend_rag.store.encoded import encode_chunk
 from cacheblend_rag.store.locks import ForkSafeLock
 from cacheblend_rag.store.remote import RemoteTier, RemoteWriter
 

@@ -11,8 +11,9 @@ from typing import TypeAlias
 from cacheblend_rag.codec import Codec, pack_kv
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store.base import KVReader
-from cacheblend_rag.store.chunkfile import ChunkFile, encode_chunk
+from cacheblend_rag.store.chunkfile import ChunkFile
 from cacheblend_rag.store.device import DeviceReader, DeviceTier
+from cacheblend_rag.store.encoded import encode_chunk
 from cacheblend_rag.store.folder import StoreFolder
 from cacheblend_rag.store.ram import RamReader
 from cacheblend_rag.store.writers import storing

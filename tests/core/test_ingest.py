@@ -92,7 +92,7 @@ def test_bad_chunks_are_refused_at_once_and_none_is_named(engine: BlendEngine) -
 
 
 def test_a_prompt_goes_before_what_waits_to_be_encoded(engine: BlendEngine) -> None:
-    encode = engine._runner._encoder.encode  # type: ignore[union-attr]
+    encode = engine._supply._encoder.encode  # type: ignore[union-attr]
     started, go_on, order = threading.Event(), threading.Event(), []
 
     def slow(chunks: object, places: object = ()) -> object:
@@ -102,7 +102,7 @@ def test_a_prompt_goes_before_what_waits_to_be_encoded(engine: BlendEngine) -> N
         return encode(chunks, places)  # type: ignore[arg-type]
 
     answer = threading.Thread(target=lambda: (engine.prefill(BlendPrompt("t5", [], "t6 t7")), order.append("prompt")))
-    engine._runner._encoder.encode = slow  # type: ignore[method-assign, union-attr, assignment]
+    engine._supply._encoder.encode = slow  # type: ignore[method-assign, union-attr, assignment]
     with engine._runner.lock:
         engine.add(CHUNKS, background=True)
         answer.start()
@@ -260,7 +260,7 @@ def test_a_block_that_ends_by_an_error_does_not_wait(tmp_path: Path, caplog: pyt
 
     def fail_inside() -> None:
         with make(tmp_path / "kv") as engine:
-            encode, waiting = engine._runner.encode, threading.Event()
+            encode, waiting = engine._supply.encode, threading.Event()
 
             def once(*args: object, **kwargs: object) -> object:
                 waiting.set()
@@ -268,7 +268,7 @@ def test_a_block_that_ends_by_an_error_does_not_wait(tmp_path: Path, caplog: pyt
                     pass
                 return encode(*args, **kwargs)  # type: ignore[arg-type]
 
-            engine._runner.encode = once  # type: ignore[method-assign, assignment]
+            engine._supply.encode = once  # type: ignore[method-assign, assignment]
             jobs.append(engine.add(CHUNKS, background=True))
             assert waiting.wait(30)
             raise KeyError("out")

@@ -285,8 +285,8 @@ def test_the_background_measures_the_same() -> None:
 def test_a_prompt_goes_before_what_is_still_to_be_measured(background: bool) -> None:
     with make(neighbours=1) as engine:
         engine.add(CHUNKS[:2])
-        runner = engine._runner
-        measure = runner._encoder.sensitivity  # type: ignore[union-attr]
+        supply = engine._supply
+        measure = supply._encoder.sensitivity  # type: ignore[union-attr]
         started, go_on, order = threading.Event(), threading.Event(), []
 
         def slow(*arguments: object) -> object:
@@ -295,7 +295,7 @@ def test_a_prompt_goes_before_what_is_still_to_be_measured(background: bool) -> 
             order.append("measured")
             return measure(*arguments)  # type: ignore[arg-type]
 
-        runner._encoder.sensitivity = slow  # type: ignore[method-assign, union-attr, assignment]
+        supply._encoder.sensitivity = slow  # type: ignore[method-assign, union-attr, assignment]
         adding = threading.Thread(target=lambda: engine.add(CHUNKS[2:], background=background))
         asking = threading.Thread(target=lambda: engine.prefill(BlendPrompt("t5", ["n0"], "t6")))
         # Of all that is computed, prompts alone go through the model's head.
@@ -303,7 +303,7 @@ def test_a_prompt_goes_before_what_is_still_to_be_measured(background: bool) -> 
         adding.start()
         assert started.wait(30)
         asking.start()
-        while not runner.lock._line:
+        while not supply.lock._line:
             pass
         go_on.set()
         asking.join()

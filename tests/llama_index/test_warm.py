@@ -80,7 +80,7 @@ def test_queries_need_not_wait(index: VectorStoreIndex, llm: BlendLLM, monkeypat
     import threading
 
     asked = threading.Event()
-    plan = llm.engine._runner.plan
+    plan = llm.engine._supply.plan
 
     def slow(*args: Any) -> Any:
         # The background has not encoded anything before the first answer is there.
@@ -88,7 +88,7 @@ def test_queries_need_not_wait(index: VectorStoreIndex, llm: BlendLLM, monkeypat
             asked.wait(60)
         return plan(*args)
 
-    monkeypatch.setattr(llm.engine._runner, "plan", slow)
+    monkeypatch.setattr(llm.engine._supply, "plan", slow)
     job = warm_index(index, engine=llm.engine, background=True)
     assert report_of(index, llm)["misses"] == 5
     assert not job.done()

@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 
 from cacheblend_rag.errors import ChunkReadError, StoreError
 from cacheblend_rag.kv import ChunkKV, LayerKV
-from cacheblend_rag.store.chunkfile import ChunkFile, encode_chunk
+from cacheblend_rag.store.chunkfile import ChunkFile
+from cacheblend_rag.store.encoded import encode_chunk
 from tests.store.kit import key_of, make_kv, read, same
 
 KEY = key_of(1)

@@ -17,7 +17,8 @@ from cacheblend_rag.codec import codec_names, make_codec, pack_kv, unpack_layer
 from cacheblend_rag.errors import ChunkReadError, ConfigError, StoreFullError
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.store import check_store, open_store
-from cacheblend_rag.store.chunkfile import ChunkFile, encode_chunk
+from cacheblend_rag.store.chunkfile import ChunkFile
+from cacheblend_rag.store.encoded import encode_chunk
 from cacheblend_rag.store.ram import RamTier
 from tests.store.kit import files_of, key_of, make_kv, read, same
 

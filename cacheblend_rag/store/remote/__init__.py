@@ -1,7 +1,7 @@
 """Remote tiers: KV under content keys in Redis, Valkey or any fsspec filesystem, shared by machines.
 
-Names stay in each machine's own index. The bytes are those of a chunk file (`cacheblend_rag.store.chunkfile`), so that every byte
-read from a remote tier is verified before it is used.
+Names stay in each machine's own index. The bytes are those of a chunk file (`cacheblend_rag.store.chunkformat`), so that every
+byte read from a remote tier is verified before it is used.
 """
 
 from cacheblend_rag.store.remote.base import RemoteSettings, RemoteTier

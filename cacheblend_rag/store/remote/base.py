@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Protocol
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.store.chunkfile import EncodedChunk
+from cacheblend_rag.store.encoded import EncodedChunk
 from cacheblend_rag.store.source import ByteSource
 
 __all__ = ["MAX_CHUNK_BYTES", "RemoteSettings", "RemoteTier", "cut", "part_sizes"]

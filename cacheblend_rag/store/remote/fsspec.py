@@ -26,7 +26,7 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from cacheblend_rag.errors import ChunkReadError, ConfigError
-from cacheblend_rag.store.chunkfile import EncodedChunk
+from cacheblend_rag.store.encoded import EncodedChunk
 from cacheblend_rag.store.folder import valid_key
 from cacheblend_rag.store.locks import ForkSafeLock
 from cacheblend_rag.store.remote.base import MAX_CHUNK_BYTES, RemoteSettings, cut

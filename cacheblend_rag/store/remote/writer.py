@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from logging import getLogger
 
 from cacheblend_rag.errors import RemoteUnavailableError, StoreError
-from cacheblend_rag.store.chunkfile import EncodedChunk
+from cacheblend_rag.store.encoded import EncodedChunk
 from cacheblend_rag.store.locks import ForkSafeLock
 from cacheblend_rag.store.remote.base import RemoteTier
 

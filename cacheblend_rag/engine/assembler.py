@@ -1,0 +1,339 @@
+"""From the segments of a prompt to token ids, rows and store keys."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkPart, ChunkRef, text_hash
+from cacheblend_rag.engine.prompt import AssembledPrompt, PromptChunk
+from cacheblend_rag.engine.uses import FirstUses
+from cacheblend_rag.errors import ConfigError, EmptyChunkError, PromptError, PromptTooLongError, UnknownChunkError
+from cacheblend_rag.layout import ChunkSpan, PromptLayout
+from cacheblend_rag.store import KVStore, NodeRecord
+
+__all__ = ["Assembler"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Tokens that follow each other without gaps, and the chunk that they come from; no position: right behind what is before."""
+
+    ids: tuple[int, ...]
+    position: int | None = None
+    chunk: PromptChunk | None = None
+
+
+class Assembler:
+    """Turns prompts into token ids, each segment tokenised on its own.
+
+    Parameters
+    ----------
+    tokenizer : Any
+        The model's tokenizer.
+    store : KVStore
+        Where names are looked up.
+    identity : str
+        Digest of the model and the tokenizer.
+    encoding_prefix : str or sequence of int, optional
+        What chunks are encoded behind; by default the BOS, if there is one.
+    window : int or None
+        Most tokens that the model takes.
+    tenant : str, optional
+        Whose names and KV these are.
+    first_uses : FirstUses, optional
+        Tells which chunks are retrieved for the first time, and computed like text; by default none is.
+    is_movable : bool
+        Whether a chunk's KV serves at any position; else only where it was encoded, right behind the encoding prefix.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        store: KVStore,
+        identity: str,
+        encoding_prefix: str | Sequence[int] | None,
+        window: int | None,
+        tenant: str | None = None,
+        first_uses: FirstUses | None = None,
+        is_movable: bool = True,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._store = store
+        self.window = window
+        self._first_uses = first_uses
+        self._is_movable = is_movable
+        bos = getattr(tokenizer, "bos_token_id", None)
+        self._bos: tuple[int, ...] = () if bos is None else (bos,)
+        if encoding_prefix is None:
+            self.prefix_ids: tuple[int, ...] = self._bos
+        elif isinstance(encoding_prefix, str):
+            self.prefix_ids = self._with_bos(self.tokenize(encoding_prefix))
+        else:
+            self.prefix_ids = tuple(encoding_prefix)
+        # Part of every key, so that one tenant cannot ask for another's KV. Without a tenant nothing is appended.
+        owner = "" if tenant is None else f"|{tenant}"
+        self.namespace = hashlib.blake2b(f"{identity}|{self.prefix_ids}{owner}".encode(), digest_size=16).hexdigest()
+
+    def tokenize(self, text: str) -> tuple[int, ...]:
+        """Return the ids of `text` on its own, without special tokens added.
+
+        Raises
+        ------
+        PromptError
+            If it holds half a character.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise PromptError(
+                f"the text {text[:40]!r} holds {text[error.start]!r} at character {error.start}, half of a UTF-16 pair, which no "
+                'tokenizer reads; repair the text where it is read, or replace it: text.encode(errors="replace").decode()'
+            ) from None
+        # What is too long is refused where it is too long, and by a better message than the tokenizer's warning.
+        return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def key(self, token_ids: Sequence[int], places: Sequence[int] | None = None) -> str:
+        """Return the store key of a chunk's KV: a digest of all it depends on.
+
+        Parameters
+        ----------
+        token_ids : sequence of int
+            Its tokens.
+        places : sequence of int, optional
+            Where they are encoded; see `places`.
+        """
+        ids = torch.tensor(token_ids, dtype=torch.int32).numpy().tobytes()
+        # Keys of chunks without places of their own stay what they are in every store there is.
+        placed = b"" if places is None else b"|at|" + torch.tensor(places, dtype=torch.int32).numpy().tobytes()
+        return hashlib.blake2b(self.namespace.encode() + ids + placed, digest_size=20).hexdigest()
+
+    def places(self, chunk: Chunk) -> tuple[int, ...] | None:
+        """Return where a chunk's tokens stand when they are encoded; None for right behind the encoding prefix, without gaps.
+
+        Where KV can be moved a chunk is encoded right behind the prefix wherever it is to stand, and only its gaps count.
+        """
+        if chunk.positions is None:
+            return None
+        start = len(self.prefix_ids)
+        first = start - chunk.positions[0] if self._is_movable else 0
+        places = tuple(place + first for place in chunk.positions)
+        return None if places == tuple(range(start, start + len(places))) else places
+
+    def record(self, chunk: Chunk) -> NodeRecord:
+        """Tokenise a chunk.
+
+        Raises
+        ------
+        EmptyChunkError
+            If its text has no tokens.
+        PromptTooLongError
+            If it does not fit the model's window behind the encoding prefix.
+        PromptError
+            If its text cannot be tokenised.
+        """
+        ids = self.tokenize(chunk.text) if chunk.token_ids is None else self._checked(chunk.token_ids)
+        if not ids:
+            raise EmptyChunkError(
+                f"the text of chunk {chunk.id!r}, {chunk.text[:40]!r}, has no tokens; leave the chunk out"
+            )
+        if self.window is not None and len(self.prefix_ids) + len(ids) > self.window:
+            raise PromptTooLongError(
+                f"chunk {chunk.id!r} has {len(ids)} tokens; behind the encoding prefix that is more than the "
+                f"model's window of {self.window}; split it"
+            )
+        places = self.places(chunk)
+        if self.window is not None and places is not None and places[-1] >= self.window:
+            raise PromptTooLongError(
+                f"chunk {chunk.id!r} reaches to position {places[-1]}, and the model's window is {self.window}; leave less room "
+                "before it, or in it"
+            )
+        return NodeRecord(chunk.id or "", self.key(ids, places), text_hash(chunk.text), ids)
+
+    def refusal(self, chunk: Chunk) -> PromptError | None:
+        """Return what `record` raises for a chunk, or None."""
+        try:
+            self.record(chunk)
+        except PromptError as error:
+            return error
+        return None
+
+    def assemble(self, prompt: BlendPrompt, *, retrieving: bool = False) -> AssembledPrompt:
+        """Look up and tokenise a whole prompt.
+
+        Parameters
+        ----------
+        prompt : BlendPrompt
+            The prompt.
+        retrieving : bool
+            Whether its chunks count as retrieved.
+
+        Raises
+        ------
+        UnknownChunkError
+            If it names a chunk that is not known.
+        PromptTooLongError
+            If it leaves no room for a single output token in the model's window.
+        PromptError
+            If it has no tokens.
+        """
+        pieces = list(self._pieces(prompt))
+        # Text behind it may have no tokens: blanks, for example.
+        last = max((number for number, piece in enumerate(pieces) if piece.ids), default=0)
+        # The last segment is computed in any case.
+        served = [piece.chunk.key for piece in pieces[:last] if piece.chunk is not None] if retrieving else []
+        first = self._first_uses.note(served) if self._first_uses is not None and served else set()
+        ids: list[int] = []
+        places: list[int] = []
+        spans: list[ChunkSpan] = []
+        chunks: list[PromptChunk] = []
+        computed: list[PromptChunk] = []
+        context: tuple[int, int] | None = None
+        for number, piece in enumerate(pieces):
+            position = len(ids) if piece.position is None else piece.position
+            chunk, row = piece.chunk, len(ids)
+            if chunk is not None:
+                encoded_at = self._encoded_at(chunk)
+                if number == last:
+                    # The last token's logits are what the prompt is for, so its row is computed.
+                    note = "the prompt ends with it, so it is computed like text"
+                    computed.append(replace(chunk, note=note, row=row))
+                elif not self._is_movable and position != encoded_at:
+                    note = (
+                        f"it stands at position {position}, and the KV of this model, encoded at {encoded_at}, cannot be moved, "
+                        "so it is computed like text"
+                    )
+                    computed.append(replace(chunk, note=note, is_elsewhere=True, row=row))
+                elif chunk.key in first:
+                    note = "it is retrieved for the first time, so it is computed like text"
+                    computed.append(replace(chunk, note=note, deferred=True, row=row))
+                else:
+                    spans.append(ChunkSpan(row, row + len(piece.ids), position))
+                    chunks.append(chunk)
+                if number < last:
+                    context = (context[0] if context else row, row + len(piece.ids))
+            ids.extend(piece.ids)
+            places.extend(range(position, position + len(piece.ids)))
+        if not ids:
+            raise PromptError("the prompt has no tokens; give it a question at least")
+        end = max(places) + 1
+        if self.window is not None and max(len(ids), end) >= self.window:
+            raise PromptTooLongError(
+                f"the prompt has {len(ids)} tokens and ends at position {end}; the model's window is "
+                f"{self.window}, one of which is needed for the answer: retrieve fewer or shorter chunks"
+            )
+        head = spans[0].start if spans else 0
+        is_behind_prefix = tuple(ids[:head]) == self.prefix_ids and places[:head] == list(range(head))
+        exact = self._exact(spans, chunks) if spans and is_behind_prefix else 0
+        layout = PromptLayout(tuple(ids), tuple(places), tuple(spans), exact)
+        return AssembledPrompt(layout, tuple(chunks), tuple(computed), prompt.positions is not None, context or (0, 0))
+
+    def _pieces(self, prompt: BlendPrompt) -> Iterator[_Piece]:
+        """Cut a prompt into runs of tokens that follow each other without gaps and come from one place."""
+        segments = list(prompt.segments)
+        positions = None if prompt.positions is None else list(prompt.positions)
+        if segments and isinstance(segments[0], Chunk | ChunkRef | ChunkPart) and self._bos and positions is None:
+            segments.insert(0, ())
+        records = self._records(segments)
+        # Separators recur between all chunks: each text is tokenised once.
+        texts = {
+            text: self.tokenize(text) for text in dict.fromkeys(each for each in segments if isinstance(each, str))
+        }
+        for number, (segment, chunk) in enumerate(zip(segments, records, strict=True)):
+            position = None if positions is None else positions[number]
+            if isinstance(segment, Chunk | ChunkRef | ChunkPart):
+                assert chunk is not None
+                yield from _runs(segment, chunk, position)
+                continue
+            part = texts[segment] if isinstance(segment, str) else self._checked(segment)
+            if number == 0:
+                part = self._with_bos(part)
+            yield _Piece(part, position)
+
+    def _encoded_at(self, chunk: PromptChunk) -> int:
+        """Return the position at which the first token that stands here was encoded."""
+        start = 0 if chunk.part is None else chunk.part[0]
+        return len(self.prefix_ids) + start if chunk.positions is None else chunk.positions[start]
+
+    def _exact(self, spans: Sequence[ChunkSpan], chunks: Sequence[PromptChunk]) -> int:
+        """Return how many chunks, of a prompt that begins with the encoding prefix, stand behind it as they were encoded: the
+        first, or the first of its parts.
+        """
+        row, tokens = spans[0].start, 0
+        for number, (span, chunk) in enumerate(zip(spans, chunks, strict=True)):
+            start = 0 if chunk.part is None else chunk.part[0]
+            if (
+                chunk.key != chunks[0].key
+                or start != tokens
+                or (span.start, span.position) != (row, self._encoded_at(chunk))
+            ):
+                return number
+            row, tokens = span.stop, start + len(span)
+            if chunk.part is None:
+                return 1
+        return len(spans)
+
+    def _records(self, segments: Sequence[Any]) -> list[PromptChunk | None]:
+        wanted = [segment.chunk if isinstance(segment, ChunkPart) else segment for segment in segments]
+        named = [each.id for each in wanted if isinstance(each, Chunk | ChunkRef) and each.id]
+        known = dict(zip(named, self._store.lookup(self.namespace, named), strict=True)) if named else {}
+        return [self._chunk(each, known) if isinstance(each, Chunk | ChunkRef) else None for each in wanted]
+
+    def _chunk(self, segment: Chunk | ChunkRef, known: dict[str, NodeRecord | None]) -> PromptChunk:
+        record = known.get(segment.id) if segment.id else None
+        if isinstance(segment, ChunkRef):
+            if record is None:
+                raise UnknownChunkError(
+                    f"no chunk has the id {segment.id!r}: it was never added for this model, tokenizer and encoding "
+                    "prefix, or was deleted; add it, or pass the chunk itself"
+                )
+            return PromptChunk(record.id, record.key, record.token_ids, named=True)
+        if segment.token_ids is None and record is not None and record.text_hash == text_hash(segment.text):
+            return PromptChunk(record.id, record.key, record.token_ids, named=True)
+        fresh, places = self.record(segment), self.places(segment)
+        if record is None:
+            return PromptChunk(segment.id, fresh.key, fresh.token_ids, places, text_hash=fresh.text_hash)
+        if record.key == fresh.key:
+            return PromptChunk(segment.id, fresh.key, fresh.token_ids, places, named=True)
+        note = "its text is not the one that was added under this id"
+        return PromptChunk(segment.id, fresh.key, fresh.token_ids, places, note=note)
+
+    def _with_bos(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        return ids if ids[: len(self._bos)] == self._bos else self._bos + ids
+
+    def _checked(self, ids: Sequence[int]) -> tuple[int, ...]:
+        size = len(self.tokenizer)
+        for token in ids:
+            if not 0 <= int(token) < size:
+                raise ConfigError(f"token id {token} is outside the tokenizer's vocabulary of {size}")
+        return tuple(int(token) for token in ids)
+
+
+def _runs(segment: Chunk | ChunkRef | ChunkPart, chunk: PromptChunk, position: int | None) -> Iterator[_Piece]:
+    """Cut what stands of a chunk where its positions have gaps.
+
+    Raises
+    ------
+    ConfigError
+        If there are gaps, and the prompt does not say where its segments stand.
+    """
+    size = len(chunk.token_ids)
+    start, stop = (segment.start, segment.stop) if isinstance(segment, ChunkPart) else (0, size)
+    if stop > size:
+        raise ConfigError(f"there are no tokens from {start} to {stop} in chunk {chunk.id!r}, which has {size}")
+    places = chunk.positions
+    cuts = [] if places is None else [n for n in range(start + 1, stop) if places[n] != places[n - 1] + 1]
+    if cuts and position is None:
+        raise ConfigError(
+            f"chunk {chunk.id!r} has gaps between its positions; give the prompt's segments positions as well"
+        )
+    for begin, end in pairwise([start, *cuts, stop]):
+        part = None if (begin, end) == (0, size) else (begin, end)
+        run = chunk if part is None else replace(chunk, part=part)
+        at = position if position is None or places is None else position + places[begin] - places[start]
+        yield _Piece(chunk.token_ids[begin:end], at, run)

@@ -1,0 +1,158 @@
+"""The cache that a prompt's forward runs on, and what is done to the forward while it does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from transformers import PreTrainedModel
+
+from cacheblend_rag.engine.run import PromptRun
+from cacheblend_rag.engine.sources import SourceAttention
+from cacheblend_rag.fuse import BlendCache, Repair, Steering
+from cacheblend_rag.loader import LayerLoader, ResumedLayers
+from cacheblend_rag.model import Decoder, num_decoder_layers
+from cacheblend_rag.selection import FixedSelection
+from cacheblend_rag.selection.question import look_layers
+from cacheblend_rag.snapkv import Eviction
+from cacheblend_rag.store import KVReader
+
+__all__ = ["NO_ROWS", "ROOM_FOR_OUTPUT", "PromptCaches"]
+
+# A limit that is meant as "no limit" should not take memory at once.
+ROOM_FOR_OUTPUT = 512
+
+NO_ROWS = torch.empty(0, dtype=torch.int64)
+"""A selection of nothing."""
+
+
+class PromptCaches:
+    """Makes caches for prompts on a model that can be blended.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The model.
+    decoder : Decoder
+        The model as blending sees it.
+    """
+
+    def __init__(self, model: PreTrainedModel, decoder: Decoder) -> None:
+        self._model = model
+        self._decoder = decoder
+        self._num_layers = num_decoder_layers(model)
+
+    @contextmanager
+    def open(
+        self, run: PromptRun, readers: Sequence[KVReader] | None, headroom: int
+    ) -> Iterator[tuple[BlendCache, dict[str, torch.Tensor]]]:
+        """Have the model's first forward over a prompt be its prefill, as it is planned, and what follows be decoding.
+
+        Parameters
+        ----------
+        run : PromptRun
+            The prompt; its figures are filled in, most of them at the end.
+        readers : sequence of KVReader or None
+            The stored KV of its chunks; None where it is computed as a whole.
+        headroom : int
+            Tokens that will be generated at most, for which the cache keeps room.
+
+        Yields
+        ------
+        (BlendCache, dict)
+            The cache to call the model with, and what else to call it with, to put the tokens into their places.
+
+        Raises
+        ------
+        ChunkReadError
+            Out of the forward, if stored KV turns out damaged.
+        """
+        with (
+            self._whole(run) if readers is None else self._steered(run, readers, headroom) as cache,
+            self._evicting(run, cache, headroom),
+            self._watching(run, cache),
+            self._decoder.placing(cache, run.prompt.places) as more,
+        ):
+            yield cache, more
+
+    @contextmanager
+    def _whole(self, run: PromptRun) -> Iterator[BlendCache]:
+        run.forward_started = time.perf_counter()
+        yield BlendCache(self._num_layers)
+
+    @contextmanager
+    def _steered(self, run: PromptRun, readers: Sequence[KVReader], headroom: int) -> Iterator[BlendCache]:
+        assert run.plan is not None
+        layout = run.layout
+        # A prompt that is computed as a whole, but for the rows that its conversation has.
+        selection = run.plan.selection or FixedSelection(NO_ROWS)
+        cache = BlendCache(self._num_layers)
+        first_layer = 0 if layout.resumed_rows else min(selection.check_layers, default=0)
+        capacity = len(layout) + _room(headroom)
+        run.forward_started = time.perf_counter()
+        threads = run.config.load_threads if run.config.pipeline else 0
+        loader = (
+            LayerLoader(
+                self._decoder,
+                layout,
+                readers,
+                first_layer,
+                capacity,
+                run.config.prefetch_layers,
+                threads,
+                run.config.reposition,
+            )
+            if readers
+            else None
+        )
+        with loader or nullcontext():
+            source = loader if run.resumed is None else ResumedLayers(run.resumed.rows, loader, capacity)
+            assert source is not None
+            steering = Steering(self._decoder, cache, layout, selection, source)
+            repair = Repair(self._decoder, cache, layout, steering, run.config) if run.config.repair_ratio else None
+            with steering(), nullcontext() if repair is None else repair():
+                yield cache
+        if loader is not None:
+            run.wait_s, run.load_bytes = loader.wait_s, loader.load_bytes
+        if run.plan.selection is not None:
+            run.charge, run.recomputed = steering.charge, steering.recomputed_rows.cpu()
+        if repair is not None:
+            run.charge += repair.charge
+            run.repaired_tokens = repair.repaired_rows
+
+    def _watching(self, run: PromptRun, cache: BlendCache) -> AbstractContextManager[None]:
+        """Note what the answer attends to, where that is asked for."""
+        if not run.config.source_attention or run.config.kv_capacity is not None:
+            return nullcontext()
+        run.sources = SourceAttention(self._model, look_layers(run.config, self._num_layers), len(run.prompt.layout))
+        return run.sources(cache)
+
+    @contextmanager
+    def _evicting(self, run: PromptRun, cache: BlendCache, headroom: int) -> Iterator[None]:
+        """Evict context KV during the prefill, where that is asked for, and note what the cache holds after it."""
+        length = len(run.prompt.layout)
+        if run.config.kv_capacity is None:
+            yield
+        else:
+            selection = None if run.plan is None else run.plan.selection
+            twice = selection is not None and bool(selection.look_layers)
+            eviction = Eviction(
+                self._model, run.config, cache, length, run.prompt.context, headroom, _room(headroom), at_end=twice
+            )
+            with eviction():
+                yield
+            run.kept_reason = eviction.kept_reason
+        run.evicted_tokens = max(layer.evicted_tokens for layer in cache.kv_layers)
+        run.kv_bytes = run.kv_bytes_before = 0
+        for layer in cache.kv_layers:
+            # What was generated is in the cache too.
+            token_bytes = layer.nbytes // max(layer.held_tokens, 1)
+            run.kv_bytes += token_bytes * (length - layer.evicted_tokens)
+            run.kv_bytes_before += token_bytes * length
+
+
+def _room(headroom: int) -> int:
+    """Return for how many output tokens buffers have room at once; they grow when an answer is longer."""
+    return min(headroom, ROOM_FOR_OUTPUT)

@@ -1,0 +1,298 @@
+"""Running one prompt: how it is prefilled, the forward, and what to do when a file is damaged."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.controller import Controller, Plan, make_plan, whole_plan
+from cacheblend_rag.engine.caches import NO_ROWS, PromptCaches
+from cacheblend_rag.engine.run import PromptRun
+from cacheblend_rag.engine.supply import KVSupply
+from cacheblend_rag.engine.taken import Making
+from cacheblend_rag.errors import ChunkReadError, PromptError
+from cacheblend_rag.fuse import BlendCache
+from cacheblend_rag.layout import PromptLayout
+from cacheblend_rag.model import Decoder, num_decoder_layers, takes_positions, text_decoder
+from cacheblend_rag.selection import FixedSelection, make_selector
+from cacheblend_rag.store import KVReader, KVStore
+from cacheblend_rag.store.clock import steady_s
+
+__all__ = ["Runner"]
+
+logger = logging.getLogger(__name__)
+
+
+class Runner:
+    """Runs prompts on one model and one store, one at a time.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The model.
+    decoder : Decoder or None
+        The model as blending sees it, or None if it cannot be blended.
+    unsupported : str or None
+        Why it cannot.
+    store : KVStore
+        Where KV is kept.
+    supply : KVSupply
+        Opens it, and encodes what is missing.
+    config : BlendConfig
+        The engine's settings.
+
+    Attributes
+    ----------
+    lock : Turn
+        Whose turn it is on the model.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        decoder: Decoder | None,
+        unsupported: str | None,
+        store: KVStore,
+        supply: KVSupply,
+        config: BlendConfig,
+    ) -> None:
+        self._model = model
+        self._decoder = decoder
+        self._unsupported = unsupported
+        self._store = store
+        self._supply = supply
+        self._caches = None if decoder is None else PromptCaches(model, decoder)
+        self._config = config
+        self._num_layers = num_decoder_layers(model)
+        self._num_kv_layers = self._num_layers if decoder is None else decoder.num_kv_layers
+        self._warned_of_no_sensitivity = False
+        self._controller: Controller | None = None
+        self.lock = supply.lock
+
+    def run(
+        self,
+        run: PromptRun,
+        headroom: int,
+        forward: Callable[[BlendCache | None, dict[str, torch.Tensor]], torch.Tensor],
+    ) -> torch.Tensor:
+        """Call `forward` with the prompt's ids and a cache that makes its first pass over them the blended prefill.
+
+        Parameters
+        ----------
+        run : PromptRun
+            The prompt; its figures are filled in.
+        headroom : int
+            Tokens that will be generated at most, for which the cache keeps room.
+        forward : callable
+            Runs the model, with a cache of its own (None) where the model cannot be blended; called again if stored KV turns
+            out damaged before its first pass is over.
+
+        Returns
+        -------
+        torch.Tensor
+            What `forward` returned.
+        """
+        inputs = {"input_ids": torch.tensor([run.prompt.layout.token_ids], device=self._model.device)}
+        with self.lock.within(run.wait_until), torch.no_grad():
+            while True:
+                self._note_expiry(run)
+                readers = self._prepare(run)
+                if self._caches is None:
+                    run.forward_started = time.perf_counter()
+                    # Its cache may hold states that ours has no place for.
+                    run.kept_reason = None if run.config.kv_capacity is None else self._unsupported
+                    return forward(None, inputs | self._unblended(run.prompt.places))
+                try:
+                    with self._caches.open(run, readers, headroom) as (cache, more):
+                        output = forward(cache, inputs | more)
+                except ChunkReadError as error:
+                    # Damaged KV is a miss: it is dropped, and the next round encodes the chunk anew.
+                    logger.warning("%s", error)
+                    run.unreadable.add(error.key)
+                    self._supply.discard(error.key)
+                else:
+                    self._remember(run, cache)
+                    return output
+
+    def encode_misses(self, runs: Sequence[PromptRun]) -> None:
+        """Encode in one go the chunks of several prompts that have no stored KV, each once, and hand it to those prompts.
+
+        Parameters
+        ----------
+        runs : sequence of PromptRun
+            The prompts, before their prefill. Of those that are computed as a whole nothing is encoded.
+        """
+        self._supply.encode_misses([run for run in runs if run.prompt.chunks and self._blends(run)])
+
+    def _unblended(self, places: Sequence[int] | None) -> dict[str, torch.Tensor]:
+        """Return what a model that cannot be blended is called with to put its tokens into their places.
+
+        Raises
+        ------
+        PromptError
+            If it takes no positions.
+        """
+        if places is None or list(places) == list(range(len(places))):
+            return {}
+        if not takes_positions(text_decoder(self._model)):
+            raise PromptError(
+                f"the prompt places its segments, and {type(self._model).__name__} takes no positions; leave positions out"
+            )
+        return {"position_ids": torch.tensor([list(places)], device=self._model.device)}
+
+    def controller(self) -> Controller:
+        """Return the controller that chooses ratios, for a model that can be blended; call it under `lock`."""
+        assert self._decoder is not None
+        if self._controller is None:
+            self._controller = Controller(self._decoder, self._config, self._store)
+        return self._controller
+
+    def _prepare(self, run: PromptRun) -> list[KVReader] | None:
+        """Decide how a prompt is prefilled; return readers of its chunks' KV, or None where it is computed as a whole."""
+        layout, config = run.prompt.layout, run.config
+        # After damaged KV this is asked again, and the choice between blending and not may fall otherwise.
+        run.resumed = None
+        ratio = config.recompute_ratio
+        found: dict[str, KVReader | None] = {}
+        given = run.rows
+        run.plan = whole_plan(config, layout, self._refusal(layout), ratio if given is None else 0.0)
+        if run.plan is None and given is not None:
+            run.plan = Plan(FixedSelection(given), "given", given.numel() / layout.context_tokens)
+            return self._supply.readers(run, self._supply.open_all(run))
+        if run.plan is None and ratio == "auto":
+            # If not even free loading makes blending pay, nothing need be opened.
+            choice = self.controller().choose(config, layout, None)
+            if choice.fallback_reason is None:
+                found = self._supply.open_all(run)
+                opened = [found[chunk.key] for chunk in run.prompt.chunks]
+                choice = self.controller().choose(config, layout, [each for each in opened if each is not None])
+            ratio = choice.ratio
+            if choice.fallback_reason is not None:
+                run.plan = Plan(None, "full", fallback_reason=choice.fallback_reason)
+            else:
+                run.plan = whole_plan(config, layout, None, ratio)
+        if run.plan is not None:
+            self._resume(run, None)
+            if not run.hits:
+                held = 0 if run.resumed is None else run.resumed.chunks
+                keys = [chunk.key for chunk in run.prompt.chunks[held:]]
+                run.hits = [True] * held + self._store.holds(keys)
+            return None if run.resumed is None else []
+        assert ratio != "auto"
+        self._resume(run, Making.of(config, ratio))
+        readers = self._supply.readers(run, found or self._supply.open_all(run))
+        if run.resumed is not None:
+            readers = run.resumed.merge(readers)
+        if run.layout.chunks:
+            run.plan = make_plan(config, run.layout, self._num_layers, ratio, self._sensitivity(run, readers))
+        else:
+            run.plan = Plan(FixedSelection(NO_ROWS), make_selector(config).name, ratio)
+        return readers
+
+    def _blends(self, run: PromptRun) -> bool:
+        """Return whether a prompt is blended, as far as that is known before its stored KV is opened."""
+        config, layout, ratio = run.config, run.prompt.layout, run.config.recompute_ratio
+        if whole_plan(config, layout, self._refusal(layout), ratio) is not None:
+            return False
+        if ratio != "auto":
+            return True
+        with self.lock.within(run.wait_until):
+            return self.controller().choose(config, layout, None).fallback_reason is None
+
+    def _resume(self, run: PromptRun, asked: Making | None) -> None:
+        """Take over what the conversation has computed, if this is a turn of one and blending is on.
+
+        Parameters
+        ----------
+        run : PromptRun
+            The prompt.
+        asked : Making or None
+            How it is blended; None where it is computed as a whole.
+        """
+        if run.conversation is None or not run.config.enabled or self._refusal(run.prompt.layout) is not None:
+            return
+        assert self._decoder is not None
+        moves = asked is not None and self._decoder.is_movable
+        run.resumed = run.conversation.resume(run.prompt, asked, moves=moves)
+        if run.resumed is not None and run.hits:
+            # What the conversation has at its place is a hit, whether or not the store was asked first.
+            run.hits[: run.resumed.chunks] = [True] * run.resumed.chunks
+
+    def _note_expiry(self, run: PromptRun) -> None:
+        """Note until when the KV of a turn's chunks may be used.
+
+        Before it is opened: what expires in between is a miss by then, and lives longer than was noted.
+        """
+        if run.conversation is None:
+            return
+        keys = list({chunk.key: None for chunk in (*run.prompt.chunks, *run.prompt.computed)})
+        default, now = self._config.ttl_s, steady_s()
+        for key, life in zip(keys, self._store.lifetimes(keys), strict=True):
+            # A miss is stored for that long, and what is computed with the prompt should live no longer.
+            seconds = life if life is not None else (math.inf if default is None else default)
+            run.expiry[key] = now + seconds
+
+    def _remember(self, run: PromptRun, cache: BlendCache) -> None:
+        """Let the conversation keep what was computed, if it is whole."""
+        plan = run.plan
+        if (
+            run.conversation is None
+            or plan is None
+            or self._refusal(run.prompt.layout, len(run.output_ids)) is not None
+        ):
+            return
+        # Nothing was computed for a stream that was closed before its turn came.
+        layers = cache.kv_layers[: self._num_kv_layers]
+        if all(layer.held_tokens and not layer.evicted_tokens for layer in layers):
+            run.conversation.keep(
+                run.prompt,
+                run.output_ids,
+                cache.kv(),
+                run.resumed,
+                None if plan.selection is None else Making.of(run.config, plan.ratio),
+                expiry=run.expiry,
+                resets=run.resets,
+            )
+
+    def _refusal(self, layout: PromptLayout, output_tokens: int = 0) -> str | None:
+        """Return why this model cannot be blended, or not on this prompt and an answer of so many tokens."""
+        reach = None if self._decoder is None else self._decoder.rope_reach
+        end = layout.end_position + output_tokens
+        if reach is not None and end >= reach:
+            return (
+                f"the prompt ends at position {end}, and from {reach} on the rotary frequencies of this model "
+                "depend on the length of the prompt"
+            )
+        return self._unsupported
+
+    def _sensitivity(self, run: PromptRun, readers: Sequence[KVReader]) -> torch.Tensor | None:
+        """Return how much each row depends on its neighbours, as `SelectionTask` has it; None where the selector does not ask."""
+        selector = make_selector(run.config)
+        if not selector.needs_sensitivity:
+            return None
+        known = [
+            (span, reader.sensitivity)
+            for span, reader in zip(run.layout.chunks, readers, strict=True)
+            if reader.sensitivity is not None
+        ]
+        if not known and not self._warned_of_no_sensitivity:
+            self._warned_of_no_sensitivity = True
+            logger.warning(
+                "selector=%r goes by what is measured when chunks are added, and of this prompt's %d chunks none was: all their "
+                "tokens count the same. Add the chunks again, to an engine made with neighbours=2, or choose another "
+                "selector (this is said once)",
+                selector.name,
+                len(readers),
+            )
+        if not known:
+            return None
+        rows = torch.full((len(run.prompt.layout),), torch.nan)
+        for span, values in known:
+            rows[span.start : span.stop] = torch.tensor(values)
+        return rows
