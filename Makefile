@@ -73,8 +73,8 @@ check: lint  ## lint, and the tests in two processes, sampled where a count is l
 	$(BIN)/python -m pytest -m "not full" -n 2 --dist loadfile
 
 .PHONY: check-all
-check-all: lint  ## lint, and the tests at full counts; writes docs/check-all.txt
-	$(BIN)/python -m pytest -v --durations=20 2>&1 | sed 's|$(CURDIR)|.|g; s|$(abspath $(BIN))/||g' | tee docs/check-all.txt
+check-all: lint  ## lint, and the tests at full counts in two processes; writes docs/check-all.txt
+	$(BIN)/python -m pytest -v -n 2 --dist loadfile --durations=20 2>&1 | sed 's|$(CURDIR)|.|g; s|$(abspath $(BIN))/||g' | tee docs/check-all.txt
 
 .PHONY: docs
 docs: $(DOC_STAMP)  ## the documentation, as a site in site/
