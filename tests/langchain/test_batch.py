@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -307,7 +307,16 @@ def test_a_run_that_fails_does_not_leave_others_waiting_for_runs_that_are_cancel
     assert len(runs.begun) < len(asked)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where the tests were started in the background of a shell, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.timeout(120, method="thread")
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_batch_ends(engine: BlendEngine, prompts: list[str]) -> None:
     def interrupt(prompt: str) -> None:
         if TOO_LONG[:100] in prompt:
@@ -327,6 +336,7 @@ def test_an_interrupted_batch_ends(engine: BlendEngine, prompts: list[str]) -> N
 
 
 @pytest.mark.timeout(120, method="thread")
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_batch_is_not_answered_to_its_end(engine: BlendEngine, prompts: list[str]) -> None:
     class Interrupts(StoppingCriteria):
         steps = 0
