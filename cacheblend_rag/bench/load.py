@@ -136,7 +136,10 @@ class LoadBench:
             positions=tuple(range(len(prompt))),
             chunks=tuple(ChunkSpan(start, start + tokens, start) for start in range(1, len(prompt) - 1, tokens)),
         )
-        self.cached_share_after_drop = self._disk.cached_share_after_drop()
+
+    def cached_share_after_drop(self) -> float | None:
+        """Empty the page cache of the files and return what share of them is in it even so; None where that cannot be told."""
+        return self._disk.cached_share_after_drop()
 
     def __enter__(self) -> LoadBench:
         return self

@@ -130,7 +130,10 @@ class PrefetchBench:
         with self._engine() as engine:
             engine.add(candidates)
         self.file_bytes = self._disk.file_bytes
-        self.cached_share_after_drop = self._disk.cached_share_after_drop()
+
+    def cached_share_after_drop(self) -> float | None:
+        """Empty the page cache of the files and return what share of them is in it even so; None where that cannot be told."""
+        return self._disk.cached_share_after_drop()
 
     def __enter__(self) -> PrefetchBench:
         return self

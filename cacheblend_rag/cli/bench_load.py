@@ -52,6 +52,7 @@ def load(
     )
     with measuring("making the files") as progress, LoadBench(setting) as bench:
         rows = bench.measure(progress)
+        cached = bench.cached_share_after_drop()
     lines = [
         (
             row.method,
@@ -68,10 +69,10 @@ def load(
         f"median of {repeats}"
     )
     show_table(title, ("method", "threads", "time", "range", "throughput", "of plain reads"), lines)
-    say_cached(bench.cached_share_after_drop)
+    say_cached(cached)
     facts = plain_values(asdict(setting)) | {
         "file_bytes": bench.file_bytes,
-        "cached_share_after_drop": bench.cached_share_after_drop,
+        "cached_share_after_drop": cached,
     }
     shared = {"shape": shape, "dtype": dtype, "file_bytes": bench.file_bytes}
     write_json(

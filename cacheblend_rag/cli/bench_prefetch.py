@@ -64,6 +64,7 @@ def prefetch(
     )
     with measuring("making the model and its chunks") as progress, PrefetchBench(setting) as bench:
         rows = bench.measure(progress)
+        cached = bench.cached_share_after_drop()
     lines = [
         (
             row.method,
@@ -82,12 +83,12 @@ def prefetch(
     )
     columns = ("method", "first token", "range", "of disk", "waited", "with reranker", "read from")
     show_table(title, columns, lines)
-    say_cached(bench.cached_share_after_drop)
+    say_cached(cached)
     write_bench(
         json_file,
         "bench prefetch",
         setting,
         rows,
         file_bytes=bench.file_bytes,
-        cached_share_after_drop=bench.cached_share_after_drop,
+        cached_share_after_drop=cached,
     )

@@ -112,7 +112,7 @@ def longbench(
         typer.Option(
             "--whole-documents",
             help="Give the model all documents, each as one chunk, instead of cutting and searching them; with the method "
-            "prompt_cache that is Prompt Cache's own evaluation.",
+            "prompt_cache that is Prompt Cache's own evaluation. Examples and code are packed into chunks as ever.",
         ),
     ] = False,
 ) -> EvalTask:

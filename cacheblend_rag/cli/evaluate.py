@@ -24,6 +24,7 @@ from cacheblend_rag.cli.options import (
     TopKOption,
 )
 from cacheblend_rag.cli.output import parse_ratios, plain_values, progress_bar, say_seconds, write_json
+from cacheblend_rag.errors import ConfigError
 
 if TYPE_CHECKING:
     from cacheblend_rag.engine import BlendEngine
@@ -73,7 +74,8 @@ def _shared(
         bool,
         typer.Option(
             "--together/--one-by-one",
-            help="Answer the questions of a context in one batch for each method: sooner, but without times to the first token.",
+            help="Answer the questions of a context in one batch for each method that is a call of the engine: sooner, but then "
+            "its times to the first token are not known.",
         ),
     ] = False,
     json_file: JsonOption = None,
@@ -134,6 +136,10 @@ eval_app.command()(draw)
 def _run(name: str, maker: TaskMaker, own: dict[str, Any], shared: dict[str, Any]) -> None:
     from cacheblend_rag.eval import default_workers, evaluate
 
+    if shared["together"] and shared["plot"] is not None:
+        raise ConfigError(
+            "--plot draws quality over the time to the first token, which --together leaves unmeasured; leave one of them out"
+        )
     setting = _setting(shared)
     model, json_file = shared["model"], shared["json_file"]
     journal = None if json_file is None else json_file.with_name(f"{json_file.name}.jsonl")
@@ -175,9 +181,6 @@ def _run(name: str, maker: TaskMaker, own: dict[str, Any], shared: dict[str, Any
     facts.append(f"Intervals are 95 %, from {setting.resamples} bootstrap samples of the {result.resampled}.")
     for fact in facts:
         typer.echo(fact)
-    if shared["plot"] is not None:
-        for file in draw_result(shared["plot"], result, title):
-            typer.echo(f"drawn: {file}")
     # Neither the time nor what was resumed is part of what was found.
     write_markdown(shared["markdown"], result, title, facts[-1 - len(result.skipped) :])
     write_json(
@@ -194,6 +197,10 @@ def _run(name: str, maker: TaskMaker, own: dict[str, Any], shared: dict[str, Any
         resampled=result.resampled,
         seconds=seconds,
     )
+    # What was found is safe before anything is drawn.
+    if shared["plot"] is not None:
+        for file in draw_result(shared["plot"], result, title):
+            typer.echo(f"drawn: {file}")
 
 
 _PLACES = ("json_file", "markdown", "plot", "fresh", "workers", "model")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -79,26 +80,31 @@ class ChunkEngine:
             if store is None or isinstance(store, str | Path)
             else store
         )
-        self._weights = WeightsWatch(self.model)
-        identity = engine_identity(model, tokenizer, private=self.store.is_private)
-        defers = self.config.encode_on == "second_use"
-        self._assembler = Assembler(
-            tokenizer,
-            self.store,
-            identity,
-            self.config.encoding_prefix,
-            model_window(model),
-            self.config.namespace,
-            FirstUses(self.store) if defers and self.decoder is not None else None,
-            self.decoder is None or self.decoder.is_movable,
-        )
-        self._supply = KVSupply(
-            model, self.decoder, self.store, self._assembler.namespace, self._assembler.prefix_ids, self.config
-        )
-        self._ingest = Ingest(self._assembler, self._supply, self.store, self.decoder, self.config)
-        self._kept = KeptTurns(self.store, self._assembler.namespace, self.config.conversation_bytes)
-        self._prefetcher = Prefetcher(self.store, self.config.load_threads)
-        self.schemas = Schemas(self._assembler, self._ingest, self.store, self._prefetcher)
+        with ExitStack() as undo:
+            if self._owns_store:
+                # Nobody could close it if the rest fails.
+                undo.callback(self.store.close)
+            self._weights = WeightsWatch(self.model)
+            identity = engine_identity(model, tokenizer, private=self.store.is_private)
+            defers = self.config.encode_on == "second_use"
+            self._assembler = Assembler(
+                tokenizer,
+                self.store,
+                identity,
+                self.config.encoding_prefix,
+                model_window(model),
+                self.config.namespace,
+                FirstUses(self.store) if defers and self.decoder is not None else None,
+                self.decoder is None or self.decoder.is_movable,
+            )
+            self._supply = KVSupply(
+                model, self.decoder, self.store, self._assembler.namespace, self._assembler.prefix_ids, self.config
+            )
+            self._ingest = Ingest(self._assembler, self._supply, self.store, self.decoder, self.config)
+            self._kept = KeptTurns(self.store, self._assembler.namespace, self.config.conversation_bytes)
+            self._prefetcher = Prefetcher(self.store, self.config.load_threads)
+            self.schemas = Schemas(self._assembler, self._ingest, self.store, self._prefetcher)
+            undo.pop_all()
 
     def close(self, *, wait: bool = True) -> None:
         """Write what waits to be written and close the store, unless it was handed in; see `BlendEngine.close`."""
@@ -132,7 +138,7 @@ class ChunkEngine:
             If they name a selector or a layer that does not exist, ask of the model what it does not have, or change what was
             settled when the engine was made.
         """
-        return self._call_settings.of(config)
+        return self._call_settings.for_call(config)
 
     @staticmethod
     def is_settled(name: str) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import Cache, PreTrainedModel
 
-from cacheblend_rag.model import watch_forward
+from cacheblend_rag.model import past_adapters, watch_forward
 
 __all__ = ["FirstLogits", "TokenDistribution", "last_logits"]
 
@@ -128,5 +128,5 @@ def last_logits(model: PreTrainedModel, inputs: dict[str, torch.Tensor], cache: 
     options: dict[str, Any] = {} if cache is None else {"past_key_values": cache, "use_cache": True}
     if model._supports_logits_to_keep():  # type: ignore[operator]  # as generate asks
         options["logits_to_keep"] = 1
-    logits: torch.Tensor = model(**inputs, **options).logits
+    logits: torch.Tensor = past_adapters(model)(**inputs, **options).logits
     return logits[0, -1].cpu()

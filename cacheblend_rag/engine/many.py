@@ -24,7 +24,7 @@ from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.engine.selfcheck import check_batching
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache
-from cacheblend_rag.model import Decoder, num_decoder_layers
+from cacheblend_rag.model import Decoder, num_decoder_layers, past_adapters
 
 __all__ = ["Many", "options_of", "plan_decoding"]
 
@@ -255,7 +255,7 @@ class Many:
         return results
 
     def _prefill(self, run: PromptRun, batch: PaddedBatch, row: int, first: FirstLogits | None) -> None:
-        model = self._model
+        model = past_adapters(self._model)
         # As generate asks for them.
         keep = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}  # type: ignore[operator]
 

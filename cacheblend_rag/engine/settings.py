@@ -67,7 +67,7 @@ class CallSettings:
         self._decoder = decoder
         self._check_model(config)
 
-    def of(self, config: BlendConfig) -> BlendConfig:
+    def for_call(self, config: BlendConfig) -> BlendConfig:
         """Return settings as a call that is given them uses them; see `BlendEngine.check_config`."""
         config = BlendConfig.of(config)
         self._check_settled(config)

@@ -35,8 +35,8 @@ class EvalSetting:
     seed : int
         The bootstrap's draws follow from it.
     together : bool
-        Whether the questions of a context are answered in one batch, method by method: sooner, but the time to the first token
-        of each is then not known.
+        Whether the questions of a context are answered in one batch, method by method: sooner, but of methods that are a call of
+        the engine the time to the first token is then not known.
     """
 
     methods: tuple[EvalMethod, ...]

@@ -93,14 +93,15 @@ class _Engine:
             config = (
                 self._config if ratio == self._config.recompute_ratio else self._config.replace(recompute_ratio=ratio)
             )
-            results = self._engine.generate_many(
-                [self._prompt(inquiries[number]) for number in numbers],
-                inquiries[numbers[0]].max_new_tokens,
-                config=config,
-                do_sample=False,
-            )
+            prompts = [self._prompt(inquiries[number]) for number in numbers]
+            limit = inquiries[numbers[0]].max_new_tokens
+            if len(inquiries) == 1:
+                return [
+                    self._found(self._engine.generate(prompts[0], limit, config=config, do_sample=False), alone=True)
+                ]
+            results = self._engine.generate_many(prompts, limit, config=config, do_sample=False)
             for number, result in zip(numbers, results, strict=True):
-                answers[number] = self._found(result, alone=len(inquiries) == 1)
+                answers[number] = self._found(result, alone=False)
         return answers
 
     def _found(self, result: GenerationResult, alone: bool) -> Answer:

@@ -184,7 +184,7 @@ def _header(engine: BlendEngine, model: str, task: EvalTask, setting: EvalSettin
         "weights": model_fingerprint(engine.model),
         "max_new_tokens": setting.max_new_tokens or task.max_new_tokens,
         "retrieval": None if task.chunked else asdict(setting.retrieval),
-        "together": setting.together,
+        **({"together": True} if setting.together else {}),
         "methods": {method.name: method.describe() for method in setting.methods},
         "settings": settings,
     }

@@ -7,7 +7,7 @@ from cacheblend_rag.model.configuration import model_window, num_decoder_layers
 from cacheblend_rag.model.decoder import Decoder, inspect_model, refusing_failures, text_decoder
 from cacheblend_rag.model.fingerprint import WeightsWatch, model_fingerprint
 from cacheblend_rag.model.placing import takes_positions
-from cacheblend_rag.model.wrapping import uncompiled, unwrapped, watch_forward
+from cacheblend_rag.model.wrapping import past_adapters, uncompiled, unwrapped, watch_forward
 
 __all__ = [
     "AttentionCall",
@@ -22,6 +22,7 @@ __all__ = [
     "model_fingerprint",
     "model_window",
     "num_decoder_layers",
+    "past_adapters",
     "refusing_failures",
     "takes_positions",
     "text_decoder",

@@ -92,7 +92,11 @@ def rope_types(model: PreTrainedModel) -> set[str]:
 def _refuse_adapters(model: PreTrainedModel, name: str) -> None:
     """Refuse adapters of PEFT that do more than change what each layer computes of each token."""
     adapters = getattr(model, "peft_config", None)
+    # PEFT's models have a list of the names; models of transformers that adapters were added to, a method.
+    active = getattr(model, "active_adapters", None)
     for adapter, config in adapters.items() if isinstance(adapters, Mapping) else ():
+        if isinstance(active, list) and adapter not in active:
+            continue
         if getattr(config, "is_prompt_learning", False):
             raise UnsupportedModelError(
                 f"{name} has the adapter {adapter!r}, a {type(config).__name__}, which puts learned tokens before every prompt "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,7 +12,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-__all__ = ["uncompiled", "unwrapped", "watch_forward"]
+from cacheblend_rag.store.locks import ForkSafeLock, tell_after_fork
+
+__all__ = ["past_adapters", "uncompiled", "unwrapped", "watch_forward"]
 
 BeforeForward = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 AfterForward = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
@@ -23,6 +26,15 @@ def unwrapped(model: PreTrainedModel) -> PreTrainedModel:
     if inner is None and hasattr(model, "get_base_model"):
         inner = model.get_base_model()  # type: ignore[operator]  # PEFT's, which transformers' stubs take for a tensor
     return model if inner is None or inner is model else unwrapped(inner)
+
+
+def past_adapters(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model to call instead of one that PEFT has put something around, or the model itself.
+
+    Up to version 0.20, PEFT calls the forward of the model inside directly, which hooks do not see. What else it does there is
+    for kinds of adapters that are refused.
+    """
+    return unwrapped(model) if hasattr(model, "get_base_model") else model
 
 
 @contextmanager
@@ -53,9 +65,48 @@ def watch_forward(
         yield
 
 
-_lock = threading.Lock()
-_open = 0
-_stance: Any = None
+class _Stance:
+    """Has torch.compile run functions as they are written as long as anybody asks for it.
+
+    The stance is one for the process, and each block would restore what it found: it is set by the first and restored by the
+    last, since they end in any order, and in any thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = ForkSafeLock()
+        self._begun: Counter[int] = Counter()
+        self._set: Any = None
+        tell_after_fork(self)
+
+    def begin(self) -> int:
+        """Ask for it; return what to end it with."""
+        thread = threading.get_ident()
+        with self._lock:
+            if self._set is None:
+                self._set = torch.compiler.set_stance("force_eager")
+            self._begun[thread] += 1
+        return thread
+
+    def end(self, thread: int) -> None:
+        """Ask for it no longer."""
+        with self._lock:
+            self._begun[thread] -= 1
+            self._restore()
+
+    def after_fork(self) -> None:
+        """Forget what was asked for in threads that a forked child does not have."""
+        own = threading.get_ident()
+        self._begun = Counter({own: self._begun[own]})
+        self._restore()
+
+    def _restore(self) -> None:
+        if self._set is not None and not any(self._begun.values()):
+            self._begun.clear()
+            self._set.__exit__(None, None, None)
+            self._set = None
+
+
+_stance = _Stance()
 
 
 @contextmanager
@@ -65,27 +116,20 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
     A compiled forward does not see hooks that come later, and every new number of rows would have it compiled anew. It holds for
     everything that torch compiles in this process, as long as any block is open in any thread.
     """
-    global _open, _stance
     if not any(_is_compiled(module) for module in model.modules()):
         yield
         return
-    with _lock:
-        if _open == 0:
-            # Entered and left once for all blocks: each would restore what it found, and they end in any order.
-            _stance = torch.compiler.set_stance("force_eager")
-        _open += 1
+    thread = _stance.begin()
     try:
         yield
     finally:
-        with _lock:
-            _open -= 1
-            if _open == 0:
-                _stance.__exit__(None, None, None)
+        _stance.end(thread)
 
 
 def _is_compiled(module: nn.Module) -> bool:
     return (
-        hasattr(module, "_orig_mod")
+        # Not by hasattr: what a module lacks is looked for long, and this is asked of every module.
+        "_orig_mod" in module._modules
         or module._compiled_call_impl is not None
         # A forward that was compiled and put in the place of the module's own.
         or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")

@@ -31,13 +31,13 @@ class PMLText(str):
         return text
 
 
-class Message(Protocol):
+class _Message(Protocol):
     """What the messages of both frameworks have."""
 
     additional_kwargs: dict[str, Any]
 
 
-def prompt_in(given: str | Sequence[Message]) -> Prompt | None:
+def prompt_in(given: str | Sequence[_Message]) -> Prompt | None:
     """Return the prompt of a schema that a text or messages carry, if they do.
 
     Raises

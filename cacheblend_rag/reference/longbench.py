@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.reference.corpus import eval_examples
 
-__all__ = ["SUBTASKS", "longbench_records"]
+__all__ = ["MADE_SUBTASKS", "longbench_records"]
 
-SUBTASKS = ("hotpotqa", "qmsum")
+MADE_SUBTASKS = ("hotpotqa", "qmsum")
 """The subtasks that records can be made for: the value asked for, out of passages; and the answer's sentence, out of one text."""
 
 
@@ -25,7 +26,7 @@ def longbench_records(subtask: str, num_questions: int, seed: int = 7) -> Iterat
     Parameters
     ----------
     subtask : str
-        One of :data:`SUBTASKS`. Every chunk is a passage of "hotpotqa", and a line of the text of "qmsum".
+        One of :data:`MADE_SUBTASKS`. Every chunk is a passage of "hotpotqa", and a line of the text of "qmsum".
     num_questions : int
         How many.
     seed : int
@@ -35,7 +36,14 @@ def longbench_records(subtask: str, num_questions: int, seed: int = 7) -> Iterat
     ------
     dict
         A record with LongBench's fields.
+
+    Raises
+    ------
+    ConfigError
+        If records cannot be made for the subtask.
     """
+    if subtask not in MADE_SUBTASKS:
+        raise ConfigError(f"records of subtask {subtask!r} cannot be made; choose one of {', '.join(MADE_SUBTASKS)}")
     for number, example in enumerate(eval_examples(num_questions, seed)):
         if subtask == "hotpotqa":
             context = "\n\n".join(f"Passage {place}:\n{chunk}" for place, chunk in enumerate(example.chunks, 1))
@@ -62,7 +70,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=7)
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    for subtask in SUBTASKS:
+    for subtask in MADE_SUBTASKS:
         lines = (json.dumps(record) + "\n" for record in longbench_records(subtask, given.questions, given.seed))
         (given.out / f"{subtask}.jsonl").write_text("".join(lines), encoding="utf-8")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache, wraps
@@ -33,6 +34,10 @@ Wrap = Callable[[PreTrainedModel], Any]
 def adapter(model: PreTrainedModel) -> Any:
     # Until it is trained it changes nothing.
     return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+
+def causal_adapter(model: PreTrainedModel) -> Any:
+    return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"]))
 
 
 def patched(model: PreTrainedModel) -> Any:
@@ -77,7 +82,7 @@ def _used(model: Any) -> Any:
 
 
 COMPILED = [compiled_around, compiled_in_place, compiled_forward, compiled_adapter, adapter_on_compiled]
-WRAPS = [adapter, patched, *COMPILED]
+WRAPS = [adapter, causal_adapter, patched, *COMPILED]
 
 
 def _answer(engine: BlendEngine, **settings: Any) -> dict[str, Any]:
@@ -217,6 +222,19 @@ def test_a_forward_is_seen_once_by_generate_and_by_a_call(wrap: Wrap) -> None:
     assert not unwrapped(model)._forward_hooks
 
 
+@pytest.mark.parametrize(
+    "feature", ["eviction, no answer", "eviction at the end", "first logits, full", "guard", "batch"]
+)
+def test_adapters_of_older_peft(feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 0.20, PEFT called the forward of the model inside past its hooks."""
+
+    def forward(tuner: Any, *args: Any, **kwargs: Any) -> Any:
+        return tuner.model.forward(*args, **kwargs)
+
+    monkeypatch.setattr(peft.tuners.tuners_utils.BaseTuner, "forward", forward)
+    test_a_wrapped_model_does_what_the_plain_one_does(causal_adapter, feature)
+
+
 @pytest.mark.parametrize("wrap", [compiled_forward, compiled_in_place])
 def test_a_compiled_model_is_compiled_again_when_the_last_block_ends(wrap: Wrap) -> None:
     stance = lambda: torch._dynamo.eval_frame._stance.stance  # noqa: E731  # the only way to ask
@@ -234,6 +252,22 @@ def test_a_compiled_model_is_compiled_again_when_the_last_block_ends(wrap: Wrap)
     assert stance() == "default"
     with uncompiled(tiny_model("llama")):
         assert stance() == "default"
+
+
+def test_a_forked_child_compiles_whatever_its_parents_threads_are_at() -> None:
+    stance = lambda: torch._dynamo.eval_frame._stance.stance  # noqa: E731  # the only way to ask
+    block = uncompiled(_wrapped(compiled_forward))
+    entering = threading.Thread(target=block.__enter__)
+    entering.start()
+    entering.join()
+    assert stance() == "force_eager"
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if stance() == "default" else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert stance() == "force_eager"
+    block.__exit__(None, None, None)
+    assert stance() == "default"
 
 
 @pytest.mark.parametrize(
@@ -264,6 +298,15 @@ def test_an_adapter_that_does_more_than_change_layers_is_refused(adapter_config:
         own = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False)
     assert own[0].tolist()[-len(result.token_ids) :] == list(result.token_ids)
     assert reason in str(result.report.fallback_reason)
+
+
+def test_an_adapter_that_is_only_loaded_is_not_refused() -> None:
+    model = causal_adapter(tiny_model("llama"))
+    model.add_adapter(
+        "later", peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], alora_invocation_tokens=[5])
+    )
+    with BlendEngine(model, tiny_tokenizer(), config=CONFIG) as engine:
+        assert engine.unsupported_reason is None
 
 
 def test_an_adapter_cannot_be_chosen_by_call() -> None:

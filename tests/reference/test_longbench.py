@@ -10,7 +10,7 @@ import pytest
 
 from cacheblend_rag.eval.datasets import load_task
 from cacheblend_rag.reference.corpus import eval_examples
-from cacheblend_rag.reference.longbench import SUBTASKS, main
+from cacheblend_rag.reference.longbench import MADE_SUBTASKS, main
 
 
 def test_records_are_read_as_the_subtasks_they_are_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,7 +19,7 @@ def test_records_are_read_as_the_subtasks_they_are_for(tmp_path: Path, monkeypat
     examples = eval_examples(11, 3)
     asked = [(example, question) for example in examples for question in example.questions]
     assert len(asked) == 11 and len(examples) > 1
-    for subtask, metric in zip(SUBTASKS, ("f1", "rouge_l"), strict=True):
+    for subtask, metric in zip(MADE_SUBTASKS, ("f1", "rouge_l"), strict=True):
         task = load_task("longbench", tmp_path, subtask=subtask, whole=True)
         assert next(iter(task.metrics)) == metric
         read = [(context, question) for context in task.contexts for question in context.questions]

@@ -43,7 +43,7 @@ class Subtask:
     asks : bool
         Whether the field ``input`` must say something.
     document : re.Pattern, optional
-        What each document of a context begins with, where a context has several.
+        What each document of a context begins with, where `arrange` does not give documents.
     """
 
     head: str
@@ -99,6 +99,7 @@ _LAST_CODE_CHARS = 600
 _CODE_CHUNK_CHARS = 1536
 
 _LINES = _Parts(re.compile(r"^", re.MULTILINE))
+_PARAGRAPHS = re.compile(r"^Paragraph [0-9]+:", re.MULTILINE)
 _NUMBERED = re.compile(r"^Passage \d+:", re.MULTILINE)
 _F1: Mapping[str, Metric] = {"f1": best_f1, "exact_match": best_exact_match}
 _ROUGE: Mapping[str, Metric] = {"rouge_l": rouge_l}
@@ -151,6 +152,7 @@ SUBTASKS: Mapping[str, Subtask] = {
         _ROUGE,
         _LINES,
         asks=False,
+        document=re.compile(r"\A"),
     ),
     "qmsum": Subtask(
         "Here is the transcript of a meeting.\n\n",
@@ -198,8 +200,9 @@ SUBTASKS: Mapping[str, Subtask] = {
         "\n\nCount the paragraphs, taking those that are the same for one. Reply with the number alone.\n\nNumber:",
         32,
         {"count_accuracy": count_accuracy},
-        _Parts(re.compile(r"^Paragraph [0-9]+:", re.MULTILINE)),
+        _Parts(_PARAGRAPHS),
         asks=False,
+        document=_PARAGRAPHS,
     ),
     "passage_retrieval_en": Subtask(
         "Here are numbered paragraphs.\n\n",
@@ -207,7 +210,8 @@ SUBTASKS: Mapping[str, Subtask] = {
         "Which paragraph is it? Reply in the form Paragraph 1.\n\nReply:",
         32,
         {"retrieval_accuracy": retrieval_accuracy},
-        _Parts(re.compile(r"^Paragraph [0-9]+:", re.MULTILINE)),
+        _Parts(_PARAGRAPHS),
+        document=_PARAGRAPHS,
     ),
     "lcc": Subtask(
         "Go on with this code.\n",

@@ -16,11 +16,12 @@ from pydantic import PrivateAttr
 
 from cacheblend_rag import BlendPrompt, Chunk
 from cacheblend_rag.chunk import Segment
+from cacheblend_rag.pml.carried import PMLText
 from langchain_cacheblend.answer import Answer, Call
 from langchain_cacheblend.documents import as_chunks
 from langchain_cacheblend.holes import PromptText, TextPromptValue
 from langchain_cacheblend.model import BlendModel
-from langchain_cacheblend.pml import PMLText, refuse_beside
+from langchain_cacheblend.pml import refuse_beside
 from langchain_cacheblend.template import render_text
 
 __all__ = ["BlendLLM"]

@@ -16,7 +16,7 @@ from cacheblend_rag.pml import Prompt, Schema
 from cacheblend_rag.pml.carried import PROMPT_KEY, PMLText
 from cacheblend_rag.pml.fill import check_documents, fill_texts, plain_text, prompt_texts, put_documents
 
-__all__ = ["PMLPromptTemplate", "PMLPromptValue", "PMLText", "refuse_beside"]
+__all__ = ["PMLPromptTemplate", "PMLPromptValue", "refuse_beside"]
 
 _FORMAT: PromptTemplateFormat = "f-string"
 

@@ -18,7 +18,7 @@ from cacheblend_rag.pml.carried import PROMPT_KEY, PMLText
 from cacheblend_rag.pml.fill import check_documents, fill_texts, plain_text, prompt_texts, put_documents
 from llama_index_cacheblend.nodes import llm_text
 
-__all__ = ["CONTEXT", "PMLPromptTemplate", "PMLText"]
+__all__ = ["CONTEXT", "PMLPromptTemplate"]
 
 CONTEXT = "context_str"
 """What LlamaIndex calls the variable for what was retrieved."""
