@@ -20,6 +20,7 @@ _ROUND_TO = 8
 _SHARED = 0
 _PADDING = -1
 _NO_CHUNK = -1
+_MAX_JUMP = 64
 
 
 @dataclass
@@ -182,7 +183,11 @@ def _rounded(length: int) -> int:
 
 
 def copy_batch(rng: random.Random, tokenizer: PreTrainedTokenizerFast, rows: int, length: int) -> Batch:
-    """Return rows of `length` distinct random tokens, a line break, and the same tokens again, which are to be predicted."""
+    """Return rows of `length` distinct random tokens, a line break, and the same tokens again, which are to be predicted.
+
+    Positions jump between the two, in every row by another distance. At one distance copying needs no look at the tokens: heads
+    attend so many positions back, and what they learn serves neither another length nor finding what stands beside a name.
+    """
     special = len(tokenizer.all_special_ids)
     line = tokenizer("\n", add_special_tokens=False)["input_ids"]
     bos = tokenizer(BOS, add_special_tokens=False)["input_ids"]
@@ -190,9 +195,9 @@ def copy_batch(rng: random.Random, tokenizer: PreTrainedTokenizerFast, rows: int
     for _ in range(rows):
         tokens = rng.sample(range(special, len(tokenizer)), length)
         row = Row([], [], [], [], [])
-        place = row.append(bos, 0, _SHARED, _NO_CHUNK) + rng.randrange(64)
-        place = row.append([*tokens, *line], place, _SHARED, _NO_CHUNK)
+        place = row.append(bos, 0, _SHARED, _NO_CHUNK) + rng.randrange(_MAX_JUMP)
         # The first token of the copy cannot be known before it is predicted from the line break: it is the oldest one.
+        place = row.append([*tokens, *line], place, _SHARED, _NO_CHUNK) + rng.randrange(_MAX_JUMP)
         row.append(tokens[:-1], place, _SHARED, _NO_CHUNK)
         start = len(row.ids) - length
         row.labels[start:] = tokens

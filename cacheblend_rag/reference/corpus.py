@@ -158,7 +158,7 @@ def _questions(rng: random.Random, world: World, split: Split, style: Style) -> 
     naming = {fact.chunk: _naming_chunk(world, fact) for fact in world.facts}
     questions: list[Question] = []
     for fact in world.facts:
-        questions.append(_direct(rng, fact, naming[fact.chunk], split, style.brief))
+        questions.append(_direct(rng, fact, naming[fact.chunk], split, style))
         questions.extend(_joins(rng, fact, facts, naming, split, style.brief))
     questions.extend(_comparisons(rng, facts, naming, split))
     return [question for question in questions if question.kind in style.kinds]
@@ -178,15 +178,25 @@ def _ask(rng: random.Random, cores: tuple[tuple[str, str], ...], split: Split, *
     return question_template(rng, cores, split).format(**names)
 
 
-def _direct(rng: random.Random, fact: Fact, naming: int, split: Split, brief: bool) -> Question:
-    attribute = ATTRIBUTES[fact.attribute]
+def _direct(rng: random.Random, fact: Fact, naming: int, split: Split, style: Style) -> Question:
     return Question(
-        _ask(rng, attribute.questions, split, S=fact.subject),
+        _ask(rng, ATTRIBUTES[fact.attribute].questions, split, S=fact.subject),
         fact.value,
-        f"{fact.value}." if brief else attribute.answer.format(S=fact.subject, V=fact.value),
+        _answer(fact, style),
         "single" if fact.names_subject else "pronoun",
         tuple(sorted({fact.chunk, naming})),
     )
+
+
+def _answer(fact: Fact, style: Style) -> str:
+    attribute = ATTRIBUTES[fact.attribute]
+    if style.brief:
+        return f"{fact.value}."
+    if style.answer_words is None:
+        return attribute.answer.format(S=fact.subject, V=fact.value)
+    words = attribute.clause.split()
+    kept = words[max(0, len(words) - style.answer_words) :]
+    return " ".join([fact.subject, *kept, fact.value]) + "."
 
 
 def _joins(

@@ -59,6 +59,12 @@ _ALL = Style().attributes
 
 STAGES: tuple[Stage, ...] = (
     Stage("copy", None, 48, max_steps=3000),
+    # The answer is what the context says, so copying alone finds the town. Then the town moves away from the name word by
+    # word. With the whole answer at once, "was" is wanted where copying has the town, and the towns of the context are
+    # guessed among for as long as one cares to wait.
+    Stage("pairs", replace(_BORN, answer_words=0), 20, goal=0.85),
+    Stage("pairs_one_apart", replace(_BORN, answer_words=1), 20, goal=0.85),
+    Stage("pairs_two_apart", replace(_BORN, answer_words=2), 20, goal=0.85),
     Stage("side_by_side", _BORN, 20, goal=0.85),
     Stage("two_words_between", Style(**{**vars(_BORN), "people": (3, 5), "words_between": 2}), 20, goal=0.85),
     Stage("sentences", Style(**{**vars(_BORN), "people": (4, 8), "words_between": None}), 16, goal=0.85),
@@ -112,9 +118,15 @@ STAGES: tuple[Stage, ...] = (
 
 
 def brief_stages(stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """Return the stages with answers that are values alone; the last one with more people, who have less in common."""
+    """Return the stages with answers that are values alone; the last one with more people, who have less in common.
+
+    Stages whose answers are cut to pairs stay as they are: they teach what a value alone is found with.
+    """
     brief = [
-        stage if stage.style is None else replace(stage, style=replace(stage.style, brief=True)) for stage in stages
+        stage
+        if stage.style is None or stage.style.answer_words is not None
+        else replace(stage, style=replace(stage.style, brief=True))
+        for stage in stages
     ]
     last = brief[-1].style
     if last is not None:

@@ -42,6 +42,8 @@ class Style:
         only the subject tells their values apart.
     words_between
         How many words of a template stay between subject and value; None keeps all.
+    answer_words
+        The same of the answers to direct questions, where these are not brief.
     variety
         Share of statements with an opener or a closer.
     pronouns
@@ -61,6 +63,7 @@ class Style:
     attributes: tuple[str, ...] = ("born", "lives", "employer", "trade", "pet", *RELATIONS)
     pool: tuple[int, int] = (4, 5)
     words_between: int | None = None
+    answer_words: int | None = None
     variety: float = 0.6
     pronouns: float = 0.65
     fillers: float = 0.1

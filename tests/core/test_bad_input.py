@@ -26,6 +26,7 @@ from cacheblend_rag.families import tiny_config
 from cacheblend_rag.families import tiny_model as random_model
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store import KVStore, open_store
+from cacheblend_rag.store.tiered import TieredStore
 from tests.families import tiny_model, tiny_tokenizer, words
 
 GOOD = Chunk(words(12, 1), "good")
@@ -91,6 +92,21 @@ def test_half_a_character(engine: BlendEngine) -> None:
     assert not engine.contains("a")
     assert engine.refusals([Chunk("fine"), Chunk("\ud800")])[0] is None
     assert isinstance(engine.refusals([Chunk("\ud800")])[0], PromptError)
+
+
+def test_an_engine_that_cannot_be_made_leaves_no_store_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[TieredStore] = []
+    close = TieredStore.close
+    monkeypatch.setattr(TieredStore, "close", lambda store: (closed.append(store), close(store)))
+    with pytest.raises(PromptError, match="half of a UTF-16 pair"):
+        BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=BlendConfig(encoding_prefix="\ud800"), store=tmp_path)
+    assert len(closed) == 1
+    own = open_store(tmp_path, ram_bytes=1 << 20)
+    with pytest.raises(PromptError):
+        BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=BlendConfig(encoding_prefix="\ud800"), store=own)
+    # What was handed in is closed by whom it belongs to.
+    assert len(closed) == 1
+    own.close()
 
 
 def test_a_text_that_is_too_long_is_said_to_be_once(

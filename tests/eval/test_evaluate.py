@@ -175,6 +175,14 @@ def test_the_command_writes_its_tables(model_folder: Path, tmp_path: Path) -> No
     assert all(row.count("|") == head.count("|") for row in table if row.startswith("| full | 4 |"))
 
 
+def test_what_a_batch_leaves_unmeasured_cannot_be_drawn(model_folder: Path, tmp_path: Path) -> None:
+    arguments = _arguments(model_folder, tmp_path / "eval.json", "--together", "--plot", str(tmp_path / "plots"))
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert "--plot draws quality over the time to the first token" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_needles_are_drawn(model_folder: Path, tmp_path: Path) -> None:
     sizes = [
         "--questions",

@@ -8,9 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.eval.datasets import load_task
 from cacheblend_rag.reference.corpus import eval_examples
-from cacheblend_rag.reference.longbench import MADE_SUBTASKS, main
+from cacheblend_rag.reference.longbench import MADE_SUBTASKS, longbench_records, main
+
+
+def test_records_of_other_subtasks_are_not_made() -> None:
+    with pytest.raises(ConfigError, match="'gov_report' cannot be made; choose one of hotpotqa, qmsum"):
+        next(longbench_records("gov_report", 1))
 
 
 def test_records_are_read_as_the_subtasks_they_are_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,8 @@ from cacheblend_rag.reference.train import Options, Trainer, main, run
 
 TOKENIZER = build_tokenizer()
 TINY = Options(layers=2, hidden=32, heads=2, intermediate=48, lr=3e-3, warmup=5)
-SHORT = (Stage("sentences", replace(STAGES[4].style or pytest.fail("no style"), people=(2, 2)), rows=4, questions=3),)
+STYLES = {stage.name: stage.style for stage in STAGES if stage.style is not None}
+SHORT = (Stage("sentences", replace(STYLES["attributes"], people=(2, 2)), rows=4, questions=3),)
 
 
 @pytest.fixture
@@ -85,6 +86,26 @@ def test_copying_rows_hold_distinct_tokens_twice() -> None:
         copied = [label for label in labels if label != IGNORED]
         assert ids[1:11] == copied
         assert len(set(copied)) == 10
+
+
+def test_copies_stand_at_another_distance_in_every_row() -> None:
+    batch = copy_batch(random.Random(0), TOKENIZER, rows=16, length=10)
+    distances = batch.positions[:, 12] - batch.positions[:, 1]
+    assert len(set(distances.tolist())) > 8
+    assert bool((distances >= 11).all())
+    # Within the run and within its copy, positions follow each other.
+    for first, last in ((1, 11), (12, 20)):
+        assert torch.equal(batch.positions[:, last] - batch.positions[:, first], torch.full((16,), last - first))
+
+
+def test_answers_of_the_first_questions_grow_from_what_the_context_says() -> None:
+    texts = []
+    for name in ("pairs", "pairs_one_apart", "pairs_two_apart", "side_by_side"):
+        example = make_example(random.Random(3), STYLES[name], "train", 8)
+        question = example.questions[0]
+        subject = example.chunks[question.support[0]].removesuffix(f" {question.answer}.")
+        texts.append(question.sentence.removeprefix(subject).removesuffix(f"{question.answer}."))
+    assert texts == [" ", " in ", " born in ", " was born in "]
 
 
 def test_orthogonalised_matrices_have_singular_values_near_one() -> None:
@@ -197,5 +218,11 @@ def test_brief_answers_are_values_and_names() -> None:
     whole = make_example(random.Random(3), replace(style, brief=False), "train", 40)
     assert whole.chunks == example.chunks
     assert [question.text for question in whole.questions] == [question.text for question in example.questions]
+    # Pairs of name and value stay whole, for they come before values alone.
+    assert [stage.name for stage in stages if stage.style is not None and not stage.style.brief] == [
+        "pairs",
+        "pairs_one_apart",
+        "pairs_two_apart",
+    ]
     trainer = Trainer(replace(TINY, brief=True, stage=2))
     assert trainer.stages == stages and trainer.stage == 2
