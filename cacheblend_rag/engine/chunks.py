@@ -34,18 +34,7 @@ __all__ = ["ChunkEngine"]
 class ChunkEngine:
     """Keeps chunks for one model: their names, and their KV. `BlendEngine`, which answers prompts made of them, is one.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-        The model.
-    tokenizer : Any
-        Its tokenizer.
-    config : BlendConfig, optional
-        The settings; by default those of the environment.
-    store : KVStore, str, Path or None
-        Where KV is kept: a folder, a store of yours, or None for this process's RAM.
-    namespace : str, optional
-        The tenant whose KV this is; short for the setting of that name, and wins over it.
+    What it is made with, and the errors of that, are those of `BlendEngine`.
 
     Attributes
     ----------
