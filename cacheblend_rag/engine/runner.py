@@ -70,7 +70,6 @@ class Runner:
         self._caches = None if decoder is None else PromptCaches(model, decoder)
         self._config = config
         self._num_layers = num_decoder_layers(model)
-        self._num_kv_layers = self._num_layers if decoder is None else decoder.num_kv_layers
         self._warned_of_no_sensitivity = False
         self._controller: Controller | None = None
         self.lock = supply.lock
@@ -248,7 +247,7 @@ class Runner:
         ):
             return
         # Nothing was computed for a stream that was closed before its turn came.
-        layers = cache.kv_layers[: self._num_kv_layers]
+        layers = cache.kv_layers[: self._supply.num_kv_layers]
         if all(layer.held_tokens and not layer.evicted_tokens for layer in layers):
             run.conversation.keep(
                 run.prompt,

@@ -48,6 +48,8 @@ class KVSupply:
     ----------
     lock : Turn
         Whose turn it is on the model.
+    num_kv_layers : int
+        Layers of the model that have KV of their own.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class KVSupply:
         self._encoder = None if decoder is None else Encoder(decoder, prefix_ids, config.encode_batch_tokens)
         self._config = config
         self._tenant = config.namespace or ""
-        self._num_kv_layers = num_decoder_layers(model) if decoder is None else decoder.num_kv_layers
+        self.num_kv_layers = num_decoder_layers(model) if decoder is None else decoder.num_kv_layers
         self._warned_of_no_hit = False
         self.lock = turn_of(model)
 
@@ -243,7 +245,7 @@ class KVSupply:
 
     def _open(self, chunk: PromptChunk) -> KVReader | None:
         reader = self._store.open(chunk.key)
-        if reader is not None and (reader.token_ids != chunk.token_ids or reader.num_layers != self._num_kv_layers):
+        if reader is not None and (reader.token_ids != chunk.token_ids or reader.num_layers != self.num_kv_layers):
             logger.warning(
                 "stored KV %s… is not of the chunk it is stored for; it will be computed again", chunk.key[:12]
             )

@@ -89,19 +89,20 @@ class _Engine:
             ratio = self._ratio(inquiry, others)
             if ratio is not None:
                 by_ratio.setdefault(ratio, []).append(number)
+        alone = len(inquiries) == 1
         for ratio, numbers in by_ratio.items():
-            config = (
-                self._config if ratio == self._config.recompute_ratio else self._config.replace(recompute_ratio=ratio)
-            )
+            config = self._config
+            if ratio != config.recompute_ratio:
+                config = config.replace(recompute_ratio=ratio)
             prompts = [self._prompt(inquiries[number]) for number in numbers]
             limit = inquiries[numbers[0]].max_new_tokens
-            if len(inquiries) == 1:
-                return [
-                    self._found(self._engine.generate(prompts[0], limit, config=config, do_sample=False), alone=True)
-                ]
-            results = self._engine.generate_many(prompts, limit, config=config, do_sample=False)
+            results = (
+                [self._engine.generate(prompts[0], limit, config=config, do_sample=False)]
+                if alone
+                else self._engine.generate_many(prompts, limit, config=config, do_sample=False)
+            )
             for number, result in zip(numbers, results, strict=True):
-                answers[number] = self._found(result, alone=False)
+                answers[number] = self._found(result, alone)
         return answers
 
     def _found(self, result: GenerationResult, alone: bool) -> Answer:

@@ -235,39 +235,42 @@ def test_adapters_of_older_peft(feature: str, monkeypatch: pytest.MonkeyPatch) -
     test_a_wrapped_model_does_what_the_plain_one_does(causal_adapter, feature)
 
 
+def _stance() -> str:
+    # The only way to ask.
+    return torch._dynamo.eval_frame._stance.stance
+
+
 @pytest.mark.parametrize("wrap", [compiled_forward, compiled_in_place])
 def test_a_compiled_model_is_compiled_again_when_the_last_block_ends(wrap: Wrap) -> None:
-    stance = lambda: torch._dynamo.eval_frame._stance.stance  # noqa: E731  # the only way to ask
     model = _wrapped(wrap)
     first, second = uncompiled(model), uncompiled(model)
-    assert stance() == "default"
+    assert _stance() == "default"
     first.__enter__()
     entering = threading.Thread(target=second.__enter__)
     entering.start()
     entering.join()
     # Not in the order in which they could be nested.
     first.__exit__(None, None, None)
-    assert stance() == "force_eager"
+    assert _stance() == "force_eager"
     second.__exit__(None, None, None)
-    assert stance() == "default"
+    assert _stance() == "default"
     with uncompiled(tiny_model("llama")):
-        assert stance() == "default"
+        assert _stance() == "default"
 
 
 def test_a_forked_child_compiles_whatever_its_parents_threads_are_at() -> None:
-    stance = lambda: torch._dynamo.eval_frame._stance.stance  # noqa: E731  # the only way to ask
     block = uncompiled(_wrapped(compiled_forward))
     entering = threading.Thread(target=block.__enter__)
     entering.start()
     entering.join()
-    assert stance() == "force_eager"
+    assert _stance() == "force_eager"
     child = os.fork()
     if child == 0:
-        os._exit(0 if stance() == "default" else 1)
+        os._exit(0 if _stance() == "default" else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert stance() == "force_eager"
+    assert _stance() == "force_eager"
     block.__exit__(None, None, None)
-    assert stance() == "default"
+    assert _stance() == "default"
 
 
 @pytest.mark.parametrize(

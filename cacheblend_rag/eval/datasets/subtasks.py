@@ -60,9 +60,9 @@ class Subtask:
     def texts(self, context: str, asked: str, whole: bool) -> Texts:
         """Return a context's texts and what is asked, or its whole documents in place of those texts."""
         texts, question = self.arrange(context, asked)
-        if whole and self.document is not None:
-            texts = [text.strip() for text in split_before(self.document, context) if text.strip()]
-        return texts, question
+        if not whole or self.document is None:
+            return texts, question
+        return [text.strip() for text in split_before(self.document, context) if text.strip()], question
 
 
 @dataclass(frozen=True, slots=True)
