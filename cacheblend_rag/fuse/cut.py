@@ -100,9 +100,9 @@ class RowCutter:
     def _mask(self, mask: Any, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
         if mask is None:
             # The model relied on the attention kernel's causal flag, which is wrong for rows that are not contiguous.
-            return RowMask.over(row_mask(rows.to(device), self._length), rows)
+            return RowMask.over(row_mask(rows.to(device), self._length))
         if isinstance(mask, torch.Tensor) and mask.ndim > 2 and mask.shape[-2] == self._length:
-            return RowMask.over(mask.index_select(-2, rows.to(mask.device)), rows)
+            return RowMask.over(mask.index_select(-2, rows.to(mask.device)))
         raise UnsupportedModelError(f"{self._model_name}: its layers take a mask of an unknown form, {_describe(mask)}")
 
     def _value(self, name: str, value: Any, rows: torch.Tensor) -> Any:

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.nn import functional
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-__all__ = ["RowMask", "row_mask"]
+from cacheblend_rag.model import AttentionFunction
+
+__all__ = ["RowMask", "attend_in_blocks", "row_mask"]
 
 _BLOCK_ROWS = 64
 _MOST_BLOCKS = 8
+# A longer prompt's masks are made additive anew in every layer, so that they take no more room than that of one block.
+_KEPT_BYTES = 64 << 20
+
+
+class _Block(NamedTuple):
+    """Neighbouring rows of a mask, and the columns outside of which none of them sees anything."""
+
+    rows: slice
+    columns: slice
 
 
 def row_mask(rows: torch.Tensor, columns: int) -> torch.Tensor:
@@ -34,68 +47,113 @@ def row_mask(rows: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 class RowMask(torch.Tensor):
-    """A boolean attention mask, ``(1, heads or 1, rows, columns)``, that knows behind which column each row sees
-    nothing.
+    """A boolean attention mask, ``(1, heads or 1, rows, columns)``, that knows in blocks of rows where nothing is seen.
 
     An attention kernel that is given a mask computes every score and drops half of them; given a causal flag it skips
-    that half, but the flag is wrong for rows with gaps between them. When this mask reaches
-    ``scaled_dot_product_attention``, the rows are computed in a few blocks, each over the columns that its last row
-    sees: the same result, and most of the saving. Anything else sees a plain tensor.
+    that half, but the flag is wrong for rows with gaps between them. `attend_in_blocks` computes the rows in a few blocks,
+    each over the columns between the first and the last that any of its rows sees: the same result, and most of the saving.
+    To everything else it is a plain tensor.
     """
 
-    _blocks: list[tuple[slice, int]]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    _blocks: list[_Block]
+    _additive: tuple[torch.dtype, list[torch.Tensor]] | None
 
     @classmethod
-    def over(cls, mask: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return `mask` with its knowledge of `rows`, or as it is where blocks would not pay.
+    def over(cls, mask: torch.Tensor) -> torch.Tensor:
+        """Return `mask` with its blocks, or as it is where blocks would not pay.
 
         Parameters
         ----------
         mask : torch.Tensor
-            The mask.
-        rows : torch.Tensor
-            The row of the prompt that each row of the mask stands for, ascending.
+            The mask of ascending rows.
 
         Returns
         -------
         torch.Tensor
             A mask of the same contents.
         """
-        count = min(rows.numel() // _BLOCK_ROWS, _MOST_BLOCKS)
+        rows = mask.shape[-2]
+        count = min(rows // _BLOCK_ROWS, _MOST_BLOCKS)
         # Measured on the CPU only: on a GPU, more and smaller kernels may cost more than they save.
-        if count < 2 or mask.device.type != "cpu" or mask.dtype != torch.bool:
+        if count < 2 or mask.device.type != "cpu" or mask.dtype != torch.bool or mask.ndim != 4:
             return mask
         known = mask.as_subclass(cls)
-        bounds = [number * rows.numel() // count for number in range(count + 1)]
-        known._blocks = [(slice(start, stop), int(rows[stop - 1]) + 1) for start, stop in pairwise(bounds)]
+        known._blocks = []
+        known._additive = None
+        for start, stop in pairwise(number * rows // count for number in range(count + 1)):
+            seen = mask[:, :, start:stop].any(dim=2).any(dim=1)[0].nonzero()
+            if not seen.numel():
+                return mask
+            known._blocks.append(_Block(slice(start, stop), slice(int(seen[0]), int(seen[-1]) + 1)))
         return known
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Compute attention in blocks, and everything else as for a plain tensor."""
-        options = dict(kwargs or {})
-        with torch._C.DisableTorchFunctionSubclass():
-            mask = options.get("attn_mask")
-            if func is functional.scaled_dot_product_attention and isinstance(mask, cls) and len(args) == 3:
-                del options["attn_mask"]
-                query, key, value = args
-                return torch.cat(
-                    [
-                        func(
-                            query[:, :, rows],
-                            key[:, :, :columns],
-                            value[:, :, :columns],
-                            attn_mask=mask[:, :, rows, :columns],
-                            **options,
-                        )
-                        for rows, columns in mask._blocks
-                    ],
-                    dim=2,
-                )
-            return func(*args, **options)
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
+        """Compute attention.
+
+        Parameters
+        ----------
+        query : torch.Tensor
+            ``(1, num_heads, rows, head_dim)``.
+        key, value : torch.Tensor
+            ``(1, num_kv_heads, columns, head_dim)``; heads that several query heads share are not copied for each.
+        scale : float or None
+            What scores are multiplied with; by default the inverse square root of the width.
+
+        Returns
+        -------
+        torch.Tensor
+            ``(1, rows, num_heads, head_dim)``, contiguous.
+        """
+        batch, heads, rows = query.shape[:3]
+        out = query.new_empty(batch, rows, heads, value.shape[-1])
+        for block, mask in zip(self._blocks, self._masks(query.dtype), strict=True):
+            part = functional.scaled_dot_product_attention(
+                query[:, :, block.rows],
+                key[:, :, block.columns],
+                value[:, :, block.columns],
+                attn_mask=mask,
+                scale=scale,
+                enable_gqa=heads != key.shape[1],
+            )
+            out[:, block.rows] = part.transpose(1, 2)
+        return out
+
+    def _masks(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return each block's mask, additive where there is room: kernels want it so, and many layers have the same mask."""
+        if self._additive is None or self._additive[0] != dtype:
+            masks = [self[:, :, block.rows, block.columns] for block in self._blocks]
+            if sum(mask.numel() for mask in masks) * dtype.itemsize > _KEPT_BYTES:
+                return masks
+            added = [torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -torch.inf) for mask in masks]
+            self._additive = dtype, added
+        return self._additive[1]
+
+
+def attend_in_blocks(function: AttentionFunction) -> AttentionFunction:
+    """Return an attention function that uses a `RowMask` where it is given one, and `function` otherwise.
+
+    For `replace_attention`. Only transformers' own ``sdpa`` is replaced, so what users register under other names runs as it is.
+    """
+    return partial(_attend, function) if function is sdpa_attention_forward else function
+
+
+def _attend(
+    function: AttentionFunction,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    asked = any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
+    if not isinstance(attention_mask, RowMask) or dropout or asked:
+        result: tuple[torch.Tensor, torch.Tensor | None] = function(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return result
+    return attention_mask.attend(query, key, value, scaling), None

@@ -18,10 +18,18 @@ from torch import nn
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.fuse.cache import BlendCache
 from cacheblend_rag.fuse.cut import RowCutter
+from cacheblend_rag.fuse.mask import attend_in_blocks
 from cacheblend_rag.fuse.probe import ProbingCache
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import PromptLayout
-from cacheblend_rag.model import AttentionCall, Decoder, attention_weights, uncompiled, watch_attention
+from cacheblend_rag.model import (
+    AttentionCall,
+    Decoder,
+    attention_weights,
+    replace_attention,
+    uncompiled,
+    watch_attention,
+)
 from cacheblend_rag.selection import LayerProbe, Selection
 
 __all__ = ["LayerSource", "Steering"]
@@ -119,6 +127,7 @@ class Steering:
         try:
             with (
                 uncompiled(self._decoder.model),
+                replace_attention(attend_in_blocks),
                 watch_attention(self._look) if self._selection.look_layers else nullcontext(),
             ):
                 yield

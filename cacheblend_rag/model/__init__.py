@@ -1,6 +1,12 @@
 """What blending needs to know of a Hugging Face model."""
 
-from cacheblend_rag.model.attention import AttentionCall, attention_weights, watch_attention
+from cacheblend_rag.model.attention import (
+    AttentionCall,
+    AttentionFunction,
+    attention_weights,
+    replace_attention,
+    watch_attention,
+)
 from cacheblend_rag.model.cache import KVCache
 from cacheblend_rag.model.capability import Capability, LayerCapability, capability
 from cacheblend_rag.model.configuration import model_window, num_decoder_layers
@@ -11,6 +17,7 @@ from cacheblend_rag.model.wrapping import past_adapters, uncompiled, unwrapped, 
 
 __all__ = [
     "AttentionCall",
+    "AttentionFunction",
     "Capability",
     "Decoder",
     "KVCache",
@@ -24,6 +31,7 @@ __all__ = [
     "num_decoder_layers",
     "past_adapters",
     "refusing_failures",
+    "replace_attention",
     "takes_positions",
     "text_decoder",
     "uncompiled",

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-__all__ = ["AttentionCall", "attention_weights", "watch_attention"]
+__all__ = ["AttentionCall", "AttentionFunction", "attention_weights", "replace_attention", "watch_attention"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +49,8 @@ class AttentionCall:
 
 
 Watcher = Callable[[AttentionCall], None]
+AttentionFunction = Callable[..., Any]
+Replacement = Callable[[AttentionFunction], AttentionFunction]
 
 
 def attention_weights(call: AttentionCall, window: int) -> torch.Tensor:
@@ -89,13 +91,14 @@ def attention_weights(call: AttentionCall, window: int) -> torch.Tensor:
     return (scores - total).exp()
 
 
-class _Watchers(threading.local):
+class _Ours(threading.local):
     def __init__(self) -> None:
         self.before: list[Watcher] = []
         self.after: list[Watcher] = []
+        self.replacements: list[Replacement] = []
 
 
-_watchers = _Watchers()
+_ours = _Ours()
 _lock = threading.Lock()
 _open = 0
 _original = AttentionInterface.get_interface
@@ -115,17 +118,36 @@ def watch_attention(watcher: Watcher, *, before: bool = False) -> Iterator[None]
     before : bool
         Whether it is called before the attention is computed, rather than after; it may then leave the layer by raising.
     """
+    with _in_force(_ours.before if before else _ours.after, watcher):
+        yield
+
+
+@contextmanager
+def replace_attention(replacement: Replacement) -> Iterator[None]:
+    """Have the models of this thread attend by another function, for the duration of a ``with`` block.
+
+    Parameters
+    ----------
+    replacement : callable
+        Called with the attention function that a model is about to use, returns the one that it uses instead, or the same one.
+        Both are called as transformers calls its attention functions.
+    """
+    with _in_force(_ours.replacements, replacement):
+        yield
+
+
+@contextmanager
+def _in_force(ours: list[Any], one: Any) -> Iterator[None]:
     global _open
     with _lock:
         if _open == 0:
             AttentionInterface.get_interface = _get_interface  # type: ignore[assignment, method-assign]
         _open += 1
-    watchers = _watchers.before if before else _watchers.after
-    watchers.append(watcher)
+    ours.append(one)
     try:
         yield
     finally:
-        watchers.remove(watcher)
+        ours.remove(one)
         with _lock:
             _open -= 1
             if _open == 0:
@@ -133,14 +155,16 @@ def watch_attention(watcher: Watcher, *, before: bool = False) -> Iterator[None]
 
 
 def _get_interface(
-    table: AttentionInterface, attn_implementation: str, default: Callable[..., Any]
-) -> Callable[..., Any]:
-    function: Callable[..., Any] = _original(table, attn_implementation, default)
-    return partial(_watched, function) if _watchers.before or _watchers.after else function
+    table: AttentionInterface, attn_implementation: str, default: AttentionFunction
+) -> AttentionFunction:
+    function: AttentionFunction = _original(table, attn_implementation, default)
+    for replacement in _ours.replacements:
+        function = replacement(function)
+    return partial(_watched, function) if _ours.before or _ours.after else function
 
 
 def _watched(
-    function: Callable[..., Any],
+    function: AttentionFunction,
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -159,9 +183,9 @@ def _watched(
         kwargs.get("s_aux"),
         kwargs.get("position_bias"),
     )
-    for watcher in list(_watchers.before):
+    for watcher in list(_ours.before):
         watcher(call)
     result = function(module, query, key, value, attention_mask, *args, **kwargs)
-    for watcher in list(_watchers.after):
+    for watcher in list(_ours.after):
         watcher(call)
     return result

@@ -4,32 +4,103 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from cacheblend_rag.fuse.mask import RowMask, row_mask
+from cacheblend_rag.fuse import mask as fuse_mask
+from cacheblend_rag.fuse.mask import RowMask, attend_in_blocks, row_mask
+from cacheblend_rag.model import replace_attention
+
+_COLUMNS = 900
 
 
+def _rows(count: int) -> torch.Tensor:
+    return torch.randperm(_COLUMNS, generator=torch.Generator().manual_seed(count))[:count].sort().values
+
+
+def _attention_function() -> object:
+    return AttentionInterface().get_interface("sdpa", sdpa_attention_forward)
+
+
+class _Grouped(nn.Module):
+    """What the attention function asks of a layer."""
+
+    num_key_value_groups = 3
+    is_causal = True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 30])
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("count", [130, 500, 777])
-def test_blocks_give_what_the_whole_mask_gives(count: int, window: int | None) -> None:
+def test_blocks_give_what_the_whole_mask_gives(
+    count: int, window: int | None, kept_bytes: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fuse_mask, "_KEPT_BYTES", kept_bytes)
     generator = torch.Generator().manual_seed(count)
-    columns = 900
-    query, key, value = (torch.randn(1, 4, n, 16, generator=generator) for n in (count, columns, columns))
-    rows = torch.randperm(columns, generator=generator)[:count].sort().values
-    plain = row_mask(rows, columns)
+    rows = _rows(count)
+    query = torch.randn(1, 6, count, 16, generator=generator).to(dtype)
+    key, value = (torch.randn(1, 2, _COLUMNS, 16, generator=generator).to(dtype) for _ in range(2))
+    plain = row_mask(rows, _COLUMNS)
     if window is not None:
-        plain = plain & (torch.arange(columns) > rows[:, None] - window)
-    wanted = functional.scaled_dot_product_attention(query, key, value, attn_mask=plain, scale=0.3)
-    mask = RowMask.over(plain, rows)
+        plain = plain & (torch.arange(_COLUMNS) > rows[:, None] - window)
+    wanted = sdpa_attention_forward(_Grouped(), query, key, value, plain, scaling=0.3)[0]
+    mask = RowMask.over(plain)
     assert isinstance(mask, RowMask)
-    got = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=0.0, scale=0.3)
-    assert type(got) is torch.Tensor
+    for _ in range(2):
+        got, weights = attend_in_blocks(sdpa_attention_forward)(
+            _Grouped(), query, key, value, mask, dropout=0.0, scaling=0.3, is_causal=True
+        )
+        assert weights is None
+        assert got.is_contiguous()
+        # One unit in the last place of bfloat16 at 1.
+        tolerance = 1e-5 if dtype == torch.float32 else 2**-7
+        torch.testing.assert_close(got, wanted, atol=tolerance, rtol=tolerance)
+
+
+def test_a_mask_and_its_position_bias_are_left_to_the_function() -> None:
+    query, key, value = (torch.randn(1, 2, n, 16) for n in (130, 200, 200))
+    bias = torch.randn(1, 2, 130, 200)
+    plain = row_mask(torch.arange(70, 200), 200)
+    mask = RowMask.over(plain)
+    assert isinstance(mask, RowMask)
+    got = attend_in_blocks(sdpa_attention_forward)(nn.Module(), query, key, value, mask, position_bias=bias)[0]
+    wanted = functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=bias.masked_fill(~plain, -torch.inf)
+    ).transpose(1, 2)
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
 
 
+def test_only_the_models_of_the_block_attend_by_another_function() -> None:
+    with replace_attention(attend_in_blocks):
+        assert _attention_function() is not sdpa_attention_forward
+    assert _attention_function() is sdpa_attention_forward
+
+
+def test_a_function_of_the_users_own_is_not_replaced() -> None:
+    def own() -> None:
+        raise AssertionError
+
+    assert attend_in_blocks(own) is own
+
+
 def test_few_rows_keep_a_plain_mask() -> None:
-    rows = torch.arange(0, 200, 4)
-    assert type(RowMask.over(row_mask(rows, 300), rows)) is torch.Tensor
+    assert type(RowMask.over(row_mask(torch.arange(0, 200, 4), 300))) is torch.Tensor
+
+
+def test_what_is_computed_from_a_mask_is_a_plain_tensor() -> None:
+    mask = RowMask.over(row_mask(_rows(200), _COLUMNS))
+    assert isinstance(mask, RowMask)
+    assert type(mask[:, :, :, :10]) is torch.Tensor
+    assert type(~mask) is torch.Tensor
+
+
+def test_rows_that_see_nothing_keep_a_plain_mask() -> None:
+    mask = row_mask(_rows(200), _COLUMNS)
+    mask[:, :, :80] = False
+    assert type(RowMask.over(mask)) is torch.Tensor
 
 
 def test_the_mask_lets_each_row_see_itself_and_what_is_before_it() -> None:
