@@ -110,6 +110,8 @@ STAGES: tuple[Stage, ...] = (
         Style(people=(3, 3), firms=(0, 0), facts=(3, 3), pool=(3, 3), variety=0.5, pronouns=0.8, fillers=0.0),
         10,
         goal=0.9,
+        # Whole documents go on teaching it.
+        max_steps=500,
     ),
     Stage(
         "everything", Style(people=(3, 3), firms=(0, 1), facts=(3, 5)), 8, questions=8, goal=1.01, max_steps=1_000_000

@@ -1,0 +1,241 @@
+"""Conversations: streams, resets, budgets and times to live."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheblend_rag import BlendConfig, BlendPrompt, Chunk
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.store import open_store
+from tests.core.conversations.chats import (
+    CHUNKS,
+    UP_TO_THE_FIRST_CHUNK,
+    UP_TO_THE_SECOND_CHUNK,
+    WHOLE_FIRST_TURN,
+    MakeEngine,
+    chat_prompt,
+    first_turn,
+    ids_of,
+    own_answer,
+    second_turn,
+)
+from tests.families import words
+
+
+def test_a_stream_that_is_closed_leaves_what_it_has_read(make_engine: MakeEngine) -> None:
+    engine = make_engine(recompute_ratio=1.0)
+    conversation = engine.conversation()
+    stream = engine.stream(chat_prompt(CHUNKS[:2], [], words(5, 1)), 400, eos_token_id=None, conversation=conversation)
+    next(stream)
+    stream.close()
+    said = stream.result()
+    assert conversation.tokens == WHOLE_FIRST_TURN + len(said.token_ids) - 1
+    history = [*ids_of(words(5, 1)), *said.token_ids]
+    result = engine.generate(chat_prompt(CHUNKS[:2], history, words(6, 2)), 8, conversation=conversation)
+    assert result.token_ids == own_answer(engine.model, result.prompt_ids, 8)
+    assert result.report.conversation_tokens == WHOLE_FIRST_TURN + len(said.token_ids) - 1
+
+
+def test_a_stream_that_is_closed_before_its_turn_leaves_the_conversation_alone(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    conversation = engine.conversation()
+    first_turn(engine, conversation)
+    with engine._runner.lock:
+        stream = engine.stream(chat_prompt(CHUNKS[2:], [], words(5, 1)), conversation=conversation)
+        stream.close()
+    stream.result()
+    assert conversation.tokens == WHOLE_FIRST_TURN
+
+
+def test_a_reset_forgets_also_what_is_under_way(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    conversation = engine.conversation()
+    first_turn(engine, conversation)
+    stream = engine.stream(chat_prompt(CHUNKS[:2], [], words(6, 2)), 60, eos_token_id=None, conversation=conversation)
+    next(stream)
+    conversation.reset()
+    assert conversation.tokens == conversation.nbytes == 0
+    stream.result()
+    assert conversation.tokens == 0
+    assert second_turn(engine, conversation) == 0
+
+
+def test_a_reset_forgets_also_what_waits_for_the_model(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    conversation = engine.conversation()
+    prompt = chat_prompt(CHUNKS[:2], [], words(6, 2))
+    with engine._runner.lock:
+        stream = engine.stream(prompt, 4, conversation=conversation)
+        conversation.reset()
+    stream.result()
+    assert conversation.tokens == 0
+    engine.prefill(prompt, conversation=conversation)
+    assert conversation.tokens == len(engine.prompt_ids(prompt))
+
+
+def test_turns_at_once_are_as_good_as_one_after_the_other(make_engine: MakeEngine) -> None:
+    engine = make_engine(recompute_ratio=1.0)
+    conversation = engine.conversation()
+    prompts = [chat_prompt(CHUNKS[:2], ids_of(words(9, seed % 3)), words(6, seed)) for seed in range(8)]
+    wanted = [engine.generate(prompt, 5).token_ids for prompt in prompts]
+    found: dict[int, tuple[int, ...]] = {}
+
+    def ask(number: int) -> None:
+        found[number] = engine.generate(prompts[number], 5, conversation=conversation).token_ids
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[number] for number in range(len(prompts))] == wanted
+
+
+def test_no_more_is_kept_than_the_budget(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    row_bytes = engine.decoder.kv_bytes_per_token if engine.decoder else 0
+    for budget, kept in ((0, 0), (row_bytes - 1, 0), (30 * row_bytes, 30), (10_000 * row_bytes, WHOLE_FIRST_TURN)):
+        conversation = engine.conversation(budget)
+        first_turn(engine, conversation)
+        assert conversation.tokens == kept
+        assert conversation.nbytes <= budget
+    conversation = engine.conversation(30 * row_bytes)
+    first_turn(engine, conversation)
+    # A chunk that is held only in part comes from the store.
+    assert second_turn(engine, conversation) == UP_TO_THE_FIRST_CHUNK
+
+
+def test_all_conversations_together_keep_no_more_than_the_budget(make_engine: MakeEngine) -> None:
+    whole = make_engine()
+    conversation = whole.conversation()
+    first_turn(whole, conversation)
+    turn_bytes = conversation.nbytes
+    engine = make_engine(conversation_bytes=2 * turn_bytes)
+    first, second, third = (engine.conversation() for _ in range(3))
+    first_turn(engine, first)
+    first_turn(engine, second)
+    # Used again, and of the same size.
+    first_turn(engine, first)
+    first_turn(engine, third)
+    assert [each.tokens for each in (first, second, third)] == [WHOLE_FIRST_TURN, 0, WHOLE_FIRST_TURN]
+    assert first.nbytes + third.nbytes <= engine.config.conversation_bytes
+    # What nobody has any more takes no room.
+    del first
+    gc.collect()
+    first_turn(engine, second)
+    assert second.tokens == third.tokens == WHOLE_FIRST_TURN
+    # A turn longer than all the room is cut, and its own limit cannot be wider than that.
+    small = make_engine(conversation_bytes=turn_bytes // 2)
+    conversation = small.conversation(10 * turn_bytes)
+    first_turn(small, conversation)
+    assert 0 < conversation.nbytes <= turn_bytes // 2
+
+
+def test_a_deletion_is_looked_up_once_for_all_conversations(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    conversations = [engine.conversation() for _ in range(4)]
+    for conversation in conversations:
+        first_turn(engine, conversation)
+    lookups: list[list[str]] = []
+    lookup = engine.store.lookup
+
+    def counting(namespace: str, ids: Sequence[str]) -> list[Any]:
+        lookups.append(list(ids))
+        return lookup(namespace, ids)
+
+    monkeypatch.setattr(engine.store, "lookup", counting)
+    engine.delete(["n4", "n1"])
+    assert lookups == [["n1"]]
+    assert [conversation.tokens for conversation in conversations] == [UP_TO_THE_SECOND_CHUNK] * 4
+
+
+class Hours:
+    """A clock that is put forward by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def hours(monkeypatch: pytest.MonkeyPatch) -> Hours:
+    """The time of stores made from now on, and of conversations."""
+    hours = Hours()
+    for module in ("store.clock", "engine.kept", "engine.runner"):
+        monkeypatch.setattr(f"cacheblend_rag.{module}.steady_s", hours)
+    monkeypatch.setattr("cacheblend_rag.store.clock.StoreClock.__init__.__defaults__", (time.time, hours))
+    return hours
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("ratio", [0.15, 1.0])
+def test_what_was_computed_behind_a_chunk_ends_with_its_time(
+    make_engine: MakeEngine, tmp_path: Path, hours: Hours, ratio: float, on_disk: bool
+) -> None:
+    engine = make_engine(recompute_ratio=ratio, store=tmp_path if on_disk else None)
+    engine.delete(["n0", "n1"])
+    engine.add([CHUNKS[0]], ttl_s=100)
+    engine.add([CHUNKS[1]], ttl_s=50)
+    conversation, unrelated = engine.conversation(), engine.conversation()
+    first_turn(engine, conversation)
+    engine.prefill(chat_prompt(CHUNKS[2:4], [], words(5, 1)), conversation=unrelated)
+    kept = unrelated.tokens
+    hours.now += 49
+    assert second_turn(engine, conversation) == WHOLE_FIRST_TURN
+    hours.now += 2
+    assert conversation.tokens == UP_TO_THE_SECOND_CHUNK
+    # Taken over, a chunk is no younger: n0 has 49 s left.
+    assert second_turn(engine, conversation) == UP_TO_THE_SECOND_CHUNK
+    hours.now += 50
+    assert conversation.tokens == UP_TO_THE_FIRST_CHUNK
+    report = engine.prefill(chat_prompt(CHUNKS[:2], [], words(5, 1)), conversation=conversation).report
+    assert report.chunks[0].tier != "conversation"
+    assert unrelated.tokens == kept
+
+
+def test_misses_live_in_conversations_as_long_as_in_the_store(make_engine: MakeEngine, hours: Hours) -> None:
+    engine = make_engine(ttl_s=100)
+    nameless = [Chunk(words(20, 61)), Chunk(words(20, 62))]
+    conversation = engine.conversation()
+    engine.prefill(chat_prompt(nameless, [], words(5, 1)), conversation=conversation)
+    hours.now += 99
+    assert conversation.tokens == 1 + 10 + 40 + 9 + 5
+    hours.now += 2
+    assert conversation.tokens == UP_TO_THE_FIRST_CHUNK
+
+
+def test_a_conversation_belongs_to_its_engine(make_engine: MakeEngine, tmp_path: Path) -> None:
+    store = open_store(tmp_path, ram_bytes=0)
+    engine, other = make_engine(store=store), make_engine()
+    # The same store, model and settings, but not the same engine.
+    twin = make_engine(store=store)
+    assert twin.namespace == engine.namespace
+    for stranger in (other, twin):
+        with pytest.raises(ConfigError, match="another engine"):
+            stranger.prefill(BlendPrompt(words(5, 1)), conversation=engine.conversation())
+    with pytest.raises(ConfigError, match="max_bytes=-1 is negative"):
+        engine.conversation(-1)
+    with pytest.raises(ConfigError, match="conversation_bytes=5 cannot be set for one call"):
+        engine.prefill(BlendPrompt(words(5, 1)), config=BlendConfig(conversation_bytes=5))
+    for each in (engine, twin):
+        each.close()
+    store.close()
+
+
+def test_closing_the_engine_forgets_its_conversations(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    conversation = engine.conversation()
+    first_turn(engine, conversation)
+    engine.close()
+    assert conversation.tokens == 0
