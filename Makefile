@@ -41,7 +41,7 @@ install: $(STAMP)  ## make the virtual environment and install the three distrib
 # using it
 
 .PHONY: demo
-demo: $(STAMP)  ## real documents, both frameworks, three ways to answer; the second run starts warm
+demo: $(STAMP)  ## documents through both frameworks, answered by full prefill, reuse and blend; the second run starts warm
 	$(BIN)/cacheblend-rag demo
 
 .PHONY: bench
@@ -73,8 +73,8 @@ check: lint  ## lint, and the tests in two processes, sampled where a count is l
 	$(BIN)/python -m pytest -m "not full" -n 2 --dist loadfile
 
 .PHONY: check-all
-check-all: lint  ## lint, and the tests at full counts in two processes; writes docs/check-all.txt
-	$(BIN)/python -m pytest -v -n 2 --dist loadfile --durations=20 2>&1 | sed 's|$(CURDIR)|.|g; s|$(abspath $(BIN))/||g' | tee docs/check-all.txt
+check-all: lint  ## lint, and the tests at full counts in two processes; writes tests/check-all.txt
+	$(BIN)/python -m pytest -v -n 2 --dist loadfile --durations=20 2>&1 | sed 's|$(CURDIR)|.|g; s|$(abspath $(BIN))/||g' | tee tests/check-all.txt
 
 .PHONY: docs
 docs: $(DOC_STAMP)  ## the documentation, as a site in site/

@@ -82,6 +82,11 @@ def ask(
             plain = engine.config.replace(enabled=False)
             results["full"] = engine.generate(prompt, max_new_tokens=max_new_tokens, config=plain)
     _show(results, found)
+    if name == "reference":
+        console().print(
+            "[dim]the reference model reads the sentences of its own corpus only; for files of yours: "
+            "cacheblend-rag warm PATH --model NAME[/dim]"
+        )
     rows = [_row(method, question, result, found) for method, result in results.items()]
     write_json(json_file, "ask", rows, model=name, embedding=known.embedding, top_k=top_k)
 

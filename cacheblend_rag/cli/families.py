@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -63,6 +64,8 @@ def _show_one(name: str, markdown: Path | None) -> None:
     from cacheblend_rag.model import capability
 
     if name in families():
+        # The proof has chunks that are not stored, on purpose.
+        logging.getLogger("cacheblend_rag.engine.supply").setLevel(logging.ERROR)
         row = prove_family(name)
         verdict = row.verdict
         seen = capability(tiny_model(tiny_config(name))) if row.is_exact else None

@@ -11,7 +11,7 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import Decoder
-from cacheblend_rag.selection import Selection, SelectionTask, Selector, make_selector
+from cacheblend_rag.selection import FixedSelection, Selection, SelectionTask, Selector, make_selector
 from cacheblend_rag.selection.question import look_layers, stop_layer
 
 __all__ = ["Plan", "check_attention", "check_selector", "make_plan", "whole_plan"]
@@ -163,4 +163,7 @@ def make_plan(
     """
     selector = check_selector(config, num_layers)
     budget = min(round(ratio * layout.context_tokens), layout.candidate_rows.numel())
+    if not budget:
+        # Plain reuse, without the work of choosing nothing.
+        return Plan(FixedSelection(layout.candidate_rows[:0]), selector.name, ratio)
     return Plan(selector.begin(SelectionTask(layout, num_layers, budget, sensitivity)), selector.name, ratio)

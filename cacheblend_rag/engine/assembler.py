@@ -289,8 +289,8 @@ class Assembler:
         if isinstance(segment, ChunkRef):
             if record is None:
                 raise UnknownChunkError(
-                    f"no chunk has the id {segment.id!r}: it was never added for this model, tokenizer and encoding "
-                    "prefix, or was deleted; add it, or pass the chunk itself"
+                    f"no chunk has the id {segment.id!r}: it was never added for this model, tokenizer, encoding prefix and "
+                    "tenant, was deleted, or was added to a store in RAM before a restart; add it, or pass the chunk itself"
                 )
             return PromptChunk(record.id, record.key, record.token_ids, named=True)
         if segment.token_ids is None and record is not None and record.text_hash == text_hash(segment.text):

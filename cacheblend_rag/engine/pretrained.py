@@ -26,6 +26,8 @@ _HUB_OPTIONS = frozenset(
         "trust_remote_code",
     }
 )
+# `dtype` is an option of the models as well.
+_ONLY_SETTINGS = frozenset(BlendConfig.model_fields) - {"dtype"}
 _REFERENCE_NAME = "reference"
 _REFERENCE = Path(__file__).parents[1] / "reference" / "weights"
 
@@ -52,8 +54,14 @@ def load_pretrained(
     Raises
     ------
     ConfigError
-        If there is no such model, it cannot be reached, or its device is not there.
+        If there is no such model, it cannot be reached, its device is not there, or an option is one of the engine's settings.
     """
+    settings = sorted(_ONLY_SETTINGS.intersection(model_kwargs))
+    if settings:
+        given = ", ".join(f"{setting}={model_kwargs[setting]!r}" for setting in settings)
+        raise ConfigError(
+            f"{given} belongs to the settings, not to the model; pass config=BlendConfig({given}) instead"
+        )
     name = _checked_name(model)
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
     placed = "device_map" in model_kwargs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -229,3 +230,18 @@ def test_a_damaged_settings_file_is_an_error_of_one_line(run: Command, store: Pa
     result = run("ask", "Where?", "--store", store, code=1)
     assert "library.json cannot be read" in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_the_readmes_commands_answer_the_readmes_question(
+    run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path(__file__).parents[2]
+    block = next(part for part in (root / "README.md").read_text().split("```") if "cacheblend-rag warm" in part)
+    (tmp_path / "examples").symlink_to(root / "examples")
+    monkeypatch.chdir(tmp_path)
+    said = [run(*shlex.split(line, comments=True)[1:]).output for line in block.strip().splitlines()]
+    assert len(said) == 4
+    assert "3 encoded" in said[1]
+    assert "Sella Borler keeps a black horse." in said[2]
+    assert "the same answer" in said[2]
+    assert "reads the sentences of its own corpus only" in said[2]

@@ -12,7 +12,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model import inspect_model
-from cacheblend_rag.selection import SelectionTask, make_selector
+from cacheblend_rag.selection import SelectionTask, make_selector, selector_names
 from tests.core.dense import RecordingCache, own_kv, stale_kv
 from tests.core.spans import LENGTH, SPANS, random_ids, span_layout
 from tests.families import CASES, tiny_model, tiny_tokenizer, words
@@ -183,3 +183,16 @@ def test_a_model_that_does_not_show_its_attention(settings: dict[str, object]) -
         assert engine.prefill(prompt).report.selector == "hkvd"
         with pytest.raises(ConfigError, match="FalconForCausalLM does not show"):
             engine.prefill(prompt, config=engine.config.replace(**settings))
+
+
+@pytest.mark.parametrize("name", [name for name in selector_names() if name not in ("auto", "full")])
+def test_at_ratio_0_nothing_is_spent_on_choosing(name: str) -> None:
+    config = BlendConfig(strict=True, selector=name, recompute_ratio=0.0, neighbours=1)
+    chunks = [Chunk(words(20, seed), f"n{seed}") for seed in range(3)]
+    prompt = BlendPrompt("t5", ["n0", "n1", "n2"], "t6 t7")
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config) as engine:
+        engine.add(chunks)
+        got = engine.prefill(prompt)
+        wanted = engine.prefill(prompt, config=engine.config.replace(selector="none"))
+    assert got.report.charged_ratio == 0.0
+    torch.testing.assert_close(got.logits, wanted.logits, atol=0, rtol=0)

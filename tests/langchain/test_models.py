@@ -223,6 +223,13 @@ def test_what_has_no_meaning_is_refused_in_a_call_as_when_the_model_is_made(
             kind(engine=engine, **options)
 
 
+def test_settings_of_the_engine_among_the_options_are_shown_their_place(engine: BlendEngine) -> None:
+    with pytest.raises(ConfigError, match=r"blend_config=BlendConfig\(\.\.\.\)"):
+        ChatBlend(engine=engine, recompute_ratio=0.2)
+    with pytest.raises(ConfigError, match=r"blend_config=BlendConfig\(recompute_ratio=\.\.\.\)"):
+        ChatBlend(engine=engine).invoke("Who?", recompute_ratio=0.2)
+
+
 def test_options_of_a_call_are_read_as_those_of_the_object(engine: BlendEngine) -> None:
     llm = ChatBlend(engine=engine, max_tokens=9, temperature=0)
     assert llm.invoke("Who?", max_tokens="5").usage_metadata["output_tokens"] == 5

@@ -98,7 +98,8 @@ class BlendModel(AnswersTogether, DecodingFields):
         unknown = sorted(fields.keys() - type(self).model_fields.keys())
         if unknown:
             raise ConfigError(
-                f"{', '.join(unknown)}: {type(self).__name__} has no such parameter; generate's options go into generation_kwargs"
+                f"{', '.join(unknown)}: {type(self).__name__} has no such parameter; generate's options go into "
+                "generation_kwargs, the engine's settings into blend_config=BlendConfig(...)"
             )
         check_options(fields.get("generation_kwargs") or {})
         config = _config(blend_config)

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError
 from transformers import GenerationConfig
 
+from cacheblend_rag import BlendConfig
 from cacheblend_rag.errors import ConfigError
 
 __all__ = ["DecodingFields", "check_options", "explain", "generation_options", "stop_strings", "with_objects"]
@@ -52,6 +53,12 @@ class DecodingFields(BaseModel):
 def check_options(options: Iterable[str]) -> None:
     """Raise `ConfigError` for names that no generation option has."""
     unknown = sorted(set(options) - _KNOWN)
+    settings = [name for name in unknown if name in BlendConfig.model_fields]
+    if settings:
+        raise ConfigError(
+            f"{', '.join(settings)}: settings of the engine, not options of an answer; give them in "
+            f"blend_config=BlendConfig({settings[0]}=...)"
+        )
     if unknown:
         raise ConfigError(
             f"{', '.join(unknown)}: no generation option that this model knows; those of transformers' generate are known, and "
