@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, StoppingCriteriaList
 
+from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.firsttoken import FirstLogits
 from cacheblend_rag.engine.generation import GenerationResult, TokenWatch
 from cacheblend_rag.engine.run import PromptRun
@@ -50,6 +51,12 @@ def check_options(max_new_tokens: int | None, options: dict[str, Any]) -> None:
         raise ConfigError(f"max_new_tokens={max_new_tokens!r} is no whole number; give 1 or more")
     if max_new_tokens is not None and max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens={max_new_tokens} leaves nothing to generate; use prefill, or give 1 or more")
+    settings = sorted(options.keys() & BlendConfig.model_fields.keys())
+    if settings:
+        raise ConfigError(
+            f"{', '.join(settings)}: settings of the engine, not options of generate; give them in "
+            f"config=engine.config.replace({settings[0]}=...)"
+        )
     for name, why in _FOREIGN.items():
         if options.get(name) is not None:
             raise ConfigError(f"generation option {name} cannot be used here: {why}")

@@ -395,6 +395,11 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
         BlendEngine.from_pretrained("Reference")
 
 
+def test_settings_among_the_options_of_generate(engine: BlendEngine) -> None:
+    with pytest.raises(ConfigError, match=r"give them in config=engine.config.replace\(recompute_ratio=\.\.\.\)"):
+        engine.generate(BlendPrompt("t5", [GOOD], "t6"), 4, recompute_ratio=0.2)
+
+
 def test_settings_among_the_options_of_the_model() -> None:
     with pytest.raises(ConfigError, match=r"pass config=BlendConfig\(recompute_ratio=0.2, selector='hkvd'\) instead"):
         BlendEngine.from_pretrained("reference", selector="hkvd", recompute_ratio=0.2)
