@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -64,9 +66,8 @@ def _show_one(name: str, markdown: Path | None) -> None:
     from cacheblend_rag.model import capability
 
     if name in families():
-        # The proof has chunks that are not stored, on purpose.
-        logging.getLogger("cacheblend_rag.engine.supply").setLevel(logging.ERROR)
-        row = prove_family(name)
+        with _no_warnings():
+            row = prove_family(name)
         verdict = row.verdict
         seen = capability(tiny_model(tiny_config(name))) if row.is_exact else None
     else:
@@ -80,6 +81,18 @@ def _show_one(name: str, markdown: Path | None) -> None:
     if markdown is not None:
         rows = ["| " + " | ".join(line) + " |" for line in (columns, ("---",) * 4, *lines)]
         markdown.write_text("\n".join([f"{name}: {verdict}", "", *rows, ""]), encoding="utf-8")
+
+
+@contextmanager
+def _no_warnings() -> Iterator[None]:
+    """Keep the engine from warning of chunks that are not stored: the proof asks for such, on purpose."""
+    logger = logging.getLogger("cacheblend_rag.engine")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _loaded(name: str) -> tuple[str, Capability]:

@@ -162,8 +162,8 @@ def make_plan(
         If the selector is unknown or cannot work on this model.
     """
     selector = check_selector(config, num_layers)
-    budget = min(round(ratio * layout.context_tokens), layout.candidate_rows.numel())
-    if not budget:
-        # Plain reuse, without the work of choosing nothing.
+    if config.recompute_ratio == 0:
+        # Plain reuse was asked for: no selector is to spend anything on choosing nothing.
         return Plan(FixedSelection(layout.candidate_rows[:0]), selector.name, ratio)
+    budget = min(round(ratio * layout.context_tokens), layout.candidate_rows.numel())
     return Plan(selector.begin(SelectionTask(layout, num_layers, budget, sensitivity)), selector.name, ratio)

@@ -189,7 +189,8 @@ class Runner:
         if run.resumed is not None:
             readers = run.resumed.merge(readers)
         if run.layout.chunks:
-            run.plan = make_plan(config, run.layout, self._num_layers, ratio, self._sensitivity(run, readers))
+            sensitivity = self._sensitivity(run, readers) if ratio else None
+            run.plan = make_plan(config, run.layout, self._num_layers, ratio, sensitivity)
         else:
             run.plan = Plan(FixedSelection(NO_ROWS), make_selector(config).name, ratio)
         return readers

@@ -90,6 +90,11 @@ class RowCutter:
                 cut[name] = self._once(name, value, partial(self._value, name, value, rows))
         return cut
 
+    def forget(self) -> None:
+        """Let go of what was cut: of masks above all, which are large."""
+        self._rows = None
+        self._known.clear()
+
     def _once(self, name: str, value: Any, cut: partial[Any]) -> Any:
         # The model hands the same objects to every layer; the reference kept here keeps the id from being reused.
         known = (name, id(value))

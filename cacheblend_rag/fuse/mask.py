@@ -77,7 +77,7 @@ class RowMask(torch.Tensor):
         rows = mask.shape[-2]
         count = min(rows // _BLOCK_ROWS, _MOST_BLOCKS)
         # Measured on the CPU only: on a GPU, more and smaller kernels may cost more than they save.
-        if count < 2 or mask.device.type != "cpu" or mask.dtype != torch.bool or mask.ndim != 4:
+        if count < 2 or mask.device.type != "cpu" or mask.dtype != torch.bool or mask.ndim != 4 or len(mask) != 1:
             return mask
         known = mask.as_subclass(cls)
         known._blocks = []
@@ -126,7 +126,7 @@ class RowMask(torch.Tensor):
             masks = [self[:, :, block.rows, block.columns] for block in self._blocks]
             if sum(mask.numel() for mask in masks) * dtype.itemsize > _KEPT_BYTES:
                 return masks
-            added = [torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -torch.inf) for mask in masks]
+            added = [mask.new_zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -torch.inf) for mask in masks]
             self._additive = dtype, added
         return self._additive[1]
 
@@ -148,12 +148,14 @@ def _attend(
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    *args: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    asked = any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
-    if not isinstance(attention_mask, RowMask) or dropout or asked:
+    asked = args or any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
+    fits = isinstance(attention_mask, RowMask) and attention_mask.shape[-2:] == (query.shape[2], key.shape[2])
+    if not isinstance(attention_mask, RowMask) or not fits or dropout or asked:
         result: tuple[torch.Tensor, torch.Tensor | None] = function(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+            module, query, key, value, attention_mask, dropout, scaling, *args, **kwargs
         )
         return result
     return attention_mask.attend(query, key, value, scaling), None

@@ -127,7 +127,7 @@ class Steering:
         try:
             with (
                 uncompiled(self._decoder.model),
-                replace_attention(attend_in_blocks),
+                replace_attention(attend_in_blocks) if self._decoder.device.type == "cpu" else nullcontext(),
                 watch_attention(self._look) if self._selection.look_layers else nullcontext(),
             ):
                 yield
@@ -201,7 +201,11 @@ class Steering:
             if layer >= self._decoder.num_kv_layers:
                 # The last layer attends to the KV of another one; none is handed over any more.
                 self._cache.steering = None
-        return self._cutter.cut(arguments, before, self._rows)
+        cut = self._cutter.cut(arguments, before, self._rows)
+        if self._is_last_under_way:
+            # Decoding goes on within the hooks, and needs no masks of the prompt.
+            self._cutter.forget()
+        return cut
 
     def _is_narrowed(self, arguments: dict[str, Any]) -> bool:
         """Return whether the model itself goes on with fewer rows, where layers attend to the KV of others (Gemma 4)."""

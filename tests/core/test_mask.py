@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -9,9 +12,11 @@ from torch.nn import functional
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.fuse import mask as fuse_mask
 from cacheblend_rag.fuse.mask import RowMask, attend_in_blocks, row_mask
 from cacheblend_rag.model import replace_attention
+from tests.families import tiny_model, tiny_tokenizer, words
 
 _COLUMNS = 900
 
@@ -73,10 +78,50 @@ def test_a_mask_and_its_position_bias_are_left_to_the_function() -> None:
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_only_the_models_of_the_block_attend_by_another_function() -> None:
-    with replace_attention(attend_in_blocks):
+def test_each_head_may_have_its_own_mask_and_values_another_width() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(1, 4, n, 16, generator=generator) for n in (300, _COLUMNS))
+    value = torch.randn(1, 4, _COLUMNS, 24, generator=generator)
+    distances = _rows(300)[:, None] - torch.arange(_COLUMNS)
+    plain = (distances >= 0) & (distances[None] < torch.tensor([30, 100, 500, 900])[:, None, None])
+    mask = RowMask.over(plain[None])
+    assert isinstance(mask, RowMask)
+    got = attend_in_blocks(sdpa_attention_forward)(nn.Module(), query, key, value, mask)[0]
+    wanted = functional.scaled_dot_product_attention(query, key, value, attn_mask=plain[None]).transpose(1, 2)
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_only_the_models_of_the_block_and_its_thread_attend_by_another_function() -> None:
+    with replace_attention(attend_in_blocks), ThreadPoolExecutor(1) as other:
         assert _attention_function() is not sdpa_attention_forward
+        assert other.submit(_attention_function).result() is sdpa_attention_forward
     assert _attention_function() is sdpa_attention_forward
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek-v3"])
+def test_a_blended_prefill_attends_in_blocks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = BlendConfig(strict=True, self_check=False, selector="random", recompute_ratio=0.7)
+    chunks = [Chunk(words(110, seed), f"n{seed}") for seed in range(3)]
+    prompt = BlendPrompt("t5", ["n0", "n1", "n2"], "t6 t7")
+    attended: list[int] = []
+    attend = RowMask.attend
+
+    def noted(mask: RowMask, query: torch.Tensor, *args: Any) -> torch.Tensor:
+        attended.append(query.shape[2])
+        return attend(mask, query, *args)
+
+    monkeypatch.setattr(RowMask, "attend", noted)
+    with BlendEngine(tiny_model(family), tiny_tokenizer(), config=config) as engine:
+        engine.add(chunks)
+        got = engine.prefill(prompt)
+        assert engine.decoder is not None
+        assert len(attended) == engine.decoder.num_layers
+        assert set(attended) == {got.report.recomputed_tokens + got.report.prompt_tokens - got.report.context_tokens}
+        attended.clear()
+        monkeypatch.setattr("cacheblend_rag.fuse.steer.attend_in_blocks", lambda function: function)
+        wanted = engine.prefill(prompt)
+        assert not attended
+    torch.testing.assert_close(got.logits, wanted.logits, atol=1e-4, rtol=0)
 
 
 def test_a_function_of_the_users_own_is_not_replaced() -> None:
