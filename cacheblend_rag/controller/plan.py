@@ -162,8 +162,8 @@ def make_plan(
         If the selector is unknown or cannot work on this model.
     """
     selector = check_selector(config, num_layers)
-    if config.recompute_ratio == 0:
-        # Plain reuse was asked for: no selector is to spend anything on choosing nothing.
+    if config.recompute_ratio == 0 or not layout.chunks:
+        # Nothing is asked for, or nothing left to choose from: no selector is to spend anything on it.
         return Plan(FixedSelection(layout.candidate_rows[:0]), selector.name, ratio)
     budget = min(round(ratio * layout.context_tokens), layout.candidate_rows.numel())
     return Plan(selector.begin(SelectionTask(layout, num_layers, budget, sensitivity)), selector.name, ratio)

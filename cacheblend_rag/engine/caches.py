@@ -19,12 +19,12 @@ from cacheblend_rag.selection.question import look_layers
 from cacheblend_rag.snapkv import Eviction
 from cacheblend_rag.store import KVReader
 
-__all__ = ["NO_ROWS", "ROOM_FOR_OUTPUT", "PromptCaches"]
+__all__ = ["ROOM_FOR_OUTPUT", "PromptCaches"]
 
 # A limit that is meant as "no limit" should not take memory at once.
 ROOM_FOR_OUTPUT = 512
 
-NO_ROWS = torch.empty(0, dtype=torch.int64)
+_NO_ROWS = torch.empty(0, dtype=torch.int64)
 """A selection of nothing."""
 
 
@@ -87,7 +87,7 @@ class PromptCaches:
         assert run.plan is not None
         layout = run.layout
         # A prompt that is computed as a whole, but for the rows that its conversation has.
-        selection = run.plan.selection or FixedSelection(NO_ROWS)
+        selection = run.plan.selection or FixedSelection(_NO_ROWS)
         cache = BlendCache(self._num_layers)
         first_layer = 0 if layout.resumed_rows else min(selection.check_layers, default=0)
         capacity = len(layout) + _room(headroom)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.controller import Controller, Plan, make_plan, whole_plan
-from cacheblend_rag.engine.caches import NO_ROWS, PromptCaches
+from cacheblend_rag.engine.caches import PromptCaches
 from cacheblend_rag.engine.run import PromptRun
 from cacheblend_rag.engine.supply import KVSupply
 from cacheblend_rag.engine.taken import Making
@@ -188,11 +188,8 @@ class Runner:
         readers = self._supply.readers(run, found or self._supply.open_all(run))
         if run.resumed is not None:
             readers = run.resumed.merge(readers)
-        if run.layout.chunks:
-            sensitivity = self._sensitivity(run, readers) if ratio else None
-            run.plan = make_plan(config, run.layout, self._num_layers, ratio, sensitivity)
-        else:
-            run.plan = Plan(FixedSelection(NO_ROWS), make_selector(config).name, ratio)
+        sensitivity = self._sensitivity(run, readers) if ratio and run.layout.chunks else None
+        run.plan = make_plan(config, run.layout, self._num_layers, ratio, sensitivity)
         return readers
 
     def _blends(self, run: PromptRun) -> bool:

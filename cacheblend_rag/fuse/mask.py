@@ -83,7 +83,7 @@ class RowMask(torch.Tensor):
         known._blocks = []
         known._additive = None
         for start, stop in pairwise(number * rows // count for number in range(count + 1)):
-            seen = mask[:, :, start:stop].any(dim=2).any(dim=1)[0].nonzero()
+            seen = mask[:, :, start:stop].any(dim=(1, 2))[0].nonzero()
             if not seen.numel():
                 return mask
             known._blocks.append(_Block(slice(start, stop), slice(int(seen[0]), int(seen[-1]) + 1)))
@@ -150,12 +150,12 @@ def _attend(
     scaling: float | None = None,
     *args: Any,
     **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    asked = args or any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
-    fits = isinstance(attention_mask, RowMask) and attention_mask.shape[-2:] == (query.shape[2], key.shape[2])
-    if not isinstance(attention_mask, RowMask) or not fits or dropout or asked:
-        result: tuple[torch.Tensor, torch.Tensor | None] = function(
-            module, query, key, value, attention_mask, dropout, scaling, *args, **kwargs
-        )
-        return result
-    return attention_mask.attend(query, key, value, scaling), None
+) -> Any:
+    asked = dropout or args or any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
+    if (
+        isinstance(attention_mask, RowMask)
+        and attention_mask.shape[-2:] == (query.shape[2], key.shape[2])
+        and not asked
+    ):
+        return attention_mask.attend(query, key, value, scaling), None
+    return function(module, query, key, value, attention_mask, dropout, scaling, *args, **kwargs)
