@@ -49,13 +49,26 @@ class Chunk:
     positions : sequence of int, optional
         The position of each of `token_ids` in the prompts that it is for, ascending. By default they stand right behind the
         encoding prefix, without gaps. Where KV can be moved only the gaps count, else it serves at these positions alone.
+    document : str, optional
+        The name of the document that the chunk is a piece of. Its KV is then computed behind the chunks that stand before it in
+        that document, its context; a chunk of no document is encoded alone. Only a chunk with an id can be a piece of one.
+    start : int, optional
+        Where the chunk's body begins in the document, in characters. Chunks are ordered by it, and where two overlap the first
+        counts up to where the second begins. Without it two chunks overlap where the one ends as the other begins, in 16
+        characters at least.
+    previous : str, optional
+        The id of the chunk that stands before it, for a chunk without `start`; one that has neither stands at the end.
+    body : (int, int), optional
+        The half-open range of characters of `text` that come from the document; all of them by default. What else there is, a
+        block of metadata for example, counts neither for `start` nor as overlap.
 
     Raises
     ------
     EmptyChunkError
         If `text` is empty, or `token_ids`.
     ConfigError
-        If `id` is an empty string, `neighbours` is no sequence of ids, or `positions` do not fit `token_ids`.
+        If `id` is an empty string, `neighbours` is no sequence of ids, `positions` do not fit `token_ids`, or what says where the
+        chunk stands in its document has no meaning.
     """
 
     text: str
@@ -63,6 +76,10 @@ class Chunk:
     neighbours: Sequence[str] = field(default=(), compare=False)
     token_ids: Sequence[int] | None = None
     positions: Sequence[int] | None = None
+    document: str | None = None
+    start: int | None = None
+    previous: str | None = None
+    body: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if not self.text:
@@ -100,6 +117,35 @@ class Chunk:
                 )
             if places[0] < 0 or any(after <= before for before, after in pairwise(places)):
                 raise ConfigError(f"the positions of chunk {self.id!r} must ascend from 0 or more; they are {places}")
+        self._check_place()
+
+    def _check_place(self) -> None:
+        if self.document is None:
+            if self.start is not None or self.previous is not None or self.body is not None:
+                raise ConfigError(
+                    f"chunk {self.id!r} has a place (start={self.start}, previous={self.previous!r}, body={self.body}) in no "
+                    "document; give document the name of the one it is a piece of"
+                )
+            return
+        if not isinstance(self.document, str) or not self.document:
+            raise ConfigError(f"the document of chunk {self.id!r} is {self.document!r:.40}; give its name, not empty")
+        if self.id is None:
+            raise ConfigError(f"a chunk of document {self.document!r:.40} has no id; give it one to be found and deleted by")
+        if self.token_ids is not None:
+            raise ConfigError(
+                f"chunk {self.id!r} of document {self.document!r:.40} has token ids of its own; of these it is not known where they "
+                "stand in the document: leave out token_ids, or document"
+            )
+        if self.start is not None and (type(self.start) is not int or self.start < 0):
+            raise ConfigError(f"start={self.start!r} of chunk {self.id!r} must be a number of characters, 0 or more")
+        if self.previous is not None and (not isinstance(self.previous, str) or self.previous in ("", self.id)):
+            raise ConfigError(f"previous={self.previous!r:.40} of chunk {self.id!r} must be the id of another chunk")
+        if self.body is not None:
+            begin, end = self.body
+            if not 0 <= begin <= end <= len(self.text):
+                raise ConfigError(
+                    f"body={self.body} of chunk {self.id!r} is no range of its {len(self.text)} characters"
+                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,6 +128,18 @@ class BlendConfig(BaseSettings):
     decode_batch_tokens : int
         Most tokens of KV, padding and room for the answers included, that prompts of one call decode together with
         (`BlendEngine.generate_many`); more prompts are decoded batch after batch.
+    context : {"document", "none"}
+        Whether a chunk that is a piece of a document is encoded behind the chunks before it there, so that its KV remembers them,
+        or every chunk alone. "none" is for texts whose readers differ from chunk to chunk.
+    context_tokens : int, optional
+        Most tokens of a document that are read together, a chunk and its context; a longer document is read in windows that
+        begin at chunk borders. None is as many as the model takes.
+    separator : str
+        What stands between the chunks of a document, and most likely between the chunks of a prompt. Behind each chunk its KV is
+        kept too, and used where a prompt has just this there.
+    miss_tokens : int
+        Most tokens that an answer waits for while chunks without stored KV are encoded in their documents. Chunks beyond that are
+        computed like text for this answer, and encoded in the background.
     neighbours : int, optional
         How many chunks a new chunk is encoded behind, a second time, to measure how much its tokens depend on what stands before
         it; 0 measures nothing. By default 2 where the selector needs it ("ingest", "query_ingest"), else 0.
@@ -210,6 +222,10 @@ class BlendConfig(BaseSettings):
     conversation_bytes: int = Field(default=1024**3, ge=0)
     encode_batch_tokens: int = Field(default=4096, ge=1)
     encode_on: Literal["add", "second_use"] = "add"
+    context: Literal["document", "none"] = "document"
+    context_tokens: int | None = Field(default=4096, ge=1)
+    separator: str = ""
+    miss_tokens: int = Field(default=16_384, ge=0)
     decode_batch_tokens: int = Field(default=32_768, ge=1)
     neighbours: int | None = Field(default=None, ge=0)
     prefetch_layers: int = Field(default=2, ge=1)
