@@ -1,0 +1,349 @@
+"""No KV is stale: any sequence of calls by two engines on one folder, against a library that works everything out anew.
+
+The model is small, so that after every step all that is stored is compared with a plain forward over what the chunk should be
+encoded behind.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag.errors import StoreFullError
+from cacheblend_rag.store import StoreClock, check_store, open_store
+from cacheblend_rag.store.documents import Drafts
+from tests.core.documents.naive import Ids, Library, Reading, Rows
+from tests.families import tiny_model, tiny_tokenizer, words
+
+IDS = [f"c{number}" for number in range(7)]
+# Two documents say the same, so that equal text stands behind equal text.
+TEXTS = {"d0": words(30, 1).split(), "d1": words(30, 1).split(), "d2": words(30, 2).split()}
+HEAD = "t90 t91 "
+LIVES = st.sampled_from([None, None, 50.0, 100.0])
+SOME_IDS = st.lists(st.sampled_from(IDS), max_size=3, unique=True)
+
+
+@cache
+def small_model() -> PreTrainedModel:
+    """Return a model of two layers, in which what stands before shows in the second."""
+    config = tiny_model("llama").config.to_dict() | {"num_hidden_layers": 2}
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**config))
+    for parameter in model.parameters():
+        if parameter.ndim >= 2:
+            parameter.data.normal_(std=0.25)
+    return model.eval()
+
+
+@cache
+def rows() -> Rows:
+    return Rows(small_model())
+
+
+@st.composite
+def chunks(draw: st.DrawFn, *, placed: bool) -> Chunk:
+    """Draw a chunk: a stretch of a document, at its place there or without one, or a text of none."""
+    id = draw(st.sampled_from(IDS))
+    document = draw(st.sampled_from([*TEXTS, None]))
+    begin, size = draw(st.integers(0, 12)), draw(st.integers(1, 9))
+    text = TEXTS[document or "d0"]
+    body = " ".join(text[begin : begin + size])
+    if document is None:
+        return Chunk(body, id)
+    head = draw(st.sampled_from(["", "", HEAD]))
+    start = [*accumulate((len(word) + 1 for word in text), initial=0)][begin] if placed else None
+    previous = None if placed else draw(st.sampled_from([None, *(each for each in IDS if each != id)]))
+    around = (len(head), len(head + body)) if head else None
+    return Chunk(head + body, id, document=document, start=start, previous=previous, body=around)
+
+
+@st.composite
+def additions(draw: st.DrawFn) -> list[Chunk]:
+    """Draw the chunks of one call: anywhere, by their places, or all of one document or none, by what they follow."""
+    if draw(st.booleans()):
+        return draw(st.lists(chunks(placed=True), min_size=1, max_size=4))
+    drawn = draw(st.lists(chunks(placed=False), min_size=1, max_size=4))
+    return [chunk for chunk in drawn if chunk.document == drawn[0].document]
+
+
+class DocumentMachine(RuleBasedStateMachine):
+    """Two engines, each with a store of its own on one folder, as two processes would have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+        self.now = 1.8e9
+        self.engines: list[BlendEngine] = []
+
+    @initialize(
+        context_tokens=st.sampled_from([12, 20, 200]),
+        separator=st.sampled_from(["", "t3 t4"]),
+        ttl_s=st.sampled_from([None, None, 70.0]),
+        ram_bytes=st.sampled_from([0, 4_000, 10**7]),
+        disk_bytes=st.sampled_from([None, None, 12_000]),
+        miss_tokens=st.sampled_from([0, 10, 1000]),
+        write_back_bytes=st.sampled_from([0, 10**6]),
+        defers=st.sampled_from([False, False, True]),
+    )
+    def make(
+        self,
+        context_tokens: int,
+        separator: str,
+        ttl_s: float | None,
+        ram_bytes: int,
+        disk_bytes: int | None,
+        miss_tokens: int,
+        write_back_bytes: int,
+        defers: bool,
+    ) -> None:
+        self.config = BlendConfig(
+            context_tokens=context_tokens,
+            separator=separator,
+            ttl_s=ttl_s,
+            miss_tokens=miss_tokens,
+            encode_on="second_use" if defers else "add",
+            encode_batch_tokens=32,
+            recompute_ratio=0.0,
+            selector="none",
+            self_check=False,
+        )
+        self.options = {"ram_bytes": ram_bytes, "disk_bytes": disk_bytes, "write_back_bytes": write_back_bytes}
+        self.engines = [self.open(), self.open()]
+        rules = self.engines[0]._assembler.rules
+        self.library = Library(rules.limit, rules.separator)
+        self.pinned: set[str] = set()
+        # Until when KV may be there, by its context and its tokens.
+        self.lives: dict[tuple[Ids, Ids], float] = {}
+
+    def open(self) -> BlendEngine:
+        clock = StoreClock(lambda: self.now, lambda: self.now)
+        store = open_store(self.folder, clock=clock, **self.options)  # type: ignore[arg-type]
+        return BlendEngine(small_model(), tiny_tokenizer(), config=self.config, store=store)
+
+    def end(self, engine: BlendEngine) -> None:
+        engine.close()
+        engine.store.close()
+
+    def readings(self) -> dict[str, Reading]:
+        return self.library.readings(self.now)
+
+    def live_on(self, ttl_s: float | None = None) -> None:
+        """Note that all there is may have been encoded just now, to live so long at most."""
+        readings = self.readings()
+        names = {(each.context, each.ids) for each in readings.values()}
+        self.lives = {name: life for name, life in self.lives.items() if name in names}
+        most = math.inf if ttl_s is None else self.now + ttl_s
+        for each in readings.values():
+            name = each.context, each.ids
+            self.lives[name] = max(self.lives.get(name, -math.inf), min(each.expires_at, most))
+
+    def with_more(self, given: list[Chunk], ttl_s: float | None) -> Library:
+        """Return what the library is to be once these are added."""
+        future = Library(self.library.limit, self.library.separator)
+        future.pieces = {document: list(pieces) for document, pieces in self.library.pieces.items()}
+        future.alone = dict(self.library.alone)
+        life = self.config.ttl_s if ttl_s is None else ttl_s
+        future.add(given, math.inf if life is None else self.now + life)
+        return future
+
+    def change(self, call: Callable[[], object]) -> None:
+        """Do what may find no room because of what is pinned; then nothing is known of what was done."""
+        try:
+            call()
+            for engine in self.engines:
+                engine.flush()
+        except StoreFullError:
+            assert self.pinned
+            for engine in self.engines:
+                engine.delete(IDS)
+            self.library.remove(IDS)
+            self.pinned.clear()
+
+    # What is asked of an engine.
+
+    @rule(second=st.booleans(), given=additions(), ttl_s=LIVES, background=st.booleans())
+    def add(self, second: bool, given: list[Chunk], ttl_s: float | None, background: bool) -> None:
+        future = self.with_more(given, ttl_s)
+        if future.has_circle():
+            return
+        self.library = future
+        engine = self.engines[second]
+        if background:
+            self.change(lambda: engine.add(given, ttl_s=ttl_s, background=True))
+        else:
+            self.change(lambda: engine.add(given, ttl_s=ttl_s))
+        self.live_on()
+
+    @rule(second=st.booleans(), first=additions(), then=SOME_IDS, ttl_s=LIVES)
+    def add_while_others_delete(self, second: bool, first: list[Chunk], then: list[str], ttl_s: float | None) -> None:
+        """Delete with one engine what the other encodes in the background."""
+        future = self.with_more(first, ttl_s)
+        if future.has_circle():
+            return
+        self.library = future
+        self.engines[second].add(first, ttl_s=ttl_s, background=True)
+        self.live_on()
+        self.delete(not second, then)
+        self.change(self.engines[second].flush)
+        self.live_on()
+
+    @rule(second=st.booleans(), ids=SOME_IDS)
+    def delete(self, second: bool, ids: list[str]) -> None:
+        known = set(self.readings()).intersection(ids)
+        assert self.engines[second].delete(ids) == len(known)
+        self.library.remove(ids)
+        self.pinned -= known
+        # What stood behind them is a miss, unless the same stands somewhere else.
+        self.live_on()
+
+    @rule(second=st.booleans(), document=st.sampled_from(sorted(TEXTS)))
+    def delete_document(self, second: bool, document: str) -> None:
+        ids = [piece.id for piece in self.library.order(document)]
+        assert self.engines[second].delete_document(document) == len(ids)
+        self.library.remove(ids)
+        self.pinned.difference_update(ids)
+        self.live_on()
+
+    @rule(second=st.booleans(), ids=st.lists(st.sampled_from(IDS), min_size=1, max_size=4))
+    def ask(self, second: bool, ids: list[str]) -> None:
+        known = [id for id in ids if id in self.readings()]
+        engine = self.engines[second]
+        self.change(lambda: engine.prefill(BlendPrompt("t5 t6", known, "t7 t8")))
+        self.live_on(self.config.ttl_s)
+
+    @rule(second=st.booleans(), ids=SOME_IDS)
+    def prefetch(self, second: bool, ids: list[str]) -> None:
+        known = [id for id in ids if id in self.readings()]
+        self.engines[second].prefetch(known).wait()
+
+    @rule(second=st.booleans(), id=st.sampled_from(IDS))
+    def evict(self, second: bool, id: str) -> None:
+        [record] = self.engines[second].records([id])
+        if record is not None:
+            self.engines[second].store.discard(record.key)
+
+    @rule(second=st.booleans(), ids=SOME_IDS, pinned=st.booleans())
+    def pin(self, second: bool, ids: list[str], pinned: bool) -> None:
+        known = [id for id in ids if id in self.readings()]
+        try:
+            (self.engines[second].pin if pinned else self.engines[second].unpin)(known)
+        except StoreFullError:
+            return
+        (self.pinned.update if pinned else self.pinned.difference_update)(known)
+
+    @rule(seconds=st.sampled_from([1.0, 49.0, 60.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(second=st.booleans())
+    def reopen(self, second: bool) -> None:
+        self.end(self.engines[second])
+        self.engines[second] = self.open()
+
+    # What must be true then.
+
+    @precondition(lambda self: self.engines)
+    @invariant()
+    def nothing_is_stale(self) -> None:
+        readings = self.readings()
+        for engine in self.engines:
+            assert set(engine.ids()) == set(readings)
+            for document in TEXTS:
+                assert engine.document(document) == [piece.id for piece in self.library.order(document)]
+            ids = sorted(readings)
+            assert engine.places(ids) == [
+                next((name for name in TEXTS if id in map(str, engine.document(name))), None) for id in ids
+            ]
+            keys: dict[tuple[Ids, Ids], str] = {}
+            for id, record in zip(ids, engine.records(ids), strict=True):
+                assert record is not None
+                reading = readings[id]
+                name = reading.context, reading.ids
+                assert record.token_ids + record.separator == reading.ids
+                # Equal text behind equal text is one entry, and nothing else is.
+                assert keys.setdefault(name, record.key) == record.key
+                assert rows().is_right(engine, record.key, reading), id
+                if engine.store.holds([record.key])[0]:
+                    assert self.now < self.lives[name], id
+            assert len(set(keys.values())) == len(keys)
+            stats = engine.store.stats()
+            assert stats.nodes == len(readings)
+            assert stats.entries <= len(keys)
+            by_key = {record.key: record.id for record in engine.records(ids) if record is not None}
+            self.check_index(set(by_key), {r.key for r in engine.records(sorted(self.pinned)) if r is not None})
+
+    def check_index(self, named: set[str], pinned: set[str]) -> None:
+        """Assert that there is no entry but what names lead to, and no pin but theirs."""
+        index = sqlite3.connect(self.folder / "index.sqlite")
+        try:
+            entries = dict(index.execute("SELECT key, pinned FROM entries"))
+            assert set(entries) <= named
+            assert {key for key, is_pinned in entries.items() if is_pinned} == pinned & set(entries)
+            pieces = index.execute("SELECT count(*) FROM members").fetchone()[0]
+            assert pieces == sum(map(len, self.library.pieces.values()))
+            assert index.execute("SELECT count(*) FROM documents").fetchone()[0] == len(self.library.pieces)
+        finally:
+            index.close()
+
+    def teardown(self) -> None:
+        try:
+            if self.engines:
+                assert check_store(self.folder).problems == []
+                self.engines[0].delete(self.engines[0].ids())
+                stats = self.engines[1].store.stats()
+                assert (stats.nodes, stats.entries, stats.disk_bytes, stats.ram_bytes) == (0, 0, 0, 0)
+                assert list((self.folder / "kv").glob("*/*")) == []
+        finally:
+            for engine in self.engines:
+                self.end(engine)
+            shutil.rmtree(self.folder)
+
+
+def run_machine(examples: int, steps: int, part: int = 0, **options: object) -> None:
+    run_state_machine_as_test(
+        seed(part)(DocumentMachine),
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            **options,  # type: ignore[arg-type]
+        ),
+    )
+
+
+def test_sampled() -> None:
+    run_machine(8, 15)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", range(10))
+def test_whole(part: int) -> None:
+    run_machine(40, 40, part, database=None)
+
+
+def test_without_new_keys_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With names of displaced chunks left leading to their old keys, stale KV is found."""
+    save = Drafts.save
+    monkeypatch.setattr(Drafts, "save", lambda self, targets, recorded=(): save(self, targets, targets))
+    with pytest.raises(AssertionError):
+        run_machine(40, 20, phases=[Phase.generate], database=None)
