@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from cacheblend_rag.chunk import Chunk
@@ -142,6 +142,11 @@ class _Naming:
         return [record for unit in units for record in self._names.pop(unit)]
 
 
+def _shorter(one: float | None, other: float | None) -> float | None:
+    """Return the shorter of two lives, of which None never ends."""
+    return min((life for life in (one, other) if life is not None), default=None)
+
+
 def _unit(target: NamedTarget) -> str:
     return f"key {target.record.key}" if target.document is None else f"document {target.document}"
 
@@ -207,6 +212,8 @@ class Ingest:
         with BatchWriter() as writer:
             keep = partial(self._store_and_name, naming=naming, ttl_s=ttl_s)
             encoded, tokens = self._encode(todo, writer, keep, advance)
+        # Behind what has been changed by another process since, no name stands by now.
+        self._release([group for group in todo.groups if all(target.record.id for target in group)])
         return AddResult(encoded, todo.changed, todo.unchanged, tokens)
 
     def add_later(
@@ -431,17 +438,40 @@ class Ingest:
         )
 
     def _store_if_wanted(self, batch: Sequence[tuple[Group, ChunkKV]]) -> None:
-        self._put(batch)
-        groups = [group for group, _ in batch]
+        self._put_late(batch, is_asked_for=False)
+        # Deleted or replaced while it was encoded.
+        self._release([group for group, _ in batch])
+
+    def _release(self, groups: Sequence[Group]) -> None:
+        """Drop the KV that no name leads to, of groups that are named."""
         named = self._named(groups)
         gone = [group[0].record.key for group, still in zip(groups, named, strict=True) if not still]
         if gone:
-            # Deleted or replaced while it was encoded.
             self._store.release(gone)
+
+    def _put_late(self, batch: Sequence[tuple[Group, ChunkKV]], is_asked_for: bool) -> None:
+        """Store KV whose names were recorded before it was encoded, to live as long as is left in their documents by now.
+
+        Where all lives have ended meanwhile, only what was asked for is stored, like any miss.
+        """
+        ids = [target.record.id for group, _ in batch for target in group if target.document is not None]
+        known = self._store.targets(self._assembler.namespace, ids) if ids else []
+        lives = {target.record.id: target.lives_s for target in known if target is not None}
+        for group, kv in batch:
+            left = []
+            for target in group:
+                now = lives.get(target.record.id, target.lives_s)
+                if is_asked_for:
+                    left.append(replace(target, lives_s=_shorter(now, self._ttl_s)))
+                elif now is not None or target.lives_s is None:
+                    left.append(replace(target, lives_s=_shorter(now, target.lives_s)))
+            if left:
+                self._put([(left, kv)])
 
     def _store_quietly(self, batch: Sequence[tuple[Group, ChunkKV]]) -> None:
         try:
-            self._store_if_wanted(batch)
+            self._put_late(batch, is_asked_for=True)
+            self._release([group for group, _ in batch])
         except StoreError as error:
             logger.warning("the KV of misses was not stored: %s", error)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from cacheblend_rag.errors import ChunkReadError, StoreError
 from cacheblend_rag.store.chunkfile import ChunkFile
 from cacheblend_rag.store.collect import existing_store, is_orphan
+from cacheblend_rag.store.damage import Damage
 from cacheblend_rag.store.database import Database
 from cacheblend_rag.store.disk import DiskTier
 from cacheblend_rag.store.entries import Entry
@@ -106,10 +107,11 @@ class _Findings:
     keys: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     names: list[tuple[str, str]] = field(default_factory=list)
+    documents: list[tuple[str, str]] = field(default_factory=list)
 
 
 def _examine(folder: StoreFolder, database: Database, report: CheckReport) -> _Findings:
-    index, names = Index(database), Names(database)
+    index, damage = Index(database), Damage(database)
     findings = _Findings()
     report.problems += Tally(database).damage()
     for path in folder.writers.leftovers():
@@ -129,10 +131,17 @@ def _examine(folder: StoreFolder, database: Database, report: CheckReport) -> _F
         elif is_orphan(folder, index, path):
             report.problems.append(f"file {path.name} belongs to no entry")
             findings.files.append(path.name)
-    for namespace, node in names.damaged():
+    for namespace, node in damage.names():
         report.problems.append(f"the record of name {node!r} does not match its checksum")
         findings.names.append((namespace, node))
-    report.names = names.count()
+    for namespace, document in damage.documents():
+        report.problems.append(
+            f"the record of document {document!r} does not match the keys of its chunks, or its checksum"
+        )
+        findings.documents.append((namespace, document))
+    if strays := damage.strays():
+        report.problems.append(f"{strays} rows say where in a document something stands that is not there")
+    report.names = Names(database).count()
     return findings
 
 
@@ -158,9 +167,14 @@ def _mend(path: Path, findings: _Findings) -> None:
         for name in findings.files:
             tier.folder.unlink(name)
         names = Names(tier.database)
+        writer = tier.folder.writers.own()
         for namespace, node in findings.names:
-            _, dropped = names.remove(namespace, [node], tier.folder.writers.own())
+            _, dropped = names.remove(namespace, [node], writer)
             tier.remove(dropped)
+        damage = Damage(tier.database)
+        for namespace, document in findings.documents:
+            tier.remove(damage.reread(namespace, document, writer))
+        damage.remove_strays()
         Tally(tier.database).recount()
     finally:
         tier.close()

@@ -59,6 +59,17 @@ class Database:
             yield self._connections.reader()
 
     @contextmanager
+    def snapshot(self) -> Iterator[sqlite3.Connection]:
+        """Do what `read` does; all queries see the database as it is at the first."""
+        with self.read() as connection:
+            connection.execute("BEGIN")
+            try:
+                yield connection
+            finally:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+
+    @contextmanager
     def write(self, durable: bool = True, wait: bool = True) -> Iterator[sqlite3.Connection]:
         """Run one write transaction, rolled back if it ends by an error.
 

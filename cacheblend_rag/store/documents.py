@@ -3,52 +3,19 @@
 from __future__ import annotations
 
 import sqlite3
-import zlib
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from logging import getLogger
 
-import numpy as np
-
 from cacheblend_rag.keys import chunk_key, context_digest
 from cacheblend_rag.reading import Member, Place, ReadingRules, contexts, in_order, relinked
 from cacheblend_rag.store.base import NamedTarget, NodeRecord
-from cacheblend_rag.store.chunkformat import pack_tokens, unpack_tokens
+from cacheblend_rag.store.chunkformat import pack_tokens
+from cacheblend_rag.store.pieces import Piece, read_document, read_pieces, record_checksum, write_document, write_piece
 
-__all__ = ["Drafts", "document_of", "record_checksum"]
+__all__ = ["Drafts", "document_of"]
 
 _log = getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Piece:
-    """A chunk of a document.
-
-    Attributes
-    ----------
-    member : Member
-        Its tokens and its place.
-    text_hash : str
-        Digest of its text.
-    key : str or None
-        The key that its name leads to; None where the name is new.
-    expires_at : float or None
-        When its time to live is over, by the store's time.
-    is_changed : bool
-        Whether more is to be written of it than its key.
-    separator : tuple of int
-        The separator that its name was recorded with.
-    arrival : int
-        When it came, compared with the other chunks of the document.
-    """
-
-    member: Member
-    text_hash: str
-    key: str | None
-    expires_at: float | None
-    is_changed: bool
-    separator: tuple[int, ...]
-    arrival: int
 
 
 @dataclass(slots=True)
@@ -57,7 +24,7 @@ class _Draft:
 
     name: str
     rules: ReadingRules
-    pieces: dict[str, _Piece] = field(default_factory=dict)
+    pieces: dict[str, Piece] = field(default_factory=dict)
     is_changed: bool = False
 
     @property
@@ -86,6 +53,7 @@ class Drafts:
         # The document that each id that was looked up is in now.
         self._of: dict[str, str | None] = {}
         self._left: set[str] = set()
+        self._damaged: list[str] = []
 
     def put(self, records: Iterable[NodeRecord], rules: ReadingRules, expires_at: float | None) -> None:
         """Put chunks into their documents, those of none out of the ones that they are in.
@@ -119,14 +87,14 @@ class Drafts:
                     old.expires_at,
                     old.separator,
                 )
-                draft.pieces[record.id] = _Piece(
+                draft.pieces[record.id] = Piece(
                     member, record.text_hash, old.key, lives, old.is_changed or is_changed, rules.separator, old.arrival
                 )
                 continue
             key = None if old is None else old.key
             self._take_out([record.id])
             member = Member(record.id, record.token_ids, place)
-            draft.pieces[record.id] = _Piece(
+            draft.pieces[record.id] = Piece(
                 member, record.text_hash, key, expires_at, True, rules.separator, draft.arrivals
             )
             self._of[record.id] = place.document
@@ -140,6 +108,11 @@ class Drafts:
         for id in ids:
             self._document(id)
 
+    def warn(self) -> None:
+        """Say what of the documents is damaged, once the connection has been given back."""
+        for what in self._damaged:
+            _log.warning("the stored record of %s", what)
+
     @property
     def left(self) -> set[str]:
         """The ids of chunks that leave the documents that they are in."""
@@ -147,7 +120,7 @@ class Drafts:
 
     def ids(self, document: str) -> list[str]:
         """Return the ids of a document's chunks in reading order."""
-        self._load(document)
+        self.load(document)
         draft = self._drafts.get(document)
         return (
             [] if draft is None else [member.id for member in in_order([each.member for each in draft.pieces.values()])]
@@ -199,9 +172,13 @@ class Drafts:
         for draft in self._drafts.values():
             changed = [piece for piece in draft.pieces.values() if piece.is_changed]
             # Without a piece the document itself is gone, perhaps only just now.
-            number = self._write_document(draft) if draft.pieces and (changed or draft.is_changed) else None
+            number = (
+                write_document(self._connection, self._namespace, draft.name, draft.rules)
+                if draft.pieces and (changed or draft.is_changed)
+                else None
+            )
             for piece in changed:
-                self._write_member(number, piece)
+                write_piece(self._connection, self._namespace, number, piece)
             for id, piece in draft.pieces.items():
                 record = targets[id].record
                 if id not in recorded and (piece.key, piece.separator) != (record.key, record.separator):
@@ -214,26 +191,8 @@ class Drafts:
                     )
         return replaced
 
-    def _write_document(self, draft: _Draft) -> int:
-        row = self._connection.execute(
-            "INSERT INTO documents (namespace, name, tokens, separator) VALUES (?, ?, ?, ?) ON CONFLICT (namespace, name) "
-            "DO UPDATE SET tokens = excluded.tokens, separator = excluded.separator RETURNING number",
-            (self._namespace, draft.name, draft.rules.limit, pack_tokens(draft.rules.separator)),
-        ).fetchone()
-        return int(row[0])
-
-    def _write_member(self, number: int | None, piece: _Piece) -> None:
-        place = piece.member.place
-        ends = np.asarray(place.ends, dtype="<u4").tobytes()
-        row = (number, piece.arrival, place.start, place.previous, place.length, place.text, ends, piece.expires_at)
-        self._connection.execute(
-            "INSERT OR REPLACE INTO members (seq, document, arrival, start, previous, length, body, ends, expires_at, checksum) "
-            "SELECT seq, ?, ?, ?, ?, ?, ?, ?, ?, ? FROM nodes WHERE namespace = ? AND id = ?",
-            (*row, _place_checksum(place), self._namespace, piece.member.id),
-        )
-
     def _draft(self, document: str, rules: ReadingRules) -> _Draft:
-        self._load(document)
+        self.load(document)
         return self._drafts.setdefault(document, _Draft(document, rules))
 
     def _document(self, id: str) -> str | None:
@@ -242,7 +201,7 @@ class Drafts:
             name = document_of(self._connection, self._namespace, id)
             self._of[id] = name
             if name is not None:
-                self._load(name)
+                self.load(name)
         return self._of[id]
 
     def _take_out(self, ids: Sequence[str]) -> None:
@@ -262,59 +221,35 @@ class Drafts:
                 place = replace(piece.member.place, previous=previous)
                 pieces[id] = replace(piece, member=replace(piece.member, place=place), is_changed=True)
 
-    def _load(self, document: str) -> None:
+    def load(self, document: str) -> None:
+        """Have a document among those that `targets` gives."""
         if document in self._drafts:
             return
-        query = "SELECT number, tokens, separator FROM documents WHERE namespace = ? AND name = ?"
-        row = self._connection.execute(query, (self._namespace, document)).fetchone()
-        if row is None:
+        found = read_document(self._connection, self._namespace, document)
+        if found is None:
             return
-        number, limit, separator = row
-        draft = _Draft(document, ReadingRules(limit, unpack_tokens(separator)))
-        query = (
-            "SELECT nodes.id, nodes.key, nodes.text_hash, nodes.token_ids, nodes.separator, nodes.checksum, start, previous, "
-            "length, body, ends, expires_at, members.checksum, arrival FROM members JOIN nodes USING (seq) WHERE document = ? "
-            "ORDER BY arrival"
-        )
-        for id, key, text_hash, tokens, apart, checksum, *rest in self._connection.execute(query, (number,)):
-            start, previous, length, body, ends, expires_at, place_checksum, arrival = rest
-            place = Place(document, start, previous, length, body, tuple(np.frombuffer(ends, dtype="<u4").tolist()))
-            record = NodeRecord(id, key, text_hash, unpack_tokens(tokens), unpack_tokens(apart))
-            if (checksum, place_checksum) != (record_checksum(self._namespace, record, tokens), _place_checksum(place)):
-                _log.warning(
-                    "the stored record of name %r is damaged; its document is read without it until it is added again",
-                    id,
-                )
-                continue
-            member = Member(id, record.token_ids, place)
-            draft.pieces[id] = _Piece(member, text_hash, key, expires_at, False, record.separator, arrival)
-            self._of[id] = document
-        self._drafts[document] = draft
+        number, rules = found
+        self._drafts[document] = draft = _Draft(document, rules or ReadingRules())
+        if rules is None:
+            draft.is_changed = True
+            self._damaged.append(f"document {document!r} is damaged; its chunks are read anew when it is added again")
+        for id, piece in read_pieces(self._connection, self._namespace, document, number):
+            if piece is None:
+                self._damaged.append(f"name {id!r} is damaged; its document is read without it until it is added again")
+            else:
+                draft.pieces[id] = piece
+                self._of[id] = document
 
 
 def document_of(connection: sqlite3.Connection, namespace: str, id: str) -> str | None:
     """Return the document that a name is a piece of, or None."""
     row = connection.execute(
         "SELECT documents.name FROM nodes JOIN members USING (seq) JOIN documents ON number = document "
-        "WHERE nodes.namespace = ? AND nodes.id = ?",
+        "WHERE nodes.namespace = ? AND nodes.id = ? AND documents.namespace = nodes.namespace",
         (namespace, id),
     ).fetchone()
     return None if row is None else str(row[0])
 
 
-def record_checksum(namespace: str, record: NodeRecord, tokens: bytes) -> int:
-    """Return the checksum of a name's record, whose token ids are `tokens` when they are packed."""
-    texts = "\0".join((namespace, record.id, record.key, record.text_hash))
-    # Records without a separator have the checksum that they have in every store there is.
-    tail = pack_tokens(record.separator)
-    return zlib.crc32(tail, zlib.crc32(tokens, zlib.crc32(texts.encode("utf-8", "surrogatepass"))))
-
-
 def _stands(place: Place) -> tuple[int | None, str | None]:
     return place.start, place.previous
-
-
-def _place_checksum(place: Place) -> int:
-    numbers = np.asarray([*place.ends, place.length], dtype="<u4").tobytes()
-    words = f"{place.start}\0{place.previous}\0{place.text}".encode("utf-8", "surrogatepass")
-    return zlib.crc32(numbers, zlib.crc32(words))

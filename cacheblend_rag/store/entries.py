@@ -63,10 +63,14 @@ class Entry:
 
 @dataclass(slots=True)
 class Dropped:
-    """What a transaction dropped: keys without KV now, and files to be removed, then settled with `Index.settle`."""
+    """What a transaction dropped: keys without KV now, and files to be removed, then settled with `Index.settle`.
+
+    `pinned` are the keys that pinned names lead to since then.
+    """
 
     keys: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
+    pinned: list[str] = field(default_factory=list)
 
 
 def claim(connection: sqlite3.Connection, tenant: str) -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from logging import getLogger
+from typing import Any
 
 from cacheblend_rag.errors import StoreError, StoreFullError, UnknownChunkError
+from cacheblend_rag.keys import chunk_key
 from cacheblend_rag.reading import ReadingRules
 from cacheblend_rag.store.base import NamedTarget, NodeRecord
 from cacheblend_rag.store.chunkformat import pack_tokens, unpack_tokens
 from cacheblend_rag.store.database import Database
-from cacheblend_rag.store.documents import Drafts, document_of, record_checksum
+from cacheblend_rag.store.documents import Drafts, document_of
 from cacheblend_rag.store.entries import Dropped, claim, counter, drop_entries
+from cacheblend_rag.store.pieces import is_sound, record_checksum
 
-__all__ = ["Names", "check_known", "name_waiting"]
+__all__ = ["Names", "check_known", "drop_nameless", "name_waiting"]
 
 _log = getLogger(__name__)
 
@@ -33,10 +36,9 @@ class Names:
 
     def lookup(self, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None]:
         """Return the record of each id, or None."""
-        query = "SELECT key, text_hash, token_ids, separator, checksum FROM nodes WHERE namespace = ? AND id = ?"
         with self._database.read() as connection:
-            rows = [connection.execute(query, (namespace, node)).fetchone() for node in ids]
-        return [None if row is None else _record(namespace, node, *row) for node, row in zip(ids, rows, strict=True)]
+            rows = _look_up(connection, namespace, ids)
+        return _records(namespace, ids, rows)
 
     def ids(self, namespace: str) -> list[str]:
         """Return the ids of a namespace in the order they were first recorded."""
@@ -132,7 +134,11 @@ class Names:
                 rows,
             )
             replaced += drafts.save(targets, {record.id for record in records})
-            return _drop_nameless(connection, replaced, writer)
+            dropped = drop_nameless(connection, replaced, writer)
+            named = [row[2] for row in rows] + [target.record.key for target in targets.values()]
+            dropped.pinned = _pinned(connection, named)
+        drafts.warn()
+        return dropped
 
     def remove(self, namespace: str, ids: Sequence[str], writer: str, now: float = 0.0) -> tuple[set[str], Dropped]:
         """Remove names, and entries that lose their last name; return which names there were.
@@ -148,8 +154,12 @@ class Names:
             connection.executemany(
                 "DELETE FROM nodes WHERE namespace = ? AND id = ?", ((namespace, node) for node in found)
             )
-            keys += drafts.save(drafts.targets(now))
-            return found, _drop_nameless(connection, keys, writer)
+            targets = drafts.targets(now)
+            keys += drafts.save(targets)
+            dropped = drop_nameless(connection, keys, writer)
+            dropped.pinned = _pinned(connection, [target.record.key for target in targets.values()])
+        drafts.warn()
+        return found, dropped
 
     def rehearse(
         self,
@@ -160,12 +170,15 @@ class Names:
         now: float = 0.0,
     ) -> list[NamedTarget]:
         """Return what `record` would lead to; see `KVStore.rehearse`."""
-        known = self.lookup(namespace, [record.id for record in records])
-        with self._database.read() as connection:
+        with self._database.snapshot() as connection:
+            ids = [record.id for record in records]
+            rows = _look_up(connection, namespace, ids)
             drafts = Drafts(connection, namespace)
             drafts.put(records, rules or ReadingRules(), expires_at)
             left = drafts.left
             targets = drafts.targets(now)
+        drafts.warn()
+        known = _records(namespace, ids, rows)
         found = []
         for record, old in zip(records, known, strict=True):
             target = None if record.place is None else targets.pop(record.id, None)
@@ -175,13 +188,15 @@ class Names:
         return found + [target for target in targets.values() if target.is_changed]
 
     def targets(self, namespace: str, ids: Sequence[str], now: float = 0.0) -> list[NamedTarget | None]:
-        """Return how the KV of each name is computed; None where the name is unknown."""
-        known = self.lookup(namespace, ids)
-        with self._database.read() as connection:
+        """Return how the KV of each name is computed; None where the name is unknown, or behind what is not known."""
+        with self._database.snapshot() as connection:
+            rows = _look_up(connection, namespace, ids)
             drafts = Drafts(connection, namespace)
-            drafts.look_at(record.id for record in known if record is not None)
+            drafts.look_at(node for node, row in zip(ids, rows, strict=True) if row is not None)
             targets = drafts.targets(now)
-        return [None if record is None else targets.get(record.id) or NamedTarget(record) for record in known]
+        drafts.warn()
+        known = _records(namespace, ids, rows)
+        return [None if record is None else targets.get(record.id) or _alone(namespace, record) for record in known]
 
     def documents(self, namespace: str, ids: Sequence[str]) -> list[str | None]:
         """Return the document that each name is a piece of; None where it is one of none, or unknown."""
@@ -190,8 +205,11 @@ class Names:
 
     def document(self, namespace: str, document: str) -> list[str]:
         """Return the ids of a document's chunks in reading order."""
-        with self._database.read() as connection:
-            return Drafts(connection, namespace).ids(document)
+        with self._database.snapshot() as connection:
+            drafts = Drafts(connection, namespace)
+            ids = drafts.ids(document)
+        drafts.warn()
+        return ids
 
     def pin(self, namespace: str, ids: Iterable[str], pinned: bool, limit_bytes: int | None) -> list[str]:
         """Pin names, or unpin them; return the keys that they lead to.
@@ -245,9 +263,8 @@ class Names:
 
     def pinned(self, keys: Iterable[str]) -> list[str]:
         """Return those keys that a pinned name leads to."""
-        query = "SELECT 1 FROM nodes WHERE key = ? AND pinned"
         with self._database.read() as connection:
-            return [key for key in keys if connection.execute(query, (key,)).fetchone()]
+            return _pinned(connection, keys)
 
     def all(self) -> Iterator[tuple[str, str, NodeRecord]]:
         """Yield the namespace, tenant and record of every name, in the order they were first recorded; not the damaged ones."""
@@ -270,13 +287,7 @@ class Names:
     def release(self, keys: Sequence[str], writer: str) -> Dropped:
         """Drop the entries under those of the keys that no name maps to."""
         with self._database.write() as connection:
-            return _drop_nameless(connection, keys, writer)
-
-    def damaged(self) -> list[tuple[str, str]]:
-        """Return the namespace and id of each name whose record does not match its checksum."""
-        query = "SELECT namespace, id, key, text_hash, token_ids, separator, checksum FROM nodes"
-        with self._database.read() as connection:
-            return [tuple(row[:2]) for row in connection.execute(query) if not _is_sound(*row)]
+            return drop_nameless(connection, keys, writer)
 
 
 def check_known(ids: Sequence[str], known: Collection[str]) -> None:
@@ -352,26 +363,31 @@ def _own(connection: sqlite3.Connection, namespace: str, tenant: str, keys: Iter
         )
 
 
+def _look_up(connection: sqlite3.Connection, namespace: str, ids: Sequence[str]) -> list[Sequence[Any] | None]:
+    query = "SELECT key, text_hash, token_ids, separator, checksum FROM nodes WHERE namespace = ? AND id = ?"
+    return [connection.execute(query, (namespace, node)).fetchone() for node in ids]
+
+
+def _records(namespace: str, ids: Sequence[str], rows: Sequence[Sequence[Any] | None]) -> list[NodeRecord | None]:
+    """Return the records in rows, once the connection has been given back: of damaged ones it is said that they are."""
+    return [None if row is None else _record(namespace, node, *row) for node, row in zip(ids, rows, strict=True)]
+
+
+def _alone(namespace: str, record: NodeRecord) -> NamedTarget | None:
+    """Return how a chunk of no document is computed; None where its key is that of another, whose document is damaged."""
+    is_alone = record.key == chunk_key(namespace, record.token_ids + record.separator)
+    return NamedTarget(record) if is_alone else None
+
+
 def _record(
     namespace: str, node: str, key: str, text_hash: str, tokens: bytes, separator: bytes, checksum: int
 ) -> NodeRecord | None:
-    if not _is_sound(namespace, node, key, text_hash, tokens, separator, checksum):
+    if not is_sound(namespace, node, key, text_hash, tokens, separator, checksum):
         _log.warning(
             "the stored record of name %r is damaged; the name counts as unknown until it is added again", node
         )
         return None
     return NodeRecord(node, key, text_hash, unpack_tokens(tokens), unpack_tokens(separator))
-
-
-def _is_sound(
-    namespace: str, node: str, key: str, text_hash: str, tokens: bytes, separator: bytes, checksum: int
-) -> bool:
-    # In a damaged database a value may even have another type.
-    texts = all(isinstance(text, str) for text in (namespace, node, key, text_hash))
-    if not texts or not isinstance(tokens, bytes) or not isinstance(separator, bytes) or len(separator) % 4:
-        return False
-    record = NodeRecord(node, key, text_hash, (), unpack_tokens(separator))
-    return record_checksum(namespace, record, tokens) == checksum
 
 
 def _keys_of(connection: sqlite3.Connection, namespace: str, ids: Iterable[str]) -> list[str]:
@@ -380,7 +396,13 @@ def _keys_of(connection: sqlite3.Connection, namespace: str, ids: Iterable[str])
     return [row[0] for row in rows if row is not None]
 
 
-def _drop_nameless(connection: sqlite3.Connection, keys: Iterable[str], writer: str) -> Dropped:
+def _pinned(connection: sqlite3.Connection, keys: Iterable[str]) -> list[str]:
+    query = "SELECT 1 FROM nodes WHERE key = ? AND pinned"
+    return [key for key in dict.fromkeys(keys) if connection.execute(query, (key,)).fetchone()]
+
+
+def drop_nameless(connection: sqlite3.Connection, keys: Iterable[str], writer: str) -> Dropped:
+    """Drop the KV under those of the keys that no name leads to, in a transaction that has begun."""
     dropped = Dropped()
     query = "SELECT 1 FROM nodes WHERE key = ? LIMIT 1"
     nameless = [key for key in dict.fromkeys(keys) if connection.execute(query, (key,)).fetchone() is None]

@@ -35,7 +35,7 @@ CREATE TABLE IF NOT EXISTS nodes (
 );
 CREATE TABLE IF NOT EXISTS documents (
     number INTEGER PRIMARY KEY, namespace TEXT NOT NULL, name TEXT NOT NULL, tokens INTEGER, separator BLOB NOT NULL,
-    UNIQUE (namespace, name)
+    checksum INTEGER NOT NULL, UNIQUE (namespace, name)
 );
 CREATE TABLE IF NOT EXISTS members (
     seq INTEGER PRIMARY KEY, document INTEGER NOT NULL, arrival INTEGER NOT NULL, start INTEGER, previous TEXT,
@@ -144,7 +144,8 @@ CREATE TEMP VIEW nodes AS SELECT *, x'' AS separator FROM main.nodes;
 """
 
 _WITHOUT_DOCUMENTS = """
-CREATE TEMP VIEW documents AS SELECT 0 AS number, '' AS namespace, '' AS name, NULL AS tokens, x'' AS separator WHERE 0;
+CREATE TEMP VIEW documents AS SELECT 0 AS number, '' AS namespace, '' AS name, NULL AS tokens, x'' AS separator,
+    0 AS checksum WHERE 0;
 CREATE TEMP VIEW members AS SELECT 0 AS seq, 0 AS document, 0 AS arrival, NULL AS start, NULL AS previous, 0 AS length,
     '' AS body, x'' AS ends, NULL AS expires_at, 0 AS checksum WHERE 0;
 """

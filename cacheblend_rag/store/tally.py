@@ -40,20 +40,14 @@ class Tally:
         StoreError
             If it is too damaged to work with.
         """
-        with self._database.read() as connection:
-            connection.execute("BEGIN")
-            try:
-                found = [str(row[0]) for row in connection.execute("PRAGMA integrity_check(20)") if row[0] != "ok"]
-                if found:
-                    raise sqlite3.DatabaseError(f"database disk image is malformed: {found[0]}")
-                counted = counter(connection, "entry_bytes"), counter(connection, "pinned_bytes")
-                total = connection.execute(f"SELECT {_BYTES}, {_PINNED_BYTES} FROM entries").fetchone()
-                shares = set(
-                    connection.execute("SELECT tenant, entries, bytes, names FROM tenants WHERE entries OR names")
-                )
-                counts = set(connection.execute(_SHARES))
-            finally:
-                connection.execute("ROLLBACK")
+        with self._database.snapshot() as connection:
+            found = [str(row[0]) for row in connection.execute("PRAGMA integrity_check(20)") if row[0] != "ok"]
+            if found:
+                raise sqlite3.DatabaseError(f"database disk image is malformed: {found[0]}")
+            counted = counter(connection, "entry_bytes"), counter(connection, "pinned_bytes")
+            total = connection.execute(f"SELECT {_BYTES}, {_PINNED_BYTES} FROM entries").fetchone()
+            shares = set(connection.execute("SELECT tenant, entries, bytes, names FROM tenants WHERE entries OR names"))
+            counts = set(connection.execute(_SHARES))
         problems = []
         if counted != total:
             problems.append(f"the index counts {counted[0]} bytes, {counted[1]} pinned, where its entries have {total}")

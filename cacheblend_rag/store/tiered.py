@@ -507,6 +507,7 @@ class TieredStore:
 
     def _drop(self, dropped: Dropped) -> None:
         self._copies.drop(dropped.keys)
+        self._ram.pin(dropped.pinned)
         self._copies.unpin()
         if self._disk:
             self._disk.remove(dropped)

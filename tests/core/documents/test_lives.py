@@ -1,0 +1,169 @@
+"""How long the KV of a document's chunks lives, and what becomes of it where others change the document meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt
+from cacheblend_rag.store import KVStore, StoreClock, check_store, open_store
+from tests.core.documents.texts import TOLERANCE, Text, distance
+from tests.families import tiny_model, tiny_tokenizer
+
+TEXT = Text.of("d", [8, 9, 7, 8], [3, 0, 2], 5)
+MODEL = tiny_model("llama")
+
+MakeEngine = Callable[..., BlendEngine]
+
+
+class Time:
+    """What every store's clock shows."""
+
+    now = 1.8e9
+
+
+@pytest.fixture
+def time() -> Time:
+    return Time()
+
+
+@pytest.fixture
+def make_engine(tmp_path: Path, time: Time) -> Iterator[MakeEngine]:
+    engines: list[BlendEngine] = []
+
+    def make(store: KVStore | None = None, **values: Any) -> BlendEngine:
+        config = BlendConfig(**{"recompute_ratio": 0.0, "selector": "none", "self_check": False, **values})
+        clock = StoreClock(lambda: time.now, lambda: time.now)
+        store = store or open_store(tmp_path / "store", 0, clock=clock)
+        engines.append(BlendEngine(MODEL, tiny_tokenizer(), config=config, store=store))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+        engine.store.close()
+
+
+def held(engine: BlendEngine) -> list[bool]:
+    keys = [record.key for record in engine.records(engine.document("d")) if record is not None]
+    return engine.store.holds(keys)
+
+
+def test_kv_lives_no_longer_than_what_it_was_encoded_behind(make_engine: MakeEngine, time: Time) -> None:
+    engine = make_engine()
+    engine.add([TEXT.chunk(0)])
+    engine.add([TEXT.chunk(1)], ttl_s=50)
+    time.now += 10
+    engine.add([TEXT.chunk(2)], ttl_s=100)
+    engine.add([TEXT.chunk(3)])
+    time.now += 39
+    assert held(engine) == [True] * 4
+    time.now += 2
+    assert held(engine) == [True, False, False, False]
+
+
+def test_what_is_encoded_late_lives_as_long_as_a_miss(make_engine: MakeEngine, time: Time) -> None:
+    engine = make_engine(ttl_s=50.0, miss_tokens=0)
+    engine.add(TEXT.chunks)
+    time.now += 60
+    engine.prefill(BlendPrompt("t5", ["d-1", "d-2"], "t6 t7"))
+    engine.flush()
+    assert held(engine) == [False, True, True, False]
+    time.now += 51
+    assert held(engine) == [False] * 4
+
+
+def test_what_waits_in_the_background_lives_no_longer_for_it(
+    make_engine: MakeEngine, time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(encode_batch_tokens=1)
+    engine.add([TEXT.chunk(0)], ttl_s=100)
+    encode = engine._supply.encode
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        for batch in encode(*arguments, **options):
+            time.now += 30
+            yield batch
+
+    monkeypatch.setattr(engine._supply, "encode", slow)
+    time.now += 60
+    engine.add([TEXT.chunk(1)], background=True)
+    engine.flush()
+    assert held(engine) == [True, True]
+    time.now += 11
+    assert held(engine) == [False, False]
+    # What has ended before it could be stored is not stored.
+    engine.add([TEXT.chunk(0)], ttl_s=20)
+    engine.add([TEXT.chunk(2)], ttl_s=10, background=True)
+    engine.flush()
+    assert held(engine)[2] is False
+
+
+def test_what_another_process_has_changed_meanwhile_leaves_nothing(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, other = make_engine(), make_engine()
+    engine.add(TEXT.chunks[:2])
+    encode = engine._supply.encode
+
+    def disturbed(*arguments: Any, **options: Any) -> Any:
+        for batch in encode(*arguments, **options):
+            other.delete(["d-0"])
+            yield batch
+
+    monkeypatch.setattr(engine._supply, "encode", disturbed)
+    engine.add(TEXT.chunks[2:])
+    assert engine.document("d") == ["d-1", "d-2", "d-3"]
+    assert held(engine) == [False] * 3
+    assert engine.store.stats().entries == 0
+    monkeypatch.undo()
+    engine.add(TEXT.chunks[1:])
+    for number in (1, 2, 3):
+        assert distance(engine, f"d-{number}", TEXT.context(number, (1, 2, 3))) < TOLERANCE
+    assert check_store(tmp_path / "store").is_clean
+
+
+def test_a_name_that_leaves_its_document_while_a_miss_is_looked_up_is_not_encoded_alone(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, other = make_engine(), make_engine()
+    engine.add(TEXT.chunks)
+    [record] = engine.records(["d-2"])
+    assert record is not None
+    engine.store.discard(record.key)
+    lookup = engine.store.lookup
+
+    def overtaken(*arguments: Any) -> Any:
+        found = lookup(*arguments)
+        other.delete(["d-2"])
+        return found
+
+    monkeypatch.setattr(engine.store, "lookup", overtaken)
+    report = engine.prefill(BlendPrompt("t5", ["d-1", "d-2"], "t6 t7")).report
+    assert [chunk.reason for chunk in report.chunks] == [
+        None,
+        "its document was changed just now, so it is computed like text",
+    ]
+    engine.flush()
+    assert engine.store.holds([record.key]) == [False]
+
+
+@pytest.mark.parametrize("disk", [True, False])
+def test_a_pin_follows_the_name_to_its_new_key(make_engine: MakeEngine, tmp_path: Path, disk: bool) -> None:
+    store = open_store(tmp_path / "pins", 10**5, 10**5) if disk else open_store(None, 10**5)
+    engine = make_engine(store)
+    engine.add([TEXT.chunk(0), TEXT.chunk(2)])
+    engine.pin(["d-2"])
+    engine.add([TEXT.chunk(1)])
+    many = [Text.of(f"e{number}", [9, 9], [0], number) for number in range(20)]
+    for text in many:
+        engine.add(text.chunks)
+    assert engine.store.evictions
+    assert distance(engine, "d-2", TEXT.context(2, range(3))) < TOLERANCE
+    # The old key's KV is gone, and its room is given back.
+    assert engine.store.stats().pinned_bytes > 0
+    engine.unpin(["d-2"])
+    assert engine.store.stats().pinned_bytes == 0
