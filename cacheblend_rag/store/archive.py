@@ -5,7 +5,7 @@ The file is a tar archive, each member a plain file, in this order::
     cacheblend-rag-export.json   the format and its version
     kv/KEY.safetensors           the chunk files of up to 256 entries, byte for byte
     entries/000000.json          what the index knows of these; then the next ones
-    names/000000.json            up to 256 names
+    names/000000.json            up to 256 names; those of a document stand together, in the order in which they came
     manifest.json                how many entries and names there are, and a digest of everything before it
 """
 
@@ -25,7 +25,9 @@ from cacheblend_rag.errors import StoreError, StoreFormatError
 __all__ = ["ArchiveWriter", "key_of_member", "read_archive"]
 
 _FORMAT = "cacheblend-rag export"
-_VERSION = 1
+_VERSION = 2
+# In version 1 names have no places in documents.
+_READABLE = (1, 2)
 _HEAD, _MANIFEST = "cacheblend-rag-export.json", "manifest.json"
 _KV = re.compile(r"kv/([0-9a-f]{8,128})\.safetensors")
 _LIST = re.compile(r"(entries|names)/\d{6,12}\.json")
@@ -141,9 +143,9 @@ def _check_head(path: Path, data: bytes) -> None:
     head = json.loads(data)
     if not isinstance(head, dict) or head.get("format") != _FORMAT:
         raise StoreFormatError(f"file {path} is no export of a store; make one with `cacheblend-rag store export`")
-    if head.get("version") != _VERSION:
+    if head.get("version") not in _READABLE:
         raise StoreFormatError(
-            f"export file {path} is in format version {head.get('version')!r}, this cacheblend-rag reads version {_VERSION}; "
+            f"export file {path} is in format version {head.get('version')!r}, this cacheblend-rag reads up to {_VERSION}; "
             "export it again with this version"
         )
 

@@ -6,6 +6,7 @@ import sqlite3
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from logging import getLogger
+from typing import NamedTuple
 
 from cacheblend_rag.keys import chunk_key, context_digest
 from cacheblend_rag.reading import Member, Place, ReadingRules, contexts, in_order, relinked
@@ -13,7 +14,7 @@ from cacheblend_rag.store.base import NamedTarget, NodeRecord
 from cacheblend_rag.store.chunkformat import pack_tokens
 from cacheblend_rag.store.pieces import Piece, read_document, read_pieces, record_checksum, write_document, write_piece
 
-__all__ = ["Drafts", "document_of"]
+__all__ = ["Drafts", "NamedPiece", "document_of"]
 
 _log = getLogger(__name__)
 
@@ -31,6 +32,14 @@ class _Draft:
     def arrivals(self) -> int:
         """The number of the next piece that comes."""
         return max((piece.arrival for piece in self.pieces.values()), default=-1) + 1
+
+
+class NamedPiece(NamedTuple):
+    """A chunk of a document: its record, with its place, and when its time to live is over, by the store's time."""
+
+    record: NodeRecord
+    place: Place
+    expires_at: float | None
 
 
 class Drafts:
@@ -125,6 +134,22 @@ class Drafts:
         return (
             [] if draft is None else [member.id for member in in_order([each.member for each in draft.pieces.values()])]
         )
+
+    def rules(self, document: str) -> ReadingRules | None:
+        """Return how a document is read, None where there is no such document."""
+        self.load(document)
+        draft = self._drafts.get(document)
+        return None if draft is None or not draft.pieces else draft.rules
+
+    def pieces(self, document: str) -> tuple[ReadingRules, list[NamedPiece]]:
+        """Return how a document is read, and its chunks in the order in which they came."""
+        self.load(document)
+        draft, targets = self._drafts[document], self.targets(0.0)
+        found = []
+        for id, piece in draft.pieces.items():
+            place = piece.member.place
+            found.append(NamedPiece(replace(targets[id].record, place=place), place, piece.expires_at))
+        return draft.rules, found
 
     def targets(self, now: float) -> dict[str, NamedTarget]:
         """Return by their ids all chunks of the documents, in reading order, and behind what each is encoded.

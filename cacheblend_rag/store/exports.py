@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from logging import getLogger
 from pathlib import Path
+from typing import Any
 
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.store.archive import ArchiveWriter
@@ -96,14 +97,13 @@ def _export(
     tier: DiskTier, writer: ArchiveWriter, report: ExportReport, tenant: str | None, ids: Collection[str] | None
 ) -> None:
     names = Names(tier.database)
+    chosen = None if ids is None else set(ids)
 
-    def chosen() -> Iterator[tuple[str, str, NodeRecord]]:
-        wanted = None if ids is None else set(ids)
-        for namespace, owner, record in names.all():
-            if tenant in (None, owner) and (wanted is None or record.id in wanted):
-                yield namespace, owner, record
+    def wanted(owner: str, id: str) -> bool:
+        return tenant in (None, owner) and (chosen is None or id in chosen)
 
-    keys = None if ids is None else {record.key for _, _, record in chosen()}
+    # Of a chunk whose context is not all exported the KV stays here: it remembers what is left out.
+    keys = None if chosen is None else {row[3] for row in _names(names, wanted, 0.0)}
     now = tier.clock.now()
     entries = (
         (key, entry)
@@ -129,15 +129,29 @@ def _export(
         report.entries += len(listed)
         writer.add_json(f"entries/{number:06}.json", listed)
         number += 1
-    records = chosen()
+    rows = _names(names, wanted, now)
     number = 0
-    while rows := [
-        [namespace, owner, record.id, record.key, record.text_hash, list(record.token_ids)]
-        for namespace, owner, record in islice(records, _BATCH)
-    ]:
-        report.names += len(rows)
-        writer.add_json(f"names/{number:06}.json", rows)
+    while some := list(islice(rows, _BATCH)):
+        report.names += len(some)
+        writer.add_json(f"names/{number:06}.json", some)
         number += 1
+
+
+def _names(names: Names, wanted: Callable[[str, str], bool], now: float) -> Iterator[list[Any]]:
+    """Yield a row of each name: those of no document, then document by document."""
+    for namespace, owner, record in names.alone():
+        if wanted(owner, record.id):
+            yield [*_row(namespace, owner, record), None]
+    for namespace, owner, rules, pieces in names.pieces(wanted):
+        for record, place, expires_at in pieces:
+            lives_s = None if expires_at is None else expires_at - now
+            stands = [place.document, place.start, place.previous, place.length, place.text, list(place.ends)]
+            yield [*_row(namespace, owner, record), [*stands, lives_s, rules.limit]]
+
+
+def _row(namespace: str, owner: str, record: NodeRecord) -> list[Any]:
+    ids = [list(record.token_ids), list(record.separator)]
+    return [namespace, owner, record.id, record.key, record.text_hash, *ids]
 
 
 def _is_sound(tier: DiskTier, key: str, entry: Entry) -> bool:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.errors import StoreError
+from cacheblend_rag.reading import Place, ReadingRules
 from cacheblend_rag.store.archive import key_of_member, read_archive
 from cacheblend_rag.store.base import NodeRecord
 from cacheblend_rag.store.chunkfile import ChunkFile
 from cacheblend_rag.store.disk import DiskTier
+from cacheblend_rag.store.documents import NamedPiece
 from cacheblend_rag.store.entries import Dropped, Entry
 from cacheblend_rag.store.folder import valid_key
 from cacheblend_rag.store.names import Names
@@ -47,7 +49,10 @@ def import_store(location: str | Path, file: str | Path) -> ImportReport:
     """Add the KV and names in an exported file to a store, which is made if there is none.
 
     Every byte of the file is verified before anything of it is in the store. What is in the store already stays as it is, so that
-    importing twice does nothing more. Who can write such a file can choose what the model will read as stored KV: import only
+    importing twice does nothing more. Chunks that join a document which is here have the keys of what they stand behind here,
+    and so do those behind them; KV that no name leads to then is not kept.
+
+    Who can write such a file can choose what the model will read as stored KV: import only
     files whose origin you trust.
 
     Parameters
@@ -97,6 +102,9 @@ class _Import:
         # Files that lie in the folder and have no entry yet, by key.
         self._files: dict[str, str] = {}
         self._heads: dict[str, tuple[int, bytes]] = {}
+        # The document whose names are being read, and those read so far.
+        self._document: tuple[str, str, str] | None = None
+        self._rows: list[list[Any]] = []
 
     def run(self, members: Iterator[tuple[str, bytes]]) -> ImportReport:
         try:
@@ -107,6 +115,7 @@ class _Import:
                     self._add_entries(self._parse(name, data, dict))
                 elif name.startswith("names/"):
                     self._add_names(self._parse(name, data, list))
+            self._add_document()
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise StoreError(
                 f"export file {self._path} is damaged (a list in it is not what an export holds)"
@@ -156,12 +165,60 @@ class _Import:
         self._tier.remove(Dropped(files=taken))
 
     def _add_names(self, rows: list[list[Any]]) -> None:
-        for (namespace, tenant), group in groupby(rows, key=lambda row: (row[0], row[1])):
-            records = [NodeRecord(row[2], valid_key(row[3]), row[4], tuple(row[5])) for row in group]
-            known = self._names.lookup(namespace, [record.id for record in records])
-            new = [record for record, there in zip(records, known, strict=True) if there is None]
-            self._tier.remove(self._names.record(namespace, new, self._writer, tenant))
-            self._report.names += len(new)
-            same = sum(record == there for record, there in zip(records, known, strict=True))
-            self._report.unchanged += same
-            self._report.kept += len(records) - len(new) - same
+        for (namespace, tenant, document), group in groupby(rows, key=_home):
+            if document is None:
+                self._add_document()
+                self._add_alone(namespace, tenant, [_record(row) for row in group])
+                continue
+            if self._document != (namespace, tenant, document):
+                self._add_document()
+                self._document = namespace, tenant, document
+            self._rows += group
+
+    def _add_alone(self, namespace: str, tenant: str, records: list[NodeRecord]) -> None:
+        known = self._names.lookup(namespace, [record.id for record in records])
+        new = [record for record, there in zip(records, known, strict=True) if there is None]
+        self._tier.remove(self._names.record(namespace, new, self._writer, tenant))
+        self._count(records, known)
+        # A name that is here leads to its own.
+        others = [record.key for record, there in zip(records, known, strict=True) if there is not None]
+        self._tier.remove(self._names.release(others, self._writer))
+
+    def _add_document(self) -> None:
+        """Bring the chunks of the document that was read last into the one of that name here."""
+        if self._document is None:
+            return
+        (namespace, tenant, document), rows = self._document, self._rows
+        self._document, self._rows = None, []
+        now = self._tier.clock.now()
+        pieces = []
+        for row in rows:
+            _, start, previous, length, text, ends, lives_s, _ = row[7]
+            place = Place(document, start, previous, int(length), str(text), tuple(map(int, ends)))
+            expires_at = None if lives_s is None else now + float(lives_s)
+            pieces.append(NamedPiece(replace(_record(row), place=place), place, expires_at))
+        limit, separator = rows[0][7][7], pieces[0].record.separator
+        rules = ReadingRules(None if limit is None else int(limit), separator)
+        known, dropped = self._names.merge(namespace, tenant, pieces, rules, self._writer, now)
+        self._tier.remove(dropped)
+        self._count([piece.record for piece in pieces], known)
+
+    def _count(self, records: Sequence[NodeRecord], known: Sequence[NodeRecord | None]) -> None:
+        for record, there in zip(records, known, strict=True):
+            if there is None:
+                self._report.names += 1
+            elif (record.text_hash, record.token_ids) == (there.text_hash, there.token_ids):
+                self._report.unchanged += 1
+            else:
+                self._report.kept += 1
+
+
+def _home(row: list[Any]) -> tuple[str, str, str | None]:
+    """Return the namespace, the tenant and the document of a name."""
+    place = row[7] if len(row) > 7 else None
+    return row[0], row[1], None if place is None else str(place[0])
+
+
+def _record(row: list[Any]) -> NodeRecord:
+    separator = row[6] if len(row) > 6 else ()
+    return NodeRecord(row[2], valid_key(row[3]), row[4], tuple(row[5]), tuple(separator))

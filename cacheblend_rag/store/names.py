@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from logging import getLogger
 from typing import Any
 
@@ -13,7 +13,7 @@ from cacheblend_rag.reading import ReadingRules
 from cacheblend_rag.store.base import NamedTarget, NodeRecord
 from cacheblend_rag.store.chunkformat import pack_tokens, unpack_tokens
 from cacheblend_rag.store.database import Database
-from cacheblend_rag.store.documents import Drafts, document_of
+from cacheblend_rag.store.documents import Drafts, NamedPiece, document_of
 from cacheblend_rag.store.entries import Dropped, claim, counter, drop_entries
 from cacheblend_rag.store.pieces import is_sound, record_checksum
 
@@ -266,11 +266,14 @@ class Names:
         with self._database.read() as connection:
             return _pinned(connection, keys)
 
-    def all(self) -> Iterator[tuple[str, str, NodeRecord]]:
-        """Yield the namespace, tenant and record of every name, in the order they were first recorded; not the damaged ones."""
+    def alone(self) -> Iterator[tuple[str, str, NodeRecord]]:
+        """Yield the namespace, tenant and record of every name that is a piece of no document, in the order they were first
+        recorded; not the damaged ones.
+        """
         query = (
-            "SELECT seq, namespace, ifnull(tenant, ''), id, key, text_hash, token_ids, nodes.separator, checksum FROM nodes "
-            "LEFT JOIN namespaces USING (namespace) WHERE seq > ? ORDER BY seq LIMIT 1000"
+            "SELECT seq, namespace, ifnull(tenant, ''), id, key, text_hash, token_ids, nodes.separator, nodes.checksum "
+            "FROM nodes LEFT JOIN namespaces USING (namespace) LEFT JOIN members USING (seq) "
+            "WHERE seq > ? AND members.document IS NULL ORDER BY seq LIMIT 1000"
         )
         after = 0
         while True:
@@ -283,6 +286,83 @@ class Names:
             if not rows:
                 return
             after = rows[-1][0]
+
+    def pieces(self, wanted: Callable[[str, str], bool]) -> Iterator[tuple[str, str, ReadingRules, list[NamedPiece]]]:
+        """Yield the namespace and tenant of every document, how it is read, and of its chunks those that are wanted.
+
+        Their records, in the order in which they came, say how they would stand and be encoded if there were no others.
+
+        Parameters
+        ----------
+        wanted : callable
+            Called with the tenant and the id of each chunk.
+        """
+        query = (
+            "SELECT number, namespace, ifnull(tenant, ''), name FROM documents LEFT JOIN namespaces USING (namespace) "
+            "WHERE number > ? ORDER BY number LIMIT 100"
+        )
+        after = 0
+        while True:
+            with self._database.read() as connection:
+                rows = connection.execute(query, (after,)).fetchall()
+            for _, namespace, tenant, name in rows:
+                with self._database.snapshot() as connection:
+                    drafts = Drafts(connection, namespace)
+                    drafts.remove([id for id in drafts.ids(name) if not wanted(tenant, id)])
+                    rules, chosen = drafts.pieces(name)
+                drafts.warn()
+                if chosen:
+                    yield namespace, tenant, rules, chosen
+            if not rows:
+                return
+            after = rows[-1][0]
+
+    def merge(
+        self, namespace: str, tenant: str, pieces: Sequence[NamedPiece], rules: ReadingRules, writer: str, now: float
+    ) -> tuple[list[NodeRecord | None], Dropped]:
+        """Record those chunks of a document whose names are unknown; return what was known, and what was dropped.
+
+        Their keys are made anew, of what they stand behind here. A document that is here is read as it was. Of the KV that the
+        chunks come with, what no name leads to is dropped, and nothing lives longer than what it was encoded behind.
+
+        Parameters
+        ----------
+        namespace, tenant : str
+            Where the names are, and whose.
+        pieces : sequence of NamedPiece
+            The chunks, in the order in which they came.
+        rules : ReadingRules
+            How the document is read if it is new.
+        writer : str
+            Who removes the dropped files.
+        now : float
+            The store's time.
+        """
+        ids = [piece.record.id for piece in pieces]
+        with self._database.write() as connection:
+            found = _look_up(connection, namespace, ids)
+            new = [piece for piece, row in zip(pieces, found, strict=True) if row is None]
+            drafts = Drafts(connection, namespace)
+            for piece in new:
+                drafts.put([piece.record], drafts.rules(piece.place.document) or rules, piece.expires_at)
+            targets = drafts.targets(now)
+            rows = [_row(namespace, targets[piece.record.id].record) for piece in new]
+            if new:
+                _own(connection, namespace, tenant, [row[2] for row in rows])
+            connection.executemany(_INSERT, rows)
+            keys = drafts.save(targets, {piece.record.id for piece in new})
+            connection.executemany(
+                "UPDATE entries SET expires_at = ?1 WHERE key = ?2 AND ifnull(expires_at > ?1, 1) "
+                "AND (SELECT count(*) FROM nodes WHERE nodes.key = entries.key) = 1",
+                [
+                    (now + target.lives_s, target.record.key)
+                    for target in targets.values()
+                    if target.lives_s is not None
+                ],
+            )
+            dropped = drop_nameless(connection, [*keys, *(piece.record.key for piece in pieces)], writer)
+        drafts.warn()
+        return _records(namespace, ids, found), dropped
 
     def release(self, keys: Sequence[str], writer: str) -> Dropped:
         """Drop the entries under those of the keys that no name maps to."""
