@@ -8,12 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cache
 
-from transformers import PreTrainedModel
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.kv import LayerKV
 from tests.core.documents.texts import TOLERANCE, expected
+from tests.families import tiny_model
 
 Ids = tuple[int, ...]
 
@@ -164,6 +167,19 @@ class Library:
 
 def _life(pieces: list[Piece], now: float) -> float:
     return min((piece.expires_at for piece in pieces if piece.expires_at > now), default=math.inf)
+
+
+@cache
+def small_model() -> PreTrainedModel:
+    """Return a model of two layers, in the second of which it shows what stands before."""
+    config = tiny_model("llama").config.to_dict() | {"num_hidden_layers": 2}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**config))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(std=0.25)
+    return model.eval()
 
 
 class Rows:

@@ -26,14 +26,13 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import StoreFullError
 from cacheblend_rag.store import StoreClock, check_store, open_store
 from cacheblend_rag.store.documents import Drafts
-from tests.core.documents.naive import Ids, Library, Reading, Rows
-from tests.families import tiny_model, tiny_tokenizer, words
+from tests.core.documents.naive import Ids, Library, Reading, Rows, small_model
+from tests.families import tiny_tokenizer, words
 
 IDS = [f"c{number}" for number in range(7)]
 # Two documents say the same, so that equal text stands behind equal text.
@@ -41,17 +40,6 @@ TEXTS = {"d0": words(30, 1).split(), "d1": words(30, 1).split(), "d2": words(30,
 HEAD = "t90 t91 "
 LIVES = st.sampled_from([None, None, 50.0, 100.0])
 SOME_IDS = st.lists(st.sampled_from(IDS), max_size=3, unique=True)
-
-
-@cache
-def small_model() -> PreTrainedModel:
-    """Return a model of two layers, in which what stands before shows in the second."""
-    config = tiny_model("llama").config.to_dict() | {"num_hidden_layers": 2}
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**config))
-    for parameter in model.parameters():
-        if parameter.ndim >= 2:
-            parameter.data.normal_(std=0.25)
-    return model.eval()
 
 
 @cache

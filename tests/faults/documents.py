@@ -1,0 +1,274 @@
+"""kill -9 at random moments, while two processes add, replace and delete chunks of the same documents in one folder.
+
+After each kill a process that has nothing in memory looks at what there is: all KV must be that of a plain forward over what the
+documents say now, the documents in order, the index sound, and what had been deleted gone. A process that was not killed looks as
+well, with what it has in memory. The command is resumed from where it was::
+
+    python -m tests.faults.documents --kills 50 --state kills.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag.store import check_store
+from tests.core.documents.naive import Library, Rows, small_model
+from tests.families import tiny_tokenizer
+
+DOCUMENTS = ("d0", "d1")
+# Chunks that both processes write, and those that one has for itself.
+SHARED = (0, 2, 4, 6)
+OWN = {0: (1, 5), 1: (3, 7)}
+# Words of a chunk, and how many further on the next one begins.
+SIZE, STEP = 7, 5
+
+
+class Scene:
+    """Where a run takes place: beside its state, the store and the log of what the processes did."""
+
+    def __init__(self, state: Path) -> None:
+        self.state = state
+        self.folder = state.with_name(state.name + ".store")
+        self.log = state.with_name(state.name + ".log")
+        # While it is there, whoever is alive looks at what there is, says so, and waits.
+        self.pause = state.with_name(state.name + ".pause")
+        self.paused = state.with_name(state.name + ".paused")
+
+    def note(self, *words: object) -> None:
+        """Add a line to the log, whole, whoever else does."""
+        fd = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.write(fd, (" ".join(map(str, words)) + "\n").encode())
+        os.close(fd)
+
+    def lines(self) -> list[list[str]]:
+        return [line.split(" ") for line in self.log.read_text().splitlines()] if self.log.exists() else []
+
+
+def chunk(document: str, number: int, version: int) -> Chunk:
+    """Return a chunk of a document; all words are of one length, so that every version stands at the same place."""
+    chance = random.Random(f"{document}:{version}")
+    text = [f"t{chance.randrange(10, 90)}" for _ in range(60)]
+    begin = number * STEP
+    return Chunk(" ".join(text[begin : begin + SIZE]), f"{document}-{number}", document=document, start=4 * begin)
+
+
+def moving(document: str) -> Chunk:
+    """Return a chunk that is now in one document, now in the other, where no other begins."""
+    begin = {"d0": 41, "d1": 97}[document]
+    return Chunk("t91 t92 t93 t94", "moving", document=document, start=begin)
+
+
+def open_engine(scene: Scene) -> BlendEngine:
+    config = BlendConfig(
+        context_tokens=30,
+        ram_bytes=20_000,
+        encode_batch_tokens=32,
+        recompute_ratio=0.0,
+        selector="none",
+        self_check=False,
+        miss_tokens=40,
+    )
+    return BlendEngine(small_model(), tiny_tokenizer(), config=config, store=scene.folder)
+
+
+def flaws(engine: BlendEngine, rows: Rows) -> list[str]:
+    """Return what is wrong with the documents of a store to which nobody writes, and with their KV."""
+    found = []
+    library = Library(engine._assembler.rules.limit, ())
+    ids = engine.ids()
+    records = {record.id: record for record in engine.records(ids) if record is not None}
+    for id, document in zip(ids, engine.places(ids), strict=True):
+        if id not in records or document is None:
+            return [f"{id} is damaged"]
+        start = (moving(document) if id == "moving" else chunk(document, int(id[3:]), 0)).start
+        text = " ".join(f"t{token}" for token in records[id].token_ids)
+        library.add([Chunk(text, id, document=document, start=start)], float("inf"))
+    for document in DOCUMENTS:
+        if engine.document(document) != [piece.id for piece in library.order(document)]:
+            found.append(f"{document} is read as {engine.document(document)}")
+    for id, reading in library.readings(0.0).items():
+        if not rows.is_right(engine, records[id].key, reading):
+            found.append(f"{id} is stale")
+    return found
+
+
+def use_until_killed(scene: Scene, worker: int, turn: int) -> None:
+    """Add, replace, move, delete, evict and read without end."""
+    chance = random.Random(f"{worker}:{turn}")
+    engine, rows = open_engine(scene), Rows(small_model())
+    while True:
+        if scene.pause.exists():
+            engine.flush()
+            for flaw in flaws(engine, rows):
+                scene.note("wrong", f"worker-{worker}:", flaw)
+            scene.paused.touch()
+            while scene.pause.exists():
+                time.sleep(0.005)
+        document, version = chance.choice(DOCUMENTS), chance.randrange(3)
+        number = chance.choice((*SHARED, *OWN[worker]))
+        id = f"{document}-{number}"
+        deed = chance.choice(["add", "add", "several", "later", "delete", "document", "move", "ask", "ask", "evict"])
+        if deed == "add":
+            say(scene, worker, [id], f"add {version}", partial(engine.add, [chunk(document, number, version)]))
+        elif deed == "several":
+            numbers = chance.sample((*SHARED, *OWN[worker]), 4)
+            given = [chunk(document, each, version) for each in numbers]
+            say(scene, worker, [str(each.id) for each in given], f"add {version}", partial(engine.add, given))
+        elif deed == "later":
+            given = [chunk(document, each, version) for each in SHARED]
+            engine.add(given, background=True)
+        elif deed == "delete":
+            say(scene, worker, [id], "delete", partial(engine.delete, [id]))
+        elif deed == "document" and chance.random() < 0.3:
+            # The other's own are left, so that they are as it says.
+            gone = [each for each in engine.document(document) if whose(each) in (None, worker)]
+            say(scene, worker, gone, "delete", partial(engine.delete, gone))
+        elif deed == "move":
+            engine.add([moving(document)])
+        elif deed == "ask":
+            known = [each for each in engine.document(document) if chance.random() < 0.5]
+            known = [record.id for record in engine.records(known) if record is not None]
+            if known:
+                engine.prefill(BlendPrompt("t5 t6", known, "t7 t8"))
+        elif deed == "evict":
+            [record] = engine.records([id])
+            if record is not None:
+                engine.store.discard(record.key)
+
+
+def whose(id: str) -> int | None:
+    return next((worker for worker, numbers in OWN.items() if id[3:] in map(str, numbers)), None)
+
+
+def say(scene: Scene, worker: int, ids: list[str], deed: str, do: Callable[[], object]) -> None:
+    """Note of chunks that nobody else touches what is about to be done, and that it was."""
+    own = [id for id in ids if whose(id) == worker]
+    for id in own:
+        scene.note("begin", id, deed)
+    do()
+    for id in own:
+        scene.note("done", id, deed)
+
+
+def look(scene: Scene) -> None:
+    """Look at everything with nothing in memory, and note what is wrong."""
+    engine = open_engine(scene)
+    found = flaws(engine, Rows(small_model()))
+    records = {record.id: record for record in engine.records(engine.ids()) if record is not None}
+    last: dict[str, list[str]] = {}
+    for line in scene.lines():
+        if line[0] in ("begin", "done"):
+            last[line[1]] = line
+    for id, (state, _, deed, *version) in last.items():
+        if state == "begin":
+            continue
+        record = records.get(id)
+        if deed == "delete" and record is not None:
+            found.append(f"{id} was deleted and is back")
+        if deed == "add":
+            text = chunk(id[:2], int(id[3:]), int(version[0])).text
+            ids = tuple(int(word[1:]) for word in text.split())
+            if record is None or record.token_ids != ids:
+                found.append(f"{id} was added and is not there")
+    engine.close()
+    found += check_store(scene.folder).problems
+    for flaw in found:
+        scene.note("wrong", flaw)
+    scene.note("looked", len(records))
+
+
+def fork(scene: Scene, work: Callable[[], None]) -> int:
+    """Do something in a process of its own, which is a copy of this one, and return its id."""
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        work()
+        status = 0
+    except BaseException:
+        scene.note("wrong", traceback.format_exc().replace("\n", " | "))
+    finally:
+        os._exit(status)
+
+
+def run(state: Path, kills: int) -> list[str]:
+    """Go on until there were so many kills; return what was wrong."""
+    scene = Scene(state)
+    done = json.loads(state.read_text())["kills"] if state.exists() else 0
+    scene.pause.unlink(missing_ok=True)
+    chance = random.Random(done)
+    small_model()
+    running: dict[int, int] = {}
+
+    def begin(worker: int) -> None:
+        running[worker] = fork(scene, lambda: use_until_killed(scene, worker, time.monotonic_ns()))
+
+    def kill(worker: int) -> None:
+        os.kill(running[worker], signal.SIGKILL)
+        os.waitpid(running.pop(worker), 0)
+
+    try:
+        while done < kills:
+            for worker in OWN:
+                if worker not in running:
+                    begin(worker)
+            time.sleep(chance.uniform(0.3, 1.5))
+            kill(chance.choice(list(OWN)))
+            done += 1
+            scene.paused.unlink(missing_ok=True)
+            scene.pause.touch()
+            [left] = running
+            if chance.random() < 0.4 and done < kills:
+                kill(left)
+                done += 1
+            until = time.monotonic() + 120
+            while running and not scene.paused.exists() and time.monotonic() < until:
+                if os.waitpid(running[left], os.WNOHANG)[0]:
+                    del running[left]
+                time.sleep(0.01)
+            _, status = os.waitpid(fork(scene, lambda: look(scene)), 0)
+            state.write_text(json.dumps({"kills": done}))
+            print(f"{done} of {kills} kills, {len(wrong(scene))} flaws", flush=True)
+            if status or wrong(scene):
+                break
+            scene.pause.unlink()
+    finally:
+        for worker in list(running):
+            kill(worker)
+        scene.pause.unlink(missing_ok=True)
+    return wrong(scene)
+
+
+def wrong(scene: Scene) -> list[str]:
+    return [" ".join(line[1:]) for line in scene.lines() if line[0] == "wrong"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--state", type=Path, required=True)
+    arguments = parser.parse_args()
+    # A process that forks has no threads.
+    torch.set_num_threads(1)
+    arguments.state.parent.mkdir(parents=True, exist_ok=True)
+    found = run(arguments.state, arguments.kills)
+    print("\n".join(found) or "nothing was stale, out of order, damaged or back")
+    sys.exit(bool(found))
+
+
+if __name__ == "__main__":
+    main()
