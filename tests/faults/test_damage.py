@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import torch
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ChunkReadError, StoreError
-from cacheblend_rag.store import KVStore, open_store
+from cacheblend_rag.store import KVStore, check_store, open_store
+from tests.core.documents.naive import Library, Rows, small_model
+from tests.core.documents.texts import Text
 from tests.families import tiny_model, tiny_tokenizer, words
 from tests.store.kit import files_of, key_of, make_kv, read, record, same
 
@@ -103,6 +106,65 @@ def test_index(tmp_path: Path, count: int) -> None:
                 store.put(key_of(number), make_kv(number))
         store.close()
         sound = (folder / "index.sqlite").read_bytes()
+    assert refused < count
+
+
+@pytest.mark.parametrize(
+    "count", [40, pytest.param(400, marks=[pytest.mark.full, pytest.mark.timeout(1800)])], ids=["sampled", "whole"]
+)
+def test_index_of_documents(tmp_path: Path, count: int) -> None:
+    """Whatever is damaged, no chunk is served behind other text than its own, and what is repaired can be added again."""
+    chance = random.Random(count)
+    folder, model = tmp_path / "store", small_model()
+    config = BlendConfig(recompute_ratio=0.0, selector="none", ram_bytes=0, self_check=False, context_tokens=20)
+
+    def opened() -> BlendEngine:
+        return BlendEngine(model, tiny_tokenizer(), config=config, store=folder)
+
+    texts = [Text.of(f"d{number}", [5, 6, 4, 7], [2, 0, 1], number) for number in range(3)]
+    chunks = [chunk for text in texts for chunk in text.chunks] + [Chunk("t5 t6", "alone")]
+    with opened() as engine:
+        engine.add(chunks)
+        engine.add([Chunk(words(6, 50 + number), f"e-{number}", document="e") for number in range(3)])
+        # One is always missing, and has to be encoded.
+        [missing] = engine.records(["d1-2"])
+        assert missing is not None
+        engine.store.discard(missing.key)
+        ids = engine.ids()
+        keys = {record.id: record.key for record in engine.records(ids) if record is not None}
+        rules = engine._assembler.rules
+    shutil.copytree(folder, tmp_path / "sound")
+    library = Library(rules.limit, ())
+    library.add(chunks, float("inf"))
+    library.add([Chunk(words(6, 50 + number), f"e-{number}", document="e") for number in range(3)], float("inf"))
+    readings, rows = library.readings(0.0), Rows(model)
+    refused = 0
+    for _ in range(count):
+        damage(folder / "index.sqlite", chance)
+        try:
+            with opened() as engine:
+                known = [record.id for record in engine.records(ids) if record is not None]
+                if known:
+                    engine.prefill(BlendPrompt("t5 t6", known, "t7 t8"))
+                    engine.flush()
+                for record in engine.records(known):
+                    assert record is not None
+                    assert record.key == keys[record.id]
+                    assert rows.is_right(engine, record.key, readings[record.id]), record.id
+        except StoreError:
+            refused += 1
+        check_store(folder, repair=True)
+        assert check_store(folder).problems == []
+        with opened() as engine:
+            engine.add(chunks)
+            for text in texts:
+                for number, chunk in enumerate(text.chunks):
+                    assert engine.document(text.name)[number] == chunk.id
+                    [record] = engine.records([str(chunk.id)])
+                    assert record is not None
+                    assert rows.is_right(engine, record.key, readings[record.id]), record.id
+        shutil.rmtree(folder)
+        shutil.copytree(tmp_path / "sound", folder)
     assert refused < count
 
 

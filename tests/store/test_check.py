@@ -12,13 +12,20 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from cacheblend_rag import BlendConfig, BlendEngine, Chunk
 from cacheblend_rag.cli import app
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.store import KVStore, check_store, open_store
+from cacheblend_rag.store import KVStore, check_store, collect_garbage, open_store
 from cacheblend_rag.store.folder import StoreFolder
+from tests.core.documents.naive import small_model
+from tests.core.documents.texts import TOLERANCE, Text, distance
+from tests.families import tiny_tokenizer
 from tests.store.kit import files_of, key_of, make_kv, read, record, same
 
 Damage = Callable[[Path], None]
+
+TEXT = Text.of("d", [8, 9, 7, 8], [3, 0, 2], 5)
+READ = "document 'd' does not match the keys of its chunks"
 
 
 @pytest.fixture
@@ -70,6 +77,64 @@ def change_name(folder: Path) -> None:
 
 def change_count(folder: Path) -> None:
     sql(folder, "UPDATE counters SET value = value + 1 WHERE name = 'entry_bytes'")
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    with BlendEngine(small_model(), tiny_tokenizer(), config=BlendConfig(self_check=False), store=tmp_path) as engine:
+        engine.add([*TEXT.chunks, Chunk("t5 t6", "alone")])
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("statement", "problems", "names", "entries"),
+    [
+        ("UPDATE members SET start = start + 1 WHERE arrival = 1", ["name 'd-1' does not match", READ], 4, 2),
+        ("UPDATE members SET arrival = 'x' WHERE arrival = 1", ["name 'd-1' does not match", READ], 4, 2),
+        ("UPDATE members SET ends = 'text' WHERE arrival = 0", ["name 'd-0' does not match", READ], 4, 1),
+        ("UPDATE members SET expires_at = 5 WHERE arrival = 3", ["name 'd-3' does not match"], 4, 4),
+        # The name is sound, and belongs to a document that is not there.
+        ("UPDATE members SET document = 9 WHERE arrival = 3", ["name 'd-3' does not match"], 4, 4),
+        (
+            "UPDATE documents SET namespace = 'x'",
+            ["name 'd-0' does not", "name 'd-1' does not", "name 'd-2' does not", "name 'd-3' does not", READ],
+            1,
+            1,
+        ),
+        ("UPDATE documents SET tokens = 5", [READ], 5, 5),
+        ("UPDATE documents SET separator = 'abc'", [READ], 5, 5),
+        ("UPDATE documents SET name = 'e'", ["document 'e' does not match"], 5, 5),
+        ("INSERT INTO documents VALUES (7, 'x', 'y', NULL, x'', 0)", ["document 'y'", "1 rows say where"], 5, 5),
+        ("INSERT INTO members VALUES (99, 7, 0, 0, NULL, 1, '', x'', NULL, 0)", ["1 rows say where"], 5, 5),
+    ],
+)
+def test_damaged_documents(documents: Path, statement: str, problems: list[str], names: int, entries: int) -> None:
+    sql(documents, statement)
+    for repair in (False, True):
+        found = check_store(documents, repair=repair).problems
+        assert len(found) == len(problems), found
+        for problem, part in zip(found, problems, strict=True):
+            assert part in problem
+    report = check_store(documents)
+    assert (report.problems, report.names, report.entries) == ([], names, entries)
+    with BlendEngine(small_model(), tiny_tokenizer(), config=BlendConfig(self_check=False), store=documents) as engine:
+        engine.add(TEXT.chunks)
+        assert engine.document("d") == ["d-0", "d-1", "d-2", "d-3"]
+        for number in range(4):
+            assert distance(engine, f"d-{number}", TEXT.context(number, range(4))) < TOLERANCE
+    assert check_store(documents).is_clean
+
+
+def test_what_no_document_leads_to_is_collected(documents: Path) -> None:
+    with BlendEngine(small_model(), tiny_tokenizer(), config=BlendConfig(self_check=False), store=documents) as engine:
+        # As if the process that encoded it had died before it was named.
+        kv = make_kv(1)
+        engine.store.put(key_of(1), kv)
+        engine.delete(["d-1"])
+    report = collect_garbage(documents, unnamed_age_s=0.0)
+    assert report.unnamed == 1
+    report = check_store(documents)
+    assert (report.problems, report.names, report.entries) == ([], 4, 2)
 
 
 def sql(folder: Path, statement: str) -> None:
