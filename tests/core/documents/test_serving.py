@@ -1,0 +1,242 @@
+"""All that is done with chunks is done with the chunks of documents, in their context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag.store import check_store
+from tests.core.documents.texts import TOLERANCE, Text, distance
+from tests.families import tiny_model, tiny_tokenizer, words
+from tests.store.kit import files_of
+
+TEXT = Text.of("d", [8, 9, 7, 8], [3, 0, 2], 5)
+MODEL = tiny_model("llama")
+IDS = [str(chunk.id) for chunk in TEXT.chunks]
+
+OpenEngine = Callable[..., BlendEngine]
+
+
+@pytest.fixture
+def open_engine(tmp_path: Path) -> Iterator[OpenEngine]:
+    engines: list[BlendEngine] = []
+
+    def open_one(name: str = "store", **values: Any) -> BlendEngine:
+        settings = {"recompute_ratio": 0.0, "selector": "none", "self_check": False, "ram_bytes": 0} | values
+        engines.append(BlendEngine(MODEL, tiny_tokenizer(), config=BlendConfig(**settings), store=tmp_path / name))
+        return engines[-1]
+
+    yield open_one
+    for engine in engines:
+        engine.close()
+
+
+def held(engine: BlendEngine) -> list[bool]:
+    return engine.store.holds([record.key for record in engine.records(IDS) if record is not None])
+
+
+def assert_right(engine: BlendEngine, numbers: list[int], there: list[int]) -> None:
+    for number in numbers:
+        assert distance(engine, f"d-{number}", TEXT.context(number, there)) < TOLERANCE
+
+
+def evict(engine: BlendEngine, *ids: str) -> None:
+    for record in engine.records(list(ids)):
+        assert record is not None
+        engine.store.discard(record.key)
+
+
+def ask(engine: BlendEngine, *ids: str, **values: Any) -> Any:
+    return engine.prefill(BlendPrompt("t5 t6", list(ids), "t7 t8"), **values)
+
+
+def test_a_remote_tier_holds_what_was_encoded_in_its_document(tmp_path: Path, open_engine: OpenEngine) -> None:
+    remote = f"file://{tmp_path}/share"
+    engine, other = open_engine("one", remote=remote), open_engine("two", remote=remote)
+    engine.add(TEXT.chunks)
+    engine.flush()
+    # There nothing is encoded, here and everywhere the KV is the same.
+    assert other.add(TEXT.chunks).encoded == 0
+    assert ask(other, "d-3", "d-1").report.hits == 2
+    other.flush()
+    assert_right(other, [0, 1, 2, 3], [0, 1, 2, 3])
+    share = [path for path in (tmp_path / "share").rglob("*") if path.is_file()]
+    assert len(share) == 4
+    # What saw the text that is gone is gone there too.
+    engine.delete(["d-1"])
+    engine.flush()
+    assert len([path for path in (tmp_path / "share").rglob("*") if path.is_file()]) == 1
+    other.delete(["d-1"])
+    assert held(other) == [True, False, False]
+    assert ask(other, "d-3").report.misses == 1
+    other.flush()
+    assert_right(other, [0, 3], [0, 2, 3])
+
+
+@pytest.mark.parametrize("write_back_bytes", [0, 10**6])
+def test_misses_of_a_document_are_encoded_in_one_pass_and_written_in_the_background(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch, write_back_bytes: int
+) -> None:
+    engine = open_engine(write_back_bytes=write_back_bytes)
+    engine.add(TEXT.chunks)
+    hits = ask(engine, "d-3", "d-1", "d-2")
+    evict(engine, "d-1", "d-2", "d-3")
+    passes: list[int] = []
+    encode = engine._supply.encode
+    monkeypatch.setattr(
+        engine._supply, "encode", lambda targets, **options: passes.append(len(targets)) or encode(targets, **options)
+    )
+    misses = ask(engine, "d-3", "d-1", "d-2")
+    assert misses.report.misses == 3
+    assert passes == [3]
+    torch.testing.assert_close(misses.logits, hits.logits, atol=1e-4, rtol=0)
+    engine.flush()
+    assert_right(engine, [0, 1, 2, 3], [0, 1, 2, 3])
+
+
+def test_a_document_that_is_too_long_to_wait_for_is_read_in_the_background(open_engine: OpenEngine) -> None:
+    engine = open_engine(miss_tokens=20)
+    engine.add(TEXT.chunks)
+    hits = ask(engine, "d-1", "d-3")
+    evict(engine, *IDS)
+    late = ask(engine, "d-1", "d-3")
+    assert late.report.hits == 0
+    # In one document they are waited for together or not at all, and what is not is text, not chunks encoded alone.
+    assert [chunk.reason for chunk in late.report.chunks] == [
+        "reading its document would take more than miss_tokens=20, so it is computed like text and encoded in the background"
+    ] * 2
+    whole = ask(engine, "d-1", "d-3", config=engine.config.replace(enabled=False))
+    torch.testing.assert_close(late.logits, whole.logits, atol=1e-4, rtol=0)
+    engine.flush()
+    assert held(engine) == [False, True, False, True]
+    assert_right(engine, [1, 3], [0, 1, 2, 3])
+    again = ask(engine, "d-1", "d-3")
+    assert again.report.hits == 2
+    torch.testing.assert_close(again.logits, hits.logits, atol=1e-4, rtol=0)
+    # What stands at the beginning of its document is encoded at once, as if it were alone.
+    reasons = [chunk.reason for chunk in ask(engine, "d-0", "d-2").report.chunks]
+    assert reasons[0] == "its KV was not stored"
+    assert "miss_tokens=20" in str(reasons[1])
+    engine.flush()
+    assert held(engine) == [True] * 4
+
+
+def test_a_document_that_is_deleted_while_it_waits_is_not_stored(open_engine: OpenEngine) -> None:
+    engine = open_engine(miss_tokens=0)
+    engine.add(TEXT.chunks)
+    evict(engine, *IDS)
+    with engine._supply.lock:
+        ask(engine, "d-2")
+        engine.delete(["d-1"])
+    engine.flush()
+    assert held(engine) == [False] * 3
+    assert engine.store.stats().entries == 0
+
+
+def test_second_use_stores_the_slices_of_what_was_retrieved_twice(open_engine: OpenEngine) -> None:
+    engine = open_engine(encode_on="second_use")
+    assert engine.add(TEXT.chunks).encoded == 0
+    assert engine.estimate(TEXT.chunks).tokens == 0
+    assert engine.document("d") == IDS
+    assert ask(engine, "d-1", "d-3").report.chunks[0].reason == (
+        "it is retrieved for the first time, so it is computed like text"
+    )
+    assert held(engine) == [False] * 4
+    ask(engine, "d-3")
+    engine.flush()
+    assert held(engine) == [False, False, False, True]
+    assert_right(engine, [3], [0, 1, 2, 3])
+    # Behind another text it is another chunk, which has not been retrieved yet.
+    engine.delete(["d-0"])
+    assert ask(engine, "d-3").report.chunks[0].reason is not None
+    ask(engine, "d-3")
+    engine.flush()
+    assert_right(engine, [3], [1, 2, 3])
+
+
+def test_in_the_background(open_engine: OpenEngine) -> None:
+    engine = open_engine()
+    with engine._supply.lock:
+        first = engine.add([TEXT.chunk(0), TEXT.chunk(2), TEXT.chunk(3)], background=True)
+        second = engine.add([TEXT.chunk(1)], background=True)
+        # The names are there at once, and none leads to KV that does not know of the chunk between.
+        assert engine.document("d") == IDS
+    assert first.result().encoded + second.result().encoded <= 6
+    engine.flush()
+    assert held(engine) == [True] * 4
+    assert_right(engine, [0, 1, 2, 3], [0, 1, 2, 3])
+    assert engine.store.stats().entries == 4
+
+
+def test_estimates_count_what_is_displaced(open_engine: OpenEngine) -> None:
+    engine = open_engine()
+    engine.add([TEXT.chunk(0), TEXT.chunk(2), TEXT.chunk(3)])
+    estimate = engine.estimate([TEXT.chunk(1)])
+    assert (estimate.chunks, estimate.tokens) == (3, 9 + 7 + 8)
+    assert estimate.kv_bytes > 0
+    assert estimate.seconds > 0
+    assert engine.document("d") == ["d-0", "d-2", "d-3"]
+    assert engine.add([TEXT.chunk(1)]).encoded == estimate.chunks
+    assert engine.estimate(TEXT.chunks).chunks == 0
+
+
+def test_prefetching_brings_the_kv_of_the_context_there_is(open_engine: OpenEngine) -> None:
+    open_engine().add(TEXT.chunks)
+    engine = open_engine(ram_bytes=10**7)
+    assert engine.prefetch(["d-2", "d-3"]).wait(60)
+    assert [chunk.tier for chunk in ask(engine, "d-1", "d-2").report.chunks] == ["disk", "ram"]
+    before = engine.store.stats().ram_bytes
+    assert before
+    open_engine().delete(["d-0"])
+    # Another process has changed the document: nothing in RAM is of use any more.
+    assert engine.prefetch(["d-2", "d-3"]).wait(60)
+    assert engine.store.stats().ram_bytes == 0
+    assert ask(engine, "d-1", "d-2").report.misses == 2
+
+
+def test_a_tenant_has_documents_of_its_own(tmp_path: Path, open_engine: OpenEngine) -> None:
+    engines = {name: open_engine(namespace=name) for name in (None, "acme", "umbrella")}
+    for engine in engines.values():
+        engine.add(TEXT.chunks)
+    engines["acme"].delete(["d-1"])
+    assert engines["acme"].document("d") == ["d-0", "d-2", "d-3"]
+    assert engines["umbrella"].document("d") == IDS
+    engines[None].store.clear("acme")
+    assert (engines["acme"].document("d"), engines["acme"].ids()) == ([], [])
+    for name in (None, "umbrella"):
+        assert_right(engines[name], [0, 1, 2, 3], [0, 1, 2, 3])
+    assert len(files_of(tmp_path / "store")) == 8
+    engines["acme"].add([TEXT.chunk(2)])
+    assert_right(engines["acme"], [2], [2])
+    engines["umbrella"].store.clear()
+    assert [engine.document("d") for engine in engines.values()] == [[], [], []]
+    assert check_store(tmp_path / "store").is_clean
+
+
+def test_a_conversation_is_cut_where_a_chunk_behind_a_changed_context_begins(open_engine: OpenEngine) -> None:
+    engine = open_engine(conversation_bytes=10**7)
+    engine.add([*TEXT.chunks, Chunk(words(6, 9), "alone")])
+    chunks = ["alone", "d-0", "d-3", "d-2"]
+    rows = [6, 8, 8, 7]
+    ahead = 1 + 2
+
+    def turn(conversation: Any, question: str) -> int:
+        prompt = BlendPrompt(segments=["t5 t6", *(Chunk(text_of[id], id) for id in chunks), "t7 t8", question])
+        return int(engine.prefill(prompt, conversation=conversation).report.conversation_tokens)
+
+    text_of = {str(chunk.id): chunk.text for chunk in TEXT.chunks} | {"alone": words(6, 9)}
+    conversation = engine.conversation()
+    assert turn(conversation, "t9 t10") == 0
+    assert turn(conversation, "t11") >= ahead + sum(rows)
+    engine.delete(["d-1"])
+    # d-0 stands before what is gone; d-3, which stands behind it, comes first in the prompt.
+    assert turn(conversation, "t11") == ahead + rows[0] + rows[1]
+    assert turn(conversation, "t12") >= ahead + sum(rows)
+    engine.add([Chunk(words(9, 1), "new", document="d", start=0)])
+    # It begins where d-0 does, and came later.
+    assert turn(conversation, "t11") == ahead + rows[0] + rows[1]
