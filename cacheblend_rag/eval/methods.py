@@ -35,8 +35,8 @@ WHOLE_WAYS = ("full", "prefix", "map_reduce", "map_rerank")
 PROMPT_CACHE = "prompt_cache"
 """Chunks as modules of a schema, each with its place; the words around them are computed (Prompt Cache, section 5.1)."""
 DOCUMENTS, BEHIND_OTHER, BEHIND_SHUFFLED = "documents", "behind other", "behind shuffled"
-"""What a method may read instead of the retrieved chunks: the whole documents that they come from; the same chunks, encoded behind
-the next document instead of their own; or encoded behind what stands before them in their own, in another order."""
+"""What a method may read instead of the retrieved chunks: the whole documents that they come from; the same chunks, encoded
+behind the next document instead of their own; or encoded behind what stands before them in their own, in another order."""
 
 FULL_DOCUMENTS = f"{FULL} {DOCUMENTS}"
 """What the same knowledge costs without blending: full prefill of whole documents."""
