@@ -183,6 +183,7 @@ def prompt_work(decoder: Decoder, config: BlendConfig, layout: PromptLayout, sto
         ahead=config.prefetch_layers,
         threaded=config.pipeline and loads_ahead(context * decoder.kv_bytes_per_token // decoder.num_kv_layers),
         stored=stored,
+        remembers=layout.remembers,
     )
 
 
