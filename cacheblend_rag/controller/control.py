@@ -120,7 +120,7 @@ class Controller:
         """
         profile = self.profile()
         if profile is None:
-            return Choice(config.quality_ratio)
+            return Choice(0.0 if layout.remembers else config.quality_ratio)
         stored = stored_kv(readers or ())
         for part in stored:
             place = (part.tier, part.codec)

@@ -248,8 +248,8 @@ def choose(profile: Profile, work: Work, quality_ratio: float) -> Choice:
     """Decide how a prompt is prefilled: blended at the largest ratio that adds no delay, or as a whole.
 
     Computing the whole prompt is the best quality there is, so it is taken wherever it is not slower than blending at the
-    quality floor; unless chunks remember their documents, which then would be forgotten. Such prompts stay at the floor, since a
-    recomputed token forgets too.
+    quality floor; unless chunks remember their documents, which then would be forgotten. A recomputed token forgets too, so of
+    such prompts nothing is recomputed.
 
     Parameters
     ----------
@@ -261,8 +261,8 @@ def choose(profile: Profile, work: Work, quality_ratio: float) -> Choice:
         The quality floor r*.
     """
     whole, floor = full_s(profile, work.prompt_tokens), blend_s(profile, work, quality_ratio)
-    if work.remembers and quality_ratio < 1:
-        return Choice(quality_ratio, floor, whole)
+    if work.remembers:
+        return Choice(0.0, blend_s(profile, work, 0.0), whole)
     if quality_ratio >= 1 or whole <= floor * (1 + SLACK):
         reason = (
             f"full prefill of {work.prompt_tokens} tokens is predicted to be no slower than blending them "
