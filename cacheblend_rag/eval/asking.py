@@ -88,7 +88,10 @@ class Asker:
         self._ways = {
             method.name: (make_way(method, self._engine_for(method)), method.reads) for method in setting.methods
         }
-        self._reads = {method.reads for method in setting.methods if method.reads}
+        self._reads: dict[BlendEngine, set[str]] = {}
+        for method in setting.methods:
+            reads = self._reads.setdefault(self._engine_for(method), set())
+            reads.update({method.reads} - {""})
 
     def close(self) -> None:
         """Close the engines that were made for methods; the one that was given stays open."""
@@ -111,10 +114,7 @@ class Asker:
         Asked
             Each question with its answers; one whose prompt does not fit the model's window is skipped.
         """
-        engines = self._engines.values()
-        with inquire(
-            self._task, context, self._retriever, engines, self._max_new_tokens, wanted, self._reads
-        ) as inquiries:
+        with inquire(self._task, context, self._retriever, self._reads, self._max_new_tokens, wanted) as inquiries:
             asked: dict[str, Inquiry] = {}
             for question, inquiry in inquiries:
                 if isinstance(inquiry, str):

@@ -73,10 +73,9 @@ def inquire(
     task: EvalTask,
     context: EvalContext,
     retriever: Retriever,
-    engines: Collection[BlendEngine],
+    engines: Mapping[BlendEngine, Collection[str]],
     max_new_tokens: int | None = None,
     wanted: Collection[str] | None = None,
-    reads: Collection[str] = (),
 ) -> Iterator[list[tuple[EvalQuestion, Inquiry | str]]]:
     """Store the chunks of one context for the duration of a ``with`` block, in which its questions can be asked.
 
@@ -88,14 +87,13 @@ def inquire(
         The context.
     retriever : Retriever
         Cuts and searches texts that are no chunks yet.
-    engines : collection of BlendEngine
-        In whose stores the chunks are meanwhile.
+    engines : mapping of BlendEngine to collection of str
+        In whose stores the chunks are meanwhile, and what the methods on each read beside the retrieved chunks
+        (`EvalMethod.reads`).
     max_new_tokens : int, optional
         Most tokens of an answer, instead of the task's.
     wanted : collection of str, optional
         Ids of the questions that are asked; by default all of them.
-    reads : collection of str
-        What methods read beside the retrieved chunks (`EvalMethod.reads`).
 
     Yields
     ------
@@ -126,6 +124,7 @@ def inquire(
         ids, own = tuple(str(chunk.id) for chunk in given), tuple(chunk.text for chunk in given)
         return Inquiry(task, ids, question.text, max_new_tokens or task.max_new_tokens, own)
 
+    reads = {name for names in engines.values() for name in names}
     inquiries = [
         (
             question,
@@ -133,14 +132,19 @@ def inquire(
         )
         for question, numbers in chosen
     ]
+    # What is read of whole documents is stored with the retrieved chunks.
+    stored = {
+        engine: {id: chunk for name in ("", *names) for id, chunk in pieces.stored.get(name, {}).items()}
+        for engine, names in engines.items()
+    }
     try:
         why: str | None = None
         try:
-            for engine in engines:
-                engine.add(pieces.stored.values())
+            for engine, chunks in stored.items():
+                engine.add(chunks.values())
         except PromptTooLongError as error:
             why = str(error)
         yield [(question, why or asked) for question, asked in inquiries]
     finally:
-        for engine in engines:
-            engine.delete(list(pieces.stored))
+        for engine, chunks in stored.items():
+            engine.delete(list(chunks))

@@ -30,8 +30,9 @@ class Pieces:
 
     Attributes
     ----------
-    stored : dict of str to Chunk
-        By id, all chunks that those which were asked for take: of a document that one is a piece of, every piece.
+    stored : dict of str to (dict of str to Chunk)
+        For each thing that was read, all chunks that it takes, by id: of a document that one is a piece of, every piece. The
+        retrieved chunks and those of whole documents are under "".
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Pieces:
         self._count = count
         self._documents = [range(end - length, end) for end, length in zip(accumulate(lengths), lengths, strict=True)]
         self._of = [place for place, numbers in enumerate(self._documents) for _ in numbers]
-        self.stored: dict[str, Chunk] = {}
+        self.stored: dict[str, dict[str, Chunk]] = {reads: {} for reads in ("", BEHIND_OTHER, BEHIND_SHUFFLED)}
 
     def read(self, reads: str, numbers: Sequence[int]) -> list[Chunk]:
         """Return the chunks of a prompt.
@@ -67,28 +68,28 @@ class Pieces:
         return [self._own(number) for number in (self._whole(numbers) if reads == DOCUMENTS else numbers)]
 
     def _own(self, number: int) -> Chunk:
-        name = f"chunk {number}"
-        if name not in self.stored:
+        name, stored = f"chunk {number}", self.stored[""]
+        if name not in stored:
             if self._of:
                 document = self._of[number]
                 members = self._documents[document]
-                self._store(f"document {document}", ((f"chunk {member}", member) for member in members))
+                self._store(stored, f"document {document}", ((f"chunk {member}", member) for member in members))
             else:
-                self.stored[name] = Chunk(self._texts[number], name)
-        return self.stored[name]
+                stored[name] = Chunk(self._texts[number], name)
+        return stored[name]
 
     def _behind(self, reads: str, number: int, before: Sequence[int]) -> Chunk:
         """Return a chunk that ends a document of its own, in which certain others stand before it."""
-        name = f"{reads} {number}"
-        if name not in self.stored:
-            self._store(name, [*((f"{name}, {other}", other) for other in before), (name, number)])
-        return self.stored[name]
+        name, stored = f"{reads} {number}", self.stored[reads]
+        if name not in stored:
+            self._store(stored, name, [*((f"{name}, {other}", other) for other in before), (name, number)])
+        return stored[name]
 
-    def _store(self, document: str, members: Iterable[tuple[str, int]]) -> None:
+    def _store(self, stored: dict[str, Chunk], document: str, members: Iterable[tuple[str, int]]) -> None:
         start = 0
         for name, number in members:
             text = self._texts[number]
-            self.stored[name] = Chunk(text, name, document=document, start=start)
+            stored[name] = Chunk(text, name, document=document, start=start)
             start += len(text) + len(self._separator)
 
     def _other(self, number: int) -> Sequence[int]:

@@ -90,14 +90,14 @@ def test_chunks_are_pieces_of_their_documents_and_of_others() -> None:
     pieces = Pieces(texts, (4, 2, 1), "--", 6, len)
 
     def document(name: str) -> list[str]:
-        own = [chunk for chunk in pieces.stored.values() if chunk.document == name]
+        own = [chunk for part in pieces.stored.values() for chunk in part.values() if chunk.document == name]
         assert [chunk.start for chunk in own] == [4 * place for place in range(len(own))]
         return [chunk.text for chunk in own]
 
     assert [chunk.id for chunk in pieces.read("", (5, 1))] == ["chunk 5", "chunk 1"]
     # What stands in a document with them is stored too; other documents are not.
     assert (document("document 1"), document("document 0")) == (["b0", "b1"], ["a0", "a1", "a2", "a3"])
-    assert len(pieces.stored) == 6
+    assert len(pieces.stored[""]) == 6
     # Documents in the order in which they are found, while they fit; the first in any case.
     assert [chunk.text for chunk in pieces.read(DOCUMENTS, (5, 1, 4))] == ["b0", "b1"]
     assert [chunk.text for chunk in Pieces(texts, (4, 2, 1), "--", 12, len).read(DOCUMENTS, (5, 6, 1))] == [
@@ -117,7 +117,8 @@ def test_chunks_are_pieces_of_their_documents_and_of_others() -> None:
         assert sorted(before) == texts[:number] != before
     # Of a single document there is no other.
     alone = Pieces(["x", "y"], (2,), "", None, len)
-    assert [chunk.text for chunk in alone.read(BEHIND_OTHER, (1,))] == ["y"] and len(alone.stored) == 1
+    assert [chunk.text for chunk in alone.read(BEHIND_OTHER, (1,))] == ["y"]
+    assert len(alone.stored[BEHIND_OTHER]) == 1
 
 
 def test_names_say_what_is_read_and_how_it_is_encoded() -> None:
@@ -140,7 +141,7 @@ def test_every_row_reads_the_chunks_that_it_names(engine: BlendEngine) -> None:
     [context, *_] = task.contexts
     retriever = Retriever(engine.tokenizer, RetrievalSetting())
     reads = (DOCUMENTS, BEHIND_OTHER, BEHIND_SHUFFLED)
-    with inquire(task, context, retriever, [engine], reads=reads) as inquiries:
+    with inquire(task, context, retriever, {engine: reads}) as inquiries:
         for question, inquiry in inquiries:
             assert isinstance(inquiry, Inquiry) and question.chunks is not None
             given = engine.prompt_ids(inquiry.prompt)
