@@ -109,6 +109,7 @@ class DocumentPlaces:
             pieces.pop(id, None)
             pieces[id] = (text, self._source(metadata), _start_index(metadata))
         known = dict(zip(pieces, self._engine.places(list(pieces)), strict=True)) if self._remembers else {}
+        stood: dict[str, dict[str, str | None]] = {}
         before: dict[str, _Piece] = {}
         chunks = []
         for id, (text, source, start) in pieces.items():
@@ -117,18 +118,21 @@ class DocumentPlaces:
                 continue
             last = before.get(source)
             if last is None or (start is not None and last.start is not None and start <= last.start):
-                piece = _Piece(self._document(source, known[id], text, start, last is not None), id, text, start)
-                previous = self._before(piece)
+                document, previous = self._document(source, known[id], text, start, last is not None), None
             else:
+                document, previous = last.document, last.id
                 if start is None and last.start is not None:
                     # Splitters that do not find a piece again say nothing, or -1.
                     start = last.start + len(last.text) - overlap(last.text, text)
-                piece = _Piece(last.document, id, text, start)
-                previous = last.id
-            before[source] = piece
-            chunks.append(
-                Chunk(text, id, document=piece.document, start=start, previous=previous if start is None else None)
-            )
+            if start is not None:
+                previous = None
+            elif known[id] == document:
+                # Added again: what it stands behind counts, unless that is added again too.
+                if document not in stood:
+                    stood[document] = self._predecessors(document)
+                previous = previous if stood[document].get(id) in pieces else stood[document].get(id)
+            before[source] = _Piece(document, id, text, start)
+            chunks.append(Chunk(text, id, document=document, start=start, previous=previous))
         for source, piece in before.items():
             self._sources.setdefault(source, _Source()).last = piece
         return chunks
@@ -197,13 +201,9 @@ class DocumentPlaces:
         earlier.has_several = True
         return f"{source}#{begins}"
 
-    def _before(self, piece: _Piece) -> str | None:
-        """Return the id behind which a piece stands that is added again by itself, without a place of its own."""
-        if piece.start is not None:
-            return None
-        ids = self._engine.document(piece.document)
-        place = ids.index(piece.id) if piece.id in ids else 0
-        return ids[place - 1] if place else None
+    def _predecessors(self, document: str) -> dict[str, str | None]:
+        ids = self._engine.document(document)
+        return dict(zip(ids, [None, *ids], strict=False))
 
 
 def overlap(before: str, after: str) -> int:
