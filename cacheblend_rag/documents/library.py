@@ -230,10 +230,13 @@ class Library:
             return group
         room = budget_bytes - self._engine.store.stats().disk_bytes
         known = self._engine.records([passage.id for passage in group])
+        separator = self._engine.config.separator
         for number, (passage, record) in enumerate(zip(group, known, strict=True)):
             if record is not None and self._engine.store.holds([record.key])[0]:
                 continue
-            tokens = len(self._engine.tokenizer(passage.text, add_special_tokens=False)["input_ids"])
+            # Behind each passage the KV of what follows it is kept.
+            texts = [text for text in (passage.text, separator) if text]
+            tokens = sum(map(len, self._engine.tokenizer(texts, add_special_tokens=False)["input_ids"]))
             room -= tokens * decoder.kv_bytes_per_token + _FILE_BYTES_PER_LAYER * decoder.num_kv_layers
             if room < 0:
                 return group[:number]
