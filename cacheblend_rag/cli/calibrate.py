@@ -81,10 +81,10 @@ def calibrate(
     """
     from cacheblend_rag.config import BlendConfig
     from cacheblend_rag.eval import calibrate as run
-    from cacheblend_rag.eval import read_questions
+    from cacheblend_rag.eval import read_questions_and_answers
 
     tried = parse_ratios(ratios)
-    asked = read_questions(questions)
+    asked = read_questions_and_answers(questions)
     if not config_file.absolute().parent.is_dir():
         raise typer.BadParameter(f"the folder {config_file.absolute().parent} does not exist", param_hint="--config")
     for path in paths or []:
@@ -104,6 +104,7 @@ def calibrate(
             found = run(
                 engine,
                 prompts,
+                answers=list(asked.values()),
                 selector=selector,
                 ratios=tried,
                 agreement=agreement,
