@@ -141,7 +141,9 @@ def _choose(engine: BlendEngine, matches: Sequence[Match]) -> list[list[str | No
         return [[*entry] for entry in entries]
     stored = [id for entry in entries for id in entry]
     document = dict(zip(stored, engine.places(stored), strict=True))
-    present = Counter(name for entry in entries for name in {document[id] for id in entry} if name is not None)
+    present: Counter[str | None] = Counter(
+        name for entry in entries for name in {document[id] for id in entry} if name is not None
+    )
 
     def served(entry: list[str]) -> str | None:
         most = max(present[document[id]] for id in entry)
