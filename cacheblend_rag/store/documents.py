@@ -9,7 +9,7 @@ from logging import getLogger
 from typing import NamedTuple
 
 from cacheblend_rag.keys import chunk_key, context_digest
-from cacheblend_rag.reading import Member, Place, ReadingRules, contexts, in_order, relinked
+from cacheblend_rag.reading import Member, Place, ReadingRules, contexts, in_order, relinked, whole_text
 from cacheblend_rag.store.base import NamedTarget, NodeRecord
 from cacheblend_rag.store.chunkformat import pack_tokens
 from cacheblend_rag.store.pieces import Piece, read_document, read_pieces, record_checksum, write_document, write_piece
@@ -121,6 +121,16 @@ class Drafts:
         """Say what of the documents is damaged, once the connection has been given back."""
         for what in self._damaged:
             _log.warning("the stored record of %s", what)
+
+    def text(self, document: str) -> tuple[int, ...]:
+        """Return the tokens of a whole document; what overlaps stands there once."""
+        self.load(document)
+        draft = self._drafts.get(document)
+        return (
+            ()
+            if draft is None
+            else whole_text(in_order([piece.member for piece in draft.pieces.values()]), draft.rules)
+        )
 
     @property
     def left(self) -> set[str]:

@@ -211,6 +211,14 @@ class Names:
         drafts.warn()
         return ids
 
+    def document_tokens(self, namespace: str, document: str) -> tuple[int, ...]:
+        """Return the tokens of a whole document; what overlaps stands there once."""
+        with self._database.snapshot() as connection:
+            drafts = Drafts(connection, namespace)
+            tokens = drafts.text(document)
+        drafts.warn()
+        return tokens
+
     def pin(self, namespace: str, ids: Iterable[str], pinned: bool, limit_bytes: int | None) -> list[str]:
         """Pin names, or unpin them; return the keys that they lead to.
 
