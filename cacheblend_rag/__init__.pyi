@@ -1,4 +1,4 @@
-from .chunk import BlendPrompt, Chunk, ChunkPart, ChunkRef
+from .chunk import BlendPrompt, Chunk, ChunkPart, ChunkRef, FixedText
 from .config import BlendConfig
 from .engine import BlendEngine, BlendStream, GenerationResult, PrefillResult
 from .errors import CacheBlendError
@@ -15,6 +15,7 @@ __all__ = [
     "ChunkPart",
     "ChunkReport",
     "ChunkRef",
+    "FixedText",
     "GenerationResult",
     "PrefillResult",
 ]

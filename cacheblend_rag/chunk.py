@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from cacheblend_rag.errors import ConfigError, EmptyChunkError
 
-__all__ = ["BlendPrompt", "Chunk", "ChunkPart", "ChunkRef", "Segment", "text_hash"]
+__all__ = ["BlendPrompt", "Chunk", "ChunkPart", "ChunkRef", "FixedText", "Segment", "text_hash"]
 
 
 def text_hash(text: str) -> str:
@@ -193,8 +193,34 @@ class ChunkPart:
             )
 
 
-Segment: TypeAlias = "str | Sequence[int] | Chunk | ChunkRef | ChunkPart"
-"""Text, token ids (both always computed), a chunk, the id of a stored chunk, or a part of a chunk (all served from KV)."""
+@dataclass(frozen=True, slots=True)
+class FixedText:
+    """Text that many prompts begin with: the system prompt, the head of a template.
+
+    Where a prompt begins with it, its KV is computed once and kept in the store, as a chunk's is, with all that this means: so it
+    must hold nothing that a user wrote, no history, nothing of a document. Elsewhere it is ordinary text.
+
+    Parameters
+    ----------
+    text : str
+        The text.
+
+    Raises
+    ------
+    ConfigError
+        If `text` is no string.
+    """
+
+    text: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str):
+            raise ConfigError(f"the fixed text is a {type(self.text).__name__}; give a string")
+
+
+Segment: TypeAlias = "str | Sequence[int] | FixedText | Chunk | ChunkRef | ChunkPart"
+"""Text, token ids (both always computed), fixed text (computed unless the prompt begins with it), a chunk, the id of a stored
+chunk, or a part of a chunk (all served from KV)."""
 
 
 @dataclass(frozen=True)
@@ -207,8 +233,8 @@ class BlendPrompt:
 
     Parameters
     ----------
-    prefix : str
-        Text before the chunks: the system prompt, the head of the template.
+    prefix : str or FixedText
+        Text before the chunks: the system prompt, the head of the template. As `FixedText` its KV is kept, too.
     chunks : sequence of (str, Chunk or ChunkRef)
         The chunks in order; a string is the id of a stored chunk.
     suffix : str
@@ -228,7 +254,7 @@ class BlendPrompt:
         segments.
     """
 
-    prefix: str = ""
+    prefix: str | FixedText = ""
     chunks: Sequence[str | Chunk | ChunkRef] = ()
     suffix: str = ""
     separator: str = ""

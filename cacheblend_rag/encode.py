@@ -156,6 +156,24 @@ class Encoder:
                 for index in reading.targets
             ]
 
+    @torch.no_grad()
+    def head(self, token_ids: Sequence[int]) -> ChunkKV:
+        """Compute the KV of what a prompt begins with, behind nothing.
+
+        Parameters
+        ----------
+        token_ids : sequence of int
+            The tokens, the BOS among them.
+
+        Returns
+        -------
+        ChunkKV
+            Their KV on the CPU, from position 0 on.
+        """
+        layers = self._forward([token_ids], KVCache(self._decoder.num_layers))
+        kept = [LayerKV(*(_on_cpu(_copy(tensor[0])) for tensor in layer)) for layer in layers]
+        return ChunkKV(tuple(token_ids), 0, kept)
+
     def num_tokens(self, targets: Sequence[Target]) -> int:
         """Return how many tokens are computed to encode targets, the encoding prefix and padding not counted."""
         count = 0

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["chunk_key", "context_digest"]
+__all__ = ["HEAD_PREFIX", "chunk_key", "context_digest", "head_key"]
+
+HEAD_PREFIX = "cacheblend/head/"
+"""What the names of prompts' fixed heads begin with, and no chunk's id."""
 
 
 def chunk_key(namespace: str, token_ids: Sequence[int], places: Sequence[int] | None = None, context: str = "") -> str:
@@ -33,6 +36,24 @@ def chunk_key(namespace: str, token_ids: Sequence[int], places: Sequence[int] | 
     placed = b"" if places is None else b"|at|" + _packed(places)
     behind = b"" if not context else b"|behind|" + context.encode()
     return hashlib.blake2b(namespace.encode() + _packed(token_ids) + placed + behind, digest_size=20).hexdigest()
+
+
+def head_key(namespace: str, token_ids: Sequence[int]) -> str:
+    """Return the key of the KV of tokens that a prompt begins with, which is computed behind nothing.
+
+    Parameters
+    ----------
+    namespace : str
+        Digest of the model, the tokenizer, the encoding prefix and the tenant.
+    token_ids : sequence of int
+        The tokens, the BOS among them.
+
+    Returns
+    -------
+    str
+        40 hexadecimal digits; no chunk has this key.
+    """
+    return hashlib.blake2b(namespace.encode() + _packed(token_ids) + b"|head|", digest_size=20).hexdigest()
 
 
 def context_digest(context: Sequence[int]) -> str:

@@ -104,6 +104,9 @@ class BlendReport:
     conversation_recomputed_tokens : int
         Those of them that were recomputed all the same, since they stood elsewhere in the turn before. `charged_ratio` counts
         them like chunk tokens.
+    head_tokens : int
+        Tokens of the fixed text that the prompt begins with (`FixedText`) whose KV was stored, and not computed. Where they are
+        of the conversation, they are in `conversation_tokens` instead.
     """
 
     ttft_s: float
@@ -133,12 +136,14 @@ class BlendReport:
     alone_reason: str | None = None
     conversation_tokens: int = 0
     conversation_recomputed_tokens: int = 0
+    head_tokens: int = 0
 
     def __str__(self) -> str:
         """Return the figures that people look for first, on one line."""
         return (
             f"first token after {1000 * self.ttft_s:.0f} ms; {self.hits} of {self.hits + self.misses} chunks hit, "
             f"{self.recomputed_tokens} of {self.context_tokens} chunk tokens recomputed ({self.selector})"
+            + (f", {self.head_tokens} tokens of the head reused" if self.head_tokens else "")
             + (f", {self.conversation_tokens} tokens of the conversation reused" if self.conversation_tokens else "")
             + (f", {self.repaired_tokens} repaired while answering" if self.repaired_tokens else "")
             + (f"; computed as a whole: {self.fallback_reason}" if self.fallback_reason else "")

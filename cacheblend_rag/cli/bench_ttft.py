@@ -43,6 +43,12 @@ def ttft(
             "a rate such as 100MB/s for an emulated device; with -no-pipeline behind it, loaded without the pipeline.",
         ),
     ] = "ram",
+    head_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens of fixed text before the chunks, for a row of prompts without gaps.")
+    ] = 0,
+    separator_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens of the engine's separator between the chunks, for that row.")
+    ] = 0,
     folder: FolderOption = None,
     repeats: RepeatsOption = 5,
     device: DeviceOption = "cpu",
@@ -53,7 +59,9 @@ def ttft(
     """Measure the time to the first token: full prefill, the model's own prefix cache, plain reuse and blend, in alternation.
 
     Full prefill is the model's own forward pass over the whole prompt; "prefix_cache" is its own cache of the first chunk.
-    "limit" is the speedup if computing rows were all that took time, "of limit" how much of it is there.
+    "reuse" and "blend" are of chunks that were encoded alone, "in_document" is plain reuse of the same chunks as pieces of one
+    document, and "gapless" that behind a fixed head and with separators, whose KV is stored too; "of reuse" is how much of plain
+    reuse's speed is left. "limit" is the speedup if computing rows were all that took time, "of limit" how much of it is there.
     """
     from cacheblend_rag.bench import TTFTBench, TTFTSetting
 
@@ -67,6 +75,8 @@ def ttft(
         selectors=parse_names(selectors),
         tiers=parse_names(tiers),
         folder=folder,
+        head_tokens=head_tokens,
+        separator_tokens=separator_tokens,
         repeats=repeats,
         device=device,
         dtype=weights_dtype(dtype, device),
@@ -88,6 +98,7 @@ def ttft(
             f"{row.limit:.1f}x",
             f"{row.speedup / row.limit:.2f}",
             None if row.over_ram is None else f"{row.over_ram:.2f}x",
+            None if row.of_reuse is None else f"{row.of_reuse:.2f}",
             None if row.load_s is None else say_seconds(row.load_s),
         )
         for row in rows
@@ -108,6 +119,7 @@ def ttft(
         "limit",
         "of limit",
         "of ram",
+        "of reuse",
         "waited",
     )
     show_table(title, columns, lines, text_columns=2)

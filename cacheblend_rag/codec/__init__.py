@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from cacheblend_rag.codec.base import Codec, PackedKV, PackedLayer, TensorForm, main_codec
-from cacheblend_rag.codec.registry import codec_names, make_codec, pack_kv, repack_layer, unpack_layer
+from cacheblend_rag.codec.registry import EXACT, codec_names, make_codec, pack_kv, repack_layer, unpack_layer
 
 __all__ = [
+    "EXACT",
     "Codec",
     "PackedKV",
     "PackedLayer",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from cacheblend_rag.codec.base import PackedLayer, TensorForm
 from cacheblend_rag.kv import LayerKV
 
-__all__ = ["CastCodec", "NativeCodec", "form_of", "keep_native"]
+__all__ = ["CastCodec", "ExactCodec", "NativeCodec", "form_of", "keep_native"]
 
 
 def form_of(tensor: torch.Tensor) -> TensorForm:
@@ -36,6 +36,17 @@ class NativeCodec:
     def unpack(self, packed: PackedLayer) -> LayerKV:
         """Return what was packed."""
         return LayerKV(packed.parts["keys"], packed.parts["values"])
+
+
+@dataclass(frozen=True, slots=True)
+class ExactCodec(NativeCodec):
+    """KV as it is in every tier, whatever codec a tier keeps chunks in: what was packed so is never packed otherwise."""
+
+    name: str = "exact"
+
+    def pack(self, layer: LayerKV) -> PackedLayer:
+        """Keep one layer as it is."""
+        return replace(keep_native(layer), codec=self.name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,18 +7,22 @@ from dataclasses import replace
 import torch
 
 from cacheblend_rag.codec.base import Codec, PackedKV, PackedLayer
-from cacheblend_rag.codec.plain import CastCodec, NativeCodec
+from cacheblend_rag.codec.plain import CastCodec, ExactCodec, NativeCodec
 from cacheblend_rag.codec.quantized import QuantizedCodec
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv import ChunkKV, LayerKV
 
-__all__ = ["codec_names", "make_codec", "pack_kv", "repack_layer", "unpack_layer"]
+__all__ = ["EXACT", "codec_names", "make_codec", "pack_kv", "repack_layer", "unpack_layer"]
+
+EXACT = ExactCodec()
+"""What must not lose anything is packed by it; settings cannot choose it."""
 
 # Stored bytes name their codec: what a name stands for may change only in what `unpack` does not need to know.
 _CODECS: dict[str, Codec] = {
     codec.name: codec
     for codec in (
         NativeCodec(),
+        EXACT,
         CastCodec("float32", torch.float32),
         CastCodec("float16", torch.float16),
         CastCodec("bfloat16", torch.bfloat16),
@@ -30,8 +34,8 @@ _CODECS: dict[str, Codec] = {
 
 
 def codec_names() -> tuple[str, ...]:
-    """Return the names of all codecs."""
-    return tuple(_CODECS)
+    """Return the names of all codecs that can be chosen."""
+    return tuple(name for name in _CODECS if name != EXACT.name)
 
 
 def make_codec(name: str) -> Codec:
@@ -44,7 +48,7 @@ def make_codec(name: str) -> Codec:
     """
     codec = _CODECS.get(name)
     if codec is None:
-        raise ConfigError(f"codec {name!r} is unknown; choose one of {', '.join(_CODECS)}")
+        raise ConfigError(f"codec {name!r} is unknown; choose one of {', '.join(codec_names())}")
     return codec
 
 
@@ -57,7 +61,7 @@ def repack_layer(packed: PackedLayer, codec: Codec) -> PackedLayer:
     """Return a layer as `codec` keeps it.
 
     "native" unpacks it. Any other codec packs it if that takes fewer bytes than it has, and leaves it alone otherwise, since
-    what a narrower codec has lost does not come back.
+    what a narrower codec has lost does not come back. What is to stay exact stays as it is.
 
     Parameters
     ----------
@@ -71,7 +75,7 @@ def repack_layer(packed: PackedLayer, codec: Codec) -> PackedLayer:
     PackedLayer
         The layer, of no more bytes than before unless `codec` is native.
     """
-    if packed.codec == codec.name:
+    if packed.codec in (codec.name, EXACT.name):
         return packed
     repacked = codec.pack(unpack_layer(packed))
     return repacked if codec.name == "native" or repacked.nbytes < packed.nbytes else packed

@@ -5,30 +5,36 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise, takewhile
 from typing import Any
 
 import numpy as np
 
-from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkPart, ChunkRef, text_hash
-from cacheblend_rag.engine.prompt import AssembledPrompt, PromptChunk
+from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkPart, ChunkRef, FixedText, text_hash
+from cacheblend_rag.engine.prompt import AssembledPrompt, PromptChunk, PromptHead
 from cacheblend_rag.engine.uses import FirstUses
 from cacheblend_rag.errors import ConfigError, EmptyChunkError, PromptError, PromptTooLongError, UnknownChunkError
-from cacheblend_rag.keys import chunk_key
+from cacheblend_rag.keys import HEAD_PREFIX, chunk_key, head_key
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.reading import Place, ReadingRules
 from cacheblend_rag.store import KVReader, KVStore, NodeRecord
 
-__all__ = ["Assembler"]
+__all__ = ["LEAST_HEAD", "Assembler"]
+
+LEAST_HEAD = 8
+"""Fewer tokens of fixed text are computed: they cost no more than looking for their KV."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Tokens that follow each other without gaps, and the chunk that they come from; no position: right behind what is before."""
+    """Tokens that follow each other without gaps, the chunk that they come from, and whether they are fixed text; no position:
+    right behind what is before.
+    """
 
     ids: tuple[int, ...]
     position: int | None = None
     chunk: PromptChunk | None = None
+    is_fixed: bool = False
 
 
 class Assembler:
@@ -234,13 +240,17 @@ class Assembler:
             If it has no tokens.
         """
         pieces = list(self._pieces(prompt))
+        # Text at the end may have no tokens: blanks, for example.
+        while len(pieces) > 1 and not pieces[-1].ids:
+            pieces.pop()
         if self.rules.separator and prompt.positions is None:
             pieces = list(_gapless(pieces))
-        # Text behind it may have no tokens: blanks, for example.
-        last = max((number for number, piece in enumerate(pieces) if piece.ids), default=0)
+        last = len(pieces) - 1
+        head = None if prompt.positions is not None else self._head(pieces)
         # The last segment is computed in any case.
-        served = [piece.chunk.key for piece in pieces[:last] if piece.chunk is not None] if retrieving else []
-        first = self._first_uses.note(served) if self._first_uses is not None and served else set()
+        served = [piece.chunk.key for piece in pieces[:last] if piece.chunk is not None]
+        served += [] if head is None else [head.key]
+        first = self._first_uses.note(served) if self._first_uses is not None and served and retrieving else set()
         ids: list[int] = []
         places: list[int] = []
         spans: list[ChunkSpan] = []
@@ -280,12 +290,25 @@ class Assembler:
                 f"the prompt has {len(ids)} tokens and ends at position {end}; the model's window is "
                 f"{self.window}, one of which is needed for the answer: retrieve fewer or shorter chunks"
             )
-        head = spans[0].start if spans else 0
-        is_behind_prefix = tuple(ids[:head]) == self.prefix_ids and places[:head] == list(range(head))
+        begin = spans[0].start if spans else 0
+        is_behind_prefix = tuple(ids[:begin]) == self.prefix_ids and places[:begin] == list(range(begin))
         exact = self._exact(spans, chunks) if spans and is_behind_prefix else 0
         remembers = any(chunk.remembers for chunk in chunks)
         layout = PromptLayout(tuple(ids), tuple(places), tuple(spans), exact, remembers=remembers)
-        return AssembledPrompt(layout, tuple(chunks), tuple(computed), prompt.positions is not None, context or (0, 0))
+        return AssembledPrompt(
+            layout,
+            tuple(chunks),
+            tuple(computed),
+            prompt.positions is not None,
+            context or (0, 0),
+            None if head is None or head.key in first else head,
+        )
+
+    def _head(self, pieces: Sequence[_Piece]) -> PromptHead | None:
+        """Return the fixed text that a prompt begins with; None where there is too little of it."""
+        ids = tuple(chain.from_iterable(piece.ids for piece in takewhile(lambda piece: piece.is_fixed, pieces)))
+        rows = min(len(ids), sum(len(piece.ids) for piece in pieces) - 1)
+        return PromptHead(head_key(self.namespace, ids), ids, rows) if rows >= LEAST_HEAD else None
 
     def with_whole_documents(self, prompt: AssembledPrompt) -> tuple[int, ...] | None:
         """Return the tokens of a prompt with the whole of each document in the place of the first of its chunks, instead of them.
@@ -332,7 +355,12 @@ class Assembler:
         records = self._records(segments)
         # Separators recur between all chunks: each text is tokenised once.
         texts = {
-            text: self.tokenize(text) for text in dict.fromkeys(each for each in segments if isinstance(each, str))
+            text: self.tokenize(text)
+            for text in dict.fromkeys(
+                each.text if isinstance(each, FixedText) else each
+                for each in segments
+                if isinstance(each, str | FixedText)
+            )
         }
         for number, (segment, chunk) in enumerate(zip(segments, records, strict=True)):
             position = None if positions is None else positions[number]
@@ -340,10 +368,12 @@ class Assembler:
                 assert chunk is not None
                 yield from _runs(segment, chunk, position)
                 continue
-            part = texts[segment] if isinstance(segment, str) else self._checked(segment)
+            is_fixed = isinstance(segment, FixedText)
+            text = segment.text if isinstance(segment, FixedText) else segment
+            part = texts[text] if isinstance(text, str) else self._checked(text)
             if number == 0:
                 part = self._with_bos(part)
-            yield _Piece(part, position)
+            yield _Piece(part, position, is_fixed=is_fixed)
 
     def _encoded_at(self, chunk: PromptChunk) -> int:
         """Return the position at which the first token that stands here was encoded."""
@@ -373,7 +403,9 @@ class Assembler:
 
     def _records(self, segments: Sequence[Any]) -> list[PromptChunk | None]:
         wanted = [segment.chunk if isinstance(segment, ChunkPart) else segment for segment in segments]
-        named = [each.id for each in wanted if isinstance(each, Chunk | ChunkRef) and each.id]
+        ids = [each.id for each in wanted if isinstance(each, Chunk | ChunkRef) and each.id]
+        # What is kept of prompts' heads is no chunk, and stands nowhere else.
+        named = [each for each in ids if not each.startswith(HEAD_PREFIX)]
         known = dict(zip(named, self._store.lookup(self.namespace, named), strict=True)) if named else {}
         return [self._chunk(each, known) if isinstance(each, Chunk | ChunkRef) else None for each in wanted]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 from cacheblend_rag.engine.run import PromptRun
 from cacheblend_rag.engine.sources import SourceAttention
 from cacheblend_rag.fuse import BlendCache, Repair, Steering
+from cacheblend_rag.layout import ChunkSpan
 from cacheblend_rag.loader import LayerLoader, ResumedLayers
 from cacheblend_rag.model import Decoder, num_decoder_layers
 from cacheblend_rag.selection import FixedSelection
@@ -91,12 +93,17 @@ class PromptCaches:
         cache = BlendCache(self._num_layers)
         first_layer = 0 if layout.resumed_rows else min(selection.check_layers, default=0)
         capacity = len(layout) + _room(headroom)
+        loaded = layout
+        if run.head is not None:
+            # It is loaded as chunks are, and nothing else of it is like a chunk.
+            loaded = replace(layout, chunks=(ChunkSpan(0, layout.resumed_rows, 0), *layout.chunks))
+            readers = [run.head, *readers]
         run.forward_started = time.perf_counter()
         threads = run.config.load_threads if run.config.pipeline else 0
         loader = (
             LayerLoader(
                 self._decoder,
-                layout,
+                loaded,
                 readers,
                 first_layer,
                 capacity,
@@ -108,7 +115,8 @@ class PromptCaches:
             else None
         )
         with loader or nullcontext():
-            source = loader if run.resumed is None else ResumedLayers(run.resumed.rows, loader, capacity)
+            rows = () if run.resumed is None else run.resumed.rows
+            source = ResumedLayers(rows, loader, capacity) if rows else loader
             assert source is not None
             steering = Steering(self._decoder, cache, layout, selection, source)
             repair = Repair(self._decoder, cache, layout, steering, run.config) if run.config.repair_ratio else None

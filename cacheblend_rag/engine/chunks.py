@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -24,6 +25,7 @@ from cacheblend_rag.engine.settings import CallSettings
 from cacheblend_rag.engine.supply import KVSupply
 from cacheblend_rag.engine.uses import FirstUses
 from cacheblend_rag.errors import ConfigError, PromptError, UnsupportedModelError
+from cacheblend_rag.keys import HEAD_PREFIX
 from cacheblend_rag.model import Capability, WeightsWatch, capability, model_window
 from cacheblend_rag.pml.nodes import SchemaTree
 from cacheblend_rag.store import KVStore, NameChanges, NodeRecord
@@ -230,9 +232,11 @@ class ChunkEngine:
         if not isinstance(chunks, Chunk):
             chunks = list(chunks)
             for chunk in chunks:
-                if isinstance(chunk, Chunk) and (chunk.id or "").startswith(SCHEMA_PREFIX):
+                prefix = _reserved(chunk.id or "") if isinstance(chunk, Chunk) else None
+                if prefix is not None:
+                    what = "schemas" if prefix == SCHEMA_PREFIX else "prompts' heads"
                     raise ConfigError(
-                        f"the id {chunk.id!r} begins with {SCHEMA_PREFIX!r}, as those of schemas do; give the chunk another one"
+                        f"the id {chunk.id!r} begins with {prefix!r}, as those of {what} do; give the chunk another one"
                     )
         if background:
             return self._ingest.add_later(chunks, progress, ttl_s)
@@ -361,9 +365,14 @@ class ChunkEngine:
         return self.store.lookup(self._assembler.namespace, [id])[0] is not None
 
     def ids(self) -> list[str]:
-        """Return the ids of all known chunks of this model, parts of loaded schemas not among them."""
+        """Return the ids of all known chunks of this model, parts of loaded schemas and heads of prompts not among them."""
         self._check_open()
-        return [id for id in self.store.names(self._assembler.namespace) if not id.startswith(SCHEMA_PREFIX)]
+        return [id for id in self.store.names(self._assembler.namespace) if _reserved(id) is None]
+
+    def heads(self) -> list[str]:
+        """Return the names under which the KV of prompts' fixed heads (`FixedText`) is kept; `delete` takes them."""
+        self._check_open()
+        return [id for id in self.store.names(self._assembler.namespace) if _reserved(id) == HEAD_PREFIX]
 
     def records(self, ids: Sequence[str]) -> list[NodeRecord | None]:
         """Return what is known of each id: its tokens and the digest of its text; None where the id is unknown."""
@@ -383,9 +392,17 @@ class ChunkEngine:
         ----------
         since : int, optional
             The `mark` of the earlier call; by default, and if that was ten thousand changes ago, all chunks are returned.
+
+        Returns
+        -------
+        NameChanges
+            The names, those that `ids` leaves out not among them.
         """
         self._check_open()
-        return self.store.changes(self._assembler.namespace, since)
+        changes = self.store.changes(self._assembler.namespace, since)
+        names = [each for each in changes.names if each[1] is None or _reserved(each[1]) is None]
+        waiting = {id: digest for id, digest in changes.waiting.items() if _reserved(id) is None}
+        return replace(changes, names=names, waiting=waiting)
 
     @property
     def neighbours(self) -> int:
@@ -456,6 +473,11 @@ class ChunkEngine:
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigError("this engine is closed; make a new one")
+
+
+def _reserved(id: str) -> str | None:
+    """Return what an id begins with that no chunk's may."""
+    return next((prefix for prefix in (SCHEMA_PREFIX, HEAD_PREFIX) if id.startswith(prefix)), None)
 
 
 def _id_list(ids: Iterable[str]) -> list[str]:

@@ -90,7 +90,7 @@ class Conversation:
         """How often it was reset."""
         return self._resets
 
-    def resume(self, prompt: AssembledPrompt, asked: Making | None, *, moves: bool) -> Resumption | None:
+    def resume(self, prompt: AssembledPrompt, asked: Making | None, *, moves: bool, head: int = 0) -> Resumption | None:
         """Return what a prompt takes over, or None if that is nothing.
 
         Parameters
@@ -101,6 +101,8 @@ class Conversation:
             How it makes its own rows; None where it is computed as a whole.
         moves : bool
             Whether it takes rows over that stood elsewhere.
+        head : int
+            How many first rows are at hand in any case, exactly; they are taken where the conversation has no more.
         """
         held = self._kept.fresh(
             self, {part.id: part.key for part in (*prompt.chunks, *prompt.computed) if part.id is not None}
@@ -120,26 +122,29 @@ class Conversation:
             rows = min([rows, *(span.start for span in layout.chunks if span.start < rows < span.stop)])
         if rows < LEAST_RUN:
             rows = 0
-        behind = tuple(span for span in layout.chunks if span.start >= rows)
+        first = max(rows, head)
+        head = head if head > rows else 0
+        behind = tuple(span for span in layout.chunks if span.start >= first)
         # What stands behind keys that were left at other places is of no use where keys are turned, and the other way round.
         mixed = asked is not None and others is not None and others.reposition != asked.reposition
         movable = held.token_ids[: held.exact] if mixed else held.token_ids
-        runs = tuple(find_runs(movable, layout.token_ids, gaps(rows, behind, end), rows)) if moves else ()
-        if not rows and not runs:
+        runs = tuple(find_runs(movable, layout.token_ids, gaps(first, behind, end), rows)) if moves else ()
+        if not runs and (head or not rows):
             return None
-        first = [LayerKV(*(tensor[:, :, :rows] for tensor in layer)) for layer in held.layers]
+        kept = [] if head else [LayerKV(*(tensor[:, :, :rows] for tensor in layer)) for layer in held.layers]
         spans = [*behind, *(ChunkSpan(run.start, run.stop, run.start) for run in runs)] if asked is not None else []
         exact = layout.exact_chunks if len(behind) == len(layout.chunks) else 0
         spans.sort(key=lambda span: span.start)
         if exact and spans and spans[0] != layout.chunks[0]:
             exact = 0
         return Resumption(
-            replace(layout, chunks=tuple(spans), exact_chunks=exact if spans else 0, resumed_rows=rows),
-            first,
-            sum(span.stop <= rows for span in layout.chunks),
+            replace(layout, chunks=tuple(spans), exact_chunks=exact if spans else 0, resumed_rows=first),
+            kept,
+            sum(span.stop <= first for span in layout.chunks),
             readers_of(held, runs),
             runs,
             held,
+            head,
         )
 
     def keep(
@@ -175,7 +180,7 @@ class Conversation:
         if prompt.has_positions:
             return
         ids = (prompt.layout.token_ids + tuple(output_ids))[: layers[0].keys.shape[2]]
-        resumed = 0 if resumption is None else resumption.layout.resumed_rows
+        resumed = 0 if resumption is None else resumption.continued
         before = None if resumption is None else resumption.held
         exact, made = len(ids), making
         if making is not None:

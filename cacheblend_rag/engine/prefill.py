@@ -223,7 +223,7 @@ class PrefillEngine(ChunkEngine):
         config: BlendConfig | None = None,
         rows: torch.Tensor | None = None,
     ) -> WatchedPrefill:
-        """Prefill a prompt as `prefill` does, and show what each layer attends to; nothing is evicted.
+        """Prefill a prompt as `prefill` does, and show what each layer attends to; nothing is evicted, and all text is computed.
 
         Parameters
         ----------
@@ -260,7 +260,7 @@ class PrefillEngine(ChunkEngine):
             raise ConfigError(
                 "rows must be rows of chunk tokens, each once and ascending; `WatchedPrefill.layout.context_rows` are all of them"
             )
-        run.rows = rows
+        run.rows, run.prompt = rows, replace(run.prompt, head=None)
         forward = WatchedForward(self.model, watcher)
         logits = self._runner.run(run, 0, forward)
         report = run.report(num_decoder_layers(self.model), time.perf_counter(), 0)

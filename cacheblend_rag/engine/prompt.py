@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass, replace
 
+from cacheblend_rag.chunk import text_hash
 from cacheblend_rag.encode import Target
+from cacheblend_rag.keys import HEAD_PREFIX
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.store import NodeRecord
 
-__all__ = ["AssembledPrompt", "PromptChunk"]
+__all__ = ["AssembledPrompt", "PromptChunk", "PromptHead"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,30 @@ class PromptChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptHead:
+    """The fixed text that a prompt begins with.
+
+    Attributes
+    ----------
+    key : str
+        Where its KV is or will be stored.
+    token_ids : tuple of int
+        Its tokens, the BOS among them.
+    rows : int
+        How many of its rows need not be computed: all of them, but for the prompt's last.
+    """
+
+    key: str
+    token_ids: tuple[int, ...]
+    rows: int
+
+    def record(self) -> NodeRecord:
+        """Return the record by which it is listed and deleted; no text is recognised by it."""
+        name = HEAD_PREFIX + self.key
+        return NodeRecord(name, self.key, text_hash(name), self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
 class AssembledPrompt:
     """A prompt in tokens.
 
@@ -100,6 +126,8 @@ class AssembledPrompt:
     context : tuple of int
         The half-open range of rows from its first chunk to its last one, whether they are blended or computed; a chunk that the
         prompt ends with is not part of it. Empty without chunks.
+    head : PromptHead or None
+        The fixed text that it begins with, if that is long enough for its KV to be kept.
     """
 
     layout: PromptLayout
@@ -107,6 +135,7 @@ class AssembledPrompt:
     computed: tuple[PromptChunk, ...]
     has_positions: bool
     context: tuple[int, int] = (0, 0)
+    head: PromptHead | None = None
 
     def computing(self, keys: Container[str], note: str) -> AssembledPrompt:
         """Return the prompt with the chunks of some keys computed like text, for the reason in `note`."""

@@ -17,7 +17,7 @@ from cacheblend_rag.engine.taken import Resumption
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.report import BlendReport, ChunkReport
-from cacheblend_rag.store import NamedTarget
+from cacheblend_rag.store import KVReader, NamedTarget
 
 __all__ = ["PromptRun"]
 
@@ -79,7 +79,11 @@ class PromptRun:
     resets : int
         How often that had been reset when the call came.
     resumed : Resumption or None
-        What it takes over from its conversation.
+        What it takes over: its fixed head, and what its conversation has.
+    head : KVReader or None
+        The KV of the rows of its fixed head that it takes over.
+    head_tokens : int
+        How many of these there were when the call came.
     expiry : dict of str to float
         Of a turn of a conversation, when the KV of its chunks is over, by `steady_s` and by their keys.
     output_ids : tuple of int
@@ -121,6 +125,8 @@ class PromptRun:
     conversation: Conversation | None = None
     resets: int = 0
     resumed: Resumption | None = None
+    head: KVReader | None = None
+    head_tokens: int = 0
     expiry: dict[str, float] = field(default_factory=dict)
     output_ids: tuple[int, ...] = ()
     sources: SourceAttention | None = None
@@ -158,7 +164,7 @@ class PromptRun:
             charged = rows.numel() / max(context, 1)
         else:
             # What was moved within a conversation is blended as chunks are.
-            blended = context + taken_over - resumed_rows
+            blended = context + (0 if self.resumed is None else self.resumed.moved)
             rows, charged = self.recomputed, self.charge / max(blended * num_layers, 1)
         in_chunks = rows[layout.is_chunk[rows]]
         deferred = sum(chunk.deferred for chunk in self.prompt.computed)
@@ -219,6 +225,7 @@ class PromptRun:
             alone_reason=self.alone_reason,
             conversation_tokens=taken_over,
             conversation_recomputed_tokens=rows.numel() - in_chunks.numel(),
+            head_tokens=self.head_tokens,
         )
 
     def _attention(self, span: ChunkSpan) -> float | None:

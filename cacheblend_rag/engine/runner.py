@@ -15,7 +15,7 @@ from cacheblend_rag.controller import Controller, Plan, make_plan, whole_plan
 from cacheblend_rag.engine.caches import PromptCaches
 from cacheblend_rag.engine.run import PromptRun
 from cacheblend_rag.engine.supply import KVSupply
-from cacheblend_rag.engine.taken import Making
+from cacheblend_rag.engine.taken import Making, Resumption
 from cacheblend_rag.errors import ChunkReadError, PromptError
 from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.layout import PromptLayout
@@ -156,7 +156,8 @@ class Runner:
         """Decide how a prompt is prefilled; return readers of its chunks' KV, or None where it is computed as a whole."""
         config = run.config
         # After damaged KV this is asked again, and the choice between blending and not may fall otherwise.
-        run.resumed = None
+        run.resumed = run.head = None
+        run.head_tokens = 0
         ratio = config.recompute_ratio
         found: dict[str, KVReader | None] = {}
         given = run.rows
@@ -207,7 +208,7 @@ class Runner:
             return self.controller().choose(config, layout, None).fallback_reason is None
 
     def _resume(self, run: PromptRun, asked: Making | None) -> None:
-        """Take over what the conversation has computed, if this is a turn of one and blending is on.
+        """Take over the fixed head, and what the conversation has computed if this is a turn of one, where blending is on.
 
         Parameters
         ----------
@@ -216,14 +217,20 @@ class Runner:
         asked : Making or None
             How it is blended; None where it is computed as a whole.
         """
-        if run.conversation is None or not run.config.enabled or self._refusal(run.prompt.layout) is not None:
+        if not run.config.enabled or self._refusal(run.prompt.layout) is not None:
             return
         assert self._decoder is not None
-        moves = asked is not None and self._decoder.is_movable
-        run.resumed = run.conversation.resume(run.prompt, asked, moves=moves)
+        head = run.prompt.head
+        rows = 0 if head is None else head.rows
+        if run.conversation is not None:
+            moves = asked is not None and self._decoder.is_movable
+            run.resumed = run.conversation.resume(run.prompt, asked, moves=moves, head=rows)
         if run.resumed is not None and run.hits:
             # What the conversation has at its place is a hit, whether or not the store was asked first.
             run.hits[: run.resumed.chunks] = [True] * run.resumed.chunks
+        if head is not None and (run.resumed is None or run.resumed.head):
+            run.resumed = run.resumed or Resumption.of_head(run.prompt.layout, rows, asked)
+            run.head = self._supply.head(run, head)
 
     def _note_expiry(self, run: PromptRun) -> None:
         """Note until when the KV of a turn's chunks may be used.

@@ -9,10 +9,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from cacheblend_rag.codec import EXACT, pack_kv
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.encode import Encoder, Target
 from cacheblend_rag.engine.assembler import Assembler
-from cacheblend_rag.engine.prompt import PromptChunk
+from cacheblend_rag.engine.prompt import PromptChunk, PromptHead
 from cacheblend_rag.engine.run import PromptRun
 from cacheblend_rag.engine.turn import turn_of
 from cacheblend_rag.errors import ChunkReadError, StoreError
@@ -317,6 +318,49 @@ class KVSupply:
             for chunk in chunks
             if (reader := found[chunk.key]) is not None
         ]
+
+    def head(self, run: PromptRun, head: PromptHead) -> KVReader:
+        """Return a reader of the rows of a prompt's fixed head; where there is no stored KV it is computed and kept.
+
+        Parameters
+        ----------
+        run : PromptRun
+            The prompt; its times are filled in, and how many of these rows were stored.
+        head : PromptHead
+            Its head.
+        """
+        started = time.perf_counter()
+        computed = run.encoded.get(head.key)
+        reader: KVReader | None = RamReader(computed) if computed is not None else self._store.open(head.key)
+        if reader is not None and (reader.num_layers, reader.start, reader.token_ids) != (
+            self.num_kv_layers,
+            0,
+            head.token_ids,
+        ):
+            self.discard(head.key)
+            reader = None
+        run.open_s += time.perf_counter() - started
+        run.head_tokens = head.rows if reader is not None and computed is None else 0
+        if reader is None:
+            assert self._encoder is not None
+            started = time.perf_counter()
+            with self.lock:
+                kv = run.encoded[head.key] = self._encoder.head(head.token_ids)
+            self._keep_head(head, kv)
+            reader = RamReader(kv)
+            run.encode_s += time.perf_counter() - started
+        return reader if head.rows == len(head.token_ids) else part_of(reader, 0, head.rows)
+
+    def _keep_head(self, head: PromptHead, kv: ChunkKV) -> None:
+        # Whatever codec the tiers keep chunks in, these rows stand for computed ones.
+        exactly = pack_kv(kv, EXACT)
+        owner: dict[str, Any] = {"tenant": self._tenant, "ttl_s": self._config.ttl_s}
+        try:
+            self._store.put_later(head.key, exactly, self._namespace, [head.record()], **owner)
+        except StoreError as error:
+            logger.warning("the store could not be written: %s", error)
+            # So that the next prompt need not compute and say it again.
+            self._store.cache(head.key, exactly, **owner)
 
     def discard(self, key: str) -> None:
         """Drop stored KV that is damaged or not what it is stored for; it is a miss from now on."""

@@ -158,7 +158,7 @@ class HeldTurn:
 
 @dataclass(frozen=True, eq=False)
 class Resumption:
-    """What a prompt takes over from its conversation.
+    """What a prompt takes over: its fixed head, and what its conversation has.
 
     Attributes
     ----------
@@ -166,15 +166,18 @@ class Resumption:
         The prompt as it is computed: its first rows resumed, and among the chunks behind them the runs of tokens that stood
         elsewhere in the turn before.
     rows : sequence of LayerKV
-        The KV of the resumed rows, ``(1, num_kv_heads, resumed_rows, head_dim)`` for each layer.
+        The KV of the resumed rows, ``(1, num_kv_heads, resumed_rows, head_dim)`` for each layer; empty where there is none, or
+        the conversation has none of them.
     chunks : int
         How many chunks of the prompt, from the first on, lie in the resumed rows.
     readers : mapping
         A reader of each run, by the row that it begins at.
     runs : tuple of Run
         Those runs, ascending.
-    held : HeldTurn
-        The turn before.
+    held : HeldTurn or None
+        The turn before, in a conversation.
+    head : int
+        How many of the resumed rows are those of the prompt's fixed head: all or none.
     """
 
     layout: PromptLayout
@@ -182,12 +185,41 @@ class Resumption:
     chunks: int
     readers: Mapping[int, KVReader]
     runs: tuple[Run, ...]
-    held: HeldTurn
+    held: HeldTurn | None
+    head: int = 0
+
+    @classmethod
+    def of_head(cls, layout: PromptLayout, head: int, asked: Making | None) -> Resumption:
+        """Return what a prompt takes over that has nothing of a conversation: the rows of its fixed head.
+
+        Parameters
+        ----------
+        layout : PromptLayout
+            The prompt.
+        head : int
+            How many rows there are.
+        asked : Making or None
+            How it makes its own rows; None where it is computed as a whole.
+        """
+        spans = layout.chunks if asked is not None else ()
+        exact = layout.exact_chunks if spans else 0
+        layout = replace(layout, chunks=spans, exact_chunks=exact, resumed_rows=head)
+        return cls(layout, (), 0, {}, (), None, head)
+
+    @property
+    def continued(self) -> int:
+        """How many first rows the prompt has from the turn before."""
+        return self.layout.resumed_rows - self.head
+
+    @property
+    def moved(self) -> int:
+        """How many tokens have their KV from another place in the turn before."""
+        return sum(run.stop - run.start for run in self.runs)
 
     @property
     def tokens(self) -> int:
         """How many tokens of the prompt have their KV from the conversation."""
-        return self.layout.resumed_rows + sum(run.stop - run.start for run in self.runs)
+        return self.continued + self.moved
 
     def merge(self, readers: Sequence[KVReader]) -> list[KVReader]:
         """Return a reader for each chunk of `layout`, given those of the prompt's chunks behind the resumed rows, in order."""
@@ -271,8 +303,8 @@ def seen_by(
     seen: dict[tuple[str | None, str], Seen] = {}
     placed = [*zip(prompt.chunks, (span.start for span in prompt.layout.chunks), strict=True)]
     placed += [(chunk, chunk.row) for chunk in prompt.computed]
-    if resumption is not None:
-        resumed = resumption.layout.resumed_rows
+    if resumption is not None and resumption.held is not None:
+        resumed = resumption.continued
         for chunk, before in resumption.held.seen.items():
             first = before.row
             rows = [run.start + max(first - run.source, 0) for run in resumption.runs if run.source_stop > first]

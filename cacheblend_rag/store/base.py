@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from cacheblend_rag.codec import PackedKV
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.reading import Place, ReadingRules
 
@@ -222,7 +223,7 @@ class KVStore(Protocol):
     def put_later(
         self,
         key: str,
-        kv: ChunkKV,
+        kv: ChunkKV | PackedKV,
         namespace: str,
         records: Sequence[NodeRecord],
         known: Sequence[str] = (),
@@ -238,8 +239,8 @@ class KVStore(Protocol):
         ----------
         key : str
             The key.
-        kv : ChunkKV
-            The KV.
+        kv : ChunkKV or PackedKV
+            The KV; packed already where it is not to be packed otherwise.
         namespace : str
             Where its names are.
         records : sequence of NodeRecord
@@ -269,7 +270,7 @@ class KVStore(Protocol):
             If something could not be written since the last call.
         """
 
-    def cache(self, key: str, kv: ChunkKV, *, tenant: str = "", ttl_s: float | None = None) -> None:
+    def cache(self, key: str, kv: ChunkKV | PackedKV, *, tenant: str = "", ttl_s: float | None = None) -> None:
         """Keep `kv` in RAM only, until room is needed; for KV that has no name by which it could be deleted."""
 
     def holds(self, keys: Sequence[str], *, durable: bool = False) -> list[bool]:

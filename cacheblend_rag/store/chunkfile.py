@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import xxhash
 
-from cacheblend_rag.codec import PackedLayer, TensorForm, codec_names, main_codec, unpack_layer
+from cacheblend_rag.codec import EXACT, PackedLayer, TensorForm, codec_names, main_codec, unpack_layer
 from cacheblend_rag.errors import ChunkReadError
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.store.chunkformat import (
@@ -207,7 +207,7 @@ class ChunkFile:
         self._checksums = metadata["checksums"].split(",") if metadata["checksums"] else []
         self._body = body
         self._layers = _layers(header, len(self._checksums), metadata)
-        unknown = {layer.codec for layer in self._layers} - set(codec_names())
+        unknown = {layer.codec for layer in self._layers} - {*codec_names(), EXACT.name}
         if unknown:
             raise ChunkReadError(
                 self.key, f"it is packed by the codec {min(unknown)!r}; this version knows {', '.join(codec_names())}"

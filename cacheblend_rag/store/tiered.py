@@ -179,7 +179,7 @@ class TieredStore:
     def put_later(
         self,
         key: str,
-        kv: ChunkKV,
+        kv: ChunkKV | PackedKV,
         namespace: str,
         records: Sequence[NodeRecord],
         known: Sequence[str] = (),
@@ -215,7 +215,7 @@ class TieredStore:
         if self._offsite:
             self._offsite.flush()
 
-    def cache(self, key: str, kv: ChunkKV, *, tenant: str = "", ttl_s: float | None = None) -> None:
+    def cache(self, key: str, kv: ChunkKV | PackedKV, *, tenant: str = "", ttl_s: float | None = None) -> None:
         """Keep `kv` in RAM only, until room is needed; for KV that has no name by which it could be deleted."""
         self._check_open()
         self._copies.note(valid_key(key), tenant, self._expires_at(ttl_s))

@@ -62,11 +62,15 @@ def test_the_rows_are_complete(bench: TTFTBench) -> None:
         ("full", None, None),
         ("prefix_cache", None, None),
         ("reuse", "none", 0.0),
+        ("in_document", "none", 0.0),
         ("blend", "hkvd", 0.15),
         ("blend", "hkvd", 1.0),
     ]
-    assert calls[-1] == (15, 15)
-    full, prefix_cache, reuse, blend, _ = rows
+    assert calls[-1] == (18, 18)
+    full, prefix_cache, reuse, in_document, blend, _ = rows
+    assert (in_document.charged_ratio, in_document.limit) == (reuse.charged_ratio, reuse.limit)
+    assert in_document.of_reuse is not None and in_document.of_reuse > 0
+    assert [row.of_reuse for row in rows].count(None) == 5
     assert (full.speedup, full.charged_ratio, full.limit) == (1.0, 1.0, 1.0)
     assert prefix_cache.charged_ratio == pytest.approx(2 / 3)
     assert prefix_cache.limit == pytest.approx(66 / 45)
@@ -92,6 +96,7 @@ def test_the_command_writes_its_rows(tmp_path: Path) -> None:
         ("full", None),
         ("prefix_cache", None),
         ("reuse", "none"),
+        ("in_document", "none"),
         ("blend", "hkvd"),
         ("blend", "random"),
     ]
@@ -107,6 +112,25 @@ def test_the_command_writes_its_rows(tmp_path: Path) -> None:
         "load_s",
     }
     assert all(needed <= row.keys() == whole["rows"][0].keys() for row in whole["rows"])
+
+
+def test_prompts_without_gaps_are_measured_beside_plain_reuse(tmp_path: Path) -> None:
+    setting = replace(
+        SETTING, ratios=(0.0,), tiers=("ram", "disk", "200MB/s"), folder=tmp_path, head_tokens=12, separator_tokens=2
+    )
+    with TTFTBench(setting) as bench:
+        rows = bench.measure()
+        for tier in setting.tiers:
+            report = bench._blend(tier, "none", 0.0, True, "gapless")
+            assert (report.head_tokens, report.misses, report.charged_ratio) == (13, 0, 0)
+            assert report.prompt_tokens - report.head_tokens - report.context_tokens == 5
+            assert {chunk.tier for chunk in report.chunks} == {tier}
+    gapless = [row for row in rows if row.method == "gapless"]
+    assert [row.tier for row in gapless] == list(setting.tiers)
+    for row in gapless:
+        assert row.limit == pytest.approx(66 / 5)
+        assert row.of_reuse is not None and row.of_reuse > 0
+    assert not list(tmp_path.iterdir())
 
 
 def test_tiers_are_measured_side_by_side(tmp_path: Path) -> None:

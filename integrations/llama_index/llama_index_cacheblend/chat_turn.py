@@ -66,6 +66,9 @@ class TurnSynthesizer(BlendSynthesizer):
         As for `BlendSynthesizer`.
     """
 
+    # A chat engine makes the template of each turn of what was said before.
+    _keeps_head = False
+
     def __init__(self, turn: Turn, memory: BaseMemory, **options: Any) -> None:
         super().__init__(**options)
         self._turn = turn

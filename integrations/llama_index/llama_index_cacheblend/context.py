@@ -11,9 +11,10 @@ from typing import Any
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.prompts import BasePromptTemplate
 
-from cacheblend_rag.chunk import BlendPrompt, Chunk, Segment, text_hash
+from cacheblend_rag.chunk import BlendPrompt, Chunk, FixedText, Segment, text_hash
 from cacheblend_rag.errors import PromptTooLongError
 from cacheblend_rag.pml.fill import plain_text
+from llama_index_cacheblend.fixed import is_fixed
 from llama_index_cacheblend.llm import BlendLLM
 from llama_index_cacheblend.pml import PMLPromptTemplate
 
@@ -66,6 +67,7 @@ def make_context_prompt(
     limit: int | None = None,
     refines: bool = False,
     structured: bool = False,
+    keeps_head: bool = False,
 ) -> ContextPrompt:
     """Fill a template with chunks as its context.
 
@@ -87,6 +89,8 @@ def make_context_prompt(
         Whether further prompts take, in order, what this one has no room for.
     structured : bool
         Whether the template asks for an object.
+    keeps_head : bool
+        Whether what stands before the context is declared fixed, where it is certain that the template alone writes it.
 
     Returns
     -------
@@ -109,7 +113,10 @@ def make_context_prompt(
     text, messages = llm.render(template, structured, **values, **{variable: context})
     # A template's function, output parser or prompt function may change the context instead of just placing it.
     if len(parts) > 1 and context.join(parts) == text:
-        return ContextPrompt(text, messages, context, BlendPrompt(segments=_segments(parts, kept)), left_over, dropped)
+        segments = _segments(parts, kept)
+        if keeps_head and kept and parts[0] and is_fixed(llm, template, values, variable, structured, parts[0]):
+            segments[0] = FixedText(parts[0])
+        return ContextPrompt(text, messages, context, BlendPrompt(segments=segments), left_over, dropped)
     what = f"changes {{{variable}}}" if len(parts) > 1 else f"has no {{{variable}}}, or changes it"
     reason = f"the template {what}, so the chunks cannot be told apart in the prompt"
     logger.warning("%s; it is prefilled as a whole", reason)

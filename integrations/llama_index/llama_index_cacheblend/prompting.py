@@ -49,6 +49,8 @@ class Prompting:
         Whether chunks for which a call has no room are left to the next one, or dropped.
     limited_by : PromptHelper, optional
         Its ``context_window`` less its ``num_output`` limits a prompt, where that is less than the model has room for.
+    keeps_head : bool
+        Whether the KV of a template's own words before the context is kept.
 
     Raises
     ------
@@ -65,6 +67,7 @@ class Prompting:
         output_cls: type[BaseModel] | None,
         refines: bool,
         limited_by: PromptHelper | None,
+        keeps_head: bool = True,
     ) -> None:
         if output_cls is not None:
             check_mode(model.pydantic_program_mode)
@@ -75,6 +78,7 @@ class Prompting:
         self._output_cls = output_cls
         self._refines = refines
         self._limited_by = limited_by
+        self._keeps_head = keeps_head
 
     @property
     def parses(self) -> bool:
@@ -102,6 +106,7 @@ class Prompting:
                 limit=self._limit(),
                 refines=self._refines,
                 structured=self._output_cls is not None,
+                keeps_head=self._keeps_head,
             )
         except PromptTooLongError:
             if not rounds.earlier_calls:

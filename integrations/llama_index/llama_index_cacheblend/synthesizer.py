@@ -81,6 +81,9 @@ class BlendSynthesizer(BaseSynthesizer):
         `config`, or `overflow` is none of the two.
     """
 
+    # Whether templates hold nothing that somebody said.
+    _keeps_head = True
+
     def __init__(
         self,
         llm: BlendLLM | StructuredLLM | None = None,
@@ -128,6 +131,7 @@ class BlendSynthesizer(BaseSynthesizer):
             output_cls=output_cls,
             refines=(overflow or ("drop" if refine_template is None else "refine")) == "refine",
             limited_by=helper,
+            keeps_head=self._keeps_head,
         )
 
     def _get_prompts(self) -> PromptDictType:

@@ -1,0 +1,193 @@
+"""Prompts of stored chunks compute their question and nothing else, and whole documents give the model's own logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef, FixedText
+from tests.core.documents.texts import Text
+from tests.families import CASES, FURTHER_CASES, tiny_model, tiny_tokenizer, words
+
+TOLERANCE = 1e-4
+# A sliding window, a bias by distance, frequencies that are scaled, keys that are rotated in part.
+SAMPLED = [("llama", "sdpa"), ("gemma3", "eager"), ("bloom", "eager"), ("llama-llama3", "sdpa"), ("gpt-neox", "sdpa")]
+SEPARATOR = "t3 t4"
+HEAD = words(11, 77)
+QUESTION = words(7, 88)
+
+_model = cache(tiny_model)
+
+
+def engine_of(family: str = "llama", attention: str = "sdpa", store: Path | None = None, **values: Any) -> BlendEngine:
+    config = BlendConfig(**{"recompute_ratio": 0.0, "strict": True, "self_check": False} | values)
+    return BlendEngine(_model(family, attention), tiny_tokenizer(), config=config, store=store)
+
+
+@torch.no_grad()
+def own_logits(engine: BlendEngine, prompt: BlendPrompt) -> torch.Tensor:
+    """The model's own for the same ids, behind the prompt."""
+    return engine.model(torch.tensor([engine.prompt_ids(prompt)])).logits[0, -1]
+
+
+def off(engine: BlendEngine, prompt: BlendPrompt, **values: Any) -> float:
+    """How far the engine's logits are from the model's own."""
+    config = engine.config.replace(**values) if values else None
+    result = engine.prefill(prompt, config=config)
+    assert result.report.charged_ratio == 0
+    return float((result.logits - own_logits(engine, prompt)).abs().max())
+
+
+@contextmanager
+def counting_rows(engine: BlendEngine) -> Iterator[list[int]]:
+    """Note how many rows the last layer of a Llama computes in each forward."""
+    rows: list[int] = []
+    hook = engine.model.model.layers[-1].mlp.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[1]))
+    try:
+        yield rows
+    finally:
+        hook.remove()
+
+
+def prompt_of(ids: Sequence[str], separator: str, head: str | FixedText = "") -> BlendPrompt:
+    return BlendPrompt(head, list(ids), QUESTION, separator)
+
+
+def check_whole_document(family: str, attention: str, separator: str, head: str, sizes: Sequence[int]) -> None:
+    """A document right behind the encoding prefix; the rest of it, once a chunk is gone; and its chunks encoded alone."""
+    text = Text.of("d", sizes, [0] * len(sizes), 5)
+    ids = [str(chunk.id) for chunk in text.chunks]
+    prefix = head or None
+    with engine_of(family, attention, separator=separator, encoding_prefix=prefix) as engine:
+        engine.add(text.chunks)
+        for start in (head, FixedText(head)):
+            assert off(engine, prompt_of(ids, separator, start)) < TOLERANCE
+        for gone in sorted({0, len(ids) // 2}, reverse=True):
+            engine.delete([ids.pop(gone)])
+            if not ids:
+                break
+            # What stood behind it is a miss, and is encoded without it.
+            assert off(engine, prompt_of(ids, separator, head)) < TOLERANCE
+        engine.add(text.chunks)
+        assert off(engine, prompt_of([str(chunk.id) for chunk in text.chunks], separator, head)) < TOLERANCE
+    if len(sizes) > 1:
+        with engine_of(family, attention, separator=separator, encoding_prefix=prefix, context="none") as alone:
+            alone.add(text.chunks)
+            worst = off(alone, prompt_of([str(chunk.id) for chunk in text.chunks], separator, head))
+            assert worst > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("head", ["", HEAD])
+@pytest.mark.parametrize("separator", ["", SEPARATOR])
+@pytest.mark.parametrize(("family", "attention"), SAMPLED)
+def test_a_whole_document_gives_the_models_own_logits(family: str, attention: str, separator: str, head: str) -> None:
+    check_whole_document(family, attention, separator, head, [8, 13, 5, 9])
+
+
+@given(sizes=st.lists(st.integers(4, 20), min_size=1, max_size=6), separator=st.sampled_from(["", SEPARATOR]))
+@settings(max_examples=15, deadline=None)
+def test_whatever_the_sizes_of_its_chunks(sizes: list[int], separator: str) -> None:
+    check_whole_document("llama", "sdpa", separator, "", sizes)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("family", "attention"), CASES + FURTHER_CASES)
+@given(
+    sizes=st.lists(st.integers(4, 14), min_size=1, max_size=5),
+    separator=st.sampled_from(["", SEPARATOR]),
+    head=st.sampled_from(["", HEAD]),
+)
+@settings(max_examples=6, deadline=None)
+def test_in_every_family(family: str, attention: str, sizes: list[int], separator: str, head: str) -> None:
+    check_whole_document(family, attention, separator, head, sizes)
+
+
+@pytest.mark.parametrize("head", ["", HEAD, FixedText(HEAD)], ids=["none", "declared not", "fixed"])
+@pytest.mark.parametrize("separator", ["", SEPARATOR])
+def test_nothing_but_the_question_is_computed(tmp_path: Path, separator: str, head: str | FixedText) -> None:
+    texts = [Text.of("d", [8, 9, 7], [0, 0], 1), Text.of("e", [6, 12], [0], 2)]
+    ids = ["e-1", "d-0", "d-2", "e-0"]
+    with engine_of(store=tmp_path, separator=separator) as engine:
+        for text in texts:
+            engine.add(text.chunks)
+        # The head is computed once.
+        engine.prefill(prompt_of(ids, separator, head))
+    with engine_of(store=tmp_path, separator=separator) as engine:
+        prompt = prompt_of(ids, separator, head)
+        with counting_rows(engine) as rows:
+            report = engine.prefill(prompt).report
+        undeclared = (0 if head else 1) if not isinstance(head, str) else (1 + 11 if head else 1)
+        # What stands behind the last chunk is the question's own.
+        assert rows == [undeclared + 7]
+        assert (report.hits, report.misses, report.charged_ratio) == (4, 0, 0.0)
+        assert report.context_tokens == report.prompt_tokens - undeclared - 7 - report.head_tokens
+        assert report.head_tokens == (12 if isinstance(head, FixedText) else 0)
+
+
+def test_text_that_is_no_separator_is_computed() -> None:
+    text = Text.of("d", [8, 9, 7], [0, 0], 1)
+    with engine_of(separator=SEPARATOR) as engine:
+        engine.add(text.chunks)
+        for between, extra in ((SEPARATOR, 0), ("t3", 2), ("t3 t4 t5", 6), ("", 0)):
+            with counting_rows(engine) as rows:
+                engine.prefill(prompt_of(["d-0", "d-1", "d-2"], between))
+            assert rows == [1 + 7 + extra]
+
+
+def test_a_separator_at_the_end_of_a_prompt_is_computed() -> None:
+    text = Text.of("d", [8, 9], [0], 1)
+    with engine_of(separator=SEPARATOR) as engine:
+        engine.add(text.chunks)
+        for end in ([SEPARATOR], [SEPARATOR, ""], [SEPARATOR, " ", FixedText("")]):
+            prompt = BlendPrompt(segments=[ChunkRef("d-0"), SEPARATOR, ChunkRef("d-1"), *end])
+            with counting_rows(engine) as rows:
+                report = engine.prefill(prompt).report
+            assert rows == [1 + 2]
+            assert report.hits == 2
+            assert off(engine, prompt) < TOLERANCE
+
+
+def test_a_chunk_at_the_end_is_computed_and_its_separator_is_not_looked_for() -> None:
+    text = Text.of("d", [8, 9], [0], 1)
+    with engine_of(separator=SEPARATOR) as engine:
+        engine.add(text.chunks)
+        prompt = BlendPrompt(segments=[ChunkRef("d-0"), SEPARATOR, ChunkRef("d-1")])
+        with counting_rows(engine) as rows:
+            report = engine.prefill(prompt).report
+        assert rows == [1 + 9]
+        assert [chunk.tokens for chunk in report.chunks] == [8 + 2, 9]
+        assert off(engine, prompt) < TOLERANCE
+
+
+def test_the_same_chunk_twice_and_chunks_of_no_document() -> None:
+    text = Text.of("d", [8, 9], [0], 1)
+    loose = Chunk(words(6, 9), "loose")
+    with engine_of(separator=SEPARATOR) as engine:
+        engine.add([*text.chunks, loose])
+        prompt = prompt_of(["d-1", "loose", "d-1", "d-0"], SEPARATOR)
+        with counting_rows(engine) as rows:
+            report = engine.prefill(prompt).report
+        assert rows == [1 + 7]
+        assert [chunk.tokens for chunk in report.chunks] == [11, 8, 11, 8]
+
+
+def test_full_recomputation_stays_full_prefill_of_the_chunks() -> None:
+    text = Text.of("d", [8, 9, 7], [0, 0], 1)
+    with engine_of(separator=SEPARATOR) as engine:
+        engine.add(text.chunks)
+        prompt = prompt_of(["d-2", "d-0"], SEPARATOR, FixedText(HEAD))
+        whole = own_logits(engine, prompt)
+        for values in ({"recompute_ratio": 1.0}, {"enabled": False}):
+            result = engine.prefill(prompt, config=engine.config.replace(**values))
+            assert float((result.logits - whole).abs().max()) < TOLERANCE
+        # Each knows of its document, which full prefill of the chunks does not.
+        reuse = engine.prefill(prompt)
+        assert float((reuse.logits - whole).abs().max()) > 100 * TOLERANCE

@@ -1,0 +1,533 @@
+"""Fixed text that prompts begin with: its KV is kept exactly, and like a chunk's."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef, FixedText, families
+from cacheblend_rag.errors import ConfigError, StoreReadOnlyError, UnknownChunkError
+from cacheblend_rag.pml import Schema
+from cacheblend_rag.store import check_store
+from tests.families import tiny_model, tiny_tokenizer, words
+from tests.store.kit import files_of
+
+TOLERANCE = 1e-4
+HEAD = words(20, 70)
+HEAD_TOKENS = 1 + 20
+CHUNKS = [Chunk(words(12 + number, number), f"c{number}") for number in range(4)]
+QUESTION = words(6, 90)
+
+MakeEngine = Callable[..., BlendEngine]
+
+_model = cache(tiny_model)
+
+
+@pytest.fixture
+def make() -> Iterator[MakeEngine]:
+    engines: list[BlendEngine] = []
+
+    def make_engine(family: str = "llama", store: Any = None, model: Any = None, **values: Any) -> BlendEngine:
+        config = BlendConfig(**{"strict": True, "self_check": False, "recompute_ratio": 0.0} | values)
+        engine = BlendEngine(model or _model(family), tiny_tokenizer(), config=config, store=store)
+        engines.append(engine)
+        return engine
+
+    yield make_engine
+    for engine in engines:
+        engine.close()
+
+
+def asking(*chunks: Chunk | str, head: str = HEAD, question: str = QUESTION, fixed: bool = True) -> BlendPrompt:
+    return BlendPrompt(FixedText(head) if fixed else head, chunks or CHUNKS[:2], question)
+
+
+@torch.no_grad()
+def own_logits(engine: BlendEngine, prompt: BlendPrompt) -> torch.Tensor:
+    return engine.model(torch.tensor([engine.prompt_ids(prompt)])).logits[0, -1]
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return float((one - other).abs().max()) < TOLERANCE
+
+
+# What is taken, and what comes of it
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"recompute_ratio": 0.3, "selector": "hkvd"},
+    {"recompute_ratio": 0.3, "selector": "query"},
+    {"recompute_ratio": 0.3, "selector": "ingest"},
+    {"recompute_ratio": 0.3, "selector": "a3"},
+    {"recompute_ratio": 0.3, "selector": "boundary"},
+    {"recompute_ratio": 0.3, "selector": "random"},
+    {"recompute_ratio": 1.0},
+    {"reposition": False},
+    {"pipeline": False},
+    {"min_tokens": 1000},
+    {"ram_codec": "int4"},
+]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma3n", "gpt-neox", "deepseek-v3", "qwen3-moe"])
+@pytest.mark.parametrize("values", SETTINGS, ids=str)
+def test_a_head_changes_nothing_but_the_work(make: MakeEngine, family: str, values: dict[str, Any]) -> None:
+    engine = make(family, **values)
+    engine.add(CHUNKS)
+    plain = engine.prefill(asking(fixed=False))
+    for taken in (0, HEAD_TOKENS):
+        result = engine.prefill(asking())
+        assert same(result.logits, plain.logits)
+        assert result.report.head_tokens == taken
+        assert result.token_ids == plain.token_ids
+        for figure in ("charged_ratio", "recomputed_tokens", "context_tokens", "hits", "misses", "fallback_reason"):
+            assert getattr(result.report, figure) == getattr(plain.report, figure), figure
+    assert plain.report.head_tokens == 0
+    assert f"{HEAD_TOKENS} tokens of the head reused" in str(result.report)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3n", "gpt-oss", "bloom"])
+def test_a_prompt_without_chunks_and_one_computed_as_a_whole(make: MakeEngine, family: str) -> None:
+    model = tiny_model(family, "eager") if family in ("gpt-oss", "bloom") else None
+    engine = make(family, model=model)
+    engine.add(CHUNKS)
+    alone = BlendPrompt(segments=[FixedText(HEAD), QUESTION])
+    for prompt, config in ((alone, engine.config), (asking(), engine.config.replace(recompute_ratio=1.0))):
+        engine.prefill(prompt, config=config)
+        result = engine.prefill(prompt, config=config)
+        assert result.report.head_tokens == HEAD_TOKENS
+        assert result.report.selector == "full"
+        assert same(result.logits, own_logits(engine, prompt))
+
+
+def test_switched_off_everything_is_computed(make: MakeEngine) -> None:
+    engine = make()
+    off = engine.config.replace(enabled=False)
+    engine.prefill(asking(), config=off)
+    assert engine.heads() == []
+    engine.prefill(asking())
+    assert len(engine.heads()) == 1
+    seen = []
+    hook = engine.model.model.layers[-1].mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    result = engine.prefill(asking(), config=off)
+    hook.remove()
+    assert seen == [result.report.prompt_tokens]
+    assert result.report.head_tokens == 0
+    assert same(result.logits, own_logits(engine, asking()))
+
+
+def test_a_model_that_cannot_be_blended_keeps_nothing(make: MakeEngine) -> None:
+    model = families.tiny_model(families.tiny_config("mamba"))
+    engine = make(model=model, strict=False)
+    assert engine.unsupported_reason is not None
+    for _ in range(2):
+        assert engine.prefill(asking()).report.head_tokens == 0
+    assert engine.heads() == []
+    assert engine.store.stats().entries == 0
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_learned_positions(make: MakeEngine, family: str) -> None:
+    engine = make(model=families.tiny_model(families.tiny_config(family)))
+    assert engine.decoder is not None and not engine.decoder.is_movable
+    engine.add(CHUNKS)
+    for prompt in (asking(), BlendPrompt(segments=[FixedText(HEAD), QUESTION])):
+        for _ in range(2):
+            result = engine.prefill(prompt)
+            assert same(result.logits, own_logits(engine, prompt))
+        assert result.report.head_tokens == HEAD_TOKENS
+
+
+def test_only_what_stands_first_is_taken(make: MakeEngine) -> None:
+    engine = make()
+    engine.add(CHUNKS)
+    fixed = FixedText(HEAD)
+    for segments, tokens in (
+        ([fixed, ChunkRef("c0"), QUESTION], HEAD_TOKENS),
+        # Two in a row are one.
+        ([fixed, FixedText(words(5, 71)), ChunkRef("c0"), QUESTION], HEAD_TOKENS + 5),
+        ([fixed, QUESTION, fixed, ChunkRef("c0"), QUESTION], HEAD_TOKENS),
+        (["t5", fixed, ChunkRef("c0"), QUESTION], 0),
+        ([ChunkRef("c0"), fixed, QUESTION], 0),
+        ([FixedText(words(6, 5)), ChunkRef("c0"), QUESTION], 0),
+        ([FixedText(words(7, 5)), ChunkRef("c0"), QUESTION], 8),
+        # The last row is computed.
+        ([fixed], HEAD_TOKENS - 1),
+        ([fixed, ""], HEAD_TOKENS - 1),
+        ([FixedText("")], 0),
+        ([FixedText(""), ChunkRef("c0"), QUESTION], 0),
+    ):
+        prompt = BlendPrompt(segments=segments)
+        plain = BlendPrompt(segments=[each.text if isinstance(each, FixedText) else each for each in segments])
+        engine.prefill(prompt)
+        result = engine.prefill(prompt)
+        assert result.report.head_tokens == tokens, segments
+        assert result.token_ids == engine.prompt_ids(plain)
+        assert same(result.logits, engine.prefill(plain).logits)
+
+
+def test_a_prompt_with_positions_of_its_own_takes_none(make: MakeEngine) -> None:
+    engine = make()
+    prompt = BlendPrompt(segments=[FixedText(HEAD), QUESTION], positions=[0, 40])
+    for _ in range(2):
+        assert engine.prefill(prompt).report.head_tokens == 0
+    schema = Schema.from_text(f"<schema name='s'><module name='m'>{HEAD}</module></schema>")
+    engine.load_schema(schema)
+    assert engine.heads() == []
+
+
+@given(
+    parts=st.lists(
+        st.tuples(st.sampled_from(["fixed", "text", "chunk"]), st.integers(0, 3), st.integers(0, 14)),
+        min_size=1,
+        max_size=6,
+    ),
+    ratio=st.sampled_from([0.0, 0.4, 1.0]),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_prompt_is_what_it_is_without_the_word_fixed(parts: list[tuple[str, int, int]], ratio: float) -> None:
+    engine = _shared_engine()
+    segments: list[Any] = []
+    for kind, seed, length in parts:
+        text = words(length, 200 + seed)
+        segments.append(FixedText(text) if kind == "fixed" else CHUNKS[seed] if kind == "chunk" else text)
+    plain = [each.text if isinstance(each, FixedText) else each for each in segments]
+    if not any(engine.prompt_ids(BlendPrompt(segments=plain))):
+        return
+    config = engine.config.replace(recompute_ratio=ratio, selector="hkvd")
+    wanted = engine.prefill(BlendPrompt(segments=plain), config=config)
+    for _ in range(2):
+        found = engine.prefill(BlendPrompt(segments=segments), config=config)
+        assert same(found.logits, wanted.logits)
+        assert found.report.charged_ratio == wanted.report.charged_ratio
+
+
+@cache
+def _shared_engine() -> BlendEngine:
+    engine = BlendEngine(_model("llama"), tiny_tokenizer(), config=BlendConfig(self_check=False))
+    engine.add(CHUNKS)
+    return engine
+
+
+# What else a prompt may be
+
+
+def test_streams_many_prompts_eviction_and_repair(make: MakeEngine) -> None:
+    engine = make()
+    engine.add(CHUNKS)
+    prompts = [asking(CHUNKS[n], CHUNKS[(n + 1) % 4], question=words(3 + n, 60 + n)) for n in range(4)]
+    plain = [asking(CHUNKS[n], CHUNKS[(n + 1) % 4], question=words(3 + n, 60 + n), fixed=False) for n in range(4)]
+    wanted = [engine.generate(prompt, 6).token_ids for prompt in plain]
+    answers = list(engine.generate_many(prompts, 6))
+    assert [answer.token_ids for answer in answers] == wanted
+    # Computed for the first of them.
+    assert [answer.report.head_tokens for answer in answers].count(0) == 1
+    assert len(engine.heads()) == 1
+    stream = engine.stream(prompts[0], 6)
+    "".join(stream)
+    assert stream.result().token_ids == wanted[0]
+    assert stream.result().report.head_tokens == HEAD_TOKENS
+    for values in ({"kv_capacity": 12}, {"repair_ratio": 0.5, "recompute_ratio": 0.1}, {"source_attention": True}):
+        config = engine.config.replace(**values)
+        with_head, without = (engine.generate(each[1], 6, config=config) for each in (prompts, plain))
+        assert with_head.token_ids == without.token_ids
+        assert with_head.report.head_tokens == HEAD_TOKENS
+        for figure in ("evicted_tokens", "kv_bytes", "kv_bytes_before"):
+            assert getattr(with_head.report, figure) == getattr(without.report, figure)
+        assert with_head.report.repaired_tokens == without.report.repaired_tokens
+        attention = [[chunk.attention for chunk in each.report.chunks] for each in (with_head, without)]
+        assert attention[0] == pytest.approx(attention[1], abs=1e-4)
+
+
+def test_the_guard_compares_with_full_prefill(make: MakeEngine) -> None:
+    engine = make(guard_rate=1.0, guard_action="report", recompute_ratio=0.0)
+    engine.add(CHUNKS)
+    for _ in range(2):
+        engine.generate(asking(), 4)
+        assert engine.guard.wait(60)
+    status = engine.guard.status()
+    assert (status.compared, status.failed) == (2, 0)
+
+
+def test_auto_and_what_is_watched(make: MakeEngine) -> None:
+    engine = make()
+    engine.add(CHUNKS)
+    engine.prefill(asking())
+    shapes = []
+    watched = engine.watch_prefill(asking(), lambda _, call: shapes.append(call.query.shape[2]))
+    # All text is computed.
+    assert set(shapes) == {HEAD_TOKENS + 6}
+    assert watched.result.report.head_tokens == 0
+    report = engine.prefill(asking(), config=engine.config.replace(recompute_ratio="auto")).report
+    assert report.head_tokens == HEAD_TOKENS
+
+
+# Conversations
+
+
+def turn(engine: BlendEngine, conversation: Any, history: tuple[int, ...], *chunks: Chunk, head: str = HEAD) -> Any:
+    prompt = BlendPrompt(segments=[FixedText(head), *chunks, history, QUESTION])
+    return engine.generate(prompt, 5, conversation=conversation)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
+def test_a_conversation_takes_what_reaches_further(make: MakeEngine, ratio: float) -> None:
+    engine = make(recompute_ratio=ratio)
+    engine.add(CHUNKS)
+    conversation = engine.conversation()
+    first = turn(engine, conversation, (), CHUNKS[0])
+    assert (first.report.head_tokens, first.report.conversation_tokens) == (0, 0)
+    # The same prompt, and more: the conversation has it all.
+    said = (*engine.prompt_ids(BlendPrompt(segments=[QUESTION]))[1:], *first.token_ids)
+    second = turn(engine, conversation, said, CHUNKS[0])
+    assert second.report.head_tokens == 0
+    assert second.report.conversation_tokens >= HEAD_TOKENS
+    # Another beginning: the store has the head of it, and what was said is moved.
+    other = words(15, 72)
+    engine.prefill(BlendPrompt(segments=[FixedText(other), QUESTION]))
+    third = turn(engine, conversation, said, CHUNKS[1], head=other)
+    assert third.report.head_tokens == 16
+    # All but the row that is computed in any case.
+    assert third.report.conversation_tokens == (0 if ratio == 1 else len(said) + 6 - 1)
+    # A conversation that begins takes the head.
+    fresh = turn(engine, engine.conversation(), (), CHUNKS[2])
+    assert fresh.report.head_tokens == HEAD_TOKENS
+
+
+def test_what_a_conversation_keeps_behind_a_head_is_exact(make: MakeEngine) -> None:
+    engine = make(recompute_ratio=0.0)
+    engine.add(CHUNKS)
+    engine.prefill(asking())
+    conversation = engine.conversation()
+    # A head from the store, then text: all of it as the model computes it.
+    text = BlendPrompt(segments=[FixedText(HEAD), words(9, 31)])
+    engine.prefill(text, conversation=conversation)
+    assert conversation.tokens == HEAD_TOKENS + 9
+    whole = engine.config.replace(recompute_ratio=1.0)
+    longer = BlendPrompt(segments=[FixedText(HEAD), words(9, 31), CHUNKS[0], QUESTION])
+    result = engine.prefill(longer, config=whole, conversation=conversation)
+    assert (result.report.conversation_tokens, result.report.head_tokens) == (HEAD_TOKENS + 9, 0)
+    assert same(result.logits, own_logits(engine, longer))
+
+
+def test_a_deleted_chunk_is_forgotten_behind_a_head_from_the_store(make: MakeEngine) -> None:
+    engine = make()
+    engine.add(CHUNKS)
+    engine.prefill(asking())
+    conversation = engine.conversation()
+    turn(engine, conversation, (), CHUNKS[0], CHUNKS[1])
+    engine.delete(["c1"])
+    assert conversation.tokens == HEAD_TOKENS + 12
+    engine.delete(["c0"])
+    assert conversation.tokens == HEAD_TOKENS
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.booleans()), min_size=2, max_size=5))
+@settings(max_examples=25, deadline=None)
+def test_turns_of_any_kind_are_full_prefill_where_they_are_computed_as_a_whole(
+    turns: list[tuple[int, int, bool]],
+) -> None:
+    engine = _shared_engine()
+    conversation = engine.conversation()
+    history: tuple[int, ...] = ()
+    for head, chunk, is_whole in turns:
+        segments: list[Any] = [FixedText(words(9 + 4 * head, 70 + head)), CHUNKS[chunk], history, words(5, chunk)]
+        prompt = BlendPrompt(segments=segments)
+        config = engine.config.replace(recompute_ratio=1.0 if is_whole else 0.2)
+        result = engine.prefill(prompt, config=config, conversation=conversation)
+        if is_whole:
+            assert same(result.logits, own_logits(engine, prompt))
+        report = result.report
+        assert not report.head_tokens or report.head_tokens == 10 + 4 * head
+        history = (*history, *engine.prompt_ids(BlendPrompt(segments=[words(5, chunk)]))[1:])
+
+
+# In the store
+
+
+def test_it_is_there_after_a_restart_and_for_its_tenant_alone(make: MakeEngine, tmp_path: Path) -> None:
+    one = make(store=tmp_path, namespace="acme")
+    two = make(store=tmp_path, namespace="globex")
+    one.prefill(asking())
+    one.flush()
+    assert two.prefill(asking()).report.head_tokens == 0
+    two.flush()
+    assert not set(one.heads()) & set(two.heads())
+    assert [one.store.stats(tenant).entries for tenant in ("acme", "globex")] == [3, 3]
+    one.close()
+    again = make(store=tmp_path, namespace="acme")
+    result = again.prefill(asking())
+    assert result.report.head_tokens == HEAD_TOKENS
+    assert same(result.logits, again.prefill(asking(fixed=False)).logits)
+    again.store.clear("acme")
+    assert again.heads() == []
+    assert again.prefill(asking(fixed=False)).report.head_tokens == 0
+    assert len(two.heads()) == 1
+    assert two.prefill(asking()).report.head_tokens == HEAD_TOKENS
+    assert check_store(tmp_path).is_clean
+
+
+def test_it_is_no_chunk(make: MakeEngine, tmp_path: Path) -> None:
+    engine = make(store=tmp_path)
+    mark = engine.changes().mark
+    engine.prefill(BlendPrompt(segments=[FixedText(HEAD), QUESTION]))
+    engine.flush()
+    [name] = engine.heads()
+    assert engine.ids() == []
+    assert engine.changes(mark).names == []
+    assert engine.changes().names == []
+    with pytest.raises(UnknownChunkError):
+        engine.prefill(BlendPrompt("t5", [name], "t6"))
+    with pytest.raises(ConfigError, match="heads"):
+        engine.add([Chunk("t5", name)])
+    # The same tokens as a chunk are another entry.
+    engine.add([Chunk(HEAD, "chunk")])
+    assert engine.store.stats().entries == 2
+    assert engine.contains(name)
+    assert engine.delete(["chunk"]) == 1
+    assert engine.prefill(asking()).report.head_tokens == HEAD_TOKENS
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_deleting_deletes(make: MakeEngine, tmp_path: Path, waits: bool) -> None:
+    engine = make(store=tmp_path)
+    engine.prefill(BlendPrompt(segments=[FixedText(HEAD), QUESTION]))
+    if not waits:
+        engine.flush()
+    assert engine.delete(engine.heads()) == 1
+    engine.flush()
+    assert engine.heads() == []
+    assert files_of(tmp_path) == []
+    assert engine.prefill(asking()).report.head_tokens == 0
+    other = make(store=tmp_path)
+    engine.flush()
+    assert other.prefill(asking()).report.head_tokens == HEAD_TOKENS
+    # By another process, which this one notices.
+    other.delete(other.heads())
+    assert engine.prefill(asking()).report.head_tokens == 0
+
+
+def test_it_expires(make: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(store=tmp_path, ttl_s=100.0)
+    engine.prefill(asking())
+    engine.flush()
+    [record] = engine.records(engine.heads())
+    assert record is not None
+    [life] = engine.store.lifetimes([record.key])
+    assert life is not None and 90 < life <= 100
+    clock = engine.store._clock  # type: ignore[attr-defined]
+    now = clock.now()
+    monkeypatch.setattr(clock, "now", lambda: now + 101)
+    assert engine.prefill(asking()).report.head_tokens == 0
+    engine.flush()
+    assert engine.prefill(asking()).report.head_tokens == HEAD_TOKENS
+
+
+def test_it_is_evicted_and_pinned_as_chunks_are(make: MakeEngine, tmp_path: Path) -> None:
+    one = 6 * 2 * 2 * 8 * 4 * HEAD_TOKENS
+    engine = make(store=tmp_path, disk_bytes=4 * one, ram_bytes=0)
+    engine.prefill(BlendPrompt(segments=[FixedText(HEAD), QUESTION]))
+    engine.flush()
+    engine.add([Chunk(words(20, 300 + number), f"n{number}") for number in range(8)])
+    assert engine.prefill(asking()).report.head_tokens == 0
+    engine.flush()
+    engine.pin(engine.heads())
+    engine.add([Chunk(words(20, 400 + number), f"m{number}") for number in range(8)])
+    assert engine.prefill(asking()).report.head_tokens == HEAD_TOKENS
+
+
+@pytest.mark.parametrize(
+    "tiers", [{"disk_codec": "int4"}, {"ram_codec": "int2"}, {"disk_codec": "int8", "ram_bytes": 0}]
+)
+def test_no_codec_takes_anything_from_it(make: MakeEngine, tmp_path: Path, tiers: dict[str, Any]) -> None:
+    prompt = BlendPrompt(segments=[FixedText(HEAD), QUESTION])
+    make(store=tmp_path, **tiers).prefill(prompt)
+    make(store=tmp_path, **tiers).flush()
+    for _ in range(3):
+        # From the file, and from what it leaves in memory.
+        engine = make(store=tmp_path, **tiers)
+        for _ in range(2):
+            result = engine.prefill(prompt)
+            assert result.report.head_tokens == HEAD_TOKENS
+            assert same(result.logits, own_logits(engine, prompt))
+        [record] = engine.records(engine.heads())
+        assert record is not None
+        reader = engine.store.open(record.key)
+        assert reader is not None and (reader.codec, reader.start) == ("exact", 0)
+
+
+def test_a_damaged_file_is_computed_anew(make: MakeEngine, tmp_path: Path) -> None:
+    make(store=tmp_path, ram_bytes=0).prefill(BlendPrompt(segments=[FixedText(HEAD), QUESTION]))
+    make(store=tmp_path, ram_bytes=0).flush()
+    [file] = files_of(tmp_path)
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 0xFF
+    file.write_bytes(bytes(data))
+    engine = make(store=tmp_path, ram_bytes=0)
+    result = engine.prefill(asking())
+    assert result.report.head_tokens == 0
+    assert same(result.logits, engine.prefill(asking(fixed=False)).logits)
+    engine.flush()
+    assert engine.prefill(asking()).report.head_tokens == HEAD_TOKENS
+
+
+def test_where_nothing_can_be_written_it_is_kept_in_memory(
+    make: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make(store=tmp_path)
+    engine.add(CHUNKS)
+
+    def refuse(*_: object, **__: object) -> bool:
+        raise StoreReadOnlyError("it may not be written")
+
+    monkeypatch.setattr(engine.store, "put_later", refuse)
+    for taken in (0, HEAD_TOKENS, HEAD_TOKENS):
+        assert engine.prefill(asking()).report.head_tokens == taken
+    assert sum("could not be written" in record.message for record in caplog.records) == 1
+
+
+def test_only_a_second_use_is_kept_where_chunks_wait_for_one_too(make: MakeEngine) -> None:
+    engine = make(encode_on="second_use")
+    for heads, taken in ((0, 0), (1, 0), (1, HEAD_TOKENS)):
+        assert engine.prefill(asking()).report.head_tokens == taken
+        assert len(engine.heads()) == heads
+
+
+def test_nothing_of_a_question_or_history_is_kept(make: MakeEngine, tmp_path: Path) -> None:
+    engine = make(store=tmp_path)
+    conversation = engine.conversation()
+    for _, question in pairwise(["", "t40 t41 t42", "t43 t44 t45"]):
+        engine.generate(asking(question=question), 4, conversation=conversation)
+    engine.flush()
+    records = engine.records([*engine.heads(), *engine.ids()])
+    known = {record.token_ids for record in records if record is not None}
+    ids = engine.prompt_ids(asking(question=QUESTION))
+    assert known == {ids[:HEAD_TOKENS], ids[HEAD_TOKENS:][:12], ids[HEAD_TOKENS + 12 :][:13]}
+
+
+def test_many_threads_with_one_head(make: MakeEngine, tmp_path: Path) -> None:
+    engine = make(store=tmp_path)
+    engine.add(CHUNKS)
+    wanted = engine.prefill(asking(fixed=False)).logits
+    found: list[torch.Tensor] = []
+    threads = [threading.Thread(target=lambda: found.append(engine.prefill(asking()).logits)) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(same(logits, wanted) for logits in found) and len(found) == 6
+    assert len(engine.heads()) == 1
+
+
+def test_fixed_text_is_a_string() -> None:
+    with pytest.raises(ConfigError, match="fixed text"):
+        FixedText(5)  # type: ignore[arg-type]
