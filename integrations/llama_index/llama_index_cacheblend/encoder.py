@@ -12,8 +12,10 @@ from llama_index.core.schema import BaseNode
 from cacheblend_rag.chunk import Chunk, text_hash
 from cacheblend_rag.engine import AddJob, AddResult, BlendEngine
 from cacheblend_rag.errors import ConfigError, PromptError, StoreError
+from llama_index_cacheblend.boundary import Boundary
 from llama_index_cacheblend.neighbours import NeighbourFinder
 from llama_index_cacheblend.nodes import TextOf, llm_text, node_chunks
+from llama_index_cacheblend.places import placed
 
 __all__ = ["EncodedNodes", "NodeEncoder", "Progress"]
 
@@ -53,16 +55,24 @@ class NodeEncoder:
     engine : BlendEngine
         The engine.
     text_of : callable, optional
-        What the language model is shown of a node; by default its text and metadata as LlamaIndex writes them.
+        What the language model is shown of a node; by default its text and metadata as LlamaIndex writes them. A node of which it
+        is shown something else is encoded alone: nobody says where in the document that stands.
+    boundary : Boundary, optional
+        Names the documents that nodes are pieces of; by default every node is encoded alone.
     finder : NeighbourFinder, optional
-        Finds what the nodes are measured behind; by default those before them in the same call are taken.
+        Finds what nodes that are encoded alone are measured behind; by default those before them in the same call are taken.
     """
 
     def __init__(
-        self, engine: BlendEngine, text_of: TextOf | None = None, finder: NeighbourFinder | None = None
+        self,
+        engine: BlendEngine,
+        text_of: TextOf | None = None,
+        boundary: Boundary | None = None,
+        finder: NeighbourFinder | None = None,
     ) -> None:
         self.engine = engine
         self.text_of = llm_text if text_of is None else text_of
+        self.boundary = boundary
         self._finder = finder
 
     def encode(
@@ -110,7 +120,8 @@ class NodeEncoder:
         failed: dict[str, str] = {}
         for node in nodes:
             try:
-                chunks += node_chunks([node], self.text_of)
+                for chunk in node_chunks([node], self.text_of):
+                    chunks.append(self._placed(chunk, node))
             except (ConfigError, PromptError) as error:
                 failed[node.node_id] = str(error)
         if failed:
@@ -118,6 +129,11 @@ class NodeEncoder:
                 "%d of %d nodes are stored without KV: %s", len(failed), len(nodes), next(iter(failed.values()))
             )
         return chunks, failed
+
+    def _placed(self, chunk: Chunk, node: BaseNode) -> Chunk:
+        if self.boundary is None or (self.text_of is not llm_text and chunk.text != node.get_content().strip()):
+            return chunk
+        return placed(chunk, node, self.boundary)
 
     def _refused(self, chunks: Sequence[Chunk]) -> dict[str, str]:
         """Return the chunks that the engine takes from nobody, and why; what their ids stood for before is deleted."""

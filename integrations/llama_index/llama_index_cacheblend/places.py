@@ -1,0 +1,68 @@
+"""Where in its document a node's text stands."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from llama_index.core.schema import BaseNode, MetadataMode, NodeRelationship, RelatedNodeInfo
+
+from cacheblend_rag.chunk import Chunk
+from llama_index_cacheblend.boundary import Boundary
+
+__all__ = ["placed"]
+
+
+def placed(chunk: Chunk, node: BaseNode, boundary: Boundary) -> Chunk:
+    """Return the chunk of a node with its place in its document.
+
+    Nothing but the node itself is looked at, so that it has the same place whenever and with whatever else it is added.
+
+    Parameters
+    ----------
+    chunk : Chunk
+        What the language model is shown of the node: its own text, and perhaps metadata before or behind it.
+    node : BaseNode
+        The node.
+    boundary : Boundary
+        Names the document.
+
+    Returns
+    -------
+    Chunk
+        The same chunk with a place; as it is where the node comes from no document, or its own text is not in what is shown.
+    """
+    document = boundary.document(node)
+    content = node.get_content(metadata_mode=MetadataMode.NONE)
+    text = content.strip()
+    # Metadata may hold the same words; by LlamaIndex's own template they stand before the text.
+    begin = len(chunk.text) - len(text) if chunk.text.endswith(text) else chunk.text.find(text)
+    if document is None or not text or begin < 0:
+        return chunk
+    start = _start(node)
+    return replace(
+        chunk,
+        document=document,
+        start=None if start is None else start + len(content) - len(content.lstrip()),
+        previous=_related(node, NodeRelationship.PREVIOUS),
+        body=(begin, begin + len(text)),
+    )
+
+
+def _start(node: BaseNode) -> int | None:
+    """Return where a node begins in what it was split from; None where it is not known what that was.
+
+    A parser counts from the beginning of the text that it was given. Behind another parser that is a section, and sections are not
+    told from documents any more, but that no node is said to stand behind another one then.
+    """
+    start: int | None = getattr(node, "start_char_idx", None)
+    if start is None or start < 0:
+        return None
+    of_parent = NodeRelationship.PARENT in node.relationships
+    follows = NodeRelationship.PREVIOUS in node.relationships
+    return start if of_parent or not follows or NodeRelationship.NEXT in node.relationships else None
+
+
+def _related(node: BaseNode, where: NodeRelationship) -> str | None:
+    info = node.relationships.get(where)
+    known = isinstance(info, RelatedNodeInfo) and info.node_id not in ("", node.node_id)
+    return info.node_id if known else None  # type: ignore[union-attr]
