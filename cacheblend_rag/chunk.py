@@ -130,11 +130,13 @@ class Chunk:
         if not isinstance(self.document, str) or not self.document:
             raise ConfigError(f"the document of chunk {self.id!r} is {self.document!r:.40}; give its name, not empty")
         if self.id is None:
-            raise ConfigError(f"a chunk of document {self.document!r:.40} has no id; give it one to be found and deleted by")
+            raise ConfigError(
+                f"a chunk of document {self.document!r:.40} has no id; give it one to be found and deleted by"
+            )
         if self.token_ids is not None:
             raise ConfigError(
-                f"chunk {self.id!r} of document {self.document!r:.40} has token ids of its own; of these it is not known where they "
-                "stand in the document: leave out token_ids, or document"
+                f"chunk {self.id!r} of document {self.document!r:.40} has token ids of its own, of which it is not known where "
+                "they stand in the document: leave out token_ids, or document"
             )
         if self.start is not None and (type(self.start) is not int or self.start < 0):
             raise ConfigError(f"start={self.start!r} of chunk {self.id!r} must be a number of characters, 0 or more")

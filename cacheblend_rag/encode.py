@@ -1,21 +1,71 @@
-"""Computing the KV of chunks on their own, behind the encoding prefix."""
+"""Computing the KV of chunks behind the encoding prefix and what stands before them in their documents."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from cacheblend_rag.keys import context_digest
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.model import Decoder, KVCache, text_decoder
-from cacheblend_rag.rope import shift_layer
+from cacheblend_rag.rope import RotationTable, shift_layer
 from cacheblend_rag.selection.question import context_layers
 
-__all__ = ["Encoder", "plan_batches"]
+__all__ = ["Encoder", "Target", "plan_batches"]
 
 # Sharing the prefix saves its rows, but rows behind a cache need a mask where rows from the start are plainly causal, and the
 # prefix's KV is copied for each row: with a few tokens it is no faster. docs/encoding.md has the figures.
 _SHARED_PREFIX_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is to be encoded.
+
+    Attributes
+    ----------
+    token_ids : tuple of int
+        The tokens whose KV is kept, at least one.
+    context : tuple of int
+        What they are encoded behind, beside the encoding prefix.
+    positions : tuple of int or None
+        Where they stand, of tokens without a context; None: right behind what stands before them, without gaps.
+    """
+
+    token_ids: tuple[int, ...]
+    context: tuple[int, ...] = ()
+    positions: tuple[int, ...] | None = None
+
+    @property
+    def sequence(self) -> tuple[int, ...]:
+        """All that is read for it, without the encoding prefix."""
+        return self.context + self.token_ids
+
+
+@dataclass(slots=True)
+class _Reading:
+    """Targets that are encoded in one pass, because each begins with what the one before it has read, or most of that.
+
+    Attributes
+    ----------
+    steps : list of (sequence, targets)
+        What is read in one forward, and the indices of the targets in it. A step goes on where it parts from the one before.
+    """
+
+    steps: list[tuple[tuple[int, ...], list[int]]]
+
+    @property
+    def length(self) -> int:
+        """Tokens of its longest step."""
+        return max(len(sequence) for sequence, _ in self.steps)
+
+    @property
+    def targets(self) -> list[int]:
+        """The indices of all its targets."""
+        return [index for _, indices in self.steps for index in indices]
 
 
 def plan_batches(lengths: Sequence[int], prefix_len: int, batch_tokens: int) -> list[list[int]]:
@@ -47,7 +97,7 @@ def plan_batches(lengths: Sequence[int], prefix_len: int, batch_tokens: int) -> 
 
 
 class Encoder:
-    """Computes the KV of each chunk behind the encoding prefix.
+    """Computes the KV of each chunk behind the encoding prefix and its context.
 
     Encoding behind the prefix and keeping only the chunk's slice leaves one attention sink and one BOS in a prompt of many
     chunks. A prefix that is long enough to be worth it is computed once, and its KV handed to every row of every batch.
@@ -74,57 +124,100 @@ class Encoder:
         self._shares_prefix = wanted and bool(self._prefix_ids)
         self._prefix_kv: list[LayerKV] | None = None
 
-    def plan(self, lengths: Sequence[int], placed: Sequence[bool] = ()) -> list[list[int]]:
-        """Return the batches in which chunks are encoded, as indices into `lengths`.
+    def plan(self, targets: Sequence[Target]) -> list[list[int]]:
+        """Return the batches in which targets are encoded, as indices into `targets`."""
+        return [[index for reading in batch for index in reading.targets] for batch in self._batches(targets)]
 
-        Parameters
-        ----------
-        lengths : sequence of int
-            Tokens of each chunk.
-        placed : sequence of bool, optional
-            Whether each has positions of its own, and so a batch of its own; by default none has.
-        """
-        prefix_len, reach = len(self._prefix_ids), self._decoder.rope_reach
-        # The longest row of a batch decides on the frequencies of all of it.
-        far = [reach is not None and prefix_len + count >= reach for count in lengths]
-        batches = [[index] for index, is_placed in enumerate(placed) if is_placed]
-        together = [index for index in range(len(lengths)) if not placed or not placed[index]]
-        for is_far in (True, False):
-            alike = [index for index in together if far[index] == is_far]
-            for batch in plan_batches([lengths[index] for index in alike], prefix_len, self._batch_tokens):
-                batches.append([alike[place] for place in batch])
-        return batches
-
-    def encode(
-        self, chunks: Sequence[Sequence[int]], positions: Sequence[Sequence[int] | None] = ()
-    ) -> Iterator[list[tuple[int, ChunkKV]]]:
+    def encode(self, targets: Sequence[Target]) -> Iterator[list[tuple[int, ChunkKV]]]:
         """Compute the KV of chunks.
 
+        A document is read once, front to back: of targets that stand behind each other what comes first is computed once, and cut
+        back where the next one begins before its end.
+
         Parameters
         ----------
-        chunks : sequence of sequence of int
-            Token ids of each chunk, none empty.
-        positions : sequence of (sequence of int or None), optional
-            Where the tokens of each chunk stand; None, or none at all: right behind the encoding prefix, without gaps. KV that
-            can be moved is handed over as if it stood there in any case.
+        targets : sequence of Target
+            What is to be encoded, in any order.
 
         Yields
         ------
         list of (int, ChunkKV)
-            One batch: the index of each chunk in `chunks`, and its KV on the CPU.
+            One batch: the index of each target, and its KV on the CPU, as if it stood right behind the encoding prefix.
         """
+        for batch in self._batches(targets):
+            if len(batch) == 1 and len(batch[0].steps) > 1:
+                yield list(self._step_by_step(batch[0], targets))
+                continue
+            sequences = [reading.steps[0][0] for reading in batch]
+            layers = self._run(sequences, targets[batch[0].steps[0][1][0]].positions)
+            yield [
+                (index, self._slice(layers, row, targets[index]))
+                for row, reading in enumerate(batch)
+                for index in reading.targets
+            ]
+
+    def num_tokens(self, targets: Sequence[Target]) -> int:
+        """Return how many tokens are computed to encode targets, the encoding prefix and padding not counted."""
+        count = 0
+        for reading in _readings(targets, range(len(targets))):
+            read: tuple[int, ...] = ()
+            for sequence, _ in reading.steps:
+                count += len(sequence) - _shared(read, sequence)
+                read = sequence
+        return count
+
+    def _batches(self, targets: Sequence[Target]) -> list[list[_Reading]]:
+        prefix_len, reach = len(self._prefix_ids), self._decoder.rope_reach
+        batches = [
+            [_Reading([(target.token_ids, [index])])]
+            for index, target in enumerate(targets)
+            if target.positions is not None
+        ]
+        readings = _readings(targets, [index for index, target in enumerate(targets) if target.positions is None])
+        batches += [[reading] for reading in readings if len(reading.steps) > 1]
+        single = [reading for reading in readings if len(reading.steps) == 1]
+        # The longest row of a batch decides on the frequencies of all of it.
+        far = [reach is not None and prefix_len + reading.length >= reach for reading in single]
+        for is_far in (True, False):
+            alike = [reading for reading, each in zip(single, far, strict=True) if each == is_far]
+            for batch in plan_batches([reading.length for reading in alike], prefix_len, self._batch_tokens):
+                batches.append([alike[place] for place in batch])
+        return batches
+
+    @torch.no_grad()
+    def _step_by_step(self, reading: _Reading, targets: Sequence[Target]) -> Iterator[tuple[int, ChunkKV]]:
+        """Yield the targets of a reading whose steps part from each other."""
         start = len(self._prefix_ids)
-        placed = [each is not None for each in positions]
-        for batch in self.plan([len(ids) for ids in chunks], placed):
-            places = positions[batch[0]] if placed and placed[batch[0]] else None
-            layers = self._run([chunks[index] for index in batch], places)
-            encoded = []
-            for row, index in enumerate(batch):
-                stop = start + len(chunks[index])
-                # A copy, so that one chunk does not keep its whole batch in memory.
-                kv = [LayerKV(*(_on_cpu(tensor[row, :, start:stop]) for tensor in layer)) for layer in layers]
-                encoded.append((index, ChunkKV(tuple(chunks[index]), start, kv)))
-            yield encoded
+        cache = KVCache(self._decoder.num_layers)
+        read: tuple[int, ...] = ()
+        for sequence, indices in reading.steps:
+            if read:
+                known = min(_shared(read, sequence), len(sequence) - 1)
+                cache.cut(start + known)
+                layers = self._forward([sequence[known:]], cache)
+            else:
+                layers = self._forward([self._prefix_ids + sequence], cache)
+            read = sequence
+            for index in indices:
+                yield index, self._slice(layers, 0, targets[index])
+
+    def _slice(self, layers: Sequence[LayerKV], row: int, target: Target) -> ChunkKV:
+        """Return a target's KV, cut out of that of its sequence and turned to where it would stand without its context."""
+        start, distance, count = len(self._prefix_ids), len(target.context), len(target.token_ids)
+        first = start + distance
+        table_of: dict[int, RotationTable] = {}
+        kept = []
+        for layer, rotation in zip(layers, self._decoder.rotations, strict=True):
+            # A copy, so that one chunk does not keep its whole batch in memory.
+            kv = LayerKV(*(_copy(tensor[row, :, first : first + count]) for tensor in layer))
+            if rotation is not None and distance:
+                table = table_of.get(id(rotation))
+                if table is None or table.cos.device != kv.keys.device:
+                    table = rotation.table(torch.full((count,), -distance), kv.keys.device)
+                    table_of[id(rotation)] = table
+                shift_layer(kv, table)
+            kept.append(LayerKV(*(_on_cpu(tensor) for tensor in kv)))
+        return ChunkKV(target.token_ids, start, kept, context=context_digest(target.context))
 
     @torch.no_grad()
     def sensitivity(self, kv: ChunkKV, neighbours: Sequence[int]) -> tuple[float, ...]:
@@ -197,5 +290,37 @@ class Encoder:
         return cache.kv()
 
 
+def _readings(targets: Sequence[Target], indices: Sequence[int]) -> list[_Reading]:
+    """Chain targets of which one begins with what another has read."""
+    readings: list[_Reading] = []
+    # In this order what begins alike stands together, the shorter first.
+    for index in sorted(indices, key=lambda index: targets[index].sequence):
+        target, sequence = targets[index], targets[index].sequence
+        if target.context and readings:
+            read, inside = readings[-1].steps[-1]
+            known = _shared(read, sequence)
+            if known == len(read):
+                # Nothing parts the two: one forward reads both.
+                readings[-1].steps[-1] = sequence, [*inside, index]
+                continue
+            if 2 * known >= min(len(read), len(target.context)):
+                readings[-1].steps.append((sequence, [index]))
+                continue
+        readings.append(_Reading([(sequence, [index])]))
+    return readings
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many tokens two sequences begin with alike."""
+    length = min(len(one), len(other))
+    if one[:length] == other[:length]:
+        return length
+    return int(np.argmin(np.equal(one[:length], other[:length])))
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format).copy_(tensor)
+
+
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+    return tensor if tensor.device.type == "cpu" else torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)

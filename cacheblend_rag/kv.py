@@ -26,7 +26,7 @@ class LayerKV(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkKV:
-    """The KV of one chunk, encoded alone behind the encoding prefix.
+    """The KV of one chunk, encoded behind the encoding prefix and its context.
 
     Attributes
     ----------
@@ -39,12 +39,15 @@ class ChunkKV:
         from layer to layer; seq_len is the number of tokens everywhere.
     sensitivity : tuple of float or None
         How much each token's KV changes behind other chunks, as measured when the chunk was added; None where it was not.
+    context : str
+        Digest of the tokens that it was encoded behind, beside the encoding prefix (`cacheblend_rag.keys`); empty where alone.
     """
 
     token_ids: tuple[int, ...]
     start: int
     layers: Sequence[LayerKV]
     sensitivity: tuple[float, ...] | None = None
+    context: str = ""
 
     @property
     def nbytes(self) -> int:

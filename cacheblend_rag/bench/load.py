@@ -17,7 +17,7 @@ from cacheblend_rag.bench.setting import check_least, dtype_named
 from cacheblend_rag.bench.shapes import random_model, shape_config
 from cacheblend_rag.bench.times import median_ratio, seconds_of
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.encode import Encoder
+from cacheblend_rag.encode import Encoder, Target
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.loader import LayerLoader
@@ -124,7 +124,7 @@ class LoadBench:
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(1, shape.vocab_size, (setting.chunks, setting.chunk_tokens), generator=generator).tolist()
         self._keys = [f"{number:032x}" for number in range(setting.chunks)]
-        for batch in Encoder(self._decoder, [0], batch_tokens=4096).encode(ids):
+        for batch in Encoder(self._decoder, [0], batch_tokens=4096).encode([Target(tuple(each)) for each in ids]):
             for index, kv in batch:
                 self._store.put(self._keys[index], kv)
         self._files = self._disk.files

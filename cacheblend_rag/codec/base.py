@@ -64,12 +64,15 @@ class PackedKV:
         One for each decoder layer.
     sensitivity : tuple of float or None
         How much each token's KV depends on its neighbours.
+    context : str
+        Digest of the tokens that it was encoded behind, beside the encoding prefix (`cacheblend_rag.keys`); empty where alone.
     """
 
     token_ids: tuple[int, ...]
     start: int
     layers: Sequence[PackedLayer]
     sensitivity: tuple[float, ...] | None = None
+    context: str = ""
 
     @property
     def nbytes(self) -> int:

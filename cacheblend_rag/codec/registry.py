@@ -80,5 +80,6 @@ def repack_layer(packed: PackedLayer, codec: Codec) -> PackedLayer:
 def pack_kv(kv: ChunkKV | PackedKV, codec: Codec) -> PackedKV:
     """Return a chunk's KV as `codec` keeps it; see `repack_layer` for KV that is packed already."""
     if isinstance(kv, ChunkKV):
-        return PackedKV(kv.token_ids, kv.start, tuple(codec.pack(layer) for layer in kv.layers), kv.sensitivity)
+        layers = tuple(codec.pack(layer) for layer in kv.layers)
+        return PackedKV(kv.token_ids, kv.start, layers, kv.sensitivity, kv.context)
     return replace(kv, layers=tuple(repack_layer(layer, codec) for layer in kv.layers))

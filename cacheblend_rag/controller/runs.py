@@ -10,7 +10,7 @@ import torch
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.controller.plan import check_selector
-from cacheblend_rag.encode import Encoder
+from cacheblend_rag.encode import Encoder, Target
 from cacheblend_rag.fuse import BlendCache, LayerSource, Steering
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
@@ -88,7 +88,7 @@ class TimedRuns:
         generator = torch.Generator().manual_seed(0)
         self._ids = torch.randint(vocabulary, (most_tokens,), generator=generator).tolist()
         few = self._ids[1 : 1 + _SAMPLE_TOKENS]
-        [(_, self.sample)] = next(Encoder(decoder, self._ids[:1], _SAMPLE_TOKENS + 1).encode([few]))
+        [(_, self.sample)] = next(Encoder(decoder, self._ids[:1], _SAMPLE_TOKENS + 1).encode([Target(tuple(few))]))
 
     def layout(self, chunks: Sequence[int]) -> PromptLayout:
         """Return a prompt of one token, chunks of so many tokens, and a question."""

@@ -8,14 +8,16 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-import torch
+import numpy as np
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkPart, ChunkRef, text_hash
 from cacheblend_rag.engine.prompt import AssembledPrompt, PromptChunk
 from cacheblend_rag.engine.uses import FirstUses
 from cacheblend_rag.errors import ConfigError, EmptyChunkError, PromptError, PromptTooLongError, UnknownChunkError
+from cacheblend_rag.keys import chunk_key
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
-from cacheblend_rag.store import KVStore, NodeRecord
+from cacheblend_rag.reading import Place, ReadingRules
+from cacheblend_rag.store import KVReader, KVStore, NodeRecord
 
 __all__ = ["Assembler"]
 
@@ -50,6 +52,17 @@ class Assembler:
         Tells which chunks are retrieved for the first time, and computed like text; by default none is.
     is_movable : bool
         Whether a chunk's KV serves at any position; else only where it was encoded, right behind the encoding prefix.
+    separator : str
+        What stands between the chunks of a document; behind each chunk its KV is kept too, where KV can be moved.
+    context_tokens : int, optional
+        Most tokens of a chunk and its context; None for as many as the model takes, 0 where every chunk is encoded alone.
+    rope_reach : int, optional
+        The position from which on the model's rotary frequencies change with the length of what is read.
+
+    Attributes
+    ----------
+    rules : ReadingRules
+        How documents are read.
     """
 
     def __init__(
@@ -62,6 +75,9 @@ class Assembler:
         tenant: str | None = None,
         first_uses: FirstUses | None = None,
         is_movable: bool = True,
+        separator: str = "",
+        context_tokens: int | None = 0,
+        rope_reach: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self._store = store
@@ -76,6 +92,13 @@ class Assembler:
             self.prefix_ids = self._with_bos(self.tokenize(encoding_prefix))
         else:
             self.prefix_ids = tuple(encoding_prefix)
+        ends = [end for end in (window, None if rope_reach is None else rope_reach - 1) if end is not None]
+        limits = [max(end - len(self.prefix_ids), 0) for end in ends]
+        limits += [] if context_tokens is None else [context_tokens]
+        # KV that cannot be moved serves right behind the encoding prefix and nowhere else.
+        self.rules = (
+            ReadingRules(min(limits, default=None), self.tokenize(separator)) if is_movable else ReadingRules(0)
+        )
         # Part of every key, so that one tenant cannot ask for another's KV. Without a tenant nothing is appended.
         owner = "" if tenant is None else f"|{tenant}"
         self.namespace = hashlib.blake2b(f"{identity}|{self.prefix_ids}{owner}".encode(), digest_size=16).hexdigest()
@@ -99,19 +122,14 @@ class Assembler:
         return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def key(self, token_ids: Sequence[int], places: Sequence[int] | None = None) -> str:
-        """Return the store key of a chunk's KV: a digest of all it depends on.
+        """Return the store key of the KV of a chunk that is encoded alone; see `chunk_key`."""
+        return chunk_key(self.namespace, token_ids, places)
 
-        Parameters
-        ----------
-        token_ids : sequence of int
-            Its tokens.
-        places : sequence of int, optional
-            Where they are encoded; see `places`.
-        """
-        ids = torch.tensor(token_ids, dtype=torch.int32).numpy().tobytes()
-        # Keys of chunks without places of their own stay what they are in every store there is.
-        placed = b"" if places is None else b"|at|" + torch.tensor(places, dtype=torch.int32).numpy().tobytes()
-        return hashlib.blake2b(self.namespace.encode() + ids + placed, digest_size=20).hexdigest()
+    def is_of(self, reader: KVReader, chunk: PromptChunk) -> bool:
+        """Return whether stored KV is of a chunk's tokens, behind what its key says that they are encoded behind."""
+        return reader.token_ids == chunk.kv_ids and chunk.key == chunk_key(
+            self.namespace, chunk.kv_ids, chunk.positions, reader.context
+        )
 
     def places(self, chunk: Chunk) -> tuple[int, ...] | None:
         """Return where a chunk's tokens stand when they are encoded; None for right behind the encoding prefix, without gaps.
@@ -126,7 +144,7 @@ class Assembler:
         return None if places == tuple(range(start, start + len(places))) else places
 
     def record(self, chunk: Chunk) -> NodeRecord:
-        """Tokenise a chunk.
+        """Tokenise a chunk; of a piece of a document the key is the one it would have alone.
 
         Raises
         ------
@@ -137,7 +155,13 @@ class Assembler:
         PromptError
             If its text cannot be tokenised.
         """
-        ids = self.tokenize(chunk.text) if chunk.token_ids is None else self._checked(chunk.token_ids)
+        place = None
+        if chunk.token_ids is not None:
+            ids = self._checked(chunk.token_ids)
+        elif chunk.document is None or self.rules.limit == 0:
+            ids = self.tokenize(chunk.text)
+        else:
+            ids, place = self._placed(chunk)
         if not ids:
             raise EmptyChunkError(
                 f"the text of chunk {chunk.id!r}, {chunk.text[:40]!r}, has no tokens; leave the chunk out"
@@ -153,7 +177,34 @@ class Assembler:
                 f"chunk {chunk.id!r} reaches to position {places[-1]}, and the model's window is {self.window}; leave less room "
                 "before it, or in it"
             )
-        return NodeRecord(chunk.id or "", self.key(ids, places), text_hash(chunk.text), ids)
+        separator = self._separator_of(chunk)
+        key = self.key(ids + separator, places)
+        return NodeRecord(chunk.id or "", key, text_hash(chunk.text), ids, separator, place)
+
+    def _separator_of(self, chunk: Chunk) -> tuple[int, ...]:
+        # A prompt that places its segments has its own idea of what stands between them.
+        return self.rules.separator if chunk.positions is None else ()
+
+    def _placed(self, chunk: Chunk) -> tuple[tuple[int, ...], Place]:
+        """Return the tokens of a piece of a document, and its place."""
+        assert chunk.document is not None
+        ids = self.tokenize(chunk.text)
+        begin, end = (0, len(chunk.text)) if chunk.body is None else chunk.body
+        if getattr(self.tokenizer, "is_fast", False):
+            options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
+            stops = [stop for _, stop in self.tokenizer(chunk.text, **options)["offset_mapping"]]
+        else:
+            stops = [len(self.tokenizer.decode(ids[: count + 1])) for count in range(len(ids))]
+        ends = np.maximum.accumulate(np.asarray(stops, dtype=np.int64)) - begin if stops else np.empty(0, np.int64)
+        place = Place(
+            chunk.document,
+            chunk.start,
+            None if chunk.start is not None else chunk.previous,
+            end - begin,
+            chunk.text[begin:end] if chunk.start is None else "",
+            tuple(ends.clip(min=0).tolist()),
+        )
+        return ids, place
 
     def refusal(self, chunk: Chunk) -> PromptError | None:
         """Return what `record` raises for a chunk, or None."""
@@ -183,6 +234,8 @@ class Assembler:
             If it has no tokens.
         """
         pieces = list(self._pieces(prompt))
+        if self.rules.separator and prompt.positions is None:
+            pieces = list(_gapless(pieces))
         # Text behind it may have no tokens: blanks, for example.
         last = max((number for number, piece in enumerate(pieces) if piece.ids), default=0)
         # The last segment is computed in any case.
@@ -265,6 +318,9 @@ class Assembler:
         first, or the first of its parts.
         """
         row, tokens = spans[0].start, 0
+        if chunks[0].key != chunk_key(self.namespace, chunks[0].kv_ids, chunks[0].positions):
+            # It stands behind less than it was encoded behind.
+            return 0
         for number, (span, chunk) in enumerate(zip(spans, chunks, strict=True)):
             start = 0 if chunk.part is None else chunk.part[0]
             if (
@@ -292,16 +348,16 @@ class Assembler:
                     f"no chunk has the id {segment.id!r}: it was never added for this model, tokenizer, encoding prefix and "
                     "tenant, was deleted, or was added to a store in RAM before a restart; add it, or pass the chunk itself"
                 )
-            return PromptChunk(record.id, record.key, record.token_ids, named=True)
+            return PromptChunk(record.id, record.key, record.token_ids, named=True, separator=record.separator)
         if segment.token_ids is None and record is not None and record.text_hash == text_hash(segment.text):
-            return PromptChunk(record.id, record.key, record.token_ids, named=True)
+            return PromptChunk(record.id, record.key, record.token_ids, named=True, separator=record.separator)
         fresh, places = self.record(segment), self.places(segment)
+        chunk = PromptChunk(segment.id, fresh.key, fresh.token_ids, places, separator=fresh.separator)
         if record is None:
-            return PromptChunk(segment.id, fresh.key, fresh.token_ids, places, text_hash=fresh.text_hash)
+            return replace(chunk, text_hash=fresh.text_hash)
         if record.key == fresh.key:
-            return PromptChunk(segment.id, fresh.key, fresh.token_ids, places, named=True)
-        note = "its text is not the one that was added under this id"
-        return PromptChunk(segment.id, fresh.key, fresh.token_ids, places, note=note)
+            return replace(chunk, named=True)
+        return replace(chunk, note="its text is not the one that was added under this id")
 
     def _with_bos(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         return ids if ids[: len(self._bos)] == self._bos else self._bos + ids
@@ -312,6 +368,29 @@ class Assembler:
             if not 0 <= int(token) < size:
                 raise ConfigError(f"token id {token} is outside the tokenizer's vocabulary of {size}")
         return tuple(int(token) for token in ids)
+
+
+def _gapless(pieces: Sequence[_Piece]) -> Iterator[_Piece]:
+    """Put the separator behind a chunk, where a prompt has it there and goes on, to the chunk, whose KV reaches over it."""
+    skipped = False
+    for piece, after, beyond in zip(pieces, [*pieces[1:], None], [*pieces[2:], None, None], strict=False):
+        chunk = piece.chunk
+        if skipped:
+            skipped = False
+            continue
+        skipped = (
+            chunk is not None
+            and chunk.part is None
+            and bool(chunk.separator)
+            and after is not None
+            and after.chunk is None
+            and after.ids == chunk.separator
+            and beyond is not None
+        )
+        if skipped and chunk is not None:
+            yield _Piece(chunk.kv_ids, piece.position, replace(chunk, is_spaced=True))
+        else:
+            yield piece
 
 
 def _runs(segment: Chunk | ChunkRef | ChunkPart, chunk: PromptChunk, position: int | None) -> Iterator[_Piece]:

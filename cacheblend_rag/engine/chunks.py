@@ -85,11 +85,13 @@ class ChunkEngine:
                 self.config.namespace,
                 FirstUses(self.store) if defers and self.decoder is not None else None,
                 self.decoder is None or self.decoder.is_movable,
+                self.config.separator,
+                0 if self.config.context == "none" or self.decoder is None else self.config.context_tokens,
+                None if self.decoder is None else self.decoder.rope_reach,
             )
-            self._supply = KVSupply(
-                model, self.decoder, self.store, self._assembler.namespace, self._assembler.prefix_ids, self.config
-            )
+            self._supply = KVSupply(model, self.decoder, self.store, self._assembler, self.config)
             self._ingest = Ingest(self._assembler, self._supply, self.store, self.decoder, self.config)
+            self._supply.on_late = self._ingest.encode_later
             self._kept = KeptTurns(self.store, self._assembler.namespace, self.config.conversation_bytes)
             self._prefetcher = Prefetcher(self.store, self.config.load_threads)
             self.schemas = Schemas(self._assembler, self._ingest, self.store, self._prefetcher)
@@ -180,6 +182,11 @@ class ChunkEngine:
         In the background, the chunks are checked and named before this returns, and then encoded one call's after the other's, a
         batch whenever no prompt waits for the model. Until a chunk's turn comes it is a miss; if it is deleted or replaced
         before, it is not encoded. With ``encode_on="second_use"`` chunks are only named.
+
+        A chunk that is a piece of a document (`Chunk.document`) is put into it, and encoded behind the chunks before it there.
+        What it displaces, because it now stands behind other text, is encoded anew in the same call. The pieces of a document may
+        come in any order where their places are given, and in several calls. An id that is added again with another document or
+        place is deleted there and added here.
 
         Where the settings ask for it (`neighbours`), each chunk that is encoded is measured as well: how much its tokens depend
         on the chunks that it is likely to stand behind (`Chunk.neighbours`, or those before it in this call). So is each chunk
@@ -273,9 +280,10 @@ class ChunkEngine:
         return [self._assembler.refusal(chunk) for chunk in chunks]
 
     def delete(self, ids: Iterable[str]) -> int:
-        """Forget chunks: their names at once, and their KV unless another name has the same text.
+        """Forget chunks: their names at once, and their KV unless another name has the same text behind the same text.
 
-        Conversations forget what may know of them.
+        What stood behind them in their documents knows of them: its KV is gone too, and computed again, without them, when it is
+        asked for or added. Conversations forget what may know of them.
 
         Returns
         -------
@@ -285,8 +293,22 @@ class ChunkEngine:
         self._check_open()
         gone = _id_list(ids)
         known = self.store.forget(self._assembler.namespace, gone)
-        self._kept.refresh(gone)
+        self._kept.refresh()
         return known
+
+    def delete_document(self, document: str) -> int:
+        """Forget all chunks of a document in one step; return how many there were."""
+        return self.delete(self.document(document))
+
+    def document(self, document: str) -> list[str]:
+        """Return the ids of a document's chunks in the order in which they are read; none where it is unknown."""
+        self._check_open()
+        return self.store.document(self._assembler.namespace, document)
+
+    def places(self, ids: Sequence[str]) -> list[str | None]:
+        """Return the document that each chunk is a piece of; None where it is encoded alone, or unknown."""
+        self._check_open()
+        return self.store.documents(self._assembler.namespace, _id_list(ids))
 
     def prefetch(self, ids: Iterable[str]) -> Prefetch:
         """Begin to read the KV of chunks that are likely to be asked for soon, and return at once.

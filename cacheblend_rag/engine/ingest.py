@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,21 +11,24 @@ from functools import partial
 from cacheblend_rag.chunk import Chunk
 from cacheblend_rag.codec import make_codec, pack_kv
 from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.encode import Target
 from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.jobs import AddJob, AddResult, Jobs
 from cacheblend_rag.engine.neighbours import Neighbours
 from cacheblend_rag.engine.supply import KVSupply
 from cacheblend_rag.engine.writer import BatchWriter
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.model import Decoder
 from cacheblend_rag.selection import num_neighbours
-from cacheblend_rag.store import KVStore, NodeRecord
+from cacheblend_rag.store import KVStore, NamedTarget, NodeRecord
 
 __all__ = ["Ingest", "WarmEstimate"]
 
-Group = list[NodeRecord]
-"""Records of one text, which share a key; never empty."""
+logger = logging.getLogger(__name__)
+
+Group = list[NamedTarget]
+"""Chunks that share a key; never empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,41 +49,101 @@ class _Todo:
 
     Attributes
     ----------
-    total : int
-        How many.
+    given : list of NamedTarget
+        The chunks.
     neighbours : Neighbours
         Behind what they are measured.
-    records : list of NodeRecord
-        Those whose names are not recorded exactly so, or whose KV is missing.
+    names : list of NamedTarget
+        Those whose names are not recorded exactly so.
+    lacking : int
+        Those whose names are, and whose KV is missing.
     groups : list of Group
-        Texts that are to be encoded: their KV is missing, or is there and was not measured.
-    held : list of str
-        The keys of KV that is there.
+        What is to be encoded: its KV is missing, or is there and was not measured. Chunks of the documents that have another
+        context from now on are among them.
+    held : list of NamedTarget
+        What has its KV.
     unmeasured : set of str
-        Those of them that are to be measured.
+        The keys of those that are to be measured.
     again : int
         Chunks that are encoded only for that.
-    places : dict of (str, tuple of int or None)
+    positions : dict of (str, tuple of int or None)
         By key, where tokens stand when they are encoded.
     """
 
-    total: int
+    given: list[NamedTarget]
     neighbours: Neighbours
-    records: list[NodeRecord] = field(default_factory=list)
+    names: list[NamedTarget] = field(default_factory=list)
+    lacking: int = 0
     groups: list[Group] = field(default_factory=list)
-    held: list[str] = field(default_factory=list)
-    places: dict[str, tuple[int, ...] | None] = field(default_factory=dict)
+    held: list[NamedTarget] = field(default_factory=list)
+    positions: dict[str, tuple[int, ...] | None] = field(default_factory=dict)
     unmeasured: set[str] = field(default_factory=set)
     again: int = 0
 
     @property
-    def unchanged(self) -> int:
-        return self.total - len(self.records) - self.again
+    def total(self) -> int:
+        """How many chunks there are."""
+        return len(self.given)
 
     @property
-    def finished(self) -> int:
+    def changed(self) -> int:
+        """Chunks that are named, or whose KV was missing."""
+        return len(self.names) + self.lacking
+
+    @property
+    def unchanged(self) -> int:
+        """Chunks that are stored exactly so."""
+        return self.total - self.changed - self.again
+
+    @property
+    def ready(self) -> int:
         """Chunks for which nothing is encoded."""
-        return self.total - sum(map(len, self.groups))
+        waiting = {group[0].record.key for group in self.groups}
+        return sum(target.record.key not in waiting for target in self.given)
+
+    @property
+    def steps(self) -> int:
+        """How many chunks there are, with those of their documents that are encoded again."""
+        return self.ready + sum(map(len, self.groups))
+
+    def target(self, group: Group) -> Target:
+        """Return what is encoded for a group."""
+        record = group[0].record
+        return Target(record.token_ids + record.separator, group[0].context, self.positions.get(record.key))
+
+
+class _Naming:
+    """Names chunks once their KV is stored, all chunks of a document together.
+
+    Parameters
+    ----------
+    todo : _Todo
+        The chunks.
+    """
+
+    def __init__(self, todo: _Todo) -> None:
+        self._names: dict[str, list[NodeRecord]] = {}
+        self._waits: dict[str, set[str]] = {}
+        self._units: dict[str, list[str]] = {}
+        for target in todo.names:
+            self._names.setdefault(_unit(target), []).append(target.record)
+        for group in todo.groups:
+            units = list(dict.fromkeys(_unit(target) for target in group))
+            self._units[group[0].record.key] = units
+            for unit in units:
+                self._waits.setdefault(unit, set()).add(group[0].record.key)
+
+    def ready(self, keys: Iterable[str] = ()) -> list[NodeRecord]:
+        """Return the records that can be named now that these keys are stored, each once."""
+        for key in keys:
+            for unit in self._units.get(key, ()):
+                self._waits[unit].discard(key)
+        units = [unit for unit in self._names if not self._waits.get(unit)]
+        return [record for unit in units for record in self._names.pop(unit)]
+
+
+def _unit(target: NamedTarget) -> str:
+    return f"key {target.record.key}" if target.document is None else f"document {target.document}"
 
 
 class Ingest:
@@ -126,25 +190,24 @@ class Ingest:
     ) -> AddResult:
         """Encode and name what is not stored yet; see `BlendEngine.add`."""
         ttl_s = self._ttl_s if ttl_s is None else ttl_s
-        todo = self._todo(chunks)
-        self._store.prolong(todo.held, ttl_s)
+        todo = self._todo(chunks, ttl_s)
+        self._prolong(todo.held)
+        naming = _Naming(todo)
         finished = todo.unchanged
 
         def advance(count: int) -> None:
             nonlocal finished
             finished += count
             if progress is not None:
-                progress(finished, todo.total)
+                progress(finished, todo.steps)
 
         advance(0)
-        missing = {record.key for group in todo.groups for record in group}
-        ready = [record for record in todo.records if record.key not in missing]
-        self._name(ready)
-        finished += len(ready)
+        self._name(naming.ready(), ttl_s)
+        finished = todo.ready
         with BatchWriter() as writer:
-            keep = partial(self._store_and_name, ttl_s=ttl_s)
+            keep = partial(self._store_and_name, naming=naming, ttl_s=ttl_s)
             encoded, tokens = self._encode(todo, writer, keep, advance)
-        return AddResult(encoded, len(todo.records), todo.unchanged, tokens)
+        return AddResult(encoded, todo.changed, todo.unchanged, tokens)
 
     def add_later(
         self, chunks: Iterable[Chunk], progress: Callable[[int, int], None] | None, ttl_s: float | None = None
@@ -155,10 +218,36 @@ class Ingest:
         to be no longer wanted, whatever process did it.
         """
         ttl_s = self._ttl_s if ttl_s is None else ttl_s
-        todo = self._todo(chunks)
-        self._store.prolong(todo.held, ttl_s)
-        self._name(todo.records)
-        job = AddJob(todo.finished, todo.total)
+        todo = self._todo(chunks, ttl_s)
+        self._prolong(todo.held)
+        self._name([target.record for target in todo.names], ttl_s)
+        return self._later(todo, progress, self._store_if_wanted)
+
+    def encode_later(self, ids: Sequence[str]) -> None:
+        """Have chunks that are named encoded in the background, as far as their KV is still missing then.
+
+        It is no matter if that fails: they are misses, as they were.
+
+        Parameters
+        ----------
+        ids : sequence of str
+            The chunks.
+        """
+        targets = [target for target in self._store.targets(self._assembler.namespace, ids) if target is not None]
+        todo = _Todo(targets, Neighbours(self._assembler, {}))
+        todo.groups = [[target] for target in {target.record.key: target for target in targets}.values()]
+        try:
+            self._later(todo, None, self._store_quietly)
+        except ConfigError as error:
+            logger.debug("not encoded in the background: %s", error)
+
+    def _later(
+        self,
+        todo: _Todo,
+        progress: Callable[[int, int], None] | None,
+        keep: Callable[[Sequence[tuple[Group, ChunkKV]]], None],
+    ) -> AddJob:
+        job = AddJob(todo.ready, todo.steps)
 
         def work(job: AddJob, writer: BatchWriter, given_up: Callable[[], bool]) -> AddResult:
             def advance(count: int) -> None:
@@ -170,12 +259,12 @@ class Ingest:
             encoded, tokens = self._encode(
                 todo,
                 writer,
-                partial(self._store_if_wanted, ttl_s=ttl_s),
+                keep,
                 advance,
                 still=partial(self._wanted, unmeasured=todo.unmeasured),
                 given_up=given_up,
             )
-            return AddResult(encoded, len(todo.records), todo.unchanged, tokens)
+            return AddResult(encoded, todo.changed, todo.unchanged, tokens)
 
         self._jobs.submit(job, work)
         return job
@@ -190,27 +279,29 @@ class Ingest:
 
     def estimate(self, chunks: Iterable[Chunk]) -> WarmEstimate:
         """Say what `add` would cost; see `BlendEngine.estimate`."""
-        todo = self._todo(chunks)
-        texts = [group[0] for group in todo.groups]
+        todo = self._todo(chunks, self._ttl_s)
+        texts = [group[0].record for group in todo.groups]
         tokens = sum(len(record.token_ids) for record in texts)
         if self._decoder is None or not texts:
             return WarmEstimate(len(texts), tokens, 0, 0.0)
         before = [todo.neighbours.num_tokens(record) for record in texts]
         # One that is measured, where any is.
         count, longest = max(zip(before, texts, strict=True), key=lambda each: (each[0] > 0, len(each[1].token_ids)))
-        share = tokens / len(longest.token_ids)
         started = time.perf_counter()
-        [[(_, kv)]] = self._supply.encode([longest.token_ids], [todo.places[longest.key]])
+        sample = Target(longest.token_ids, positions=todo.positions.get(longest.key))
+        [[(_, kv)]] = self._supply.encode([sample])
         packed_bytes = pack_kv(kv, self._disk_codec).nbytes
-        seconds = (time.perf_counter() - started) * share
+        computed = self._supply.num_tokens([todo.target(group) for group in todo.groups])
+        seconds = (time.perf_counter() - started) * computed / len(longest.token_ids)
+        kept = sum(len(record.token_ids + record.separator) for record in texts)
         if count:
             started = time.perf_counter()
             self._supply.measure(kv, todo.neighbours.tokens(longest))
             measured = sum(more + len(record.token_ids) for more, record in zip(before, texts, strict=True) if more)
             seconds += (time.perf_counter() - started) * measured / (count + len(longest.token_ids))
-        return WarmEstimate(len(texts), tokens, round(packed_bytes * share), seconds)
+        return WarmEstimate(len(texts), tokens, round(packed_bytes * kept / len(longest.token_ids)), seconds)
 
-    def _todo(self, chunks: Iterable[Chunk]) -> _Todo:
+    def _todo(self, chunks: Iterable[Chunk], ttl_s: float | None) -> _Todo:
         """Tokenise chunks and find out which are not stored exactly so, and whose KV is there all the same."""
         if isinstance(chunks, Chunk):
             raise ConfigError("chunks is a single Chunk; give a list of them, as in [Chunk(text, id)]")
@@ -222,36 +313,38 @@ class Ingest:
         wanted = list({(chunk.id if chunk.id is not None else object()): chunk for chunk in chunks}.values())
         # What was met as a miss is written first, so that it is not computed again.
         self._store.settle()
-        names = [chunk.id for chunk in wanted if chunk.id is not None]
-        known = dict(zip(names, self._store.lookup(self._assembler.namespace, names), strict=True))
         records = [self._assembler.record(chunk) for chunk in wanted]
+        positions = {record.key: self._assembler.places(chunk) for chunk, record in zip(wanted, records, strict=True)}
+        targets = self._store.rehearse(self._assembler.namespace, records, rules=self._assembler.rules, ttl_s=ttl_s)
+        given = targets[: len(records)]
+        todo = _Todo(given, Neighbours(self._assembler, {}), positions=positions)
+        todo.names = [target.placed(record) for target, record in zip(given, records, strict=True) if target.is_changed]
         # Of a model without blending no KV is ever missing, nor where it is not computed before it is needed.
         held = (
-            [True] * len(records)
+            [True] * len(targets)
             if self._decoder is None or self._names_only
-            else self._store.holds([record.key for record in records], durable=True)
+            else self._store.holds([target.record.key for target in targets], durable=True)
         )
-        todo = _Todo(len(wanted), Neighbours(self._assembler, {}))
         groups: dict[str, Group] = {}
-        for record, there in zip(records, held, strict=True):
+        for number, (target, there) in enumerate(zip(targets, held, strict=True)):
             if there:
-                todo.held.append(record.key)
+                todo.held.append(target)
             else:
-                groups.setdefault(record.key, []).append(record)
-            if not there or (record.id and known[record.id] != record):
-                todo.records.append(record)
+                groups.setdefault(target.record.key, []).append(target)
+                todo.lacking += number < len(given) and not target.is_changed
         # Misses of a prompt are stored without it; now that neighbours are known it can be measured.
-        keys = list(dict.fromkeys(todo.held)) if self.neighbours else []
+        keys = list(dict.fromkeys(target.record.key for target in todo.held)) if self.neighbours else []
         lacking = {key for key, has in zip(keys, self._store.measured(keys), strict=True) if not has} if keys else set()
         searched = lacking.union(groups)
-        todo.neighbours = Neighbours.find(self._assembler, self._store, self.neighbours, wanted, records, searched)
-        for record in records:
-            if record.key in lacking and todo.neighbours.num_tokens(record):
-                todo.unmeasured.add(record.key)
-                groups.setdefault(record.key, []).append(record)
-                todo.again += not (record.id and known[record.id] != record)
+        settled = [target.record for target in given]
+        todo.neighbours = Neighbours.find(self._assembler, self._store, self.neighbours, wanted, settled, searched)
+        for target in given:
+            key = target.record.key
+            if key in lacking and todo.neighbours.num_tokens(target.record):
+                todo.unmeasured.add(key)
+                groups.setdefault(key, []).append(target)
+                todo.again += not target.is_changed
         todo.groups = list(groups.values())
-        todo.places = {record.key: self._assembler.places(chunk) for chunk, record in zip(wanted, records, strict=True)}
         return todo
 
     def _encode(
@@ -287,8 +380,7 @@ class Ingest:
         """
         encoded = tokens = storing = 0
         groups, patient = todo.groups, still is not None
-        placed = [todo.places[group[0].key] is not None for group in groups]
-        for batch in self._supply.plan([len(group[0].token_ids) for group in groups], placed) if groups else ():
+        for batch in self._supply.plan([todo.target(group) for group in groups]) if groups else ():
             if given_up is not None and given_up():
                 break
             chosen = planned = [groups[index] for index in batch]
@@ -297,17 +389,18 @@ class Ingest:
             skipped = sum(map(len, planned)) - sum(map(len, chosen))
             if skipped:
                 advance(skipped)
-            # Planned again, texts of one batch are one batch still.
-            places = [todo.places[group[0].key] for group in chosen]
-            for part in self._supply.encode([group[0].token_ids for group in chosen], places, patient=patient):
-                fresh = [(chosen[index], self._measured(chosen[index][0], kv, todo, patient)) for index, kv in part]
+            # Planned again, what is left of one batch is one batch, or a few.
+            for part in self._supply.encode([todo.target(group) for group in chosen], patient=patient):
+                fresh = [
+                    (chosen[index], self._measured(chosen[index][0].record, kv, todo, patient)) for index, kv in part
+                ]
                 writer.drain()
                 if storing:
                     advance(storing)
                 writer.submit(partial(keep, fresh))
                 storing = sum(len(group) for group, _ in fresh)
                 encoded += len(fresh)
-                tokens += sum(len(kv.token_ids) for _, kv in fresh)
+                tokens += sum(len(group[0].record.token_ids) for group, _ in fresh)
                 # Once it is stored, nothing should keep a batch in memory while the next is computed.
                 del part, fresh
         writer.drain()
@@ -320,49 +413,75 @@ class Ingest:
         before = todo.neighbours.tokens(record)
         return self._supply.measure(kv, before, patient=patient) if before else kv
 
-    def _store_and_name(self, batch: Sequence[tuple[Group, ChunkKV]], ttl_s: float | None) -> None:
+    def _store_and_name(self, batch: Sequence[tuple[Group, ChunkKV]], naming: _Naming, ttl_s: float | None) -> None:
         evictions = self._store.evictions
-        for group, kv in batch:
-            self._store.put(group[0].key, kv, tenant=self._tenant, ttl_s=ttl_s)
+        self._put(batch)
         # Named only now: a process that dies before leaves KV without a name, which the next run finds.
-        self._name(record for group, _ in batch for record in group)
+        self._name(naming.ready(group[0].record.key for group, _ in batch), ttl_s)
         # Until it had its own name, KV could lose the last of its others. What made room for the batch's own is not put again.
         if self._store.evictions != evictions:
             return
-        held = self._store.holds([group[0].key for group, _ in batch])
-        for (group, kv), there in zip(batch, held, strict=True):
-            if not there and any(record.id for record in group):
-                self._store.put(group[0].key, kv, tenant=self._tenant, ttl_s=ttl_s)
+        held = self._store.holds([group[0].record.key for group, _ in batch])
+        self._put(
+            [
+                (group, kv)
+                for (group, kv), there in zip(batch, held, strict=True)
+                if not there and any(target.record.id for target in group)
+            ]
+        )
 
-    def _store_if_wanted(self, batch: Sequence[tuple[Group, ChunkKV]], ttl_s: float | None) -> None:
-        for group, kv in batch:
-            self._store.put(group[0].key, kv, tenant=self._tenant, ttl_s=ttl_s)
+    def _store_if_wanted(self, batch: Sequence[tuple[Group, ChunkKV]]) -> None:
+        self._put(batch)
         groups = [group for group, _ in batch]
         named = self._named(groups)
-        gone = [group[0].key for group, still in zip(groups, named, strict=True) if not still]
+        gone = [group[0].record.key for group, still in zip(groups, named, strict=True) if not still]
         if gone:
             # Deleted or replaced while it was encoded.
             self._store.release(gone)
+
+    def _store_quietly(self, batch: Sequence[tuple[Group, ChunkKV]]) -> None:
+        try:
+            self._store_if_wanted(batch)
+        except StoreError as error:
+            logger.warning("the KV of misses was not stored: %s", error)
+
+    def _put(self, batch: Iterable[tuple[Group, ChunkKV]]) -> None:
+        for group, kv in batch:
+            lives = [target.lives_s for target in group]
+            ttl_s = None if None in lives else max(life for life in lives if life is not None)
+            self._store.put(group[0].record.key, kv, tenant=self._tenant, ttl_s=ttl_s)
+
+    def _prolong(self, held: Iterable[NamedTarget]) -> None:
+        """Let KV that is there live as long as what is added now, and all that it was encoded behind."""
+        keys: dict[float | None, list[str]] = {}
+        for target in held:
+            keys.setdefault(target.lives_s, []).append(target.record.key)
+        for ttl_s, each in keys.items():
+            self._store.prolong(each, ttl_s)
 
     def _wanted(self, groups: Sequence[Group], unmeasured: Container[str]) -> list[Group]:
         """Return the texts that were neither deleted nor replaced since they were added, nor encoded for a prompt.
 
         Of what is to be measured it does not matter that it is held.
         """
-        held = self._store.holds([group[0].key for group in groups])
+        held = self._store.holds([group[0].record.key for group in groups])
         named = self._named(groups)
         return [
             group
             for group, there, still in zip(groups, held, named, strict=True)
-            if still and (not there or group[0].key in unmeasured)
+            if still and (not there or group[0].record.key in unmeasured)
         ]
 
     def _named(self, groups: Sequence[Group]) -> list[bool]:
         """Return of each text whether one of its records stands, or has no id by which it could have been deleted."""
-        names = [record.id for group in groups for record in group if record.id]
+        names = [target.record.id for group in groups for target in group if target.record.id]
         known = dict(zip(names, self._store.lookup(self._assembler.namespace, names), strict=True))
-        return [any(not record.id or known[record.id] == record for record in group) for group in groups]
+        return [
+            any(not target.record.id or known[target.record.id] == target.record for target in group)
+            for group in groups
+        ]
 
-    def _name(self, records: Iterable[NodeRecord]) -> None:
+    def _name(self, records: Iterable[NodeRecord], ttl_s: float | None) -> None:
         named = [record for record in records if record.id]
-        self._store.name(self._assembler.namespace, named, tenant=self._tenant)
+        rules = self._assembler.rules
+        self._store.name(self._assembler.namespace, named, tenant=self._tenant, rules=rules, ttl_s=ttl_s)

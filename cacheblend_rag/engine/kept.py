@@ -86,10 +86,10 @@ class KeptTurns:
         with self.lock:
             self._turns.pop(owner, None)
 
-    def refresh(self, ids: Iterable[str]) -> None:
-        """Have all conversations forget what knows of those of these chunks that were deleted or replaced, by one lookup."""
+    def refresh(self) -> None:
+        """Have all conversations forget what knows of chunks that are gone, or stand behind other text by now, by one lookup."""
         with self.lock:
-            names = {name for turn in list(self._turns.values()) for name in turn.names}.intersection(ids)
+            names = {name for turn in list(self._turns.values()) for name in turn.names}
             if names:
                 self._forget(list(self._turns), self._keys(names), {}, names)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import dataclass, replace
 
+from cacheblend_rag.encode import Target
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.store import NodeRecord
 
@@ -38,6 +40,10 @@ class PromptChunk:
         Whether it is computed like text because its KV is that of another position.
     row : int
         The row of its first token, of a chunk that is computed like text.
+    separator : tuple of int
+        Tokens behind its own of which there is KV too.
+    is_spaced : bool
+        Whether these stand behind it here.
     """
 
     id: str | None
@@ -51,16 +57,27 @@ class PromptChunk:
     deferred: bool = False
     is_elsewhere: bool = False
     row: int = 0
+    separator: tuple[int, ...] = ()
+    is_spaced: bool = False
 
     @property
-    def part_ids(self) -> tuple[int, ...]:
-        """The tokens that stand here."""
-        return self.token_ids if self.part is None else self.token_ids[slice(*self.part)]
+    def kv_ids(self) -> tuple[int, ...]:
+        """All tokens of which there is KV, wherever the chunk stands."""
+        return self.token_ids + self.separator
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """The half-open range of `kv_ids` that stand here."""
+        return self.part or (0, len(self.kv_ids if self.is_spaced else self.token_ids))
+
+    def target(self, context: tuple[int, ...] = ()) -> Target:
+        """Return what is encoded where its KV is missing."""
+        return Target(self.kv_ids, context, self.positions)
 
     def record(self) -> NodeRecord:
         """Return the record that names the chunk, whose id was unknown."""
         assert self.id is not None and self.text_hash is not None
-        return NodeRecord(self.id, self.key, self.text_hash, self.token_ids)
+        return NodeRecord(self.id, self.key, self.text_hash, self.token_ids, self.separator)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +104,19 @@ class AssembledPrompt:
     computed: tuple[PromptChunk, ...]
     has_positions: bool
     context: tuple[int, int] = (0, 0)
+
+    def computing(self, keys: Container[str], note: str) -> AssembledPrompt:
+        """Return the prompt with the chunks of some keys computed like text, for the reason in `note`."""
+        pairs = list(zip(self.chunks, self.layout.chunks, strict=True))
+        kept = [(chunk, span) for chunk, span in pairs if chunk.key not in keys]
+        gone = [replace(chunk, note=note, row=span.start) for chunk, span in pairs if chunk.key in keys]
+        exact = next((number for number, (chunk, _) in enumerate(pairs) if chunk.key in keys), len(pairs))
+        layout = replace(
+            self.layout,
+            chunks=tuple(span for _, span in kept),
+            exact_chunks=min(self.layout.exact_chunks, exact),
+        )
+        return replace(self, layout=layout, chunks=tuple(chunk for chunk, _ in kept), computed=(*self.computed, *gone))
 
     @property
     def places(self) -> tuple[int, ...] | None:

@@ -17,6 +17,7 @@ from cacheblend_rag.engine.taken import Resumption
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.report import BlendReport, ChunkReport
+from cacheblend_rag.store import NamedTarget
 
 __all__ = ["PromptRun"]
 
@@ -87,6 +88,8 @@ class PromptRun:
         What the answer attended to, where that is asked for.
     wait_until : float or None
         Until when it waits for the model, by `time.perf_counter`; None for as long as it takes.
+    contexts : dict of (str, NamedTarget)
+        By their keys, how the KV of chunks is computed that was not stored when the prompt's turn came.
     """
 
     prompt: AssembledPrompt
@@ -122,6 +125,7 @@ class PromptRun:
     output_ids: tuple[int, ...] = ()
     sources: SourceAttention | None = None
     wait_until: float | None = None
+    contexts: dict[str, NamedTarget] = field(default_factory=dict)
 
     @property
     def layout(self) -> PromptLayout:
@@ -164,6 +168,8 @@ class PromptRun:
                 fallback = "all of its chunks are retrieved for the first time"
             elif any(chunk.is_elsewhere for chunk in self.prompt.computed):
                 fallback = "none of its chunks stands where it was encoded, and the KV of this model cannot be moved"
+            elif self.contexts:
+                fallback = f"none of its chunks is served: {self.prompt.computed[0].note}"
         if self.guard_action is not None and not self.config.enabled:
             fallback = self.guard_action
         parts: list[_ReportedPart] = []
@@ -180,7 +186,7 @@ class PromptRun:
             report = ChunkReport(chunk.id, len(span), hit, inside, why, tier, self._attention(span))
             parts.append(_ReportedPart(span.start, chunk, report, is_miss=not hit))
         for chunk in self.prompt.computed:
-            count = len(chunk.part_ids)
+            count = chunk.rows[1] - chunk.rows[0]
             attention = self._attention(ChunkSpan(chunk.row, chunk.row + count, chunk.row))
             report = ChunkReport(chunk.id, count, False, count, chunk.note, attention=attention)
             parts.append(_ReportedPart(chunk.row, chunk, report, is_miss=chunk.deferred))

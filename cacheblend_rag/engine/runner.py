@@ -101,13 +101,13 @@ class Runner:
         with self.lock.within(run.wait_until), torch.no_grad():
             while True:
                 self._note_expiry(run)
-                readers = self._prepare(run)
-                if self._caches is None:
-                    run.forward_started = time.perf_counter()
-                    # Its cache may hold states that ours has no place for.
-                    run.kept_reason = None if run.config.kv_capacity is None else self._unsupported
-                    return forward(None, inputs | self._unblended(run.prompt.places))
                 try:
+                    readers = self._prepare(run)
+                    if self._caches is None:
+                        run.forward_started = time.perf_counter()
+                        # Its cache may hold states that ours has no place for.
+                        run.kept_reason = None if run.config.kv_capacity is None else self._unsupported
+                        return forward(None, inputs | self._unblended(run.prompt.places))
                     with self._caches.open(run, readers, headroom) as (cache, more):
                         output = forward(cache, inputs | more)
                 except ChunkReadError as error:
@@ -154,13 +154,17 @@ class Runner:
 
     def _prepare(self, run: PromptRun) -> list[KVReader] | None:
         """Decide how a prompt is prefilled; return readers of its chunks' KV, or None where it is computed as a whole."""
-        layout, config = run.prompt.layout, run.config
+        config = run.config
         # After damaged KV this is asked again, and the choice between blending and not may fall otherwise.
         run.resumed = None
         ratio = config.recompute_ratio
         found: dict[str, KVReader | None] = {}
         given = run.rows
+        layout = run.prompt.layout
         run.plan = whole_plan(config, layout, self._refusal(layout), ratio if given is None else 0.0)
+        if run.plan is None and given is None and self._supply.limit_misses(run):
+            layout = run.prompt.layout
+            run.plan = whole_plan(config, layout, self._refusal(layout), ratio)
         if run.plan is None and given is not None:
             run.plan = Plan(FixedSelection(given), "given", given.numel() / layout.context_tokens)
             return self._supply.readers(run, self._supply.open_all(run))

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.encode import Encoder
+from cacheblend_rag.encode import Encoder, Target
+from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.prompt import PromptChunk
 from cacheblend_rag.engine.run import PromptRun
 from cacheblend_rag.engine.turn import turn_of
-from cacheblend_rag.errors import StoreError
+from cacheblend_rag.errors import ChunkReadError, StoreError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.model import Decoder, num_decoder_layers
-from cacheblend_rag.store import KVReader, KVStore
+from cacheblend_rag.store import KVReader, KVStore, NamedTarget, NodeRecord
 from cacheblend_rag.store.part import part_of
 from cacheblend_rag.store.ram import RamReader
 
@@ -37,10 +38,8 @@ class KVSupply:
         The model as blending sees it, or None if it cannot be blended: there is no KV then.
     store : KVStore
         Where KV is kept.
-    namespace : str
-        Where its names are.
-    prefix_ids : sequence of int
-        The encoding prefix.
+    assembler : Assembler
+        Knows where names are, and what chunks are encoded behind.
     config : BlendConfig
         The engine's settings.
 
@@ -50,6 +49,8 @@ class KVSupply:
         Whose turn it is on the model.
     num_kv_layers : int
         Layers of the model that have KV of their own.
+    on_late : callable or None
+        Called with the ids of chunks that no answer waits for, to have them encoded in the background.
     """
 
     def __init__(
@@ -57,47 +58,46 @@ class KVSupply:
         model: PreTrainedModel,
         decoder: Decoder | None,
         store: KVStore,
-        namespace: str,
-        prefix_ids: Sequence[int],
+        assembler: Assembler,
         config: BlendConfig,
     ) -> None:
         self._store = store
-        self._namespace = namespace
-        self._encoder = None if decoder is None else Encoder(decoder, prefix_ids, config.encode_batch_tokens)
+        self._assembler = assembler
+        self._namespace = assembler.namespace
+        self._encoder = None if decoder is None else Encoder(decoder, assembler.prefix_ids, config.encode_batch_tokens)
+        self.on_late: Callable[[Sequence[str]], None] | None = None
         self._config = config
         self._tenant = config.namespace or ""
         self.num_kv_layers = num_decoder_layers(model) if decoder is None else decoder.num_kv_layers
         self._warned_of_no_hit = False
         self.lock = turn_of(model)
 
-    def plan(self, lengths: Sequence[int], placed: Sequence[bool] = ()) -> list[list[int]]:
-        """Return the batches in which chunks of these lengths are encoded; see `Encoder.plan`."""
+    def plan(self, targets: Sequence[Target]) -> list[list[int]]:
+        """Return the batches in which targets are encoded; see `Encoder.plan`."""
         assert self._encoder is not None
-        return self._encoder.plan(lengths, placed)
+        return self._encoder.plan(targets)
+
+    def num_tokens(self, targets: Sequence[Target]) -> int:
+        """Return how many tokens are computed to encode targets; see `Encoder.num_tokens`."""
+        assert self._encoder is not None
+        return self._encoder.num_tokens(targets)
 
     def encode(
-        self,
-        token_ids: Sequence[Sequence[int]],
-        places: Sequence[Sequence[int] | None] = (),
-        *,
-        patient: bool = False,
-        until: float | None = None,
+        self, targets: Sequence[Target], *, patient: bool = False, until: float | None = None
     ) -> Iterator[list[tuple[int, ChunkKV]]]:
         """Compute the KV of chunks, giving way to prompts between batches; yields as `Encoder.encode` does.
 
         Parameters
         ----------
-        token_ids : sequence of sequence of int
-            Token ids of each chunk.
-        places : sequence of (sequence of int or None), optional
-            Where its tokens stand; see `Encoder.encode`.
+        targets : sequence of Target
+            What is to be encoded.
         patient : bool
             Whether all prompts that wait go first, rather than those that came first.
         until : float, optional
             When to give up waiting for the model, by `time.perf_counter`.
         """
         assert self._encoder is not None
-        batches = self._encoder.encode(token_ids, places)
+        batches = self._encoder.encode(targets)
         while True:
             with self.lock.after_others() if patient else self.lock.within(until):
                 batch = next(batches, None)
@@ -131,26 +131,123 @@ class KVSupply:
         """
         missing: dict[str, list[tuple[PromptRun, PromptChunk]]] = {}
         for run in runs:
+            self.limit_misses(run)
             chunks = run.prompt.chunks
             run.hits = self._store.holds([chunk.key for chunk in chunks])
             for chunk, hit in zip(chunks, run.hits, strict=True):
                 if not hit:
                     missing.setdefault(chunk.key, []).append((run, chunk))
-        keys = list(missing)
         started = time.perf_counter()
-        texts = [missing[key][0][1] for key in keys]
-        places = [chunk.positions for chunk in texts]
         until = min((run.wait_until for run in runs if run.wait_until is not None), default=None)
-        for batch in self.encode([chunk.token_ids for chunk in texts], places, until=until) if keys else ():
-            for index, kv in batch:
-                wanted = missing[keys[index]]
-                self._keep([chunk for _, chunk in wanted], kv)
-                for run, _ in wanted:
-                    run.encoded[keys[index]] = kv
+        chunks_of = {key: [chunk for _, chunk in wanted] for key, wanted in missing.items()}
+        contexts = {key: target for run in runs for key, target in run.contexts.items()}
+        for key, kv in self._encode_missing(chunks_of, contexts, until):
+            for run, _ in missing[key]:
+                run.encoded[key] = kv
         elapsed = time.perf_counter() - started
         tokens = sum(len(chunk.token_ids) for wanted in missing.values() for _, chunk in wanted)
         for run, chunk in (each for wanted in missing.values() for each in wanted):
             run.encode_s += elapsed * len(chunk.token_ids) / tokens
+
+    def limit_misses(self, run: PromptRun) -> bool:
+        """Have chunks that would keep a prompt waiting for too long computed like text, and encoded in the background.
+
+        That is, of chunks without stored KV, those whose documents would take more than `miss_tokens` to be read, and those whose
+        documents have changed since the prompt was assembled. Nothing is ever served as encoded alone that is not.
+
+        Parameters
+        ----------
+        run : PromptRun
+            The prompt, before its prefill; how its misses are encoded is noted.
+
+        Returns
+        -------
+        bool
+            Whether there are such chunks, and the prompt is another now.
+        """
+        chunks = [chunk for chunk in run.prompt.chunks if chunk.key not in run.encoded]
+        held = self._store.holds([chunk.key for chunk in chunks])
+        missing = {chunk.key: chunk for chunk, there in zip(chunks, held, strict=True) if not there}
+        if not missing or self._encoder is None:
+            return False
+        run.contexts = found = self._contexts(missing.values())
+        moved = {key for key in missing if key not in found}
+        documents: dict[str, list[str]] = {}
+        for key, target in found.items():
+            if target.document is not None:
+                documents.setdefault(target.document, []).append(key)
+        room, late = run.config.miss_tokens, set[str]()
+        for keys in documents.values():
+            cost = self.num_tokens([missing[key].target(found[key].context) for key in keys])
+            if cost <= room:
+                room -= cost
+            else:
+                late.update(keys)
+        if not moved and not late:
+            return False
+        run.hits, run.tiers = [], []
+        if moved:
+            run.prompt = run.prompt.computing(moved, "its document was changed just now, so it is computed like text")
+        if late:
+            note = (
+                f"reading its document would take more than miss_tokens={run.config.miss_tokens}, so it is computed like text "
+                "and encoded in the background"
+            )
+            run.prompt = run.prompt.computing(late, note)
+            if self.on_late is not None:
+                self.on_late([found[key].record.id for key in late])
+        return True
+
+    def _contexts(self, chunks: Iterable[PromptChunk]) -> dict[str, NamedTarget]:
+        """Return how the KV of chunks is computed, by their keys; without those whose names lead elsewhere by now."""
+        chunks = list(chunks)
+        alone = {
+            chunk.key: NamedTarget(NodeRecord(chunk.id or "", chunk.key, "", chunk.token_ids, chunk.separator))
+            for chunk in chunks
+            if chunk.key == self._assembler.key(chunk.kv_ids, chunk.positions)
+        }
+        inside = [chunk for chunk in chunks if chunk.key not in alone and chunk.id is not None]
+        targets = self._store.targets(self._namespace, [str(chunk.id) for chunk in inside]) if inside else []
+        return alone | {
+            chunk.key: target
+            for chunk, target in zip(inside, targets, strict=True)
+            if target is not None and target.record.key == chunk.key
+        }
+
+    def _encode_missing(
+        self,
+        missing: Mapping[str, Sequence[PromptChunk]],
+        contexts: Mapping[str, NamedTarget],
+        until: float | None = None,
+    ) -> Iterator[tuple[str, ChunkKV]]:
+        """Encode chunks of prompts in one go, keep their KV, and yield it by its key.
+
+        Parameters
+        ----------
+        missing : mapping of str to sequence of PromptChunk
+            The places in prompts where the KV under each key is wanted.
+        contexts : mapping of str to NamedTarget
+            How it is computed, as far as that was found out already.
+        until : float, optional
+            When to give up waiting for the model, by `time.perf_counter`.
+
+        Raises
+        ------
+        ChunkReadError
+            If a name leads elsewhere by now; the prompt is to be begun anew.
+        """
+        # What was evicted just now, or was damaged, was not missing before.
+        found = {**contexts, **self._contexts(wanted[0] for key, wanted in missing.items() if key not in contexts)}
+        keys = list(missing)
+        gone = [key for key in keys if key not in found]
+        if gone:
+            raise ChunkReadError(gone[0], "its document was changed just now")
+        targets = [missing[key][0].target(found[key].context) for key in keys]
+        for batch in self.encode(targets, until=until) if keys else ():
+            for index, kv in batch:
+                key = keys[index]
+                self._keep(missing[key], kv, found[key].lives_s)
+                yield key, kv
 
     def open_all(self, run: PromptRun) -> dict[str, KVReader | None]:
         """Open the stored KV of every chunk of a prompt that no conversation has; its hits, tiers and times are filled in.
@@ -202,12 +299,9 @@ class KVSupply:
         missing = {chunk.key: chunk for chunk in chunks if found[chunk.key] is None}
         if missing:
             started = time.perf_counter()
-            keys = list(missing)
-            places = [chunk.positions for chunk in missing.values()]
-            for batch in self.encode([chunk.token_ids for chunk in missing.values()], places):
-                for index, kv in batch:
-                    found[keys[index]] = RamReader(kv)
-                    self._keep([chunk for chunk in chunks if chunk.key == keys[index]], kv)
+            wanted = {key: [chunk for chunk in chunks if chunk.key == key] for key in missing}
+            for key, kv in self._encode_missing(wanted, run.contexts):
+                found[key] = RamReader(kv)
             run.encode_s += time.perf_counter() - started
         # Where chunks are encoded when they are used the second time, that is as it should be.
         expected = self._config.encode_on == "second_use"
@@ -219,7 +313,7 @@ class KVSupply:
                 len(chunks),
             )
         return [
-            reader if chunk.part is None else part_of(reader, *chunk.part)
+            reader if chunk.rows == (0, len(reader.token_ids)) else part_of(reader, *chunk.rows)
             for chunk in chunks
             if (reader := found[chunk.key]) is not None
         ]
@@ -228,7 +322,7 @@ class KVSupply:
         """Drop stored KV that is damaged or not what it is stored for; it is a miss from now on."""
         _quietly(self._store.discard, key)
 
-    def _keep(self, chunks: Sequence[PromptChunk], kv: ChunkKV) -> None:
+    def _keep(self, chunks: Sequence[PromptChunk], kv: ChunkKV, lives_s: float | None) -> None:
         """Store the KV of a miss so that deleting the chunk deletes it: under its name, or else in RAM only.
 
         A chunk that came with an id nobody knew is named, as if it had been added. A text without an id, or with the id of
@@ -237,7 +331,8 @@ class KVSupply:
         key = chunks[0].key
         new = [chunk.record() for chunk in chunks if chunk.id is not None and chunk.text_hash is not None]
         known = [chunk.id for chunk in chunks if chunk.id is not None and chunk.named]
-        owner: dict[str, Any] = {"tenant": self._tenant, "ttl_s": self._config.ttl_s}
+        lives = [life for life in (lives_s, self._config.ttl_s) if life is not None]
+        owner: dict[str, Any] = {"tenant": self._tenant, "ttl_s": min(lives, default=None)}
         if new or known:
             _quietly(self._store.put_later, key, kv, self._namespace, new, known, **owner)
         else:
@@ -245,7 +340,7 @@ class KVSupply:
 
     def _open(self, chunk: PromptChunk) -> KVReader | None:
         reader = self._store.open(chunk.key)
-        if reader is not None and (reader.token_ids != chunk.token_ids or reader.num_layers != self.num_kv_layers):
+        if reader is not None and (reader.num_layers != self.num_kv_layers or not self._assembler.is_of(reader, chunk)):
             logger.warning(
                 "stored KV %s… is not of the chunk it is stored for; it will be computed again", chunk.key[:12]
             )

@@ -14,14 +14,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.encode import Encoder
+from cacheblend_rag.encode import Encoder, Target
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.engine.selfcheck import TrueKV
 from cacheblend_rag.families.tiny import VOCABULARY
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
-from cacheblend_rag.model import Decoder, KVCache
+from cacheblend_rag.model import Decoder, KVCache, text_decoder
 from cacheblend_rag.rope import shift_layer
 from cacheblend_rag.selection import FixedSelection
 
@@ -93,6 +93,7 @@ def prove(model: PreTrainedModel, tolerance: float = 2e-5) -> Proof:
         differences: list[tuple[str, float]] = []
         if engine.decoder is not None:
             differences += [("oracle", _oracle(engine.decoder)), ("shift", _shift(engine.decoder))]
+            differences += [("in a document", _behind(engine.decoder))] if engine.decoder.is_movable else []
         differences += _answers(engine)
         return Proof(engine.unsupported_reason, tuple(differences), tolerance)
 
@@ -140,7 +141,7 @@ def _oracle(decoder: Decoder) -> float:
 def _shift(decoder: Decoder) -> float:
     prefix, chunk = _ids(2, 3), _ids(3, 20)
     inputs = torch.tensor([[*prefix, *chunk]], device=decoder.device)
-    [[(_, encoded)]] = Encoder(decoder, prefix, 4096).encode([chunk])
+    [[(_, encoded)]] = Encoder(decoder, prefix, 4096).encode([Target(tuple(chunk))])
     worst = 0.0
     for distance in (1, 30, 200) if decoder.is_movable else (0,):
         there = decoder.kv_at(inputs, distance)
@@ -150,6 +151,32 @@ def _shift(decoder: Decoder) -> float:
                 shift_layer(moved, rotation.table(torch.full((len(chunk),), distance), moved.keys.device))
             for ours, own in zip(moved, layer, strict=True):
                 worst = max(worst, _distance(ours, own[0, :, len(prefix) :].cpu()))
+    return worst
+
+
+def _behind(decoder: Decoder) -> float:
+    """Return how far the KV of a document's chunks is from that of plain forwards; two of them overlap."""
+    prefix, text = tuple(_ids(2, 3)), tuple(_ids(4, 60))
+    targets = [
+        Target(text[:20]),
+        Target(text[20:40], text[:20]),
+        Target((5, *text[35:50]), text[:35]),
+    ]
+    worst = 0.0
+    for batch in Encoder(decoder, prefix, 4096).encode(targets):
+        for index, encoded in batch:
+            target = targets[index]
+            first, count = len(prefix) + len(target.context), len(target.token_ids)
+            cache = KVCache(decoder.num_layers)
+            inputs = torch.tensor([[*prefix, *target.sequence]], device=decoder.device)
+            text_decoder(decoder.model)(input_ids=inputs, past_key_values=cache, use_cache=True)
+            for rotation, stored, layer in zip(decoder.rotations, encoded.layers, cache.kv(), strict=True):
+                moved = LayerKV(*(part.clone() for part in stored))
+                if rotation is not None:
+                    distances = torch.full((count,), len(target.context))
+                    shift_layer(moved, rotation.table(distances, moved.keys.device))
+                for ours, own in zip(moved, layer, strict=True):
+                    worst = max(worst, _distance(ours, own[0, :, first:].cpu()))
     return worst
 
 

@@ -95,6 +95,11 @@ class KVCacheLayer(DynamicLayer):
         self.evicted_tokens += length - count
         self.hold(LayerKV(*buffers), count)
 
+    def cut(self, length: int) -> None:
+        """Forget all but the first tokens; what comes next takes their room."""
+        assert self._buffer is not None
+        self.hold(self._buffer, length)
+
     def reset(self) -> None:
         """Forget everything."""
         self._buffer = None
@@ -148,6 +153,12 @@ class KVCache(Cache):
                 buffers.append(buffer)
             layer.hold(LayerKV(*buffers), kept.keys.shape[2])
         return cache
+
+    def cut(self, length: int) -> None:
+        """Forget all but the first tokens of each row."""
+        for layer in self.kv_layers:
+            if layer.held_tokens:
+                layer.cut(length)
 
     def kv(self) -> list[LayerKV]:
         """Return the KV of every layer that holds some, ``(batch, num_kv_heads, seq_len, head_dim)`` each."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from cacheblend_rag.codec import make_codec
-from cacheblend_rag.store.base import KVReader, KVStore, NameChanges, NodeRecord, StoreStats
+from cacheblend_rag.store.base import KVReader, KVStore, NameChanges, NamedTarget, NodeRecord, StoreStats
 from cacheblend_rag.store.check import CheckReport, check_store
 from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.collect import GarbageReport, collect_garbage
@@ -30,6 +30,7 @@ __all__ = [
     "KVReader",
     "KVStore",
     "NameChanges",
+    "NamedTarget",
     "NodeRecord",
     "StoreClock",
     "StoreStats",

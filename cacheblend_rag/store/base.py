@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from cacheblend_rag.kv import ChunkKV, LayerKV
+from cacheblend_rag.reading import Place, ReadingRules
 
-__all__ = ["KVReader", "KVStore", "NameChanges", "NodeRecord", "StoreStats"]
+__all__ = ["KVReader", "KVStore", "NameChanges", "NamedTarget", "NodeRecord", "StoreStats"]
 
 
 class KVReader(Protocol):
@@ -39,6 +40,10 @@ class KVReader(Protocol):
         """How much each token's KV depends on its neighbours, if that was measured when the chunk was added."""
 
     @property
+    def context(self) -> str:
+        """Digest of the tokens that it was computed behind, beside the encoding prefix; empty where alone."""
+
+    @property
     def num_layers(self) -> int:
         """How many layers there are."""
 
@@ -66,12 +71,47 @@ class NodeRecord:
         Digest of its text (`cacheblend_rag.chunk.text_hash`).
     token_ids : tuple of int
         Its tokens.
+    separator : tuple of int
+        Tokens behind them of which there is KV too.
+    place : Place or None
+        Where it stands in its document, of a record that is to be recorded; looking a name up does not tell.
     """
 
     id: str
     key: str
     text_hash: str
     token_ids: tuple[int, ...]
+    separator: tuple[int, ...] = ()
+    place: Place | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTarget:
+    """How the KV of a named chunk is computed.
+
+    Attributes
+    ----------
+    record : NodeRecord
+        What is recorded of the chunk, or will be, with the key that its KV has in its context.
+    context : tuple of int
+        The tokens that it is encoded behind, beside the encoding prefix.
+    lives_s : float or None
+        Seconds that is left of the shortest time to live in its context, its own included; None where none ends.
+    is_changed : bool
+        Whether that is not what is recorded now.
+    document : str or None
+        The document that it is a piece of.
+    """
+
+    record: NodeRecord
+    context: tuple[int, ...] = ()
+    lives_s: float | None = None
+    is_changed: bool = False
+    document: str | None = None
+
+    def placed(self, record: NodeRecord) -> NamedTarget:
+        """Return the same with the place of the record that was handed in, for it to be recorded."""
+        return replace(self, record=replace(self.record, place=record.place))
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,8 +296,41 @@ class KVStore(Protocol):
     def release(self, keys: Sequence[str]) -> None:
         """Drop the KV under those of the keys that no name maps to."""
 
-    def name(self, namespace: str, records: Iterable[NodeRecord], *, tenant: str = "") -> None:
-        """Record names, replacing earlier records of the same ids; KV that loses its last name is dropped."""
+    def name(
+        self,
+        namespace: str,
+        records: Iterable[NodeRecord],
+        *,
+        tenant: str = "",
+        rules: ReadingRules | None = None,
+        ttl_s: float | None = None,
+    ) -> None:
+        """Record names, replacing earlier records of the same ids; KV that loses its last name is dropped.
+
+        Chunks with a place are put into their documents, which are then read by `rules`. So the keys of chunks behind them change
+        too, all in one transaction; a record's own key is made anew from what it is behind by then.
+        """
+
+    def rehearse(
+        self,
+        namespace: str,
+        records: Sequence[NodeRecord],
+        *,
+        rules: ReadingRules | None = None,
+        ttl_s: float | None = None,
+    ) -> list[NamedTarget]:
+        """Return what `name` would lead to, without recording anything: the records, in their order, then the chunks of their
+        documents whose keys would change.
+        """
+
+    def targets(self, namespace: str, ids: Sequence[str]) -> list[NamedTarget | None]:
+        """Return how the KV of each name is computed; None where the name is unknown."""
+
+    def documents(self, namespace: str, ids: Sequence[str]) -> list[str | None]:
+        """Return the document that each name is a piece of; None where it is one of none, or unknown."""
+
+    def document(self, namespace: str, document: str) -> list[str]:
+        """Return the ids of a document's chunks in reading order."""
 
     def lookup(self, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None]:
         """Return the record of each id, or None where the name is unknown."""

@@ -17,6 +17,7 @@ from cacheblend_rag.codec import PackedLayer, TensorForm, codec_names, main_code
 from cacheblend_rag.errors import ChunkReadError
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.store.chunkformat import (
+    CONTEXT,
     DIGEST_BYTES,
     DTYPES,
     FORMAT,
@@ -111,6 +112,11 @@ class ChunkFile:
         return self._sensitivity
 
     @property
+    def context(self) -> str:
+        """Digest of the tokens that it was computed behind, beside the encoding prefix; empty where alone."""
+        return self._context
+
+    @property
     def num_layers(self) -> int:
         """How many layers there are."""
         return len(self._checksums)
@@ -197,6 +203,7 @@ class ChunkFile:
         if metadata["key"] != self.key:
             raise ChunkReadError(self.key, f"the file belongs to key {metadata['key'][:12]}…")
         self._start = int(metadata["start"])
+        self._context = str(metadata.get(CONTEXT, ""))
         self._checksums = metadata["checksums"].split(",") if metadata["checksums"] else []
         self._body = body
         self._layers = _layers(header, len(self._checksums), metadata)

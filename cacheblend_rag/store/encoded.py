@@ -13,7 +13,15 @@ import xxhash
 from cacheblend_rag.codec import PackedKV, TensorForm, make_codec, pack_kv
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import ChunkKV, in_float16
-from cacheblend_rag.store.chunkformat import DIGEST_BYTES, DTYPE_NAMES, FORMAT, SENSITIVITY, digest_of, pack_tokens
+from cacheblend_rag.store.chunkformat import (
+    CONTEXT,
+    DIGEST_BYTES,
+    DTYPE_NAMES,
+    FORMAT,
+    SENSITIVITY,
+    digest_of,
+    pack_tokens,
+)
 
 __all__ = ["EncodedChunk", "encode_chunk"]
 
@@ -101,6 +109,8 @@ def encode_chunk(key: str, kv: ChunkKV | PackedKV) -> EncodedChunk:
     if kv.sensitivity is not None:
         values = in_float16(kv.sensitivity).tobytes()
         tensors["__metadata__"][SENSITIVITY] = base64.b64encode(values).decode("ascii")
+    if kv.context:
+        tensors["__metadata__"][CONTEXT] = kv.context
     header = json.dumps(tensors, separators=(",", ":")).encode("ascii")
     header += b" " * (-len(header) % 8)
     head = len(header).to_bytes(8, "little") + header + tokens

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sqlite3
-import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from logging import getLogger
 
 from cacheblend_rag.errors import StoreError, StoreFullError, UnknownChunkError
-from cacheblend_rag.store.base import NodeRecord
+from cacheblend_rag.reading import ReadingRules
+from cacheblend_rag.store.base import NamedTarget, NodeRecord
 from cacheblend_rag.store.chunkformat import pack_tokens, unpack_tokens
 from cacheblend_rag.store.database import Database
+from cacheblend_rag.store.documents import Drafts, document_of, record_checksum
 from cacheblend_rag.store.entries import Dropped, claim, counter, drop_entries
 
 __all__ = ["Names", "check_known", "name_waiting"]
@@ -32,7 +33,7 @@ class Names:
 
     def lookup(self, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None]:
         """Return the record of each id, or None."""
-        query = "SELECT key, text_hash, token_ids, checksum FROM nodes WHERE namespace = ? AND id = ?"
+        query = "SELECT key, text_hash, token_ids, separator, checksum FROM nodes WHERE namespace = ? AND id = ?"
         with self._database.read() as connection:
             rows = [connection.execute(query, (namespace, node)).fetchone() for node in ids]
         return [None if row is None else _record(namespace, node, *row) for node, row in zip(ids, rows, strict=True)]
@@ -86,31 +87,111 @@ class Names:
         with self._database.read() as connection:
             return int(connection.execute("SELECT sum(names) FROM tenants").fetchone()[0])
 
-    def record(self, namespace: str, records: Iterable[NodeRecord], writer: str, tenant: str = "") -> Dropped:
-        """Record names; entries that lose their last name are dropped."""
-        rows = [_row(namespace, record) for record in records]
-        if not rows:
+    def record(
+        self,
+        namespace: str,
+        records: Sequence[NodeRecord],
+        writer: str,
+        tenant: str = "",
+        *,
+        rules: ReadingRules | None = None,
+        expires_at: float | None = None,
+        now: float = 0.0,
+    ) -> Dropped:
+        """Record names, those with a place in their documents; entries that lose their last name are dropped.
+
+        Parameters
+        ----------
+        namespace, tenant : str
+            Where the names are, and whose.
+        records : sequence of NodeRecord
+            The names.
+        writer : str
+            Who removes the dropped files.
+        rules : ReadingRules, optional
+            How their documents are read from now on.
+        expires_at : float, optional
+            When their time to live is over, by the store's time.
+        now : float
+            The store's time.
+        """
+        if not records:
             return Dropped()
         with self._database.write() as connection:
-            replaced = _keys_of(connection, namespace, [row[1] for row in rows])
+            replaced = _keys_of(connection, namespace, [record.id for record in records])
+            drafts = Drafts(connection, namespace)
+            drafts.put(records, rules or ReadingRules(), expires_at)
+            targets = drafts.targets(now)
+            rows = [
+                _row(namespace, record if record.place is None else targets[record.id].record) for record in records
+            ]
             _own(connection, namespace, tenant, [row[2] for row in rows])
             connection.executemany(
                 f"{_INSERT} ON CONFLICT (namespace, id) DO UPDATE SET key = excluded.key, text_hash = excluded.text_hash, "
-                "token_ids = excluded.token_ids, checksum = excluded.checksum",
+                "token_ids = excluded.token_ids, separator = excluded.separator, checksum = excluded.checksum",
                 rows,
             )
+            replaced += drafts.save(targets, {record.id for record in records})
             return _drop_nameless(connection, replaced, writer)
 
-    def remove(self, namespace: str, ids: Sequence[str], writer: str) -> tuple[set[str], Dropped]:
-        """Remove names, and entries that lose their last name; return which names there were."""
+    def remove(self, namespace: str, ids: Sequence[str], writer: str, now: float = 0.0) -> tuple[set[str], Dropped]:
+        """Remove names, and entries that lose their last name; return which names there were.
+
+        What stands behind them in their documents is read without them: it has other keys from now on.
+        """
         query = "SELECT 1 FROM nodes WHERE namespace = ? AND id = ?"
         with self._database.write() as connection:
             found = {node for node in set(ids) if connection.execute(query, (namespace, node)).fetchone()}
             keys = _keys_of(connection, namespace, sorted(found))
+            drafts = Drafts(connection, namespace)
+            drafts.remove(sorted(found))
             connection.executemany(
                 "DELETE FROM nodes WHERE namespace = ? AND id = ?", ((namespace, node) for node in found)
             )
+            keys += drafts.save(drafts.targets(now))
             return found, _drop_nameless(connection, keys, writer)
+
+    def rehearse(
+        self,
+        namespace: str,
+        records: Sequence[NodeRecord],
+        rules: ReadingRules | None = None,
+        expires_at: float | None = None,
+        now: float = 0.0,
+    ) -> list[NamedTarget]:
+        """Return what `record` would lead to; see `KVStore.rehearse`."""
+        known = self.lookup(namespace, [record.id for record in records])
+        with self._database.read() as connection:
+            drafts = Drafts(connection, namespace)
+            drafts.put(records, rules or ReadingRules(), expires_at)
+            left = drafts.left
+            targets = drafts.targets(now)
+        found = []
+        for record, old in zip(records, known, strict=True):
+            target = None if record.place is None else targets.pop(record.id, None)
+            is_changed = bool(record.id) and (old != record or record.id in left)
+            lives_s = None if expires_at is None else expires_at - now
+            found.append(target or NamedTarget(record, lives_s=lives_s, is_changed=is_changed))
+        return found + [target for target in targets.values() if target.is_changed]
+
+    def targets(self, namespace: str, ids: Sequence[str], now: float = 0.0) -> list[NamedTarget | None]:
+        """Return how the KV of each name is computed; None where the name is unknown."""
+        known = self.lookup(namespace, ids)
+        with self._database.read() as connection:
+            drafts = Drafts(connection, namespace)
+            drafts.look_at(record.id for record in known if record is not None)
+            targets = drafts.targets(now)
+        return [None if record is None else targets.get(record.id) or NamedTarget(record) for record in known]
+
+    def documents(self, namespace: str, ids: Sequence[str]) -> list[str | None]:
+        """Return the document that each name is a piece of; None where it is one of none, or unknown."""
+        with self._database.read() as connection:
+            return [document_of(connection, namespace, node) for node in ids]
+
+    def document(self, namespace: str, document: str) -> list[str]:
+        """Return the ids of a document's chunks in reading order."""
+        with self._database.read() as connection:
+            return Drafts(connection, namespace).ids(document)
 
     def pin(self, namespace: str, ids: Iterable[str], pinned: bool, limit_bytes: int | None) -> list[str]:
         """Pin names, or unpin them; return the keys that they lead to.
@@ -171,7 +252,7 @@ class Names:
     def all(self) -> Iterator[tuple[str, str, NodeRecord]]:
         """Yield the namespace, tenant and record of every name, in the order they were first recorded; not the damaged ones."""
         query = (
-            "SELECT seq, namespace, ifnull(tenant, ''), id, key, text_hash, token_ids, checksum FROM nodes "
+            "SELECT seq, namespace, ifnull(tenant, ''), id, key, text_hash, token_ids, nodes.separator, checksum FROM nodes "
             "LEFT JOIN namespaces USING (namespace) WHERE seq > ? ORDER BY seq LIMIT 1000"
         )
         after = 0
@@ -193,7 +274,7 @@ class Names:
 
     def damaged(self) -> list[tuple[str, str]]:
         """Return the namespace and id of each name whose record does not match its checksum."""
-        query = "SELECT namespace, id, key, text_hash, token_ids, checksum FROM nodes"
+        query = "SELECT namespace, id, key, text_hash, token_ids, separator, checksum FROM nodes"
         with self._database.read() as connection:
             return [tuple(row[:2]) for row in connection.execute(query) if not _is_sound(*row)]
 
@@ -242,13 +323,15 @@ def name_waiting(
     return wanted
 
 
-_INSERT = "INSERT INTO nodes (namespace, id, key, text_hash, token_ids, checksum) VALUES (?, ?, ?, ?, ?, ?)"
+_INSERT = (
+    "INSERT INTO nodes (namespace, id, key, text_hash, token_ids, separator, checksum) VALUES (?, ?, ?, ?, ?, ?, ?)"
+)
 
 
-def _row(namespace: str, record: NodeRecord) -> tuple[str, str, str, str, bytes, int]:
+def _row(namespace: str, record: NodeRecord) -> tuple[str, str, str, str, bytes, bytes, int]:
     tokens = pack_tokens(record.token_ids)
-    checksum = _checksum(namespace, record.id, record.key, record.text_hash, tokens)
-    return namespace, record.id, record.key, record.text_hash, tokens, checksum
+    checksum = record_checksum(namespace, record, tokens)
+    return namespace, record.id, record.key, record.text_hash, tokens, pack_tokens(record.separator), checksum
 
 
 def _own(connection: sqlite3.Connection, namespace: str, tenant: str, keys: Iterable[str]) -> None:
@@ -269,23 +352,26 @@ def _own(connection: sqlite3.Connection, namespace: str, tenant: str, keys: Iter
         )
 
 
-def _record(namespace: str, node: str, key: str, text_hash: str, tokens: bytes, checksum: int) -> NodeRecord | None:
-    if not _is_sound(namespace, node, key, text_hash, tokens, checksum):
+def _record(
+    namespace: str, node: str, key: str, text_hash: str, tokens: bytes, separator: bytes, checksum: int
+) -> NodeRecord | None:
+    if not _is_sound(namespace, node, key, text_hash, tokens, separator, checksum):
         _log.warning(
             "the stored record of name %r is damaged; the name counts as unknown until it is added again", node
         )
         return None
-    return NodeRecord(node, key, text_hash, unpack_tokens(tokens))
+    return NodeRecord(node, key, text_hash, unpack_tokens(tokens), unpack_tokens(separator))
 
 
-def _is_sound(namespace: str, node: str, key: str, text_hash: str, tokens: bytes, checksum: int) -> bool:
+def _is_sound(
+    namespace: str, node: str, key: str, text_hash: str, tokens: bytes, separator: bytes, checksum: int
+) -> bool:
     # In a damaged database a value may even have another type.
     texts = all(isinstance(text, str) for text in (namespace, node, key, text_hash))
-    return texts and isinstance(tokens, bytes) and _checksum(namespace, node, key, text_hash, tokens) == checksum
-
-
-def _checksum(namespace: str, node: str, key: str, text_hash: str, tokens: bytes) -> int:
-    return zlib.crc32(tokens, zlib.crc32("\0".join((namespace, node, key, text_hash)).encode("utf-8", "surrogatepass")))
+    if not texts or not isinstance(tokens, bytes) or not isinstance(separator, bytes) or len(separator) % 4:
+        return False
+    record = NodeRecord(node, key, text_hash, (), unpack_tokens(separator))
+    return record_checksum(namespace, record, tokens) == checksum
 
 
 def _keys_of(connection: sqlite3.Connection, namespace: str, ids: Iterable[str]) -> list[str]:

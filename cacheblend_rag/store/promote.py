@@ -83,7 +83,5 @@ class PromotingReader(PassingReader[ChunkFile]):
         except ChunkReadError as error:
             _log.warning("%s", error)
             return
-        self._keep(
-            self._reader.key,
-            PackedKV(self.token_ids, self.start, tuple(layers[n] for n in range(self.num_layers)), self.sensitivity),
-        )
+        whole = tuple(layers[number] for number in range(self.num_layers))
+        self._keep(self._reader.key, PackedKV(self.token_ids, self.start, whole, self.sensitivity, self.context))

@@ -21,6 +21,9 @@ class _Held(Protocol):
     def sensitivity(self) -> tuple[float, ...] | None: ...
 
     @property
+    def context(self) -> str: ...
+
+    @property
     def layers(self) -> Sequence[object]: ...
 
     @property
@@ -62,6 +65,11 @@ class HoldingReader(Generic[Held]):
     def sensitivity(self) -> tuple[float, ...] | None:
         """How much each token's KV depends on its neighbours, if that was measured."""
         return self._kv.sensitivity
+
+    @property
+    def context(self) -> str:
+        """Digest of the tokens that it was computed behind, beside the encoding prefix; empty where alone."""
+        return self._kv.context
 
     @property
     def num_layers(self) -> int:
@@ -110,6 +118,11 @@ class PassingReader(Generic[Inner]):
     def sensitivity(self) -> tuple[float, ...] | None:
         """How much each token's KV depends on its neighbours, if that was measured."""
         return self._reader.sensitivity
+
+    @property
+    def context(self) -> str:
+        """Digest of the tokens that it was computed behind, beside the encoding prefix; empty where alone."""
+        return self._reader.context
 
     @property
     def num_layers(self) -> int:

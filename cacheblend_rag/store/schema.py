@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
+from logging import getLogger
 
 from cacheblend_rag.errors import StoreFormatError
 
 __all__ = ["prepare_schema", "show_as_current"]
 
-_VERSION = 2
+_log = getLogger(__name__)
+
+_VERSION = 3
 
 # entries: the chunks whose KV is on disk. pending: files that may lie in the folder without an entry, because their writer is
 # between two steps; once it is dead they are removed. deletions: the keys that lost their entry lately, for other processes' RAM.
 # nodes: the names. changes: the numbers of those that changed lately; no ids, so that none outlives its name. namespaces: whose
 # they are, where they are a tenant's. tenants: what each has, counted by triggers so that nobody has to count a million rows.
+# documents: how those that chunks are pieces of are read. members: the pieces, by the numbers of their names.
 # moment: the store's time and the wall clock's when it was last written down.
 _TABLES = """
 CREATE TABLE IF NOT EXISTS entries (
@@ -26,7 +30,16 @@ CREATE TABLE IF NOT EXISTS deletions (seq INTEGER PRIMARY KEY, key TEXT NOT NULL
 CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS nodes (
     seq INTEGER PRIMARY KEY, namespace TEXT NOT NULL, id TEXT NOT NULL, key TEXT NOT NULL, text_hash TEXT NOT NULL,
-    token_ids BLOB NOT NULL, checksum INTEGER NOT NULL, pinned INTEGER NOT NULL DEFAULT 0, UNIQUE (namespace, id)
+    token_ids BLOB NOT NULL, checksum INTEGER NOT NULL, pinned INTEGER NOT NULL DEFAULT 0,
+    separator BLOB NOT NULL DEFAULT x'', UNIQUE (namespace, id)
+);
+CREATE TABLE IF NOT EXISTS documents (
+    number INTEGER PRIMARY KEY, namespace TEXT NOT NULL, name TEXT NOT NULL, tokens INTEGER, separator BLOB NOT NULL,
+    UNIQUE (namespace, name)
+);
+CREATE TABLE IF NOT EXISTS members (
+    seq INTEGER PRIMARY KEY, document INTEGER NOT NULL, arrival INTEGER NOT NULL, start INTEGER, previous TEXT,
+    length INTEGER NOT NULL, body TEXT NOT NULL, ends BLOB NOT NULL, expires_at REAL, checksum INTEGER NOT NULL
 );
 CREATE TABLE IF NOT EXISTS changes (seq INTEGER PRIMARY KEY, node INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS namespaces (namespace TEXT PRIMARY KEY, tenant TEXT NOT NULL) WITHOUT ROWID;
@@ -42,6 +55,13 @@ _INDEXES = """
 CREATE INDEX IF NOT EXISTS entries_by_use ON entries (pinned, last_used);
 CREATE INDEX IF NOT EXISTS entries_by_expiry ON entries (expires_at) WHERE expires_at IS NOT NULL;
 CREATE INDEX IF NOT EXISTS nodes_by_key ON nodes (key);
+CREATE INDEX IF NOT EXISTS members_by_document ON members (document, arrival);
+CREATE TRIGGER IF NOT EXISTS piece_removed AFTER DELETE ON nodes BEGIN
+    DELETE FROM members WHERE seq = old.seq;
+END;
+CREATE TRIGGER IF NOT EXISTS document_ended AFTER DELETE ON members BEGIN
+    DELETE FROM documents WHERE number = old.document AND NOT EXISTS (SELECT 1 FROM members WHERE document = old.document);
+END;
 CREATE TRIGGER IF NOT EXISTS entry_added AFTER INSERT ON entries BEGIN
     UPDATE counters SET value = value + new.bytes WHERE name = 'entry_bytes';
     UPDATE counters SET value = value + new.bytes WHERE name = 'pinned_bytes' AND new.pinned;
@@ -109,15 +129,29 @@ ALTER TABLE entries ADD COLUMN pinned INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE nodes ADD COLUMN pinned INTEGER NOT NULL DEFAULT 0;
 """
 
+_FROM_VERSION_2 = """
+ALTER TABLE nodes ADD COLUMN separator BLOB NOT NULL DEFAULT x'';
+"""
+
 _COUNT_VERSION_1 = """
 UPDATE tenants SET entries = (SELECT count(*) FROM entries), bytes = (SELECT ifnull(sum(bytes), 0) FROM entries),
     names = (SELECT count(*) FROM nodes) WHERE tenant = '';
 """
 
 # What a folder that may not be written cannot be given, its reader sees through.
+_VERSION_2_AS_CURRENT = """
+CREATE TEMP VIEW nodes AS SELECT *, x'' AS separator FROM main.nodes;
+"""
+
+_WITHOUT_DOCUMENTS = """
+CREATE TEMP VIEW documents AS SELECT 0 AS number, '' AS namespace, '' AS name, NULL AS tokens, x'' AS separator WHERE 0;
+CREATE TEMP VIEW members AS SELECT 0 AS seq, 0 AS document, 0 AS arrival, NULL AS start, NULL AS previous, 0 AS length,
+    '' AS body, x'' AS ends, NULL AS expires_at, 0 AS checksum WHERE 0;
+"""
+
 _VERSION_1_AS_CURRENT = """
 CREATE TEMP VIEW entries AS SELECT *, '' AS tenant, 0.0 AS added_at, NULL AS expires_at, 0 AS pinned FROM main.entries;
-CREATE TEMP VIEW nodes AS SELECT *, 0 AS pinned FROM main.nodes;
+CREATE TEMP VIEW nodes AS SELECT *, 0 AS pinned, x'' AS separator FROM main.nodes;
 CREATE TEMP VIEW namespaces AS SELECT '' AS namespace, '' AS tenant WHERE 0;
 CREATE TEMP VIEW tenants AS SELECT '' AS tenant, (SELECT count(*) FROM main.entries) AS entries,
     (SELECT ifnull(sum(bytes), 0) FROM main.entries) AS bytes, (SELECT count(*) FROM main.nodes) AS names;
@@ -136,10 +170,17 @@ def prepare_schema(connection: sqlite3.Connection) -> None:
     version = _version(connection)
     if version == 1:
         _run(connection, _FROM_VERSION_1)
+    if version in (1, 2):
+        _run(connection, _FROM_VERSION_2)
     _run(connection, _TABLES)
     if version == 1:
         _run(connection, _COUNT_VERSION_1)
     _run(connection, _INDEXES)
+    if version in (1, 2) and connection.execute("SELECT 1 FROM nodes LIMIT 1").fetchone():
+        _log.warning(
+            "the store was written by an earlier version, in which every chunk was encoded alone: its KV is served as that; add "
+            "the documents again (or warm them) to have chunks encoded in their documents"
+        )
     connection.execute(f"PRAGMA user_version = {_VERSION}")
 
 
@@ -151,9 +192,11 @@ def show_as_current(connection: sqlite3.Connection) -> None:
     StoreFormatError
         If they are of a later version.
     """
-    if _version(connection) == 1:
+    version = _version(connection)
+    if version in (1, 2):
         connection.execute("PRAGMA temp_store = MEMORY")
-        _run(connection, _VERSION_1_AS_CURRENT)
+        _run(connection, _VERSION_1_AS_CURRENT if version == 1 else _VERSION_2_AS_CURRENT)
+        _run(connection, _WITHOUT_DOCUMENTS)
 
 
 def _version(connection: sqlite3.Connection) -> int:

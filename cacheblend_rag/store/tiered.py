@@ -13,7 +13,8 @@ from typing import TypeVar
 from cacheblend_rag.codec import PackedKV
 from cacheblend_rag.errors import StoreError, StoreFullError
 from cacheblend_rag.kv import ChunkKV
-from cacheblend_rag.store.base import KVReader, NameChanges, NodeRecord, StoreStats
+from cacheblend_rag.reading import ReadingRules
+from cacheblend_rag.store.base import KVReader, NameChanges, NamedTarget, NodeRecord, StoreStats
 from cacheblend_rag.store.chunkfile import ChunkFile
 from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.copies import Copies
@@ -268,11 +269,51 @@ class TieredStore:
         """Drop the KV under those of the keys that no name maps to."""
         self._drop(self._deleting(lambda: self._names.release(keys, self._writer())))
 
-    def name(self, namespace: str, records: Iterable[NodeRecord], *, tenant: str = "") -> None:
-        """Record names, replacing earlier records of the same ids; KV that loses its last name is dropped."""
+    def name(
+        self,
+        namespace: str,
+        records: Iterable[NodeRecord],
+        *,
+        tenant: str = "",
+        rules: ReadingRules | None = None,
+        ttl_s: float | None = None,
+    ) -> None:
+        """Record names, replacing earlier records of the same ids; see `KVStore.name`."""
         records = list(records)
         if records:
-            self._drop(self._names.record(namespace, records, self._writer(), tenant))
+            ends = self._expires_at(ttl_s)
+            now = self._clock.now()
+            self._drop(
+                self._names.record(namespace, records, self._writer(), tenant, rules=rules, expires_at=ends, now=now)
+            )
+
+    def rehearse(
+        self,
+        namespace: str,
+        records: Sequence[NodeRecord],
+        *,
+        rules: ReadingRules | None = None,
+        ttl_s: float | None = None,
+    ) -> list[NamedTarget]:
+        """Return what `name` would lead to, without recording anything; see `KVStore.rehearse`."""
+        return self._names.rehearse(namespace, records, rules, self._expires_at(ttl_s), self._clock.now())
+
+    def targets(self, namespace: str, ids: Sequence[str]) -> list[NamedTarget | None]:
+        """Return how the KV of each name is computed; None where the name is unknown."""
+        waiting = self._waiting.records(namespace)
+        found = self._names.targets(namespace, ids, self._clock.now())
+        return [
+            target or (NamedTarget(waiting[node]) if node in waiting else None)
+            for node, target in zip(ids, found, strict=True)
+        ]
+
+    def documents(self, namespace: str, ids: Sequence[str]) -> list[str | None]:
+        """Return the document that each name is a piece of; None where it is one of none, or unknown."""
+        return self._names.documents(namespace, ids)
+
+    def document(self, namespace: str, document: str) -> list[str]:
+        """Return the ids of a document's chunks in reading order."""
+        return self._names.document(namespace, document)
 
     def lookup(self, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None]:
         """Return the record of each id, or None where the name is unknown."""
@@ -286,7 +327,7 @@ class TieredStore:
         if not ids:
             return 0
         waited = self._waiting.forget(namespace, ids)
-        found, dropped = self._deleting(lambda: self._names.remove(namespace, ids, self._writer()))
+        found, dropped = self._deleting(lambda: self._names.remove(namespace, ids, self._writer(), self._clock.now()))
         self._drop(dropped)
         return len(found | waited)
 

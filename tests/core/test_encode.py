@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_rag import BlendConfig, BlendEngine, Chunk
-from cacheblend_rag.encode import Encoder, plan_batches
+from cacheblend_rag.encode import Encoder, Target, plan_batches
 from cacheblend_rag.model import KVCache, inspect_model
 from tests.families import CASES, tiny_model, tiny_tokenizer, words
 
@@ -34,7 +34,7 @@ def test_a_shared_prefix_gives_each_chunk_the_kv_it_has_behind_its_own(family: s
             wanted.append(cache.kv())
         for share in (False, True):
             encoder = Encoder(decoder, prefix, 128, share_prefix=share)
-            batches = list(encoder.encode(chunks))
+            batches = list(encoder.encode([Target(tuple(chunk)) for chunk in chunks]))
             assert len(batches) > 1
             encoded = dict(pair for batch in batches for pair in batch)
             assert sorted(encoded) == list(range(len(chunks)))
@@ -65,7 +65,7 @@ def test_a_long_prefix_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_prefix_can_be_shared() -> None:
     decoder = inspect_model(tiny_model("llama"))
-    [[(_, kv)]] = Encoder(decoder, (), 64, share_prefix=True).encode([some_ids(5, 1)])
+    [[(_, kv)]] = Encoder(decoder, (), 64, share_prefix=True).encode([Target(tuple(some_ids(5, 1)))])
     assert kv.start == 0
 
 

@@ -95,11 +95,11 @@ def test_a_prompt_goes_before_what_waits_to_be_encoded(engine: BlendEngine) -> N
     encode = engine._supply._encoder.encode  # type: ignore[union-attr]
     started, go_on, order = threading.Event(), threading.Event(), []
 
-    def slow(chunks: object, places: object = ()) -> object:
+    def slow(targets: object) -> object:
         started.set()
         go_on.wait(30)
         order.append("batch")
-        return encode(chunks, places)  # type: ignore[arg-type]
+        return encode(targets)  # type: ignore[arg-type]
 
     answer = threading.Thread(target=lambda: (engine.prefill(BlendPrompt("t5", [], "t6 t7")), order.append("prompt")))
     engine._supply._encoder.encode = slow  # type: ignore[method-assign, union-attr, assignment]

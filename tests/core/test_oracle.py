@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef
-from cacheblend_rag.encode import Encoder
+from cacheblend_rag.encode import Encoder, Target
 from cacheblend_rag.engine.selfcheck import TrueKV
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fuse import BlendCache, Steering
@@ -54,7 +54,7 @@ def test_any_selection_over_true_kv_gives_the_models_own_logits(model: PreTraine
 def test_a_moved_chunk_is_the_chunk_encoded_there(model: PreTrainedModel) -> None:
     decoder = inspect_model(model)
     prefix, chunk = random_ids(2)[:3], random_ids(3)[:20]
-    [[(_, encoded)]] = Encoder(decoder, prefix, 4096).encode([chunk])
+    [[(_, encoded)]] = Encoder(decoder, prefix, 4096).encode([Target(tuple(chunk))])
     for distance in (0, 1, 30, 200):
         there = own_kv(model, [*prefix, *chunk], first_position=distance)
         for rotation, stored, (keys, values) in zip(decoder.rotations, encoded.layers, there, strict=True):

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.codec import codec_names, make_codec, pack_kv
-from cacheblend_rag.encode import Encoder
+from cacheblend_rag.encode import Encoder, Target
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.model import inspect_model
 from cacheblend_rag.selection import make_selector, num_neighbours
@@ -80,7 +80,7 @@ def test_it_is_what_a_naive_computation_gives(family: str, attention: str) -> No
     before, chunk = ids_of([Chunk(words(25, 1))]), ids_of([Chunk(words(20, 2))])
     for prefix in ([1], ids_of([Chunk(words(20, 3))])):
         encoder = Encoder(decoder, prefix, 64)
-        [[(_, kv)]] = encoder.encode([chunk])
+        [[(_, kv)]] = encoder.encode([Target(tuple(chunk))])
         got, wanted = torch.tensor(encoder.sensitivity(kv, before)), torch.tensor(naive(model, prefix, before, chunk))
         assert (got - wanted).abs().max() < TOLERANCE * wanted.max().clamp_min(1)
         assert got.max() > 0.01

@@ -1,0 +1,44 @@
+"""Store keys: digests of all that a chunk's KV depends on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+__all__ = ["chunk_key", "context_digest"]
+
+
+def chunk_key(namespace: str, token_ids: Sequence[int], places: Sequence[int] | None = None, context: str = "") -> str:
+    """Return the key under which the KV of a chunk is stored.
+
+    Parameters
+    ----------
+    namespace : str
+        Digest of the model, the tokenizer, the encoding prefix and the tenant.
+    token_ids : sequence of int
+        The tokens of which there is KV.
+    places : sequence of int, optional
+        Where they stand when they are encoded; by default right behind what they are encoded behind, without gaps.
+    context : str
+        What `context_digest` makes of the tokens that they are encoded behind, beside the encoding prefix.
+
+    Returns
+    -------
+    str
+        40 hexadecimal digits (blake2b, 160 bits).
+    """
+    # Keys of chunks that are encoded alone stay what they are in every store there is.
+    placed = b"" if places is None else b"|at|" + _packed(places)
+    behind = b"" if not context else b"|behind|" + context.encode()
+    return hashlib.blake2b(namespace.encode() + _packed(token_ids) + placed + behind, digest_size=20).hexdigest()
+
+
+def context_digest(context: Sequence[int]) -> str:
+    """Return 32 hexadecimal digits of a context's token ids; the empty string where there are none."""
+    return hashlib.blake2b(_packed(context), digest_size=16).hexdigest() if context else ""
+
+
+def _packed(numbers: Sequence[int]) -> bytes:
+    return np.asarray(numbers, dtype="<i4").tobytes()

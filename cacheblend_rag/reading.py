@@ -1,0 +1,178 @@
+"""In which order the chunks of a document are read, and behind which tokens each of them is encoded."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+__all__ = ["Context", "Member", "Place", "ReadingRules", "contexts", "in_order", "overlap", "relinked"]
+
+_LEAST_OVERLAP = 16
+"""Characters; fewer are alike by chance."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a chunk stands in its document.
+
+    Attributes
+    ----------
+    document : str
+        The document.
+    start : int or None
+        Where the chunk's body begins in it, in characters.
+    previous : str or None
+        The id of the chunk before it, where it has no `start`.
+    length : int
+        Characters of its body.
+    text : str
+        The body, where there is no `start` to tell overlaps by; else empty.
+    ends : tuple of int
+        For each of its tokens, how many characters of the body have ended with it.
+    """
+
+    document: str
+    start: int | None
+    previous: str | None
+    length: int
+    text: str
+    ends: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A chunk of a document: its id, its tokens, and its place."""
+
+    id: str
+    token_ids: tuple[int, ...]
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingRules:
+    """How documents are read.
+
+    Attributes
+    ----------
+    limit : int or None
+        Most tokens of a context and the chunk behind it.
+    separator : tuple of int
+        What stands between two chunks that do not overlap, in tokens.
+    """
+
+    limit: int | None = None
+    separator: tuple[int, ...] = ()
+
+
+class Context(NamedTuple):
+    """What a chunk is encoded behind: the number of the chunk that it begins with, in reading order, and its tokens."""
+
+    first: int
+    token_ids: tuple[int, ...]
+
+
+def in_order(members: Sequence[Member]) -> list[Member]:
+    """Return the chunks of a document in the order in which they are read.
+
+    Parameters
+    ----------
+    members : sequence of Member
+        The chunks in the order in which they came.
+
+    Returns
+    -------
+    list of Member
+        Those with a `start` by it; each of the others behind the one that it names as `previous`, or at the end.
+    """
+    known = {member.id for member in members}
+    behind: dict[str, list[Member]] = {}
+    firsts: list[Member] = []
+    for member in members:
+        place = member.place
+        if place.start is None and place.previous in known:
+            behind.setdefault(str(place.previous), []).append(member)
+        else:
+            firsts.append(member)
+    firsts.sort(key=lambda member: math.inf if member.place.start is None else member.place.start)
+    ordered: list[Member] = []
+    for first in firsts:
+        stack = [first]
+        while stack:
+            member = stack.pop()
+            ordered.append(member)
+            stack.extend(reversed(behind.pop(member.id, [])))
+    # Chunks that name each other in a circle follow nobody.
+    ordered += [member for circle in behind.values() for member in circle]
+    return ordered
+
+
+def overlap(before: Place, after: Place) -> int:
+    """Return how many characters of `before` are read again at the beginning of `after`, which stands behind it."""
+    if before.start is not None and after.start is not None:
+        return max(0, before.start + before.length - after.start)
+    most = min(len(before.text), len(after.text))
+    sizes = range(most, _LEAST_OVERLAP - 1, -1)
+    return next((size for size in sizes if before.text.endswith(after.text[:size])), 0)
+
+
+def contexts(members: Sequence[Member], rules: ReadingRules) -> list[Context]:
+    """Return the tokens that each chunk of a document is encoded behind, beside the encoding prefix.
+
+    A document that is longer than the rules allow is read in windows: the first begins with the first chunk, and where a chunk
+    does not fit any more the next one begins at the border of a chunk before it, so that at most half of a window is read again.
+    What is cropped on the left is still remembered by the KV that is left; a window knows of nothing before it.
+
+    Parameters
+    ----------
+    members : sequence of Member
+        The chunks in reading order.
+    rules : ReadingRules
+        How they are read.
+
+    Returns
+    -------
+    list of Context
+        The context of each.
+    """
+    # What each chunk leaves for those behind it.
+    pieces = [_left(before, after, rules.separator) for before, after in pairwise(members)]
+    sizes = [len(member.token_ids) + len(rules.separator) for member in members]
+    found: list[Context] = []
+    context: tuple[int, ...] = ()
+    begin = 0
+    for number, size in enumerate(sizes):
+        if number:
+            context += pieces[number - 1]
+        if rules.limit is not None and begin < number and len(context) + size > rules.limit:
+            most = min(rules.limit // 2, rules.limit - size)
+            while begin < number and len(context) > most:
+                context = context[len(pieces[begin]) :]
+                begin += 1
+        found.append(Context(begin, context))
+    return found
+
+
+def _left(before: Member, after: Member, separator: tuple[int, ...]) -> tuple[int, ...]:
+    shared = overlap(before.place, after.place)
+    if not shared:
+        return before.token_ids + separator
+    end = before.place.length - shared
+    # Of a chunk that begins no earlier than the next one nothing is left, nor of the words around its body.
+    return before.token_ids[: bisect_right(before.place.ends, end)] if end > 0 else ()
+
+
+def relinked(members: Sequence[Member], gone: Sequence[Member]) -> Iterator[tuple[str, str | None]]:
+    """Yield the id and new predecessor of each of `members` whose predecessor is `gone`."""
+    predecessors = {member.id: member.place.previous for member in gone}
+    for member in members:
+        previous = member.place.previous
+        if previous in predecessors:
+            seen = set()
+            while previous in predecessors and previous not in seen:
+                seen.add(previous)
+                previous = predecessors[previous]
+            yield member.id, None if previous in predecessors else previous

@@ -1,0 +1,190 @@
+"""What is stored of a chunk are its rows of one plain forward over encoding prefix, context and chunk."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cacheblend_rag import BlendConfig, BlendEngine, Chunk, families
+from cacheblend_rag.reading import Member, ReadingRules, contexts
+from tests.core.documents.texts import TOLERANCE, Text, distance
+from tests.families import CASES, FURTHER_CASES, tiny_model, tiny_tokenizer, words
+
+SAMPLED = [("llama", "sdpa"), ("gemma3", "eager"), ("bloom", "eager")]
+
+
+@cache
+def shared_engine(family: str, attention: str, separator: str, batch_tokens: int) -> BlendEngine:
+    config = BlendConfig(separator=separator, encode_batch_tokens=batch_tokens, strict=True, self_check=False)
+    return BlendEngine(tiny_model(family, attention), tiny_tokenizer(), config=config)
+
+
+TEXTS = st.lists(
+    st.tuples(
+        st.lists(st.integers(1, 14), min_size=1, max_size=6), st.lists(st.integers(-2, 9), min_size=5, max_size=5)
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+@pytest.mark.parametrize(("family", "attention"), SAMPLED)
+@given(
+    shapes=TEXTS,
+    separator=st.sampled_from(["", "t3 t4"]),
+    batch_tokens=st.sampled_from([16, 4096]),
+    pieces=st.integers(1, 8),
+    seed=st.integers(0, 999),
+)
+@settings(max_examples=15, deadline=None)
+def test_kv_is_that_of_a_plain_forward(
+    family: str,
+    attention: str,
+    shapes: list[tuple[list[int], list[int]]],
+    separator: str,
+    batch_tokens: int,
+    pieces: int,
+    seed: int,
+) -> None:
+    check_documents(shared_engine(family, attention, separator, batch_tokens), shapes, pieces, seed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("family", "attention"), CASES + FURTHER_CASES)
+@given(shapes=TEXTS, separator=st.sampled_from(["", "t3 t4"]), pieces=st.integers(1, 8), seed=st.integers(0, 999))
+@settings(max_examples=25, deadline=None)
+def test_kv_is_that_of_a_plain_forward_in_every_family(
+    family: str, attention: str, shapes: list[tuple[list[int], list[int]]], separator: str, pieces: int, seed: int
+) -> None:
+    check_documents(shared_engine(family, attention, separator, 64), shapes, pieces, seed)
+
+
+def check_documents(engine: BlendEngine, shapes: list[tuple[list[int], list[int]]], pieces: int, seed: int) -> None:
+    texts = [Text.of(f"d{n}", sizes, overlaps, seed + n) for n, (sizes, overlaps) in enumerate(shapes)]
+    chunks = [chunk for text in texts for chunk in text.chunks]
+    random.Random(seed).shuffle(chunks)
+    separator = engine._assembler.rules.separator
+    try:
+        for first in range(pieces):
+            engine.add(chunks[first::pieces])
+        for text in texts:
+            everything = range(len(text.cuts))
+            assert engine.document(text.name) == [str(chunk.id) for chunk in text.chunks]
+            for number in everything:
+                context = text.context(number, everything, separator)
+                assert distance(engine, f"{text.name}-{number}", context, separator) < TOLERANCE
+    finally:
+        engine.delete(engine.ids())
+    assert engine.store.stats().entries == 0
+
+
+def test_learned_positions_are_encoded_alone() -> None:
+    engine = BlendEngine(families.tiny_model(families.tiny_config("gpt2")), tiny_tokenizer())
+    engine.add(Text.of("d", [5, 5], [0], 1).chunks)
+    assert engine.places(["d-0", "d-1"]) == [None, None]
+
+
+def test_what_is_gone_is_not_remembered() -> None:
+    engine = BlendEngine(tiny_model("llama"), tiny_tokenizer())
+    text = Text.of("d", [8, 9, 7, 8], [3, 0, 2], 5)
+    engine.add(text.chunks)
+    engine.delete(["d-1"])
+    assert engine.document("d") == ["d-0", "d-2", "d-3"]
+    # What stood in front of it is still held, what stood behind it is a miss.
+    keys = [record.key for record in engine.records(["d-0", "d-2", "d-3"]) if record is not None]
+    assert engine.store.holds(keys) == [True, False, False]
+    assert engine.store.stats().entries == 1
+    engine.add([text.chunk(2), text.chunk(3)])
+    there = [0, 2, 3]
+    for number in there:
+        assert distance(engine, f"d-{number}", text.context(number, there)) < TOLERANCE
+    assert engine.delete_document("d") == 3
+    assert engine.ids() == []
+    assert engine.store.stats().entries == 0
+
+
+def test_an_addition_encodes_what_it_displaces() -> None:
+    engine = BlendEngine(tiny_model("llama"), tiny_tokenizer())
+    text = Text.of("d", [8, 9, 7, 8], [3, 0, 2], 5)
+    engine.add([text.chunk(0), text.chunk(2), text.chunk(3)])
+    result = engine.add([text.chunk(1)])
+    assert (result.encoded, result.named) == (3, 1)
+    for number in range(4):
+        assert distance(engine, f"d-{number}", text.context(number, range(4))) < TOLERANCE
+    assert engine.store.stats().entries == 4
+    assert engine.add(text.chunks).unchanged == 4
+
+
+def test_a_chunk_that_moves_leaves_its_document() -> None:
+    engine = BlendEngine(tiny_model("llama"), tiny_tokenizer())
+    text = Text.of("d", [8, 9, 7], [0, 0], 5)
+    engine.add(text.chunks)
+    moved = Chunk(text.chunk(1).text, "d-1", document="e")
+    engine.add([moved])
+    assert (engine.document("d"), engine.document("e")) == (["d-0", "d-2"], ["d-1"])
+    assert distance(engine, "d-1", ()) < TOLERANCE
+    engine.add([Chunk(moved.text, "d-1")])
+    assert engine.places(["d-0", "d-1"]) == ["d", None]
+    assert engine.document("e") == []
+
+
+def test_without_a_place_chunks_follow_each_other_and_overlap_by_their_text() -> None:
+    engine = BlendEngine(tiny_model("llama"), tiny_tokenizer())
+    text = Text.of("d", [10, 10, 10], [6, 0], 5)
+    engine.add([text.chunk(number, placed=False) for number in range(3)])
+    for number in range(3):
+        assert distance(engine, f"d-{number}", text.context(number, range(3))) < TOLERANCE
+
+
+def test_a_named_predecessor_says_where_a_chunk_stands() -> None:
+    engine = BlendEngine(tiny_model("llama"), tiny_tokenizer())
+    a, b, c, d = (
+        Chunk(words(5, n), name, document="x", previous=before)
+        for n, (name, before) in enumerate([("a", None), ("b", "a"), ("c", "b"), ("d", "c")])
+    )
+    engine.add([d, b])
+    engine.add([a])
+    engine.add([c])
+    assert engine.document("x") == ["a", "b", "c", "d"]
+    engine.delete(["b"])
+    assert engine.document("x") == ["a", "c", "d"]
+
+
+def test_words_around_the_body_are_context_but_no_place() -> None:
+    engine = BlendEngine(tiny_model("llama"), tiny_tokenizer())
+    text = Text.of("d", [8, 8], [3], 5)
+    head = "t90 t91 "
+    chunks = [
+        Chunk(head + each.text, each.id, document="d", start=each.start, body=(len(head), len(head + each.text)))
+        for each in text.chunks
+    ]
+    engine.add(chunks)
+    assert distance(engine, "d-1", (90, 91, *text.context(1, range(2)))) < TOLERANCE
+
+
+@given(
+    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=20),
+    limit=st.integers(1, 40),
+    overlaps=st.lists(st.integers(0, 8), min_size=20, max_size=20),
+)
+@settings(deadline=None)
+def test_windows_begin_at_chunks_and_read_half_again_at_most(sizes: list[int], limit: int, overlaps: list[int]) -> None:
+    engine = shared_engine("llama", "sdpa", "", 64)
+    rules = ReadingRules(limit)
+    text = Text.of("d", sizes, overlaps, 3)
+    records = [engine._assembler.record(chunk) for chunk in text.chunks]
+    members = [Member(record.id, record.token_ids, record.place) for record in records if record.place is not None]
+    window = 0
+    for number, (first, context) in enumerate(contexts(members, rules)):
+        size = text.cuts[number][1] - text.cuts[number][0]
+        whole, left_out = text.context(number, range(len(sizes))), text.context(first, range(len(sizes)))
+        assert context == whole[len(left_out) :]
+        assert len(context) + size <= limit or not context
+        if first != window:
+            assert first > window
+            assert len(context) <= limit // 2
+            window = first

@@ -1,0 +1,99 @@
+"""Documents of the tiny tokenizer's words cut into chunks, and what each is encoded behind, worked out word by word."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+
+from cacheblend_rag import BlendEngine, Chunk
+from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.model import KVCache
+from cacheblend_rag.rope import shift_layer
+from tests.families import words
+
+TOLERANCE = 1e-5
+"""Of a layer's largest value."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A document: its words, and the half-open ranges of them that are its chunks, by where they begin."""
+
+    name: str
+    words: tuple[str, ...]
+    cuts: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, name: str, sizes: Sequence[int], overlaps: Sequence[int], seed: int) -> Text:
+        """Return chunks of so many words, of which each begins so many words before the end of the one before it."""
+        cuts, begin = [], 0
+        for number, size in enumerate(sizes):
+            if number:
+                begin = max(cuts[-1][0] + 1, cuts[-1][1] - overlaps[number - 1])
+            cuts.append((begin, begin + size))
+        return cls(name, tuple(words(max(stop for _, stop in cuts), seed).split()), tuple(cuts))
+
+    def chunk(self, number: int, *, placed: bool = True) -> Chunk:
+        """Return one of its chunks, with its place or without."""
+        begin, stop = self.cuts[number]
+        starts = list(accumulate((len(word) + 1 for word in self.words), initial=0))
+        return Chunk(
+            " ".join(self.words[begin:stop]),
+            f"{self.name}-{number}",
+            document=self.name,
+            start=starts[begin] if placed else None,
+        )
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """All of its chunks, in order, with their places."""
+        return [self.chunk(number) for number in range(len(self.cuts))]
+
+    def tokens(self, begin: int, stop: int) -> tuple[int, ...]:
+        """Return the token ids of words."""
+        return tuple(int(word[1:]) for word in self.words[begin:stop])
+
+    def context(self, number: int, there: Sequence[int], separator: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """Return what a chunk is encoded behind when of the chunks only those in `there` are stored."""
+        ids: tuple[int, ...] = ()
+        for before, after in pairwise([each for each in sorted(there) if each <= number]):
+            (begin, stop), (next_begin, _) = self.cuts[before], self.cuts[after]
+            ids += self.tokens(begin, min(stop, next_begin)) + (separator if next_begin >= stop else ())
+        return ids
+
+
+@torch.no_grad()
+def expected(engine: BlendEngine, context: Sequence[int], ids: Sequence[int]) -> list[LayerKV]:
+    """Return the rows of `ids` in one plain forward over prefix, context and `ids`, turned to right behind the prefix."""
+    decoder = engine.decoder
+    assert decoder is not None
+    prefix = engine._assembler.prefix_ids
+    cache = KVCache(decoder.num_layers)
+    inputs = torch.tensor([[*prefix, *context, *ids]])
+    decoder.model.get_decoder()(input_ids=inputs, past_key_values=cache, use_cache=True)
+    start = len(prefix) + len(context)
+    rows = []
+    for layer, rotation in zip(cache.kv(), decoder.rotations, strict=True):
+        kv = LayerKV(*(part[0, :, start:].clone() for part in layer))
+        if rotation is not None:
+            shift_layer(kv, rotation.table(torch.full((len(ids),), -len(context)), torch.device("cpu")))
+        rows.append(kv)
+    return rows
+
+
+def distance(engine: BlendEngine, id: str, context: Sequence[int], separator: Sequence[int] = ()) -> float:
+    """Return how far a stored chunk's KV is from what it should be, relative to each layer's largest value."""
+    [record] = engine.records([id])
+    assert record is not None
+    reader = engine.store.open(record.key)
+    assert reader is not None, f"{id} has no KV"
+    ids = (*record.token_ids, *separator)
+    assert reader.token_ids == ids
+    worst = 0.0
+    for number, layer in enumerate(expected(engine, context, ids)):
+        for ours, own in zip(reader.layer(number), layer, strict=True):
+            worst = max(worst, float((ours - own).abs().max() / own.abs().max()))
+    return worst
