@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,7 +42,8 @@ def document(name: str = "d", **options: Any) -> Document:
 
 def places(nodes: Sequence[BaseNode], *keys: str) -> list[Chunk]:
     chunks = node_chunks(nodes)
-    return [placed(chunk, node, Boundary(keys)) for chunk, node in zip(chunks, nodes, strict=True)]
+    others = {node.node_id: node for node in nodes}
+    return [placed(chunk, node, Boundary(keys), others) for chunk, node in zip(chunks, nodes, strict=True)]
 
 
 def body(chunk: Chunk) -> str:
@@ -58,13 +60,13 @@ def test_a_split_document_says_where_each_node_begins(splitter: Any, overlap: in
     assert len(chunks) > 3
     assert {chunk.document for chunk in chunks} == {"d"}
     assert [chunk.previous for chunk in chunks] == [None, *(node.node_id for node in nodes[:-1])]
-    # Of the last one it is not known that nothing but the document was split; it stands behind its predecessor.
-    assert [chunk.start is None for chunk in chunks] == [False] * (len(nodes) - 1) + [True]
     for chunk, node in zip(chunks, nodes, strict=True):
         assert body(chunk) == node.get_content().strip()
         assert chunk.body == (len(chunk.text) - len(body(chunk)), len(chunk.text))
-        if chunk.start is not None:
-            assert TEXT.startswith(body(chunk), chunk.start)
+        assert chunk.start is not None and TEXT.startswith(body(chunk), chunk.start)
+    # Of the last one alone it cannot be known that it was the document that was split; it stands behind its predecessor.
+    alone = [places([node])[0] for node in nodes]
+    assert alone == [*chunks[:-1], replace(chunks[-1], start=None)]
 
 
 def test_space_around_a_node_is_no_part_of_it() -> None:
@@ -107,9 +109,7 @@ def test_levels_of_a_hierarchy_are_separate_readings() -> None:
     assert len(found) == 1 + sum(NodeRelationship.CHILD in node.relationships for node in nodes)
     for node, chunk in zip(nodes, chunks, strict=True):
         parent = node.parent_node.node_id if node.parent_node else None
-        assert chunk.start is not None or node is found["d"][-1]
-        if chunk.start is not None:
-            assert texts[parent].startswith(body(chunk), chunk.start)
+        assert chunk.start is not None and texts[parent].startswith(body(chunk), chunk.start)
 
 
 def test_what_was_split_twice_is_ordered_by_what_stands_before() -> None:
@@ -129,8 +129,8 @@ def test_sentences_are_ordered_by_where_they_begin() -> None:
     chunks = places(nodes)
     assert len(chunks) > 10
     assert {chunk.document for chunk in chunks} == {"d"}
-    starts = [chunk.start for chunk in chunks[:-1]]
-    assert starts == sorted(starts) and all(TEXT.startswith(body(c), c.start) for c in chunks[:-1])  # type: ignore[arg-type]
+    for chunk in chunks:
+        assert chunk.start is not None and TEXT.startswith(body(chunk), chunk.start)
 
 
 def test_a_boundary_divides_documents() -> None:

@@ -59,10 +59,10 @@ class Boundary:
         for key in set(_keys(filters)) - self._declared:
             self._declared.add(key)
             logger.warning(
-                "a query is filtered by the metadata %r: where the chunks of one document differ in it, the KV of those that pass "
-                "carries traces of those before them that do not. Where readers may not see these, give "
-                "BlendVectorStore(boundary=[%r]), which divides documents there, or context='none', which encodes each chunk alone, "
-                "and add the documents again; else declare it all the same, it costs nothing (this is said once for each key)",
+                "a query is filtered by %r: a chunk's KV carries traces of what stands before it in its document, also of chunks "
+                "that this filter keeps from the reader. Give BlendVectorStore(boundary=[%r]), which divides documents where it "
+                "changes, or context='none', which encodes each chunk alone, and add the documents again. Where it is the same "
+                "throughout each document there are no such traces, and naming it costs nothing (said once for each key)",
                 key,
                 key,
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -118,10 +118,11 @@ class NodeEncoder:
         """Return the nodes' chunks, and the nodes of which none can be made, and why."""
         chunks: list[Chunk] = []
         failed: dict[str, str] = {}
+        by_id = {node.node_id: node for node in nodes}
         for node in nodes:
             try:
                 for chunk in node_chunks([node], self.text_of):
-                    chunks.append(self._placed(chunk, node))
+                    chunks.append(self._placed(chunk, node, by_id))
             except (ConfigError, PromptError) as error:
                 failed[node.node_id] = str(error)
         if failed:
@@ -130,10 +131,10 @@ class NodeEncoder:
             )
         return chunks, failed
 
-    def _placed(self, chunk: Chunk, node: BaseNode) -> Chunk:
+    def _placed(self, chunk: Chunk, node: BaseNode, others: Mapping[str, BaseNode]) -> Chunk:
         if self.boundary is None or (self.text_of is not llm_text and chunk.text != node.get_content().strip()):
             return chunk
-        return placed(chunk, node, self.boundary)
+        return placed(chunk, node, self.boundary, others)
 
     def _refused(self, chunks: Sequence[Chunk]) -> dict[str, str]:
         """Return the chunks that the engine takes from nobody, and why; what their ids stood for before is deleted."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from llama_index.core.schema import BaseNode, MetadataMode, NodeRelationship, RelatedNodeInfo
@@ -12,10 +13,8 @@ from llama_index_cacheblend.boundary import Boundary
 __all__ = ["placed"]
 
 
-def placed(chunk: Chunk, node: BaseNode, boundary: Boundary) -> Chunk:
+def placed(chunk: Chunk, node: BaseNode, boundary: Boundary, others: Mapping[str, BaseNode]) -> Chunk:
     """Return the chunk of a node with its place in its document.
-
-    Nothing but the node itself is looked at, so that it has the same place whenever and with whatever else it is added.
 
     Parameters
     ----------
@@ -25,6 +24,8 @@ def placed(chunk: Chunk, node: BaseNode, boundary: Boundary) -> Chunk:
         The node.
     boundary : Boundary
         Names the document.
+    others : mapping of str to BaseNode
+        The nodes that are added with it, by id.
 
     Returns
     -------
@@ -38,7 +39,7 @@ def placed(chunk: Chunk, node: BaseNode, boundary: Boundary) -> Chunk:
     begin = len(chunk.text) - len(text) if chunk.text.endswith(text) else chunk.text.find(text)
     if document is None or not text or begin < 0:
         return chunk
-    start = _start(node)
+    start = _start(node, others)
     return replace(
         chunk,
         document=document,
@@ -48,18 +49,21 @@ def placed(chunk: Chunk, node: BaseNode, boundary: Boundary) -> Chunk:
     )
 
 
-def _start(node: BaseNode) -> int | None:
-    """Return where a node begins in what it was split from; None where it is not known what that was.
+def _start(node: BaseNode, others: Mapping[str, BaseNode]) -> int | None:
+    """Return where a node begins in its document, or in its parent; None where that is not known.
 
-    A parser counts from the beginning of the text that it was given. Behind another parser that is a section, and sections are not
-    told from documents any more, but that no node is said to stand behind another one then.
+    A parser counts from the beginning of the text that it was given. Behind another parser that is a section of the document, and
+    nothing says so but this: LlamaIndex then notes for each node the previous one, and for none the next. Of a last node that shows
+    in its predecessor, where both are added together.
     """
     start: int | None = getattr(node, "start_char_idx", None)
     if start is None or start < 0:
         return None
-    of_parent = NodeRelationship.PARENT in node.relationships
-    follows = NodeRelationship.PREVIOUS in node.relationships
-    return start if of_parent or not follows or NodeRelationship.NEXT in node.relationships else None
+    previous = _related(node, NodeRelationship.PREVIOUS)
+    if previous is None or {NodeRelationship.PARENT, NodeRelationship.NEXT} & node.relationships.keys():
+        return start
+    before = others.get(previous)
+    return start if before is not None and _related(before, NodeRelationship.NEXT) == node.node_id else None
 
 
 def _related(node: BaseNode, where: NodeRelationship) -> str | None:

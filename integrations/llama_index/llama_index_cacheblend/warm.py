@@ -211,8 +211,8 @@ def warm_index(
         for batch in _batches(found):
 
             def show(finished: int, total: int, before: int = start, size: int = len(batch)) -> None:
-                # Those without text are finished from the start.
-                now = before + size - total + finished
+                # Those without text are finished from the start; other chunks of their documents may be encoded again.
+                now = before + max(0, size - total + finished)
                 bar.update(now - bar.n)
                 if progress is not None:
                     progress(now, len(found))
