@@ -52,9 +52,9 @@ def placed(chunk: Chunk, node: BaseNode, boundary: Boundary, others: Mapping[str
 def _start(node: BaseNode, others: Mapping[str, BaseNode]) -> int | None:
     """Return where a node begins in its document, or in its parent; None where that is not known.
 
-    A parser counts from the beginning of the text that it was given. Behind another parser that is a section of the document, and
-    nothing says so but this: LlamaIndex then notes for each node the previous one, and for none the next. Of a last node that shows
-    in its predecessor, where both are added together.
+    A parser counts from the beginning of the text that it was given. Behind another parser that is a section of the document,
+    and nothing says so but this: LlamaIndex then notes for each node the previous one, and for none the next. Of a document's
+    last node that shows in its predecessor, where both are added together.
     """
     start: int | None = getattr(node, "start_char_idx", None)
     if start is None or start < 0:
