@@ -33,11 +33,13 @@ class BlendConfig(BaseSettings):
     enabled : bool
         False prefills every prompt as a whole.
     recompute_ratio : float or "auto"
-        Share of the chunk tokens to recompute, 0 (plain reuse) to 1 (full prefill). CacheBlend (section 7) finds 0.15
-        enough. "auto" lets the controller choose for each prompt, from what it measured of this machine: the largest ratio
-        that adds no delay, never under `quality_ratio`, or full prefill where that is no slower.
+        Share of the chunk tokens to recompute, 0 (plain reuse) to 1 (full prefill of the chunks). Chunks that remember their
+        documents need none: a recomputed token forgets its document and sees the prompt instead. For chunks that were encoded
+        alone CacheBlend (section 7) finds 0.15 enough. "auto" lets the controller choose for each prompt, from what it measured
+        of this machine: the largest ratio that adds no delay, never under `quality_ratio`, or full prefill where that is no
+        slower; 0 where chunks remember.
     quality_ratio : float
-        The smallest ratio that "auto" chooses, r* in CacheBlend (section 5).
+        The smallest ratio that "auto" chooses where no chunk remembers its document, r* in CacheBlend (section 5).
     selector : str
         Which tokens to recompute: "hkvd", "query", "ingest", "query_ingest", "a3", "boundary", "random", "none", "full", any
         that was registered, or "auto": "ingest" where `neighbours` is set, else "hkvd".
@@ -188,7 +190,7 @@ class BlendConfig(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="CACHEBLEND_", extra="forbid", frozen=True)
 
     enabled: bool = True
-    recompute_ratio: float | Literal["auto"] = 0.15
+    recompute_ratio: float | Literal["auto"] = 0.0
     quality_ratio: float = 0.15
     selector: str = "auto"
     check_layers: tuple[int, ...] = (1,)

@@ -42,6 +42,9 @@ class PromptLayout:
         the true one (0 or 1).
     resumed_rows : int
         How many leading rows a conversation has KV of, which are neither computed nor part of any chunk here.
+    remembers : bool
+        Whether the stored KV of any chunk knows of text that stands before it in its document. Computing the prompt as a whole
+        then gives another answer, not the one that blending falls short of.
     """
 
     token_ids: tuple[int, ...]
@@ -49,6 +52,7 @@ class PromptLayout:
     chunks: tuple[ChunkSpan, ...]
     exact_chunks: int = 0
     resumed_rows: int = 0
+    remembers: bool = False
 
     def __len__(self) -> int:
         return len(self.token_ids)

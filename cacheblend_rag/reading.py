@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-__all__ = ["Context", "Member", "Place", "ReadingRules", "contexts", "in_order", "overlap", "relinked"]
+__all__ = ["Context", "Member", "Place", "ReadingRules", "contexts", "in_order", "overlap", "relinked", "whole_text"]
 
 _LEAST_OVERLAP = 16
 """Characters; fewer are alike by chance."""
@@ -154,6 +154,12 @@ def contexts(members: Sequence[Member], rules: ReadingRules) -> list[Context]:
                 begin += 1
         found.append(Context(begin, context))
     return found
+
+
+def whole_text(members: Sequence[Member], rules: ReadingRules) -> tuple[int, ...]:
+    """Return the tokens of a whole document, given its chunks in reading order: what overlaps stands there once."""
+    pieces = [_left(before, after, rules.separator) for before, after in pairwise(members)]
+    return tuple(token for piece in pieces for token in piece) + (members[-1].token_ids if members else ())
 
 
 def _left(before: Member, after: Member, separator: tuple[int, ...]) -> tuple[int, ...]:

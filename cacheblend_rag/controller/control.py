@@ -120,7 +120,7 @@ class Controller:
         """
         profile = self.profile()
         if profile is None:
-            return Choice(config.quality_ratio)
+            return Choice(0.0 if layout.remembers else config.quality_ratio)
         stored = stored_kv(readers or ())
         for part in stored:
             place = (part.tier, part.codec)
@@ -183,6 +183,7 @@ def prompt_work(decoder: Decoder, config: BlendConfig, layout: PromptLayout, sto
         ahead=config.prefetch_layers,
         threaded=config.pipeline and loads_ahead(context * decoder.kv_bytes_per_token // decoder.num_kv_layers),
         stored=stored,
+        remembers=layout.remembers,
     )
 
 

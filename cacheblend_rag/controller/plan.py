@@ -117,7 +117,8 @@ def whole_plan(
         return Plan(None, "full", fallback_reason=unsupported)
     if not layout.chunks:
         return Plan(None, "full", fallback_reason="the prompt has no chunks")
-    if layout.context_tokens < config.min_tokens:
+    # For speed alone nothing is given up that chunks remember.
+    if layout.context_tokens < config.min_tokens and not layout.remembers:
         return Plan(
             None,
             "full",

@@ -76,6 +76,8 @@ class Work:
         Whether layers are loaded while others are computed; False where they are too small for that to pay.
     stored : tuple of StoredKV
         Where the chunks' KV is; empty when loading is to cost nothing.
+    remembers : bool
+        Whether chunks know of text that the prompt does not hold, so that computing it as a whole is no better quality.
     """
 
     prompt_tokens: int
@@ -85,6 +87,7 @@ class Work:
     ahead: int
     threaded: bool
     stored: tuple[StoredKV, ...] = ()
+    remembers: bool = False
 
     def computed_rows(self, ratio: float) -> int:
         """Return how many rows each layer behind the selection computes."""
@@ -245,7 +248,8 @@ def choose(profile: Profile, work: Work, quality_ratio: float) -> Choice:
     """Decide how a prompt is prefilled: blended at the largest ratio that adds no delay, or as a whole.
 
     Computing the whole prompt is the best quality there is, so it is taken wherever it is not slower than blending at the
-    quality floor.
+    quality floor; unless chunks remember their documents, which then would be forgotten. A recomputed token forgets too, so of
+    such prompts nothing is recomputed.
 
     Parameters
     ----------
@@ -257,6 +261,8 @@ def choose(profile: Profile, work: Work, quality_ratio: float) -> Choice:
         The quality floor r*.
     """
     whole, floor = full_s(profile, work.prompt_tokens), blend_s(profile, work, quality_ratio)
+    if work.remembers:
+        return Choice(0.0, blend_s(profile, work, 0.0), whole)
     if quality_ratio >= 1 or whole <= floor * (1 + SLACK):
         reason = (
             f"full prefill of {work.prompt_tokens} tokens is predicted to be no slower than blending them "

@@ -283,8 +283,45 @@ class Assembler:
         head = spans[0].start if spans else 0
         is_behind_prefix = tuple(ids[:head]) == self.prefix_ids and places[:head] == list(range(head))
         exact = self._exact(spans, chunks) if spans and is_behind_prefix else 0
-        layout = PromptLayout(tuple(ids), tuple(places), tuple(spans), exact)
+        remembers = any(chunk.remembers for chunk in chunks)
+        layout = PromptLayout(tuple(ids), tuple(places), tuple(spans), exact, remembers=remembers)
         return AssembledPrompt(layout, tuple(chunks), tuple(computed), prompt.positions is not None, context or (0, 0))
+
+    def with_whole_documents(self, prompt: AssembledPrompt) -> tuple[int, ...] | None:
+        """Return the tokens of a prompt with the whole of each document in the place of the first of its chunks, instead of them.
+
+        That is what somebody would have to prefill who wants to know as much as chunks remember.
+
+        Parameters
+        ----------
+        prompt : AssembledPrompt
+            The prompt.
+
+        Returns
+        -------
+        tuple of int or None
+            None where it does not fit the model's window, or the prompt places its segments itself.
+        """
+        if prompt.has_positions:
+            return None
+        inside = [chunk.id for chunk in prompt.chunks if chunk.named and chunk.id is not None]
+        document_of = dict(zip(inside, self._store.documents(self.namespace, inside), strict=True))
+        given = prompt.layout.token_ids
+        ids: list[int] = []
+        read = set[str]()
+        row = 0
+        for chunk, span in zip(prompt.chunks, prompt.layout.chunks, strict=True):
+            document = document_of.get(chunk.id or "")
+            ids += given[row : span.start]
+            row = span.stop
+            if document is None:
+                ids += given[span.start : span.stop]
+            elif document not in read:
+                read.add(document)
+                ids += self._store.document_tokens(self.namespace, document)
+                ids += chunk.separator if chunk.is_spaced else ()
+        ids += given[row:]
+        return None if self.window is not None and len(ids) >= self.window else tuple(ids)
 
     def _pieces(self, prompt: BlendPrompt) -> Iterator[_Piece]:
         """Cut a prompt into runs of tokens that follow each other without gaps and come from one place."""
@@ -318,7 +355,7 @@ class Assembler:
         first, or the first of its parts.
         """
         row, tokens = spans[0].start, 0
-        if chunks[0].key != chunk_key(self.namespace, chunks[0].kv_ids, chunks[0].positions):
+        if chunks[0].remembers:
             # It stands behind less than it was encoded behind.
             return 0
         for number, (span, chunk) in enumerate(zip(spans, chunks, strict=True)):
@@ -348,9 +385,9 @@ class Assembler:
                     f"no chunk has the id {segment.id!r}: it was never added for this model, tokenizer, encoding prefix and "
                     "tenant, was deleted, or was added to a store in RAM before a restart; add it, or pass the chunk itself"
                 )
-            return PromptChunk(record.id, record.key, record.token_ids, named=True, separator=record.separator)
+            return self._named(record)
         if segment.token_ids is None and record is not None and record.text_hash == text_hash(segment.text):
-            return PromptChunk(record.id, record.key, record.token_ids, named=True, separator=record.separator)
+            return self._named(record)
         fresh, places = self.record(segment), self.places(segment)
         chunk = PromptChunk(segment.id, fresh.key, fresh.token_ids, places, separator=fresh.separator)
         if record is None:
@@ -358,6 +395,17 @@ class Assembler:
         if record.key == fresh.key:
             return replace(chunk, named=True)
         return replace(chunk, note="its text is not the one that was added under this id")
+
+    def _named(self, record: NodeRecord) -> PromptChunk:
+        alone = self.key(record.token_ids + record.separator)
+        return PromptChunk(
+            record.id,
+            record.key,
+            record.token_ids,
+            named=True,
+            separator=record.separator,
+            remembers=record.key != alone,
+        )
 
     def _with_bos(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         return ids if ids[: len(self._bos)] == self._bos else self._bos + ids

@@ -19,6 +19,7 @@ from cacheblend_rag.engine.firsttoken import FirstLogits, TokenDistribution
 from cacheblend_rag.engine.prompt import AssembledPrompt
 from cacheblend_rag.engine.run import PromptRun
 from cacheblend_rag.engine.runner import Runner
+from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import Decoder, uncompiled
 
 __all__ = ["Comparer", "Comparison", "GaveWayError", "Sample"]
@@ -62,11 +63,14 @@ class Comparison:
         Kullback-Leibler divergence of the first token's distribution from full prefill's, in nats.
     differs : bool
         Whether the answers can be compared and are not the same once normalised.
+    remembers : bool
+        Whether chunks of the prompt remembered their documents.
     """
 
     distance: float
     first_token_kl: float
     differs: bool
+    remembers: bool = False
 
 
 class GaveWayError(Exception):
@@ -92,6 +96,8 @@ class Comparer:
         The engine's settings.
     ending : callable
         Whether comparisons are not needed any more.
+    whole_documents : callable
+        Returns the tokens of a prompt with whole documents; see `Assembler.with_whole_documents`.
     """
 
     def __init__(
@@ -102,6 +108,7 @@ class Comparer:
         runner: Runner,
         config: BlendConfig,
         ending: Callable[[], bool],
+        whole_documents: Callable[[AssembledPrompt], tuple[int, ...] | None],
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
@@ -109,6 +116,7 @@ class Comparer:
         self._runner = runner
         self._full = config.replace(enabled=False)
         self._ending = ending
+        self._whole_documents = whole_documents
 
     def sample(
         self,
@@ -135,12 +143,13 @@ class Comparer:
             If it was left on the way; it may be tried again.
         """
         first = FirstLogits(self._model)
+        remembers = sample.prompt.layout.remembers
         with self._runner.lock.after_others(), self._giving_way():
             result = decode(
                 self._model,
                 self._tokenizer,
                 self._runner,
-                PromptRun(sample.prompt, self._full, time.perf_counter()),
+                PromptRun(self._reference(sample.prompt), self._full, time.perf_counter()),
                 sample.max_new_tokens,
                 sample.options,
                 threading.Event(),
@@ -151,8 +160,16 @@ class Comparer:
         full = TokenDistribution.of(first.logits)
         kl = full.kl_to(sample.logits)
         if sample.text is None:
-            return Comparison(full.distance_to(sample.logits), kl, False)
-        return Comparison(1 - f1_score(sample.text, result.text), kl, not exact_match(sample.text, result.text))
+            return Comparison(full.distance_to(sample.logits), kl, False, remembers)
+        differs = not exact_match(sample.text, result.text)
+        return Comparison(1 - f1_score(sample.text, result.text), kl, differs, remembers)
+
+    def _reference(self, prompt: AssembledPrompt) -> AssembledPrompt:
+        """Return the prompt whose full prefill knows what a prompt's chunks do, or the prompt itself where there is none."""
+        ids = self._whole_documents(prompt) if prompt.layout.remembers else None
+        if ids is None:
+            return prompt
+        return AssembledPrompt(PromptLayout(ids, tuple(range(len(ids))), ()), (), (), has_positions=False)
 
     @contextmanager
     def _giving_way(self) -> Iterator[None]:

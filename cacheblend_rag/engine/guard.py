@@ -6,6 +6,7 @@ import logging
 import random
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.compare import Comparer, Comparison, GaveWayError, Sample
 from cacheblend_rag.engine.firsttoken import FirstLogits
 from cacheblend_rag.engine.generation import GenerationResult
+from cacheblend_rag.engine.prompt import AssembledPrompt
 from cacheblend_rag.engine.run import PromptRun
 from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.model import Decoder
@@ -93,6 +95,9 @@ class GuardOrder:
 class Guard:
     """Compares some of an engine's answers with full prefill, and acts when they differ too much.
 
+    Where chunks remember their documents, answers are compared with full prefill of the whole documents, as far as these fit the
+    model's window, and nothing is done but report: full prefill of the chunks knows less.
+
     At most eight requests wait for it; more are dropped. No text of prompts or answers is logged, or kept when they are
     compared.
 
@@ -108,16 +113,25 @@ class Guard:
         Runs prompts.
     config : BlendConfig
         The engine's settings.
+    whole_documents : callable
+        Returns the tokens of a prompt with the whole documents of its chunks, which those that remember are compared with; None
+        where these do not fit.
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Any, decoder: Decoder | None, runner: Runner, config: BlendConfig
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        decoder: Decoder | None,
+        runner: Runner,
+        config: BlendConfig,
+        whole_documents: Callable[[AssembledPrompt], tuple[int, ...] | None],
     ) -> None:
         self._model = model
         self._config = config
         self._comparer = None
         if decoder is not None and config.guard_rate:
-            self._comparer = Comparer(model, tokenizer, decoder, runner, config, lambda: self._ending)
+            self._comparer = Comparer(model, tokenizer, decoder, runner, config, lambda: self._ending, whole_documents)
         self._random = random.Random(config.seed)
         self._changed = threading.Condition()
         self._queue: deque[Sample] = deque()
@@ -281,7 +295,8 @@ class Guard:
         found = (
             f"the last {len(self._window)} answers compared differ from full prefill's by {divergence:.3f} on average"
         )
-        if self._config.guard_action == "report":
+        # What chunks remember is not to be had by recomputing: there is nothing to raise.
+        if self._config.guard_action == "report" or any(each.remembers for each in self._window):
             if not self._past_limit:
                 logger.warning("guard: %s, past guard_limit=%g; nothing is changed", found, limit)
             self._past_limit = True

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,8 @@ class PrefillEngine(ChunkEngine):
     ) -> None:
         super().__init__(model, tokenizer, config=config, store=store, namespace=namespace)
         self._runner = Runner(model, self.decoder, self.unsupported_reason, self.store, self._supply, self.config)
-        self.guard = Guard(model, tokenizer, self.decoder, self._runner, self.config)
+        whole = self._assembler.with_whole_documents
+        self.guard = Guard(model, tokenizer, self.decoder, self._runner, self.config, whole)
         self.metrics = EngineMetrics(self.store.stats, self.guard.status if self.guard.active else None)
 
     def close(self, *, wait: bool = True) -> None:
@@ -151,6 +153,26 @@ class PrefillEngine(ChunkEngine):
         """Return where the chunks of `prompt` stand among its tokens."""
         self._check_open()
         return self._assembler.assemble(self._blend_prompt(prompt)).layout
+
+    def whole_documents(self, prompt: BlendPrompt | Prompt) -> BlendPrompt | None:
+        """Return a prompt with whole documents, each in the place of the first of its chunks, instead of the chunks.
+
+        Its full prefill knows all that the chunks of `prompt` remember, and is what answers from these are compared with.
+
+        Parameters
+        ----------
+        prompt : BlendPrompt or Prompt
+            The prompt.
+
+        Returns
+        -------
+        BlendPrompt or None
+            The prompt in token ids; the same tokens where no chunk is a piece of a document, and None where the documents do not
+            fit the model's window.
+        """
+        self._check_open()
+        ids = self._assembler.with_whole_documents(self._assembler.assemble(self._blend_prompt(prompt)))
+        return None if ids is None else BlendPrompt(segments=[ids])
 
     def prefill(
         self,
@@ -271,6 +293,9 @@ class PrefillEngine(ChunkEngine):
         if config is None or config is self.config:
             order = self.guard.order
             assembled = self._assemble(prompt, order.config)
+            if assembled.layout.remembers:
+                # What the guard falls back to knows less than these chunks.
+                order = replace(order, config=self.config, action=None)
             return PromptRun(
                 assembled,
                 order.config,

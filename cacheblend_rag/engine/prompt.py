@@ -44,6 +44,8 @@ class PromptChunk:
         Tokens behind its own of which there is KV too.
     is_spaced : bool
         Whether these stand behind it here.
+    remembers : bool
+        Whether its KV knows of text that stands before it in its document.
     """
 
     id: str | None
@@ -59,6 +61,7 @@ class PromptChunk:
     row: int = 0
     separator: tuple[int, ...] = ()
     is_spaced: bool = False
+    remembers: bool = False
 
     @property
     def kv_ids(self) -> tuple[int, ...]:
@@ -115,6 +118,7 @@ class AssembledPrompt:
             self.layout,
             chunks=tuple(span for _, span in kept),
             exact_chunks=min(self.layout.exact_chunks, exact),
+            remembers=any(chunk.remembers for chunk, _ in kept),
         )
         return replace(self, layout=layout, chunks=tuple(chunk for chunk, _ in kept), computed=(*self.computed, *gone))
 

@@ -332,6 +332,9 @@ class KVStore(Protocol):
     def document(self, namespace: str, document: str) -> list[str]:
         """Return the ids of a document's chunks in reading order."""
 
+    def document_tokens(self, namespace: str, document: str) -> tuple[int, ...]:
+        """Return the tokens of a whole document; what overlaps stands there once, none where it is unknown."""
+
     def lookup(self, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None]:
         """Return the record of each id, or None where the name is unknown."""
 

@@ -11,7 +11,7 @@ from logging import getLogger
 import numpy as np
 
 from cacheblend_rag.keys import chunk_key, context_digest
-from cacheblend_rag.reading import Member, Place, ReadingRules, contexts, in_order, relinked
+from cacheblend_rag.reading import Member, Place, ReadingRules, contexts, in_order, relinked, whole_text
 from cacheblend_rag.store.base import NamedTarget, NodeRecord
 from cacheblend_rag.store.chunkformat import pack_tokens, unpack_tokens
 
@@ -139,6 +139,16 @@ class Drafts:
         """Have the documents of these chunks among those that `targets` gives."""
         for id in ids:
             self._document(id)
+
+    def text(self, document: str) -> tuple[int, ...]:
+        """Return the tokens of a whole document; what overlaps stands there once."""
+        self._load(document)
+        draft = self._drafts.get(document)
+        return (
+            ()
+            if draft is None
+            else whole_text(in_order([piece.member for piece in draft.pieces.values()]), draft.rules)
+        )
 
     @property
     def left(self) -> set[str]:

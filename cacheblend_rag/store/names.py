@@ -193,6 +193,11 @@ class Names:
         with self._database.read() as connection:
             return Drafts(connection, namespace).ids(document)
 
+    def document_tokens(self, namespace: str, document: str) -> tuple[int, ...]:
+        """Return the tokens of a whole document; what overlaps stands there once."""
+        with self._database.read() as connection:
+            return Drafts(connection, namespace).text(document)
+
     def pin(self, namespace: str, ids: Iterable[str], pinned: bool, limit_bytes: int | None) -> list[str]:
         """Pin names, or unpin them; return the keys that they lead to.
 

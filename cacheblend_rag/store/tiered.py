@@ -315,6 +315,10 @@ class TieredStore:
         """Return the ids of a document's chunks in reading order."""
         return self._names.document(namespace, document)
 
+    def document_tokens(self, namespace: str, document: str) -> tuple[int, ...]:
+        """Return the tokens of a whole document; what overlaps stands there once."""
+        return self._names.document_tokens(namespace, document)
+
     def lookup(self, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None]:
         """Return the record of each id, or None where the name is unknown."""
         # In this order: what stops waiting in between is found in the index.
