@@ -25,6 +25,7 @@ from llama_index.core.schema import (
     RelatedNodeInfo,
     TextNode,
 )
+from llama_index.core.vector_stores import MetadataFilter, MetadataFilters
 
 from cacheblend_rag.chunk import Chunk
 from cacheblend_rag.errors import ConfigError
@@ -42,8 +43,8 @@ def document(name: str = "d", **options: Any) -> Document:
 
 def places(nodes: Sequence[BaseNode], *keys: str) -> list[Chunk]:
     chunks = node_chunks(nodes)
-    others = {node.node_id: node for node in nodes}
-    return [placed(chunk, node, Boundary(keys), others) for chunk, node in zip(chunks, nodes, strict=True)]
+    followers = {node.next_node.node_id for node in nodes if node.next_node}
+    return [placed(chunk, node, Boundary(keys), followers) for chunk, node in zip(chunks, nodes, strict=True)]
 
 
 def body(chunk: Chunk) -> str:
@@ -148,6 +149,16 @@ def test_a_boundary_divides_documents() -> None:
 def test_a_boundary_is_a_list_of_names(keys: Any) -> None:
     with pytest.raises(ConfigError, match="boundary="):
         Boundary(keys)
+
+
+def test_filters_inside_filters_are_seen(caplog: pytest.LogCaptureFixture) -> None:
+    inside = MetadataFilters(filters=[MetadataFilter(key="page", value=1), MetadataFilter(key="reader", value="ada")])
+    boundary = Boundary(["reader"])
+    for _ in range(2):
+        boundary.watch(MetadataFilters(filters=[inside, MetadataFilter(key="doc_id", value="d")]))
+        boundary.watch(None)
+    [warning] = caplog.messages
+    assert "filtered by 'page'" in warning
 
 
 def test_nobodys_id_names_the_document_of_another_reader() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from llama_index.core.schema import BaseNode
+from llama_index.core.schema import BaseNode, NodeRelationship
 
 from cacheblend_rag.chunk import Chunk, text_hash
 from cacheblend_rag.engine import AddJob, AddResult, BlendEngine
@@ -15,7 +15,7 @@ from cacheblend_rag.errors import ConfigError, PromptError, StoreError
 from llama_index_cacheblend.boundary import Boundary
 from llama_index_cacheblend.neighbours import NeighbourFinder
 from llama_index_cacheblend.nodes import TextOf, llm_text, node_chunks
-from llama_index_cacheblend.places import placed
+from llama_index_cacheblend.places import placed, related
 
 __all__ = ["EncodedNodes", "NodeEncoder", "Progress"]
 
@@ -74,6 +74,8 @@ class NodeEncoder:
         self.text_of = llm_text if text_of is None else text_of
         self.boundary = boundary
         self._finder = finder
+        # Documents may be cut by the end of a call: what is said to come next, and has not come yet.
+        self._awaited: set[str] = set()
 
     def encode(
         self, nodes: Sequence[BaseNode], *, progress: Progress | None = None, background: bool = False
@@ -118,23 +120,25 @@ class NodeEncoder:
         """Return the nodes' chunks, and the nodes of which none can be made, and why."""
         chunks: list[Chunk] = []
         failed: dict[str, str] = {}
-        by_id = {node.node_id: node for node in nodes}
+        named = {related(node, NodeRelationship.NEXT) for node in nodes}
+        followers = self._awaited | {node_id for node_id in named if node_id is not None}
         for node in nodes:
             try:
                 for chunk in node_chunks([node], self.text_of):
-                    chunks.append(self._placed(chunk, node, by_id))
+                    chunks.append(self._placed(chunk, node, followers))
             except (ConfigError, PromptError) as error:
                 failed[node.node_id] = str(error)
+        self._awaited = followers - {node.node_id for node in nodes}
         if failed:
             logger.warning(
                 "%d of %d nodes are stored without KV: %s", len(failed), len(nodes), next(iter(failed.values()))
             )
         return chunks, failed
 
-    def _placed(self, chunk: Chunk, node: BaseNode, others: Mapping[str, BaseNode]) -> Chunk:
+    def _placed(self, chunk: Chunk, node: BaseNode, followers: Container[str]) -> Chunk:
         if self.boundary is None or (self.text_of is not llm_text and chunk.text != node.get_content().strip()):
             return chunk
-        return placed(chunk, node, self.boundary, others)
+        return placed(chunk, node, self.boundary, followers)
 
     def _refused(self, chunks: Sequence[Chunk]) -> dict[str, str]:
         """Return the chunks that the engine takes from nobody, and why; what their ids stood for before is deleted."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container
 from dataclasses import replace
 
 from llama_index.core.schema import BaseNode, MetadataMode, NodeRelationship, RelatedNodeInfo
@@ -10,10 +10,10 @@ from llama_index.core.schema import BaseNode, MetadataMode, NodeRelationship, Re
 from cacheblend_rag.chunk import Chunk
 from llama_index_cacheblend.boundary import Boundary
 
-__all__ = ["placed"]
+__all__ = ["placed", "related"]
 
 
-def placed(chunk: Chunk, node: BaseNode, boundary: Boundary, others: Mapping[str, BaseNode]) -> Chunk:
+def placed(chunk: Chunk, node: BaseNode, boundary: Boundary, followers: Container[str]) -> Chunk:
     """Return the chunk of a node with its place in its document.
 
     Parameters
@@ -24,8 +24,8 @@ def placed(chunk: Chunk, node: BaseNode, boundary: Boundary, others: Mapping[str
         The node.
     boundary : Boundary
         Names the document.
-    others : mapping of str to BaseNode
-        The nodes that are added with it, by id.
+    followers : container of str
+        The ids that nodes added before, or with it, name as the next in their documents.
 
     Returns
     -------
@@ -39,34 +39,33 @@ def placed(chunk: Chunk, node: BaseNode, boundary: Boundary, others: Mapping[str
     begin = len(chunk.text) - len(text) if chunk.text.endswith(text) else chunk.text.find(text)
     if document is None or not text or begin < 0:
         return chunk
-    start = _start(node, others)
+    start = _start(node, followers)
     return replace(
         chunk,
         document=document,
         start=None if start is None else start + len(content) - len(content.lstrip()),
-        previous=_related(node, NodeRelationship.PREVIOUS),
+        previous=related(node, NodeRelationship.PREVIOUS),
         body=(begin, begin + len(text)),
     )
 
 
-def _start(node: BaseNode, others: Mapping[str, BaseNode]) -> int | None:
+def _start(node: BaseNode, followers: Container[str]) -> int | None:
     """Return where a node begins in its document, or in its parent; None where that is not known.
 
     A parser counts from the beginning of the text that it was given. Behind another parser that is a section of the document,
     and nothing says so but this: LlamaIndex then notes for each node the previous one, and for none the next. Of a document's
-    last node that shows in its predecessor, where both are added together.
+    last node that shows in its predecessor.
     """
     start: int | None = getattr(node, "start_char_idx", None)
     if start is None or start < 0:
         return None
-    previous = _related(node, NodeRelationship.PREVIOUS)
-    if previous is None or {NodeRelationship.PARENT, NodeRelationship.NEXT} & node.relationships.keys():
-        return start
-    before = others.get(previous)
-    return start if before is not None and _related(before, NodeRelationship.NEXT) == node.node_id else None
+    is_first = NodeRelationship.PREVIOUS not in node.relationships
+    is_linked = not {NodeRelationship.PARENT, NodeRelationship.NEXT}.isdisjoint(node.relationships)
+    return start if is_first or is_linked or node.node_id in followers else None
 
 
-def _related(node: BaseNode, where: NodeRelationship) -> str | None:
+def related(node: BaseNode, where: NodeRelationship) -> str | None:
+    """Return the id of the node that stands somewhere from this one; None where there is none."""
     info = node.relationships.get(where)
     known = isinstance(info, RelatedNodeInfo) and info.node_id not in ("", node.node_id)
     return info.node_id if known else None  # type: ignore[union-attr]
