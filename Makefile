@@ -41,7 +41,7 @@ install: $(STAMP)  ## make the virtual environment and install the three distrib
 # using it
 
 .PHONY: demo
-demo: $(STAMP)  ## documents through both frameworks, answered by full prefill, reuse and blend; the second run starts warm
+demo: $(STAMP)  ## documents through both frameworks, answered by full prefill and blend; the second run starts warm
 	$(BIN)/cacheblend-rag demo
 
 .PHONY: bench

@@ -6,7 +6,7 @@ import re
 import string
 from collections import Counter
 
-__all__ = ["exact_match", "f1_score", "normalize_answer"]
+__all__ = ["exact_match", "f1_score", "holds_answer", "normalize_answer"]
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -20,6 +20,11 @@ def normalize_answer(text: str) -> str:
 def exact_match(answer: str, gold: str) -> bool:
     """Return whether two answers are the same once normalised."""
     return normalize_answer(answer) == normalize_answer(gold)
+
+
+def holds_answer(answer: str, gold: str) -> bool:
+    """Return whether the normalised words of `gold` stand in an answer, one behind the other."""
+    return f" {normalize_answer(gold)} " in f" {normalize_answer(answer)} "
 
 
 def f1_score(answer: str, gold: str) -> float:

@@ -421,7 +421,10 @@ class BlendConfig(BaseSettings):
         ConfigError
             If a name is unknown or a value has no meaning.
         """
-        return BlendConfig(**(self.model_dump() | changes))
+        replaced = BlendConfig(**(self.model_dump() | changes))
+        # What nobody set is still not set: an engine may have settled it in its own way.
+        replaced.__pydantic_fields_set__ = self.model_fields_set | changes.keys()
+        return replaced
 
     def torch_dtype(self) -> torch.dtype | None:
         """Return `dtype` as torch names it, or None."""

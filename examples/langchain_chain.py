@@ -23,7 +23,7 @@ def main() -> None:
     store = BlendVectorStore(chroma, engine=llm.engine)  # encodes what is added, forgets what is deleted
     store.add_documents(
         [
-            Document(chunk, metadata={"title": document.title, "place": place})
+            Document(chunk, metadata={"source": document.title, "place": place})
             for document in demo_documents()
             for place, chunk in enumerate(document.chunks)
         ]
@@ -36,8 +36,8 @@ def main() -> None:
 
     for question in demo_questions()[:4]:
         documents = store.as_retriever(search_kwargs={"k": 12}).invoke(question.text)
-        documents.sort(key=lambda document: (document.metadata["title"], document.metadata["place"]))
-        context = "\n".join(document.page_content for document in documents)
+        documents.sort(key=lambda document: (document.metadata["source"], document.metadata["place"]))
+        context = "\n\n".join(document.page_content for document in documents)
         answer = chain.invoke({"context": context, "question": question.text})
         blend = answer.response_metadata["blend"]
         print(f"{question.text}\n  {answer.text}  (expected: {question.sentence})")

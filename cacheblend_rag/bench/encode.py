@@ -22,6 +22,8 @@ from cacheblend_rag.bench.words import RandomWords, text_of
 from cacheblend_rag.chunk import Chunk
 from cacheblend_rag.encode import plan_batches
 from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.reading import Member, Place, ReadingRules, contexts
 
 __all__ = ["EncodeBench", "EncodeRow", "EncodeSetting"]
 
@@ -40,6 +42,13 @@ class EncodeSetting(ModelSetting):
         Tokens of the encoding prefix; 1 is a BOS alone.
     batch_tokens : int
         Most tokens of a batch.
+    document_chunks : int
+        Chunks of a document; with 0 they are pieces of none, and encoded alone.
+    overlap : int
+        Tokens that each chunk of a document shares with the one before it. The first of them is another token in the later chunk,
+        as it is where a tokenizer meets a word at the beginning of a text rather than inside one: so what overlaps is read twice.
+    context_tokens : int or None
+        Most tokens of a document that are read together.
     folder : Path or None
         Where a folder for the disk rows is made, and removed again; the system's folder for temporary files by default.
     """
@@ -48,12 +57,25 @@ class EncodeSetting(ModelSetting):
     chunk_tokens: int = 512
     prefix_tokens: int = 1
     batch_tokens: int = 4096
+    document_chunks: int = 0
+    overlap: int = 0
+    context_tokens: int | None = None
     repeats: int = field(default=3, kw_only=True)
     folder: Path | None = None
 
     def __post_init__(self) -> None:
         ModelSetting.__post_init__(self)
         check_least(self, 1, "chunks", "chunk_tokens", "prefix_tokens", "batch_tokens")
+        check_least(self, 0, "document_chunks", "overlap")
+        if self.document_chunks and self.chunks % self.document_chunks:
+            raise ConfigError(
+                f"{self.chunks} chunks are no documents of {self.document_chunks}; give a multiple of that"
+            )
+        if self.overlap >= self.chunk_tokens or (self.overlap and not self.document_chunks):
+            raise ConfigError(
+                f"overlap={self.overlap} must be less than the {self.chunk_tokens} tokens of a chunk, and of a document's "
+                "(document_chunks)"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +85,11 @@ class EncodeRow:
     Attributes
     ----------
     method : str
-        "forward": the model's own forward with its own cache over the same ids in the same batches, prefix in every row. "ram"
-        and "disk": `BlendEngine.add` into RAM, and into a folder, where on return all is synced.
+        "forward": the model's own forward with its own cache over the same ids in the same batches, prefix in every row; of
+        documents over their text, each token once, in the windows that they are read in. "ram" and "disk": `BlendEngine.add` into
+        RAM, and into a folder, where on return all is synced. "singly": chunks of documents added one by one, into RAM.
     tokens : int
-        Chunk tokens of a run; prefix and padding do not count.
+        Tokens of the text; prefix and padding do not count, nor what is read a second time.
     batches : int
         Batches of a run.
     seconds, seconds_min, seconds_max : float
@@ -118,15 +141,49 @@ class EncodeBench:
         words = RandomWords(self._tokenizer, setting.seed)
         prefix = words.token_ids(setting.prefix_tokens)
         self._config = setting.blend_config(
-            disk_bytes=None, encode_batch_tokens=setting.batch_tokens, encoding_prefix=tuple(prefix)
+            disk_bytes=None,
+            encode_batch_tokens=setting.batch_tokens,
+            encoding_prefix=tuple(prefix),
+            context_tokens=setting.context_tokens,
         )
-        ids = [words.token_ids(setting.chunk_tokens) for _ in range(setting.chunks)]
-        self._chunks = [Chunk(text_of(row), f"chunk {number}") for number, row in enumerate(ids)]
+        if setting.document_chunks:
+            ids = self._make_documents(words)
+        else:
+            ids = [words.token_ids(setting.chunk_tokens) for _ in range(setting.chunks)]
+            self._chunks = [Chunk(text_of(row), f"chunk {number}") for number, row in enumerate(ids)]
+        self._tokens = sum(map(len, ids))
         plan = plan_batches([len(row) for row in ids], setting.prefix_tokens, setting.batch_tokens)
         self._batches = [
             torch.tensor([[*prefix, *ids[index]] for index in batch], device=setting.device) for batch in plan
         ]
         self._kv_bytes = 0
+
+    def _make_documents(self, words: RandomWords) -> list[list[int]]:
+        """Make the chunks of documents; return the tokens of each window, as they are read without knowing of chunks."""
+        setting, rows = self.setting, []
+        step = setting.chunk_tokens - setting.overlap
+        size = step * (setting.document_chunks - 1) + setting.chunk_tokens
+        self._chunks = []
+        for number in range(setting.chunks // setting.document_chunks):
+            ids = words.token_ids(size)
+            members = []
+            for place in range(setting.document_chunks):
+                begin = place * step
+                row = ids[begin : begin + setting.chunk_tokens]
+                if setting.overlap and place:
+                    # A word of the same length.
+                    row[0] ^= 1
+                # Where words begin is counted in words here: all of them count as one character.
+                at = Place(str(number), begin, None, len(row), "", tuple(range(1, len(row) + 1)))
+                members.append(Member(f"{number}.{place}", tuple(row), at))
+                start = len(text_of(ids[:begin])) + bool(begin)
+                self._chunks.append(Chunk(text_of(row), f"{number}.{place}", document=str(number), start=start))
+            # A window ends where the next one begins to be read.
+            found = contexts(members, ReadingRules(setting.context_tokens))
+            for place, context in enumerate(found):
+                if place + 1 == len(found) or found[place + 1].first != context.first:
+                    rows.append(ids[context.first * step : place * step + setting.chunk_tokens])
+        return rows
 
     def measure(self, progress: Callable[[int, int], None] | None = None) -> list[EncodeRow]:
         """Run every method once unmeasured on one batch, then `repeats` rounds, each beginning with another method.
@@ -146,9 +203,11 @@ class EncodeBench:
             "ram": partial(self._add, self._chunks, on_disk=False),
             "disk": partial(self._add, self._chunks, on_disk=True),
         }
+        if self.setting.document_chunks:
+            methods["singly"] = self._add_singly
         self._forward(self._batches[:1])
         for on_disk in (False, True):
-            self._add(self._chunks[: self._batches[0].shape[0]], on_disk=on_disk)
+            self._add(self._chunks[: self.setting.document_chunks or self._batches[0].shape[0]], on_disk=on_disk)
         # Each has run a batch already.
         times = in_rounds(
             list(methods), lambda name: methods[name](), self.setting.repeats, unmeasured=0, progress=progress
@@ -173,6 +232,13 @@ class EncodeBench:
                 self._kv_bytes = stats.ram_bytes
         return took[0]
 
+    def _add_singly(self) -> _Took:
+        with BlendEngine(self._model, self._tokenizer, config=self._config) as engine:
+            with self._timed() as took:
+                for chunk in self._chunks:
+                    engine.add([chunk])
+        return took[0]
+
     @contextmanager
     def _timed(self) -> Iterator[list[_Took]]:
         took: list[_Took] = []
@@ -183,7 +249,7 @@ class EncodeBench:
         took.append(_Took(time.perf_counter() - started, time.process_time() - cpu_started))
 
     def _row(self, method: str, runs: Sequence[_Took], forward: Sequence[_Took]) -> EncodeRow:
-        tokens = self.setting.chunks * self.setting.chunk_tokens
+        tokens = self._tokens
         times = [run.seconds for run in runs]
         return EncodeRow(
             method=method,

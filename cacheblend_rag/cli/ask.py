@@ -55,6 +55,7 @@ def ask(
         LibrarySettings,
         is_library,
         kv_folder,
+        passage_config,
         question_prompt,
         reading_order,
     )
@@ -65,7 +66,8 @@ def ask(
     if known is None or not is_library(store):
         raise ConfigError(f"nothing was warmed into {store}; run: cacheblend-rag warm PATH --store {store}")
     name = model or known.model
-    with open_engine(name, store=kv_folder(store), recompute_ratio=ratio, selector=selector) as engine:
+    folder, config = kv_folder(store), passage_config()
+    with open_engine(name, store=folder, config=config, recompute_ratio=ratio, selector=selector) as engine:
         with Library(store, engine, Embedding(known.embedding)) as library:
             if not len(library):
                 raise ConfigError(f"{store} holds no passages; run: cacheblend-rag warm PATH --store {store}")

@@ -29,6 +29,13 @@ def encode(
     chunk_tokens: ChunkTokensOption = 512,
     prefix_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the encoding prefix; 1 is a BOS alone.")] = 1,
     batch_tokens: Annotated[int, typer.Option(min=1, help="Most tokens encoded in one batch.")] = 4096,
+    document_chunks: Annotated[
+        int, typer.Option(min=0, help="Chunks of a document, in which they are encoded; 0: alone.")
+    ] = 0,
+    overlap: Annotated[int, typer.Option(min=0, help="Tokens that chunks of a document share.")] = 0,
+    context_tokens: Annotated[
+        int, typer.Option(min=0, help="Most tokens of a document that are read together; 0: all.")
+    ] = 0,
     repeats: RepeatsOption = 3,
     device: DeviceOption = "cpu",
     dtype: WeightsOption = None,
@@ -49,6 +56,9 @@ def encode(
         chunk_tokens=chunk_tokens,
         prefix_tokens=prefix_tokens,
         batch_tokens=batch_tokens,
+        document_chunks=document_chunks,
+        overlap=overlap,
+        context_tokens=context_tokens or None,
         repeats=repeats,
         device=device,
         dtype=weights_dtype(dtype, device),
@@ -69,9 +79,10 @@ def encode(
         )
         for row in rows
     ]
+    inside = f", {document_chunks} a document, {overlap} shared," if document_chunks else ""
     title = (
-        f"{shape}, {setting.dtype} on {device}: {chunks} chunks of {chunk_tokens} tokens behind a prefix of {prefix_tokens}, "
-        f"in {rows[0].batches} batches, median of {repeats}"
+        f"{shape}, {setting.dtype} on {device}: {chunks} chunks of {chunk_tokens} tokens{inside} behind a prefix of "
+        f"{prefix_tokens}, in {rows[0].batches} batches, median of {repeats}"
     )
     show_table(title, ("method", "tokens/s", "share", "time", "range", "CPU time", "KV"), lines)
     write_bench(json_file, "bench encode", setting, rows)

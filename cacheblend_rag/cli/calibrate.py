@@ -81,10 +81,10 @@ def calibrate(
     """
     from cacheblend_rag.config import BlendConfig
     from cacheblend_rag.eval import calibrate as run
-    from cacheblend_rag.eval import read_questions
+    from cacheblend_rag.eval import read_questions_and_answers
 
     tried = parse_ratios(ratios)
-    asked = read_questions(questions)
+    asked = read_questions_and_answers(questions)
     if not config_file.absolute().parent.is_dir():
         raise typer.BadParameter(f"the folder {config_file.absolute().parent} does not exist", param_hint="--config")
     for path in paths or []:
@@ -104,6 +104,7 @@ def calibrate(
             found = run(
                 engine,
                 prompts,
+                answers=list(asked.values()),
                 selector=selector,
                 ratios=tried,
                 agreement=agreement,
@@ -141,12 +142,12 @@ def _read(
     paths: list[Path], config: BlendConfig, model: str | None, embedding: str | None, chunk_tokens: int | None
 ) -> Iterator[tuple[BlendEngine, Library, str]]:
     """Read documents into a store that is there for as long as they are asked about."""
-    from cacheblend_rag.documents import Embedding, Library, kv_folder, read_passages
+    from cacheblend_rag.documents import Embedding, Library, kv_folder, passage_config, read_passages
 
     name = model or "reference"
     with tempfile.TemporaryDirectory(prefix="cacheblend-calibrate-") as folder:
         # What is removed afterwards should not be left in a remote tier, nor be looked for there.
-        quiet = config.replace(remote=None, guard_rate=0.0)
+        quiet = passage_config(config).replace(remote=None, guard_rate=0.0)
         with open_engine(name, store=kv_folder(Path(folder)), config=quiet) as engine:
             passages, skipped = read_passages(paths, token_counter(engine), chunk_tokens or CHUNK_TOKENS)
             for note in skipped:
@@ -166,7 +167,7 @@ def _warmed(
     store: Path, config: BlendConfig, model: str | None, embedding: str | None, chunk_tokens: int | None
 ) -> Iterator[tuple[BlendEngine, Library, str]]:
     """Open what was warmed."""
-    from cacheblend_rag.documents import Embedding, Library, LibrarySettings, is_library, kv_folder
+    from cacheblend_rag.documents import Embedding, Library, LibrarySettings, is_library, kv_folder, passage_config
 
     if chunk_tokens is not None:
         raise typer.BadParameter("passages that were warmed have their length", param_hint="--chunk-tokens")
@@ -176,8 +177,9 @@ def _warmed(
             f"nothing was warmed into {store}; name documents, or run: cacheblend-rag warm PATH --store {store}"
         )
     name = model or known.model
+    quiet = passage_config(config).replace(guard_rate=0.0)
     with (
-        open_engine(name, store=kv_folder(store), config=config.replace(guard_rate=0.0)) as engine,
+        open_engine(name, store=kv_folder(store), config=quiet) as engine,
         Library(store, engine, Embedding(embedding or known.embedding)) as library,
     ):
         if not len(library):

@@ -27,11 +27,11 @@ def demo(
     context_chunks: Annotated[
         int, typer.Option(min=1, help="How many chunks each is answered from, rounded up to whole documents.")
     ] = 16,
-    ratios: Annotated[str, typer.Option(help="Ratios to blend at beside the default one, comma-separated.")] = "0.3",
+    ratios: Annotated[str, typer.Option(help="Ratios to blend at beside the default one, comma-separated.")] = "0.15",
     model: ModelOption = "reference",
     json_file: JsonOption = None,
 ) -> None:
-    """Put documents into Chroma through LlamaIndex and LangChain, and answer questions by full prefill, plain reuse and blend.
+    """Put documents into Chroma through LlamaIndex and LangChain, and answer questions by full prefill and blend.
 
     Their KV is computed on the way in. A second run finds everything there and encodes nothing.
     """

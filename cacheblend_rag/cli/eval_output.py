@@ -25,7 +25,7 @@ def show_result(result: EvalResult, title: str) -> None:
     rows = [row for row in result.rows if row.kind == _ALL]
     # A terminal is not as wide as a file: of several metrics, the first stands beside the other figures.
     shown = result.metrics[:1]
-    show_table(title, _columns(shown), [_cells(shown, row, named=False) for row in rows])
+    show_table(title, *_overview(shown, rows, named=False))
     kinds = list(dict.fromkeys(row.kind for row in result.rows))
     if len(kinds) > 1 or len(result.metrics) > 1:
         for metric in result.metrics:
@@ -57,7 +57,7 @@ def write_markdown(path: Path | None, result: EvalResult, title: str, facts: Seq
     parts = [
         f"# {title}",
         " ".join(facts),
-        _table(_columns(result.metrics), [_cells(result.metrics, row) for row in rows]),
+        _table(*_overview(result.metrics, rows)),
     ]
     kinds = list(dict.fromkeys(row.kind for row in result.rows))
     if len(kinds) > 1:
@@ -124,17 +124,24 @@ def json_rows(result: EvalResult) -> list[dict[str, Any]]:
     return [asdict(row) for row in result.rows]
 
 
-def _columns(metrics: Sequence[str]) -> tuple[str, ...]:
+def _overview(
+    metrics: Sequence[str], rows: Sequence[EvalRow], *, named: bool = True
+) -> tuple[tuple[str, ...], list[list[str | None]]]:
+    """Return columns and lines of the figures over all questions."""
+    documents = any(row.minus_documents for row in rows)
     names = ["method", "n"]
     for metric in metrics:
-        names += [metric, f"{metric} - full"]
-    return (*names, "- best other", "charged", "ratio", "same as full", "first token", "speedup", "output tokens")
+        names += [metric, f"{metric} - full", *([f"{metric} - full documents"] if documents else [])]
+    columns = (*names, "- best other", "charged", "ratio", "same as full", "first token", "speedup", "output tokens")
+    return columns, [_cells(metrics, row, named, documents) for row in rows]
 
 
-def _cells(metrics: Sequence[str], row: EvalRow, *, named: bool = True) -> list[str | None]:
+def _cells(metrics: Sequence[str], row: EvalRow, named: bool, documents: bool) -> list[str | None]:
     cells: list[str | None] = [row.method, str(row.questions)]
     for metric in metrics:
         cells += [_interval(row.metrics.get(metric)), _interval(row.minus_full.get(metric), signed=True)]
+        if documents:
+            cells.append(_interval(row.minus_documents.get(metric), signed=True))
     if not row.metrics:
         return [*cells, *["n/a"] * 7]
     best = None if row.minus_best is None else _interval(row.minus_best, signed=True)

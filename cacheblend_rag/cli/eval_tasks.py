@@ -29,6 +29,10 @@ class TaskRequest:
         What is drawn follows from it.
     chunk_tokens : int
         Most tokens of a chunk.
+    top_k : int or None
+        How many chunks are retrieved for a question; None for the task's own number.
+    embedding : str or None
+        The model that they are found by; None for the default one.
     tokenizer : callable
         Loads the model and returns its tokenizer; a task that does without finds its mistakes before that.
     """
@@ -36,6 +40,8 @@ class TaskRequest:
     questions: int | None
     seed: int
     chunk_tokens: int
+    top_k: int | None
+    embedding: str | None
     tokenizer: Callable[[], Any]
 
 
@@ -58,6 +64,14 @@ def reference(
     format: Annotated[
         str, typer.Option("--format", help="How prompts are written; chat is the project's own.")
     ] = "chat",
+    retrieval: Annotated[
+        str,
+        typer.Option(
+            help="What is answered from: all chunks in reading order (reading) or not (shuffled), in order with two in five "
+            "missing (dropped), or the twelve (--top-k) nearest of a whole corpus (ranked)."
+        ),
+    ] = "reading",
+    documents: Annotated[int, typer.Option(min=1, help="Least documents of that corpus.")] = 200,
 ) -> EvalTask:
     """Held-out questions about fictional people, for the reference model: exact match and F1 by kind of question.
 
@@ -72,6 +86,10 @@ def reference(
         format=format,
         people=people,
         per_context=per_context,
+        retrieval=retrieval,
+        documents=documents,
+        top_k=request.top_k or 12,
+        embedding=request.embedding,
     )
 
 

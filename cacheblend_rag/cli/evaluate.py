@@ -21,7 +21,6 @@ from cacheblend_rag.cli.options import (
     JsonOption,
     MarkdownOption,
     ModelOption,
-    TopKOption,
 )
 from cacheblend_rag.cli.output import parse_ratios, plain_values, progress_bar, say_seconds, write_json
 from cacheblend_rag.errors import ConfigError
@@ -43,7 +42,8 @@ def _shared(
         str,
         typer.Option(
             help="Methods, comma-separated: full, prefix, reuse, full_reuse, map_reduce, map_rerank; a selector with a ratio "
-            '("hkvd 0.15"), with a charge ("hkvd @0.15"), with settings ("hkvd 0.15 check_layers=[1,2]"); "random = hkvd 0.15".'
+            '("hkvd 0.15"), with a charge ("hkvd @0.15"), with settings ("hkvd 0.15 check_layers=[1,2]"); "random = hkvd 0.15". '
+            'Behind each: alone, "behind other", "behind shuffled" (how chunks are encoded), documents (whole ones are read).'
         ),
     ] = _METHODS,
     selectors: Annotated[
@@ -65,7 +65,12 @@ def _shared(
         int | None, typer.Option(min=1, help="Most tokens of an answer; by default the task's.")
     ] = None,
     chunk_tokens: CutTokensOption = 512,
-    top_k: TopKOption = 6,
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            "--top-k", min=1, help="How many chunks are retrieved, where texts are cut (6 by default) or searched."
+        ),
+    ] = None,
     embeddings: FinderOption = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes; by default one a core, or one with a GPU.")
@@ -152,7 +157,14 @@ def _run(name: str, maker: TaskMaker, own: dict[str, Any], shared: dict[str, Any
                 opened.append(stack.enter_context(open_engine(model)))
             return opened[0]
 
-        request = TaskRequest(shared["questions"], shared["seed"], shared["chunk_tokens"], lambda: engine().tokenizer)
+        request = TaskRequest(
+            shared["questions"],
+            shared["seed"],
+            shared["chunk_tokens"],
+            shared["top_k"],
+            shared["embeddings"],
+            lambda: engine().tokenizer,
+        )
         task = maker(request, **own)
         progress = stack.enter_context(progress_bar("asking"))
         result = evaluate(
@@ -217,7 +229,7 @@ def _setting(shared: dict[str, Any]) -> EvalSetting:
     )
     return EvalSetting(
         methods=(*parse_methods(shared["methods"]), *grid),
-        retrieval=RetrievalSetting(shared["chunk_tokens"], shared["top_k"], shared["embeddings"]),
+        retrieval=RetrievalSetting(shared["chunk_tokens"], shared["top_k"] or 6, shared["embeddings"]),
         max_new_tokens=shared["max_new_tokens"],
         seed=shared["seed"],
         together=shared["together"],

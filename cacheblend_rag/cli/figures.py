@@ -87,8 +87,9 @@ def figures(
     if task not in TASKS:
         raise ConfigError(f"task {task!r} is unknown; choose one of {', '.join(TASKS)}")
     started = time.perf_counter()
-    with open_engine(model) as engine, progress_bar("looking") as progress:
-        request = TaskRequest(questions, seed, chunk_tokens, lambda: engine.tokenizer)
+    # The papers' chunks are encoded alone.
+    with open_engine(model, context="none") as engine, progress_bar("looking") as progress:
+        request = TaskRequest(questions, seed, chunk_tokens, top_k, embeddings, lambda: engine.tokenizer)
         made = TASKS[task](request, **_own(task, data))
         result = look_inside(engine, made, setting, progress)
     seconds = time.perf_counter() - started

@@ -57,7 +57,7 @@ def warm(
     stopped, in whatever way, is finished by the next one.
     """
     budget_bytes = None if budget is None else parse_bytes(budget)
-    from cacheblend_rag.documents import Embedding, Library, LibrarySettings, kv_folder, read_passages
+    from cacheblend_rag.documents import Embedding, Library, LibrarySettings, kv_folder, passage_config, read_passages
 
     known = LibrarySettings.load(store)
     settings = LibrarySettings(
@@ -75,7 +75,8 @@ def warm(
         # First, so that a model which cannot be had leaves no half-made store behind.
         make_quiet()
         embedding_model.load()
-    with open_engine(settings.model, store=kv_folder(store) if exists or not estimate else None) as engine:
+    folder = kv_folder(store) if exists or not estimate else None
+    with open_engine(settings.model, store=folder, config=passage_config()) as engine:
         passages, skipped = read_passages(paths, token_counter(engine), settings.chunk_tokens)
         for note in skipped:
             typer.echo(note, err=True)
@@ -130,9 +131,9 @@ def _estimate(
     budget_bytes: int | None,
     json_file: Path | None,
 ) -> None:
-    from cacheblend_rag.chunk import Chunk
+    from cacheblend_rag.documents import passage_chunk
 
-    cost = engine.estimate([Chunk(passage.text, passage.id) for passage in passages])
+    cost = engine.estimate([passage_chunk(passage) for passage in passages])
     held_bytes = engine.store.stats().disk_bytes
     existing = next(folder for folder in [store.absolute(), *store.absolute().parents] if folder.exists())
     free_bytes = shutil.disk_usage(existing).free

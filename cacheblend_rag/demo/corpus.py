@@ -27,6 +27,8 @@ class DemoChunk:
         The document's title.
     number : int
         The chunk's number in the document.
+    start : int
+        Where it begins in the document, in characters, its chunks being lines.
     text : str
         What is read.
     """
@@ -35,16 +37,20 @@ class DemoChunk:
     document: int
     title: str
     number: int
+    start: int
     text: str
 
 
 def demo_chunks(framework: str) -> list[DemoChunk]:
     """Return the chunks of all documents in order, named for a framework's collection."""
-    return [
-        DemoChunk(f"{framework}-{number}-{place}-{text_hash(text)[:8]}", number, document.title, place, text)
-        for number, document in enumerate(demo_documents())
-        for place, text in enumerate(document.chunks)
-    ]
+    chunks = []
+    for number, document in enumerate(demo_documents()):
+        start = 0
+        for place, text in enumerate(document.chunks):
+            id = f"{framework}-{number}-{place}-{text_hash(text)[:8]}"
+            chunks.append(DemoChunk(id, number, document.title, place, start, text))
+            start += len(text) + 1
+    return chunks
 
 
 def best_documents(ranked: Iterable[int], sizes: Sequence[int], enough: int) -> list[int]:

@@ -65,7 +65,7 @@ class LangChainDemo:
         self._chroma = Chroma(
             collection, embeddings, client=client, collection_configuration={"hnsw": {"space": "cosine"}}
         )
-        self._store = BlendVectorStore(self._chroma, engine=engine)
+        self._store = BlendVectorStore(self._chroma, engine=engine, document_keys=["document"])
         self._retriever = self._store.as_retriever(search_kwargs={"k": context_chunks})
         self._sizes = [0] * (1 + max(chunk.document for chunk in self._chunks))
         for chunk in self._chunks:
@@ -81,7 +81,15 @@ class LangChainDemo:
         if missing:
             self._store.add_texts(
                 [chunk.text for chunk in missing],
-                [{"document": chunk.document, "title": chunk.title, "number": chunk.number} for chunk in missing],
+                [
+                    {
+                        "document": chunk.document,
+                        "title": chunk.title,
+                        "number": chunk.number,
+                        "start_index": chunk.start,
+                    }
+                    for chunk in missing
+                ],
                 ids=[chunk.id for chunk in missing],
             )
         return len(self._chunks)

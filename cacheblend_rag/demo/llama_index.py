@@ -103,6 +103,7 @@ class LlamaIndexDemo:
                 TextNode(
                     id_=chunk.id,
                     text=chunk.text,
+                    start_char_idx=chunk.start,
                     metadata={"document": chunk.document, "title": chunk.title, "number": chunk.number},
                     # A chunk is found by its document's title too, but the model reads the text alone.
                     excluded_llm_metadata_keys=["document", "title", "number"],

@@ -44,7 +44,7 @@ def run_demo(
     context_chunks: int,
     progress: Callable[[str], None],
 ) -> tuple[list[Ingestion], list[DemoRow]]:
-    """Ingest the documents through both frameworks and ask every question by full prefill, plain reuse and blend.
+    """Ingest the documents through both frameworks and ask every question by full prefill and blend.
 
     Parameters
     ----------
@@ -100,11 +100,7 @@ def run_demo(
 
 
 def _methods(default: BlendConfig, ratios: Sequence[float]) -> dict[str, BlendConfig]:
-    methods = {
-        "full": default.replace(enabled=False),
-        "reuse": default.replace(selector="none", recompute_ratio=0.0),
-        "blend": default,
-    }
+    methods = {"full": default.replace(enabled=False), "blend": default}
     for ratio in ratios:
         if ratio != default.recompute_ratio:
             methods[f"blend {ratio:g}"] = default.replace(recompute_ratio=ratio)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from cacheblend_rag.documents.embedding import Embedding
 from cacheblend_rag.documents.folder import LibrarySettings, clear_library, is_library, kv_folder
-from cacheblend_rag.documents.library import Library, Match, WarmResult, reading_order
-from cacheblend_rag.documents.prompt import question_prompt
+from cacheblend_rag.documents.library import Library, Match, WarmResult, passage_chunk, reading_order
+from cacheblend_rag.documents.prompt import passage_config, question_prompt
 from cacheblend_rag.documents.splitter import Passage, read_passages
 
 __all__ = [
@@ -18,6 +18,8 @@ __all__ = [
     "clear_library",
     "is_library",
     "kv_folder",
+    "passage_chunk",
+    "passage_config",
     "question_prompt",
     "read_passages",
     "reading_order",

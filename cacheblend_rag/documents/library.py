@@ -20,7 +20,7 @@ from cacheblend_rag.errors import ConfigError
 if TYPE_CHECKING:
     from chromadb import Collection
 
-__all__ = ["Library", "Match", "WarmResult", "reading_order"]
+__all__ = ["Library", "Match", "WarmResult", "passage_chunk", "reading_order"]
 
 # Passages encoded, embedded and shown together; what a killed run has to do again at most.
 _GROUP = 64
@@ -154,7 +154,7 @@ class Library:
                 fitting = self._fitting(group, budget_bytes)
                 finished = done
                 added = self._engine.add(
-                    [Chunk(passage.text, passage.id) for passage in fitting],
+                    [passage_chunk(passage) for passage in fitting],
                     progress=lambda count, _, before=finished: report(before + count, len(passages)),  # type: ignore[misc]
                 )
                 encoded, tokens, done = encoded + added.encoded, tokens + added.tokens, done + len(fitting)
@@ -230,10 +230,13 @@ class Library:
             return group
         room = budget_bytes - self._engine.store.stats().disk_bytes
         known = self._engine.records([passage.id for passage in group])
+        separator = self._engine.config.separator
         for number, (passage, record) in enumerate(zip(group, known, strict=True)):
             if record is not None and self._engine.store.holds([record.key])[0]:
                 continue
-            tokens = len(self._engine.tokenizer(passage.text, add_special_tokens=False)["input_ids"])
+            # Behind each passage the KV of what follows it is kept.
+            texts = [text for text in (passage.text, separator) if text]
+            tokens = sum(map(len, self._engine.tokenizer(texts, add_special_tokens=False)["input_ids"]))
             room -= tokens * decoder.kv_bytes_per_token + _FILE_BYTES_PER_LAYER * decoder.num_kv_layers
             if room < 0:
                 return group[:number]
@@ -261,6 +264,11 @@ class Library:
                 ids=[passage.id for passage in moved],
                 metadatas=[{"source": passage.source, "position": passage.position} for passage in moved],
             )
+
+
+def passage_chunk(passage: Passage) -> Chunk:
+    """Return the chunk of a passage: a piece of the file that it stands in."""
+    return Chunk(passage.text, passage.id, document=passage.source, start=passage.start)
 
 
 def reading_order(matches: Iterable[Match]) -> list[Match]:

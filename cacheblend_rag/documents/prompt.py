@@ -6,12 +6,24 @@ from collections.abc import Sequence
 from typing import Any
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk
+from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.reference.prompt import FORMATS
 
-__all__ = ["question_prompt"]
+__all__ = ["passage_config", "question_prompt"]
 
 # A character that no tokenizer treats specially and no template contains.
 _CONTEXT = "\ue000"
+
+
+def passage_config(config: BlendConfig | None = None) -> BlendConfig:
+    """Return settings, by default the environment's, with what `question_prompt` puts between passages as the `separator`.
+
+    Where they name a separator of their own, it stays.
+    """
+    config = BlendConfig.of(config)
+    if "separator" in config.model_fields_set:
+        return config
+    return config.replace(separator=FORMATS["plain_answer"].separator)
 
 
 def question_prompt(tokenizer: Any, question: str, chunks: Sequence[Chunk]) -> BlendPrompt:

@@ -36,12 +36,15 @@ class Passage:
         Its number in the file, from 0.
     text : str
         What the model reads.
+    start : int
+        Where it begins, in characters, in the file's passages with a blank line between them.
     """
 
     id: str
     source: str
     position: int
     text: str
+    start: int = 0
 
 
 def read_passages(
@@ -103,11 +106,13 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _passages(source: str, text: str, count_tokens: TokenCount, chunk_tokens: int) -> Iterator[Passage]:
     seen: dict[str, int] = {}
+    start = 0
     for position, piece in enumerate(split_text(text, count_tokens, chunk_tokens)):
         digest = text_hash(piece)[:16]
         seen[digest] = number = seen.get(digest, 0) + 1
         # The same words twice in one file are two passages.
-        yield Passage(f"{source}#{digest}" + (f".{number}" if number > 1 else ""), source, position, piece)
+        yield Passage(f"{source}#{digest}" + (f".{number}" if number > 1 else ""), source, position, piece, start)
+        start += len(piece) + len("\n\n")
 
 
 def split_text(text: str, count_tokens: TokenCount, chunk_tokens: int) -> list[str]:

@@ -7,7 +7,7 @@ from cacheblend_rag.eval.asking import EvalSetting
 from cacheblend_rag.eval.calibrate import Calibration, calibrate
 from cacheblend_rag.eval.methods import EvalMethod, grid_methods, parse_method, parse_methods
 from cacheblend_rag.eval.metrics import exact_match, f1_score, normalize_answer
-from cacheblend_rag.eval.questions import read_questions
+from cacheblend_rag.eval.questions import read_questions, read_questions_and_answers
 from cacheblend_rag.eval.reference import reference_task
 from cacheblend_rag.eval.result import EvalResult, EvalRow
 from cacheblend_rag.eval.retrieve import RetrievalSetting
@@ -39,6 +39,7 @@ __all__ = [
     "parse_method",
     "parse_methods",
     "read_questions",
+    "read_questions_and_answers",
     "reference_task",
     "write_settings",
 ]

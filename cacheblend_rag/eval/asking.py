@@ -80,12 +80,18 @@ class Asker:
         self._together = setting.together
         self._max_new_tokens = setting.max_new_tokens or task.max_new_tokens
         self._retriever = Retriever(engine.tokenizer, setting.retrieval)
-        self._engines: dict[str, BlendEngine] = {"": engine}
+        self._engines: dict[str, BlendEngine] = {}
         if engine.unsupported_reason is not None and any(m.way not in WHOLE_WAYS for m in setting.methods):
             raise UnsupportedModelError(
                 f"{engine.unsupported_reason}; evaluate it by {', '.join(WHOLE_WAYS)} only, or choose another model"
             )
-        self._ways = {method.name: make_way(method, self._engine_for(method)) for method in setting.methods}
+        self._ways = {
+            method.name: (make_way(method, self._engine_for(method)), method.reads) for method in setting.methods
+        }
+        self._reads: dict[BlendEngine, set[str]] = {}
+        for method in setting.methods:
+            reads = self._reads.setdefault(self._engine_for(method), set())
+            reads.update({method.reads} - {""})
 
     def close(self) -> None:
         """Close the engines that were made for methods; the one that was given stays open."""
@@ -108,8 +114,7 @@ class Asker:
         Asked
             Each question with its answers; one whose prompt does not fit the model's window is skipped.
         """
-        engines = self._engines.values()
-        with inquire(self._task, context, self._retriever, engines, self._max_new_tokens, wanted) as inquiries:
+        with inquire(self._task, context, self._retriever, self._reads, self._max_new_tokens, wanted) as inquiries:
             asked: dict[str, Inquiry] = {}
             for question, inquiry in inquiries:
                 if isinstance(inquiry, str):
@@ -131,8 +136,8 @@ class Asker:
 
     def _answers(self, asked: Mapping[str, Inquiry]) -> list[Asked]:
         answers: dict[str, dict[str, Answer | None]] = {question: {} for question in asked}
-        for name, way in self._ways.items():
-            found = way.answer(list(asked.values()), list(answers.values()))
+        for name, (way, reads) in self._ways.items():
+            found = way.answer([inquiry.reading(reads) for inquiry in asked.values()], list(answers.values()))
             for own, answer in zip(answers.values(), found, strict=True):
                 own[name] = answer
         return [Asked(question, own) for question, own in answers.items()]
@@ -141,8 +146,10 @@ class Asker:
         """Return the engine whose settled settings are those of a method.
 
         A key names KV whatever its codec, so settings that no call can change want a store, and an engine, of their own.
+        Documents are read as prompts are written, with the task's separator between their chunks.
         """
-        config = self._engine.config.replace(**{"self_check": False} | method.settings())
+        settings = {"self_check": False, "separator": self._task.separator} | method.settings()
+        config = self._engine.config.replace(**settings)
         # A selector that goes by what is measured when chunks are added wants a store where it was.
         neighbours = num_neighbours(config)
         if neighbours > num_neighbours(self._engine.config):
@@ -154,5 +161,7 @@ class Asker:
         }
         label = repr(sorted(changed.items())) if changed else ""
         if label not in self._engines:
-            self._engines[label] = BlendEngine(self._engine.model, self._engine.tokenizer, config=config)
+            self._engines[label] = (
+                BlendEngine(self._engine.model, self._engine.tokenizer, config=config) if changed else self._engine
+            )
         return self._engines[label]

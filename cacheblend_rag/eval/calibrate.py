@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from cacheblend_rag.answers import exact_match, f1_score
+from cacheblend_rag.answers import exact_match, f1_score, holds_answer
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine, GenerationResult
@@ -56,18 +56,41 @@ class Calibration:
 
 @dataclass(frozen=True, eq=False)
 class _Reference:
-    """Full prefill's answer to a prompt."""
+    """What the answers to a prompt are compared with.
+
+    Attributes
+    ----------
+    prompt : BlendPrompt
+        The prompt.
+    text : str
+        Full prefill's answer, where chunks remember their documents that of the whole documents.
+    answer : str or None
+        The right answer, where it was given; it counts instead.
+    is_known : bool
+        Whether full prefill read all that the chunks remember.
+    first : TokenDistribution
+        What full prefill begins with.
+    ttft_s : float
+        When it did.
+    """
 
     prompt: BlendPrompt
     text: str
+    answer: str | None
+    is_known: bool
     first: TokenDistribution
     ttft_s: float
+
+    def is_met_by(self, text: str) -> bool:
+        """Return whether another answer is as good."""
+        return exact_match(text, self.text) if self.answer is None else holds_answer(text, self.answer)
 
 
 def calibrate(
     engine: BlendEngine,
     prompts: Sequence[BlendPrompt],
     *,
+    answers: Sequence[str | None] = (),
     selector: str | None = None,
     ratios: Sequence[float] = DEFAULT_RATIOS,
     agreement: float = 0.95,
@@ -75,13 +98,16 @@ def calibrate(
     max_new_tokens: int = 32,
     progress: Callable[[str], None] | None = None,
 ) -> Calibration:
-    """Find the smallest recompute ratio whose greedy answers agree with full prefill's.
+    """Find the smallest recompute ratio whose greedy answers agree with full prefill's, or are as often right.
 
-    Full prefill answers every prompt once. Then the ratios are tried from the smallest on; one is given up as soon as it cannot
-    reach the target even if all other answers agree. More recomputed tokens need not give better answers, so nothing is concluded
-    from one ratio about another: the smallest ratio that reaches the target is chosen only if the next larger one, which is
-    measured for that, reaches it too. The interval is Wilson's, its confidence shared among all ratios (Bonferroni), so that the
-    one chosen is not merely the luckiest of many.
+    Full prefill answers every prompt once. Where chunks remember their documents it reads the whole documents instead of the
+    chunks; where these do not fit the model's window, nothing is chosen. A prompt whose right answer is given counts if full
+    prefill has it, and an answer agrees if it has it too.
+
+    Then the ratios are tried from the smallest on; one is given up as soon as it cannot reach the target even if all others
+    agree. More recomputed tokens need not give better answers, so nothing is concluded from one ratio about another: the smallest
+    ratio that reaches the target is chosen only if the next larger one, which is measured for that, reaches it too. The interval
+    is Wilson's, its confidence shared among all ratios (Bonferroni), so that the one chosen is not merely the luckiest of many.
 
     Parameters
     ----------
@@ -89,6 +115,8 @@ def calibrate(
         The engine, which nothing else should use meanwhile. KV that is missing is computed and stored before anything is timed.
     prompts : sequence of BlendPrompt
         Prompts as they will be asked: retrieved chunks and a question.
+    answers : sequence of (str or None), optional
+        The right answer to each prompt, where it is known.
     selector : str, optional
         The selector; by default the engine's.
     ratios : sequence of float
@@ -124,7 +152,12 @@ def calibrate(
         )
     each_confidence = 1 - (1 - confidence) / len(ladder)
     blending = {ratio: config.replace(enabled=True, recompute_ratio=ratio) for ratio in ladder}
-    ready = [prompt for number, prompt in enumerate(prompts, 1) if _prepared(engine, prompt, config, number, say)]
+    given = [*answers, *[None] * (len(prompts) - len(answers))]
+    ready = [
+        (prompt, answer)
+        for number, (prompt, answer) in enumerate(zip(prompts, given, strict=True), 1)
+        if _prepared(engine, prompt, config, number, say)
+    ]
     skipped = len(prompts) - len(ready)
     needed = least_questions(agreement, each_confidence)
     if len(ready) < needed:
@@ -133,7 +166,13 @@ def calibrate(
             f"{len(ready)} questions{left_out} cannot show an agreement of {agreement:g} with a confidence of {confidence:g} "
             f"over {len(ladder)} ratios even if all answers agree; give at least {needed}, or ask for less"
         )
-    references = list(_references(engine, ready, config.replace(enabled=False), max_new_tokens, say))
+    asked = list(_references(engine, ready, config.replace(enabled=False), max_new_tokens, say))
+    references = [each for each in asked if each.is_met_by(each.text)]
+    if len(references) < needed:
+        raise ConfigError(
+            f"full prefill gives the right answer to {len(references)} of {len(asked)} questions; {needed} are needed to show an "
+            "agreement with them: give more questions, or take a model that answers them"
+        )
     rows: list[CalibrationRow] = []
     for ratio in ladder:
         say(f"ratio {ratio:g}")
@@ -142,15 +181,23 @@ def calibrate(
         if len(rows) > 1 and rows[-2].reached and row.reached:
             break
     chosen = confirmed(rows)
+    reason = explain(rows, chosen, agreement, confidence)
+    unknown = sum(not each.is_known and each.answer is None for each in references)
+    if unknown:
+        chosen = None
+        reason = (
+            f"Nothing is chosen: the chunks of {unknown} questions remember documents that do not fit the model's window, so "
+            "that full prefill of the chunks knows less than they do; give the right answers to compare with."
+        )
     return Calibration(
         name,
         agreement,
         confidence,
-        len(ready),
+        len(references),
         skipped,
         tuple(rows),
         None if chosen is None else chosen.recompute_ratio,
-        explain(rows, chosen, agreement, confidence),
+        reason,
     )
 
 
@@ -185,18 +232,21 @@ def _prepared(
 
 def _references(
     engine: BlendEngine,
-    prompts: Sequence[BlendPrompt],
+    prompts: Sequence[tuple[BlendPrompt, str | None]],
     config: BlendConfig,
     max_new_tokens: int,
     say: Callable[[str], None],
 ) -> Iterator[_Reference]:
     # Whoever comes first pays for the first use of the model's kernels.
-    _answer(engine, prompts[0], config, 1)
-    for number, prompt in enumerate(prompts, 1):
+    _answer(engine, prompts[0][0], config, 1)
+    for number, (prompt, answer) in enumerate(prompts, 1):
         say(f"full prefill, question {number} of {len(prompts)}")
-        result, first = _answer(engine, prompt, config, max_new_tokens)
+        whole = engine.whole_documents(prompt)
+        result, first = _answer(engine, prompt if whole is None else whole, config, max_new_tokens)
         assert first.logits is not None
-        yield _Reference(prompt, result.text, TokenDistribution.of(first.logits), result.report.ttft_s)
+        known = whole is not None or not engine.prompt_layout(prompt).remembers
+        distribution = TokenDistribution.of(first.logits)
+        yield _Reference(prompt, result.text, answer, known, distribution, result.report.ttft_s)
 
 
 def _answer(
@@ -222,7 +272,7 @@ def _measure(
         result, first = _answer(engine, reference.prompt, config, max_new_tokens)
         assert first.logits is not None
         results.append(result)
-        agreeing += exact_match(result.text, reference.text)
+        agreeing += reference.is_met_by(result.text)
         f1.append(f1_score(result.text, reference.text))
         kl.append(reference.first.kl_to(first.logits))
         at_best = len(references) - len(results) + agreeing

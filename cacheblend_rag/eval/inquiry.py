@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
-from cacheblend_rag.chunk import BlendPrompt, Chunk
+from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import PromptTooLongError
+from cacheblend_rag.eval.pieces import Pieces
 from cacheblend_rag.eval.retrieve import Retriever
 from cacheblend_rag.eval.task import EvalContext, EvalQuestion, EvalTask
 
@@ -31,6 +32,8 @@ class Inquiry:
         Most tokens of the answer.
     texts : tuple of str
         The texts of the chunks.
+    others : mapping of str to Inquiry
+        The same question with what methods read instead, by `EvalMethod.reads`.
     """
 
     task: EvalTask
@@ -38,6 +41,7 @@ class Inquiry:
     question: str
     max_new_tokens: int
     texts: tuple[str, ...] = ()
+    others: Mapping[str, Inquiry] = field(default_factory=dict)
 
     @property
     def tail(self) -> str:
@@ -49,6 +53,10 @@ class Inquiry:
     def prompt(self) -> BlendPrompt:
         """The prompt with its chunks by their ids."""
         return BlendPrompt(self.task.head, self.ids, self.tail, self.task.separator)
+
+    def reading(self, reads: str) -> Inquiry:
+        """Return the question with the chunks that a method reads (`EvalMethod.reads`)."""
+        return self.others[reads] if reads else self
 
     def over(self, texts: Sequence[str]) -> BlendPrompt:
         """Return the prompt with other texts in place of the chunks, none of them stored."""
@@ -65,7 +73,7 @@ def inquire(
     task: EvalTask,
     context: EvalContext,
     retriever: Retriever,
-    engines: Collection[BlendEngine],
+    engines: Mapping[BlendEngine, Collection[str]],
     max_new_tokens: int | None = None,
     wanted: Collection[str] | None = None,
 ) -> Iterator[list[tuple[EvalQuestion, Inquiry | str]]]:
@@ -79,8 +87,9 @@ def inquire(
         The context.
     retriever : Retriever
         Cuts and searches texts that are no chunks yet.
-    engines : collection of BlendEngine
-        In whose stores the chunks are meanwhile.
+    engines : mapping of BlendEngine to collection of str
+        In whose stores the chunks are meanwhile, and what the methods on each read beside the retrieved chunks
+        (`EvalMethod.reads`).
     max_new_tokens : int, optional
         Most tokens of an answer, instead of the task's.
     wanted : collection of str, optional
@@ -92,8 +101,11 @@ def inquire(
         Each question with its chunks, or with the reason why it cannot be asked.
     """
     if task.chunked:
-        texts = [text for text in context.texts if text.strip()]
-        rows: Sequence[Sequence[int]] = [range(len(texts)) for _ in context.questions]
+        texts = list(context.texts)
+        filled = [number for number, text in enumerate(texts) if text.strip()]
+        rows: Sequence[Sequence[int]] = [
+            filled if question.chunks is None else question.chunks for question in context.questions
+        ]
     else:
         # All questions of the context, whichever are wanted: the same batch gives the same vectors.
         texts, rows = retriever.retrieve(context)
@@ -102,26 +114,37 @@ def inquire(
         for question, numbers in zip(context.questions, rows, strict=True)
         if wanted is None or question.id in wanted
     ]
-    if not texts:
+    if not any(numbers for _, numbers in chosen):
         yield [(question, "its context has no text") for question, _ in chosen]
         return
-    used = sorted({number for _, numbers in chosen for number in numbers})
-    chunks = {number: Chunk(texts[number], f"chunk {number}") for number in used}
-    ids = [str(chunk.id) for chunk in chunks.values()]
+    pieces = Pieces(texts, context.documents, task.separator, task.document_tokens, retriever.count)
+
+    def inquiry(question: EvalQuestion, numbers: Sequence[int], reads: str) -> Inquiry:
+        given = pieces.read(reads, numbers)
+        ids, own = tuple(str(chunk.id) for chunk in given), tuple(chunk.text for chunk in given)
+        return Inquiry(task, ids, question.text, max_new_tokens or task.max_new_tokens, own)
+
+    reads = {name for names in engines.values() for name in names}
+    inquiries = [
+        (
+            question,
+            replace(inquiry(question, numbers, ""), others={name: inquiry(question, numbers, name) for name in reads}),
+        )
+        for question, numbers in chosen
+    ]
+    # What is read of whole documents is stored with the retrieved chunks.
+    stored = {
+        engine: {id: chunk for name in ("", *names) for id, chunk in pieces.stored.get(name, {}).items()}
+        for engine, names in engines.items()
+    }
     try:
         why: str | None = None
         try:
-            for engine in engines:
+            for engine, chunks in stored.items():
                 engine.add(chunks.values())
         except PromptTooLongError as error:
             why = str(error)
-        asked: list[tuple[EvalQuestion, Inquiry | str]] = []
-        for question, numbers in chosen:
-            names = tuple(str(chunks[number].id) for number in numbers)
-            given = tuple(chunks[number].text for number in numbers)
-            inquiry = Inquiry(task, names, question.text, max_new_tokens or task.max_new_tokens, given)
-            asked.append((question, why or inquiry))
-        yield asked
+        yield [(question, why or asked) for question, asked in inquiries]
     finally:
-        for engine in engines:
-            engine.delete(ids)
+        for engine, chunks in stored.items():
+            engine.delete(list(chunks))

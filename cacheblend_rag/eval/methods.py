@@ -13,7 +13,11 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.selection import selector_names
 
 __all__ = [
+    "BEHIND_OTHER",
+    "BEHIND_SHUFFLED",
+    "DOCUMENTS",
     "FULL",
+    "FULL_DOCUMENTS",
     "PROMPT_CACHE",
     "WHOLE_WAYS",
     "EvalMethod",
@@ -30,6 +34,14 @@ WHOLE_WAYS = ("full", "prefix", "map_reduce", "map_rerank")
 
 PROMPT_CACHE = "prompt_cache"
 """Chunks as modules of a schema, each with its place; the words around them are computed (Prompt Cache, section 5.1)."""
+DOCUMENTS, BEHIND_OTHER, BEHIND_SHUFFLED = "documents", "behind other", "behind shuffled"
+"""What a method may read instead of the retrieved chunks: the whole documents that they come from; the same chunks, encoded
+behind the next document instead of their own; or encoded behind what stands before them in their own, in another order."""
+
+FULL_DOCUMENTS = f"{FULL} {DOCUMENTS}"
+"""What the same knowledge costs without blending: full prefill of whole documents."""
+_READS = (DOCUMENTS, BEHIND_OTHER, BEHIND_SHUFFLED)
+_ALONE = "alone"
 _RANDOM = "random"
 # Reuse of stored KV with nothing recomputed, with and without new positions.
 _REUSE: dict[str, dict[str, Any]] = {
@@ -55,6 +67,8 @@ class EvalMethod:
         The `charged_ratio` that its ratio is to be found for, question by question.
     equal_to : str, optional
         The name of the method whose `charged_ratio` is its ratio, question by question.
+    reads : str
+        "documents", "behind other" or "behind shuffled": what it reads instead of the retrieved chunks; "" for these.
     """
 
     name: str
@@ -62,6 +76,7 @@ class EvalMethod:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     charge: float | None = None
     equal_to: str | None = None
+    reads: str = ""
 
     def settings(self) -> dict[str, Any]:
         """Return the overrides, with what blending every prompt takes; empty for a method that blends nothing."""
@@ -77,6 +92,7 @@ class EvalMethod:
             "overrides": dict(sorted(self.overrides.items())),
             "charge": self.charge,
             "equal_to": self.equal_to,
+            "reads": self.reads,
         }
 
 
@@ -88,8 +104,8 @@ def parse_method(text: str) -> EvalMethod:
     text : str
         "full", "prefix", "reuse", "full_reuse", "prompt_cache", "map_reduce", "map_rerank"; a selector and a ratio
         ("hkvd 0.15"); a selector and a charge ("hkvd @0.15"); or "random = hkvd 0.15", which is random at the charge of the
-        method named behind the sign. Settings may follow, as in ``hkvd 0.15 deviation=key check_layers=[1,2]``; values are read
-        as JSON, else as text.
+        method named behind the sign. "documents", "alone" (chunks encoded alone), "behind other" and "behind shuffled" may
+        follow, and settings, as in ``hkvd 0.15 alone deviation=key check_layers=[1,2]``; values are read as JSON, else as text.
 
     Returns
     -------
@@ -108,19 +124,27 @@ def parse_method(text: str) -> EvalMethod:
             raise ConfigError(
                 f"method {text!r} has no meaning: {target.name} blends nothing, so random has no such charge"
             )
-        return EvalMethod(f"{_RANDOM} = {target.name}", overrides={"selector": _RANDOM}, equal_to=target.name)
+        context = {name: value for name, value in target.overrides.items() if name == "context"}
+        return EvalMethod(
+            f"{_RANDOM} = {target.name}",
+            overrides={"selector": _RANDOM} | context,
+            equal_to=target.name,
+            reads=target.reads,
+        )
     words = text.split(" ")
     settings = dict(_setting(word, text) for word in words if "=" in word)
-    plain = [word for word in words if "=" not in word]
+    plain, reads = _reads([word for word in words if "=" not in word])
     first = plain[0] if plain else ""
     if first in WHOLE_WAYS and len(plain) == 1:
-        if settings:
+        if settings or reads not in ("", DOCUMENTS):
             raise ConfigError(f"method {text!r} has settings, but {first} blends nothing; leave them out")
-        return EvalMethod(first, way=first)
+        return EvalMethod(text, way=first, reads=reads)
+    if reads == _ALONE:
+        settings, reads = {"context": "none"} | settings, ""
     if first in _REUSE and len(plain) == 1:
-        return EvalMethod(text, overrides=_REUSE[first] | settings)
+        return EvalMethod(text, overrides=_REUSE[first] | settings, reads=reads)
     if first == PROMPT_CACHE and len(plain) == 1:
-        return EvalMethod(text, way=PROMPT_CACHE, overrides=_REUSE["reuse"] | settings)
+        return EvalMethod(text, way=PROMPT_CACHE, overrides=_REUSE["reuse"] | settings, reads=reads)
     if first not in selector_names():
         raise ConfigError(
             f"method {text!r} is unknown; write {', '.join((*WHOLE_WAYS, *_REUSE, PROMPT_CACHE))}, or one of the selectors "
@@ -132,8 +156,8 @@ def parse_method(text: str) -> EvalMethod:
         )
     amount = _share(plain[1].removeprefix("@"), text)
     if plain[1].startswith("@"):
-        return EvalMethod(text, overrides={"selector": first} | settings, charge=amount)
-    return EvalMethod(text, overrides={"selector": first, "recompute_ratio": amount} | settings)
+        return EvalMethod(text, overrides={"selector": first} | settings, charge=amount, reads=reads)
+    return EvalMethod(text, overrides={"selector": first, "recompute_ratio": amount} | settings, reads=reads)
 
 
 def parse_methods(text: str) -> tuple[EvalMethod, ...]:
@@ -232,6 +256,15 @@ def order_methods(methods: Sequence[EvalMethod]) -> tuple[EvalMethod, ...]:
         waiting.remove(ready)
         ordered.append(ready)
     return tuple(ordered)
+
+
+def _reads(words: list[str]) -> tuple[list[str], str]:
+    """Take what a method reads, or that it has chunks encoded alone, from the end of its words."""
+    for name in (*_READS, _ALONE):
+        size = len(name.split())
+        if words[-size:] == name.split():
+            return words[:-size], name
+    return words, ""
 
 
 def _setting(word: str, text: str) -> tuple[str, Any]:

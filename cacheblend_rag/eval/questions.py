@@ -7,24 +7,29 @@ from pathlib import Path
 
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["read_questions"]
+__all__ = ["read_questions", "read_questions_and_answers"]
 
 _FIELDS = ("question", "query")
 
 
 def read_questions(path: str | Path) -> list[str]:
+    """Read questions; see `read_questions_and_answers`."""
+    return list(read_questions_and_answers(path))
+
+
+def read_questions_and_answers(path: str | Path) -> dict[str, str | None]:
     """Read questions, one a line; empty lines are skipped, and a question that recurs counts once.
 
     Parameters
     ----------
     path : str or Path
         A text file; or, if its name ends in ``.jsonl``, lines of JSON, each a string or an object whose `question` (or `query`)
-        is one. UTF-8.
+        is one; an object may have the right `answer` too. UTF-8.
 
     Returns
     -------
-    list of str
-        The questions, in order, without white space around them.
+    dict of (str, str or None)
+        The questions, in order, without white space around them, with the answers where they are given.
 
     Raises
     ------
@@ -37,24 +42,27 @@ def read_questions(path: str | Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"questions file {path} cannot be read: {error}") from error
     structured = path.suffix.lower() == ".jsonl"
-    questions = []
+    questions: dict[str, str | None] = {}
     # Not splitlines, which also splits at characters that may stand inside a JSON string.
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            question = _question(line, f"line {number} of {path}") if structured else line
-            questions.append(question.strip())
+            question, answer = _question(line, f"line {number} of {path}") if structured else (line, None)
+            questions.setdefault(question.strip(), answer)
     if not questions:
         raise ConfigError(f"questions file {path} holds no question; write one a line")
-    return list(dict.fromkeys(questions))
+    return questions
 
 
-def _question(line: str, place: str) -> str:
+def _question(line: str, place: str) -> tuple[str, str | None]:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{place} is no JSON ({error}); name the file .txt if it holds plain questions") from error
+    answer = value.get("answer") if isinstance(value, dict) else None
+    if answer is not None and (not isinstance(answer, str) or not answer.strip()):
+        raise ConfigError(f'{place} holds an answer that is no text; write {{"question": "...", "answer": "..."}}')
     if isinstance(value, dict):
         value = next((value[name] for name in _FIELDS if name in value), None)
     if not isinstance(value, str) or not value.strip():
         raise ConfigError(f'{place} holds no question; write {{"question": "..."}} or a string')
-    return value
+    return value, answer

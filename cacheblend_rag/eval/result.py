@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, median
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.eval.asking import EvalSetting
 from cacheblend_rag.eval.journal import Answer, Asked
-from cacheblend_rag.eval.methods import FULL, EvalMethod
+from cacheblend_rag.eval.methods import FULL, FULL_DOCUMENTS, EvalMethod
 from cacheblend_rag.eval.statistics import Bootstrap, Interval
 from cacheblend_rag.eval.task import EvalTask
 
@@ -39,6 +39,8 @@ class EvalRow:
         Mean of each metric with its 95 % interval; empty without figures.
     minus_full : dict of str to Interval
         Paired difference to full prefill, on the questions both answered.
+    minus_documents : dict of str to Interval
+        The same to full prefill of whole documents; empty where that is not among the methods.
     minus_best : Interval or None
         Paired difference of the first metric to the best of the other methods that blend.
     best : str or None
@@ -63,6 +65,7 @@ class EvalRow:
     unreached: int
     metrics: dict[str, Interval]
     minus_full: dict[str, Interval]
+    minus_documents: dict[str, Interval] = field(default_factory=dict)
     minus_best: Interval | None = None
     best: str | None = None
     recompute_ratio: float | None = None
@@ -197,6 +200,7 @@ def _rows(
     }
     means = {name: fmean(one.scores[first] for one in answered[name].values()) for name in complete}
     rivals = [method.name for method in methods if method.way == "blend" and method.name in complete]
+    whole = answered.get(FULL_DOCUMENTS)
     rows = []
     for method in methods:
         name = method.name
@@ -219,6 +223,7 @@ def _rows(
                 unreached=unreached,
                 metrics={m: bootstrap.interval([one.scores[m] for one in values], clusters) for m in metrics},
                 minus_full={m: _difference(own, answered[FULL], m, bootstrap) for m in metrics},
+                minus_documents={m: _difference(own, whole, m, bootstrap) for m in metrics if whole},
                 minus_best=None if best is None else _difference(own, answered[best], first, bootstrap),
                 best=best,
                 recompute_ratio=fmean(ratios) if ratios else None,

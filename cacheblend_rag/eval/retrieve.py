@@ -61,7 +61,7 @@ class Retriever:
         """Return the documents, one behind the other, as chunks of at most `chunk_tokens` tokens, cut at paragraphs as far as
         they fit.
         """
-        return split_text("\n\n".join(texts), self._count, self._setting.chunk_tokens)
+        return split_text("\n\n".join(texts), self.count, self._setting.chunk_tokens)
 
     def retrieve(self, context: EvalContext) -> tuple[list[str], list[list[int]]]:
         """Return the chunks of a context, and for each question the numbers of those that it is answered from.
@@ -83,7 +83,8 @@ class Retriever:
         found = iter(nearest(vectors[: len(chunks)], vectors[len(chunks) :], self._setting.top_k))
         return chunks, [next(found) if question.text.strip() else first for question in context.questions]
 
-    def _count(self, text: str) -> int:
+    def count(self, text: str) -> int:
+        """Return how many tokens a text has."""
         # Long texts are meant to be counted here, so no warning that one exceeds the model's window.
         return len(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 

@@ -25,12 +25,16 @@ class EvalQuestion:
         Every right answer, at least one.
     kind : str
         The subtask or kind of question; figures are given for each.
+    chunks : tuple of int, optional
+        The numbers of the context's texts that it is answered from, in the order of its prompt, where the texts are chunks
+        already; by default all of them, in order.
     """
 
     id: str
     text: str
     answers: tuple[str, ...]
     kind: str = "all"
+    chunks: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +47,14 @@ class EvalContext:
         Documents that are to be cut into chunks, or the chunks themselves, as the task's `chunked` says; in order.
     questions : tuple of EvalQuestion
         The questions.
+    documents : tuple of int
+        Where the texts are chunks of documents, how many chunks each document has; the texts are those of the first document in
+        reading order, then those of the next. Empty where they are of none.
     """
 
     texts: tuple[str, ...]
     questions: tuple[EvalQuestion, ...]
+    documents: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,10 +74,13 @@ class EvalTask:
     separator : str
         What stands between chunks.
     chunked : bool
-        Whether the texts are chunks already, all of which are given to the model, in order. Otherwise they are cut into chunks
-        of a fixed length and the nearest to the question are retrieved (CacheBlend, section 7.1).
+        Whether the texts are chunks already, all of which are given to the model, in order, unless a question names its own.
+        Otherwise they are cut into chunks of a fixed length and the nearest to the question are retrieved (CacheBlend, section
+        7.1).
     max_new_tokens : int
         Most tokens of an answer.
+    document_tokens : int, optional
+        Most tokens of the documents, where a method reads whole ones: the length that the model was trained on, for example.
     extract : callable, optional
         Takes the value that is judged out of the model's answer; by default the answer is judged as it is, stripped.
     """
@@ -82,6 +93,7 @@ class EvalTask:
     separator: str = "\n\n"
     chunked: bool = False
     max_new_tokens: int = 32
+    document_tokens: int | None = None
     extract: Callable[[str], str] = field(default=str.strip)
 
     def mean_chunks(self, top_k: int) -> float:
@@ -95,6 +107,8 @@ class EvalTask:
         if not self.chunked:
             return float(top_k)
         counts = [
-            sum(bool(text.strip()) for text in context.texts) for context in self.contexts for _ in context.questions
+            sum(bool(text.strip()) for text in context.texts) if question.chunks is None else len(question.chunks)
+            for context in self.contexts
+            for question in context.questions
         ]
         return sum(counts) / max(1, len(counts))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cacheblend_rag.reference.templates import ATTRIBUTES, COMPARISONS, RELATIONS, question_template
 from cacheblend_rag.reference.vocabulary import Split
@@ -21,6 +21,7 @@ __all__ = [
     "demo_questions",
     "eval_examples",
     "make_example",
+    "shuffle_example",
     "training_examples",
     "value_of",
 ]
@@ -49,6 +50,8 @@ class Question:
         One of :data:`KINDS`.
     support
         Indices of the chunks that are needed, in order; for a pronoun also the chunk that names its subject.
+    source
+        The index of the chunk that states the answer; of a comparison, the later one.
     """
 
     text: str
@@ -56,14 +59,16 @@ class Question:
     sentence: str
     kind: str
     support: tuple[int, ...]
+    source: int
 
 
 @dataclass(frozen=True)
 class Example:
-    """The chunks of one context, and questions about them."""
+    """The chunks of one context, questions about them, and the documents that they are of while they stand in order."""
 
     chunks: tuple[str, ...]
     questions: tuple[Question, ...]
+    documents: tuple[Document, ...] = ()
 
 
 def value_of(sentence: str) -> str:
@@ -75,7 +80,25 @@ def value_of(sentence: str) -> str:
 def make_example(rng: random.Random, style: Style, split: Split, max_questions: int) -> Example:
     """Draw one context and up to `max_questions` questions about it, of all kinds in turn as far as they go."""
     world = build_world(rng, style, split)
-    return Example(world.chunks, tuple(_pick(rng, _questions(rng, world, split, style), style.kinds, max_questions)))
+    questions = _pick(rng, _questions(rng, world, split, style), style.kinds, max_questions)
+    return Example(world.chunks, tuple(questions), world.documents)
+
+
+def shuffle_example(rng: random.Random, example: Example) -> Example:
+    """Return an example with its chunks in random order."""
+    order = rng.sample(range(len(example.chunks)), len(example.chunks))
+    place = {number: at for at, number in enumerate(order)}
+    return Example(
+        tuple(example.chunks[number] for number in order),
+        tuple(
+            replace(
+                question,
+                support=tuple(sorted(place[number] for number in question.support)),
+                source=place[question.source],
+            )
+            for question in example.questions
+        ),
+    )
 
 
 def training_examples(seed: int, style: Style, max_questions: int = 10) -> Iterator[Example]:
@@ -185,6 +208,7 @@ def _direct(rng: random.Random, fact: Fact, naming: int, split: Split, style: St
         _answer(fact, style),
         "single" if fact.names_subject else "pronoun",
         tuple(sorted({fact.chunk, naming})),
+        fact.chunk,
     )
 
 
@@ -224,6 +248,7 @@ def _joins(
                 f"{first.value if brief else lead + ', ' + pronoun} {attribute.clause} {second.value}.",
                 "two_hop",
                 _support([first, second], naming),
+                second.chunk,
             )
         )
     return questions
@@ -248,6 +273,7 @@ def _comparisons(
                         f"{one.subject} {clause} {one.value} and {other.subject} {clause} {other.value}, so {verdict}.",
                         "comparison",
                         _support([one, other], naming),
+                        max(one.chunk, other.chunk),
                     )
                 )
     return questions

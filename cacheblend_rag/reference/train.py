@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cacheblend_rag.reference.attention import BRANCHED
 from cacheblend_rag.reference.batch import IGNORED, Batch, Row, collate, copy_batch, encode_example
-from cacheblend_rag.reference.corpus import eval_examples, make_example
+from cacheblend_rag.reference.corpus import eval_examples, make_example, shuffle_example
 from cacheblend_rag.reference.curriculum import COPY_LENGTHS, STAGES, Stage, brief_stages
 from cacheblend_rag.reference.export import export
 from cacheblend_rag.reference.muon import Muon
@@ -63,6 +63,8 @@ class Options:
     brief
         Whether answers are trained as values alone (:attr:`Style.brief`), and the last stage has contexts of up to five people
         who share fewer of their attributes.
+    shuffled
+        Share of the contexts whose chunks stand in random order, as a retriever may rank them, instead of reading order.
     stage
         The stage to begin with, for weights that are trained further.
     """
@@ -78,6 +80,7 @@ class Options:
     decay: int = 1000
     seed: int = 1
     brief: bool = False
+    shuffled: float = 0.0
     stage: int | None = None
 
 
@@ -162,6 +165,9 @@ class Trainer:
         while len(rows) < count:
             example = make_example(rng, style, "train", questions)
             if example.questions:
+                # Nothing is drawn where nothing is shuffled: batches are then those of the seed alone.
+                if self.options.shuffled and rng.random() < self.options.shuffled:
+                    example = shuffle_example(rng, example)
                 gap = rng.randrange(_MAX_GAP) if rng.random() < _GAP_SHARE else 0
                 rows.append(encode_example(self.tokenizer, example, form, gap))
         return collate(rows)
@@ -188,9 +194,16 @@ class Trainer:
         self.step += 1
         return total
 
-    def check(self) -> dict[str, float]:
-        """Score the current stage on what is held out, and go to the next stage if its goal is reached."""
+    def check(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Score the current stage on what is held out, and go to the next stage if its goal is reached.
+
+        Returns
+        -------
+        tuple of (dict, dict)
+            The scores in reading order; and those of the same questions over shuffled chunks, empty where none are trained.
+        """
         stage = self.stages[self.stage]
+        shuffled: dict[str, float] = {}
         with torch.autocast(self.device.type, dtype=torch.bfloat16):
             if stage.style is None:
                 rng = random.Random(f"copy:{self.step}")
@@ -201,13 +214,17 @@ class Trainer:
             else:
                 examples = eval_examples(_CHECK_QUESTIONS, self.step, min_chunks=1, style=stage.style)
                 scores = score(self.model, self.tokenizer, examples)
+                if self.options.shuffled:
+                    rng = random.Random(f"shuffle:{self.step}")
+                    mixed = [shuffle_example(rng, example) for example in examples]
+                    shuffled = score(self.model, self.tokenizer, mixed)
         passed = scores["all"] >= stage.goal
         if stage.style is None and passed and self.copying + 1 < len(COPY_LENGTHS):
             self.copying += 1
         elif (passed or self.step - self.stage_began >= stage.max_steps) and self.stage + 1 < len(self.stages):
             self.stage += 1
             self.stage_began = self.step
-        return scores
+        return scores, shuffled
 
     def save(self, path: Path) -> None:
         """Write a checkpoint; a crash leaves the former one."""
@@ -267,14 +284,18 @@ def run(
         if trainer.step % _CHECK_EVERY == 0:
             seconds = time.perf_counter() - began
             stage = trainer.stages[trainer.stage]
+            copy_length = COPY_LENGTHS[trainer.copying] if stage.style is None else None
+            held_out, shuffled = trainer.check()
             record: dict[str, Any] = {
                 "step": trainer.step,
                 "stage": stage.name,
-                "copy_length": COPY_LENGTHS[trainer.copying] if stage.style is None else None,
+                "copy_length": copy_length,
                 "loss": round(sum(losses) / len(losses), 4),
                 "seconds": round(seconds, 1),
-                "held_out": {kind: round(value, 3) for kind, value in trainer.check().items()},
+                "held_out": {kind: round(value, 3) for kind, value in held_out.items()},
             }
+            if shuffled:
+                record["held_out_shuffled"] = {kind: round(value, 3) for kind, value in shuffled.items()}
             with (out / "log.jsonl").open("a", encoding="utf-8") as log:
                 log.write(json.dumps(record) + "\n")
             print(json.dumps(record), flush=True)

@@ -32,6 +32,16 @@ def test_the_rows_are_complete() -> None:
     assert [row.kv_bytes for row in rows] == [0, 60 * 4 * 2 * 2 * 16 * 4, 60 * 4 * 2 * 2 * 16 * 4]
 
 
+def test_documents_are_read_in_the_same_windows_by_every_method() -> None:
+    setting = EncodeSetting("tiny", 8, 12, 3, 60, document_chunks=4, overlap=4, context_tokens=24, repeats=1)
+    bench = EncodeBench(setting)
+    # Of each document of 36 tokens three windows: each chunk but the first behind the 8 tokens that one before it leaves.
+    assert [batch.shape[1] - 3 for batch in bench._batches for _ in batch] == [20] * 6
+    rows = bench.measure()
+    assert [row.method for row in rows] == ["forward", "ram", "disk", "singly"]
+    assert {row.kv_bytes for row in rows[1:]} == {8 * 12 * 4 * 2 * 2 * 16 * 4}
+
+
 def test_the_command_writes_every_row(tmp_path: Path) -> None:
     target = tmp_path / "encode.json"
     arguments = ["bench", "encode", "--shape", "tiny", "--chunks", "2", "--chunk-tokens", "8", "--repeats", "1"]

@@ -29,7 +29,7 @@ def test_both_frameworks_answer_by_every_method_and_the_second_run_is_warm(
         (framework, question, method)
         for framework in ("llama_index", "langchain")
         for question in asked
-        for method in ("full", "reuse", "blend", "blend 0.3")
+        for method in ("full", "blend", "blend 0.15")
     }
     for row in rows:
         assert 12 <= row["chunks"] <= 20

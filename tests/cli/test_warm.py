@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from cacheblend_rag import BlendConfig, BlendEngine
 from cacheblend_rag.documents.folder import open_chroma
 
 from .conftest import Command, read_rows
@@ -70,13 +71,51 @@ def test_what_was_changed_or_removed_is_replaced_or_deleted(
     (documents / "mara.md").write_text(text.replace("Oslo", "Bergen").replace("# Mara", "First.\n\n# Mara"))
     row = warm()
     assert row["removed"] == 3  # two of the harbour, one of Mara
-    assert row["encoded"] == 2
     after = passages_in(store)
+    # What stands behind the change has read it; the other files are as they were.
+    assert row["encoded"] == sum("mara.md#" in id for id in after) == 4
     assert not any("harbour" in text or "Oslo" in text for text, _ in after.values())
     goat = next(id for id, (text, _) in before.items() if "goat" in text)
     assert after[goat][1] == before[goat][1] + 1
     assert len(after) == names_in(run, store, tmp_path) == row["passages"]
     run("store", "check", "--store", store)
+
+
+def test_a_file_is_a_document(warm: Any, documents: Path, model_folder: Path, store: Path) -> None:
+    tower = documents / "more" / "tower.md"
+    lines = [
+        "The light tower is old.",
+        "Nobody has lived in it since.",
+        "Its lamp was sold last year.",
+        "It is painted red now.",
+    ]
+    tower.write_text("\n\n".join(lines))
+    warm()
+
+    def read() -> list[str]:
+        """The passages of the tower as the engine reads them."""
+        shown = passages_in(store)
+        with BlendEngine.from_pretrained(
+            model_folder, store=store / "kv", config=BlendConfig(self_check=False)
+        ) as engine:
+            ids = engine.document(str(tower))
+            assert engine.places(list(shown)) == [id.partition("#")[0] for id in shown]
+        assert ids == sorted((id for id in shown if id.startswith(str(tower))), key=lambda id: shown[id][1])
+        return [shown[id][0] for id in ids]
+
+    assert read() == lines
+    # What is new, or stands behind what is new or gone, is encoded again.
+    for changed, encoded in (
+        ([*lines[:2], "Its bell was sold last year.", lines[3]], 2),
+        ([*lines[:2], lines[3]], 1),
+        ([*lines[:2], lines[3], "It is taller than the church."], 1),
+        (["A new first line.", *lines], 5),
+        (lines, 4),
+    ):
+        tower.write_text("\n\n".join(changed))
+        assert warm()["encoded"] == encoded
+        assert read() == changed
+        assert warm()["encoded"] == 0
 
 
 def test_other_folders_stay(warm: Any, run: Command, documents: Path, store: Path, tmp_path: Path) -> None:
@@ -90,9 +129,9 @@ def test_an_estimate_leaves_nothing_behind(warm: Any, store: Path) -> None:
     row = warm("--estimate")
     assert not store.exists()
     assert row["to_encode"] == row["passages"] == 8
-    assert row["kv_bytes"] == row["tokens"] * row["bytes_per_token"] > 0
-    # 4 layers of 2 heads of 8 numbers of 4 bytes, keys and values
-    assert row["bytes_per_token"] == 4 * 2 * 8 * 4 * 2
+    # 4 layers of 2 heads of 8 numbers of 4 bytes, keys and values; behind each passage that of a line break is kept.
+    assert row["kv_bytes"] == (row["tokens"] + row["passages"]) * 4 * 2 * 8 * 4 * 2 > 0
+    assert row["bytes_per_token"] == row["kv_bytes"] // row["tokens"]
     assert row["seconds"] > 0
     done = warm()
     assert done["tokens"] == row["tokens"]

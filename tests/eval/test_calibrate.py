@@ -151,3 +151,32 @@ def test_the_least_number_of_questions(agreement: float, confidence: float) -> N
     count = least_questions(agreement, confidence)
     assert lower_bound(count, count, confidence) >= agreement
     assert count == 1 or lower_bound(count - 1, count - 1, confidence) < agreement
+
+
+def test_what_chunks_remember_is_compared_with_whole_documents(engine: BlendEngine) -> None:
+    form = FORMATS[DEFAULT_FORMAT]
+    prompts, answers, number = [], [], 0
+    for each in eval_examples(24, seed=3):
+        # Without the chunks before them, which say who "she" is.
+        ids = [f"memory-{(number := number + 1)}" for _ in each.chunks]
+        pairs = zip(ids, each.chunks, strict=True)
+        engine.add([Chunk(text + form.separator, id, document=ids[0]) for id, text in pairs])
+        for question in each.questions:
+            if question.kind == "pronoun":
+                supporting = [ids[place] for place in question.support[-1:]]
+                prompts.append(BlendPrompt(form.prefix(), supporting, form.suffix(question.text)))
+                answers.append(question.answer)
+    found = calibrate(engine, prompts, ratios=(0.0, 0.9), agreement=0.5, confidence=0.8)
+    assert found.recompute_ratio == 0.0, found
+    judged = calibrate(engine, prompts, answers=answers, ratios=(0.0, 0.9), agreement=0.5, confidence=0.8)
+    assert judged.recompute_ratio == 0.0 and judged.questions <= found.questions, judged
+    engine.delete([id for id in engine.ids() if id.startswith("memory-")])
+
+
+def test_nothing_is_chosen_where_whole_documents_do_not_fit() -> None:
+    with tiny(context_tokens=None) as engine:
+        engine.add([Chunk(words(100, n), f"n{n}", document="d", start=1000 * n) for n in range(6)])
+        prompts = [BlendPrompt(words(3, n), [f"n{n % 6}", f"n{(n + 1) % 6}"], words(3, n + 1)) for n in range(12)]
+        assert engine.whole_documents(prompts[1]) is None
+        found = calibrate(engine, prompts, ratios=(0.0,), agreement=0.3, confidence=0.6)
+        assert found.recompute_ratio is None and found.reason.startswith("Nothing is chosen")

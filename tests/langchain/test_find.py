@@ -40,8 +40,8 @@ def test_finds_as_much_as_can_be_found(data: st.DataObject) -> None:
     known = {f"n{number}": text for number, text in enumerate(texts)}
     matches = finder_of(known).find(prompt)
     for match in matches:
-        assert prompt[match.start : match.stop] == known[match.id]
-        assert match.digest == text_hash(known[match.id])
+        assert prompt[match.start : match.stop] == known[match.ids[0]]
+        assert match.digest == text_hash(known[match.ids[0]])
     assert all(a.stop <= b.start for a, b in pairwise(matches))
     assert sum(match.stop - match.start for match in matches) == naive_cover(prompt, set(texts))
 
@@ -59,8 +59,8 @@ def test_everything_that_str_find_finds_and_nothing_else(texts: list[str], promp
     known = {f"n{number}": text for number, text in enumerate(texts)}
     matches = finder_of(known).find(prompt, least)
     for match in matches:
-        assert prompt.find(known[match.id], match.start) == match.start
-        assert len(known[match.id]) == match.stop - match.start >= least
+        assert prompt.find(known[match.ids[0]], match.start) == match.start
+        assert len(known[match.ids[0]]) == match.stop - match.start >= least
     wanted = {text for text in texts if len(text) >= least}
     assert sum(match.stop - match.start for match in matches) == naive_cover(prompt, wanted)
 
@@ -70,9 +70,9 @@ def test_thousands_of_texts_with_one_heading_in_a_prompt_full_of_it() -> None:
     texts = {f"n{number}": heading + "lorem ipsum " * 3 + "x" * number + f" {number}" for number in range(3000)}
     finder = finder_of(texts)
     prompt = (heading * 50).join(texts[f"n{number}"] for number in (7, 2999, 7, 0))
-    assert [match.id for match in finder.find(prompt)] == ["n7", "n2999", "n7", "n0"]
+    assert [match.ids[0] for match in finder.find(prompt)] == ["n7", "n2999", "n7", "n0"]
     finder.remove(["n7"])
-    assert [match.id for match in finder.find(prompt)] == ["n2999", "n0"]
+    assert [match.ids[0] for match in finder.find(prompt)] == ["n2999", "n0"]
 
 
 @settings(deadline=None, max_examples=100)
@@ -108,12 +108,12 @@ def test_the_longest_of_nested_texts_wins() -> None:
     inner, outer = "Mara was born in Oslo.", "Most agree: Mara was born in Oslo. So it is written."
     finder = finder_of({"inner": inner, "outer": outer})
     prompt = f"{inner}\n{outer}\n{inner}"
-    assert [match.id for match in finder.find(prompt)] == ["inner", "outer", "inner"]
+    assert [match.ids[0] for match in finder.find(prompt)] == ["inner", "outer", "inner"]
 
 
 def test_an_overlap_is_not_lost_to_the_earlier_text() -> None:
     finder = finder_of({"short": "the end of it: Mara", "long": "Mara was born in Oslo and moved to the north."})
-    assert [match.id for match in finder.find("the end of it: Mara was born in Oslo and moved to the north.")] == [
+    assert [match.ids[0] for match in finder.find("the end of it: Mara was born in Oslo and moved to the north.")] == [
         "long"
     ]
 
@@ -122,7 +122,7 @@ def test_short_texts_are_left_to_the_prompt() -> None:
     finder = finder_of({"short": "x" * (HEAD_CHARS - 1), "long": "y" * HEAD_CHARS})
     assert len(finder) == 1
     prompt = "x" * HEAD_CHARS + "y" * HEAD_CHARS
-    assert [match.id for match in finder.find(prompt)] == ["long"]
+    assert [match.ids[0] for match in finder.find(prompt)] == ["long"]
     assert finder.find(prompt, min_chars=HEAD_CHARS + 1) == []
     assert finder.find("y") == ChunkFinder().find(prompt) == []
 
@@ -147,4 +147,4 @@ def test_all_are_found_among_many_texts(count: int, heading: str) -> None:
         ids = [f"n{rng.randrange(count)}" for _ in range(rng.randint(0, 16))]
         parts = [part for id in ids for part in (text(200), texts[id])]
         prompt = "\n\n".join([*parts, text(max(0, 36_000 - sum(map(len, parts))))])
-        assert [match.id for match in finder.find(prompt)] == ids
+        assert [match.ids[0] for match in finder.find(prompt)] == ids

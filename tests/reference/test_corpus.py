@@ -14,6 +14,7 @@ from cacheblend_rag.reference.corpus import (
     demo_documents,
     demo_questions,
     eval_examples,
+    shuffle_example,
     training_examples,
     value_of,
 )
@@ -79,6 +80,18 @@ def test_support_holds_what_the_answer_needs(held_out: list[Example]) -> None:
         for question in example.questions:
             support = [example.chunks[index] for index in question.support]
             assert any(question.answer in chunk for chunk in support)
+            assert question.source in question.support
+            assert question.answer in example.chunks[question.source]
+
+
+def test_shuffled_chunks_take_their_questions_along(held_out: list[Example]) -> None:
+    for example in held_out[:20]:
+        mixed = shuffle_example(random.Random(0), example)
+        assert sorted(mixed.chunks) == sorted(example.chunks)
+        for question, known in zip(mixed.questions, example.questions, strict=True):
+            assert {mixed.chunks[index] for index in question.support} == {example.chunks[i] for i in known.support}
+            assert mixed.chunks[question.source] == example.chunks[known.source]
+            assert (question.text, question.sentence) == (known.text, known.sentence)
 
 
 def test_comparisons_follow_from_two_facts() -> None:

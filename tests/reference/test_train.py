@@ -134,6 +134,20 @@ def test_a_resumed_run_goes_on_as_if_uninterrupted(tmp_path: Path) -> None:
         assert torch.equal(weight, resumed.model.state_dict()[name])
 
 
+def test_a_share_of_the_contexts_is_shuffled(tmp_path: Path) -> None:
+    read, half, mixed = (Trainer(replace(TINY, shuffled=share), SHORT) for share in (0.0, 0.5, 1.0))
+    assert all(torch.equal(a.ids, b.ids) for a, b in zip(half.batches(3), half.batches(3), strict=True))
+    held_out, nothing = read.check()
+    in_order, shuffled = mixed.check()
+    assert held_out == in_order
+    assert nothing == {} and shuffled.keys() == in_order.keys()
+    assert not all(torch.equal(a.ids, b.ids) for a, b in zip(read.batches(3), mixed.batches(3), strict=True))
+    half.options = replace(half.options, end_step=50)
+    run(half, tmp_path, save_every=50)
+    record = json.loads((tmp_path / "log.jsonl").read_text())
+    assert record["held_out_shuffled"].keys() == record["held_out"].keys()
+
+
 def test_a_run_writes_log_and_checkpoint_and_ends(tmp_path: Path) -> None:
     trainer = Trainer(replace(TINY, end_step=50, decay=20), (replace(STAGES[0], rows=2), *SHORT))
     run(trainer, tmp_path, save_every=25, export_to=None)

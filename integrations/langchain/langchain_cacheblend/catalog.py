@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.chunk import Segment, text_hash
-from langchain_cacheblend.find import HEAD_CHARS, ChunkFinder
+from langchain_cacheblend.find import HEAD_CHARS, ChunkFinder, Match
 
 __all__ = ["ChunkCatalog", "catalog_of"]
 
@@ -41,7 +42,8 @@ class ChunkCatalog:
         """Split a text into the stored chunks that stand in it, and the text around them.
 
         A chunk that was deleted or replaced by then is text, and each chunk of the result carries its text, so that the engine
-        can tell if that happens later still.
+        can tell if that happens later still. Of a text that is stored in several documents, the chunk of the one that has most
+        chunks here is taken; where two have as many, none of theirs: it is one that is encoded alone, with or without an id.
 
         Parameters
         ----------
@@ -60,15 +62,15 @@ class ChunkCatalog:
         with self._lock:
             self._refresh(engine)
             matches = self._finder.find(text, min_chars)
-        records = engine.records([match.id for match in matches])
+        chosen = _choose(engine, matches)
         segments: list[Segment] = []
         end = 0
-        for match, record in zip(matches, records, strict=True):
-            if record is None or record.text_hash != match.digest:
+        for match, ids in zip(matches, chosen, strict=True):
+            if not ids:
                 continue
             if match.start > end:
                 segments.append(text[end : match.start])
-            segments.append(Chunk(text[match.start : match.stop], match.id))
+            segments.append(Chunk(text[match.start : match.stop], ids[0]))
             end = match.stop
         if end < len(text):
             segments.append(text[end:])
@@ -124,6 +126,33 @@ class ChunkCatalog:
                     id,
                 )
         self._finder.add(fresh)
+
+
+def _choose(engine: BlendEngine, matches: Sequence[Match]) -> list[list[str | None]]:
+    """Return the id that serves each match, None to have it encoded alone; nothing for what is stored no longer."""
+    every = list(dict.fromkeys(id for match in matches for id in match.ids))
+    known = {record.id: record for record in engine.records(every) if record is not None}
+    entries: list[list[str]] = []
+    for match in matches:
+        same = [known[id] for id in match.ids if id in known and known[id].text_hash == match.digest]
+        # Names of one KV are worth one, that of the first.
+        entries.append(list({record.key: record.id for record in reversed(same)}.values())[::-1])
+    if all(len(entry) < 2 for entry in entries):
+        return [[*entry] for entry in entries]
+    stored = [id for entry in entries for id in entry]
+    document = dict(zip(stored, engine.places(stored), strict=True))
+    present: Counter[str | None] = Counter(
+        name for entry in entries for name in {document[id] for id in entry} if name is not None
+    )
+
+    def served(entry: list[str]) -> str | None:
+        most = max(present[document[id]] for id in entry)
+        fullest = [id for id in entry if present[document[id]] == most]
+        if len({document[id] for id in fullest}) == 1:
+            return fullest[0]
+        return next((id for id in entry if document[id] is None), None)
+
+    return [[served(entry)] if entry else [] for entry in entries]
 
 
 def _texts(tokenizer: Any, token_ids: Sequence[list[int]]) -> list[str]:

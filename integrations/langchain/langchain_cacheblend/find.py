@@ -25,11 +25,11 @@ _FEW_LENGTHS = 16
 
 
 class Match(NamedTuple):
-    """A known text that stands at ``text[start:stop]``; `digest` is its `cacheblend_rag.chunk.text_hash`."""
+    """A known text that stands at ``text[start:stop]``, all of its ids, and its `cacheblend_rag.chunk.text_hash`."""
 
     start: int
     stop: int
-    id: str
+    ids: tuple[str, ...]
     digest: str
 
 
@@ -199,7 +199,8 @@ class ChunkFinder:
             ids = self._ids.get(whole)
             if ids is not None:
                 digest = text_hash(text[start:stop])
-                found += [Match(start, stop, id, digest) for id in ids if self._entries[id].digest == digest][:1]
+                same = tuple(id for id in ids if self._entries[id].digest == digest)
+                found += [Match(start, stop, same, digest)] if same else []
         return found
 
 

@@ -32,6 +32,8 @@ from langchain_cacheblend.stop import Deadline, StopStrings
 __all__ = ["BlendModel"]
 
 _OPTIONS = tuple(DecodingFields.model_fields)
+# What tutorials' format_docs and create_stuff_documents_chain join documents with.
+_SEPARATOR = "\n\n"
 
 
 class BlendModel(AnswersTogether, DecodingFields):
@@ -48,7 +50,8 @@ class BlendModel(AnswersTogether, DecodingFields):
     model_kwargs : dict, optional
         With `model`: passed to ``AutoModelForCausalLM.from_pretrained``, as ``device_map`` or ``quantization_config``.
     blend_config : BlendConfig or mapping, optional
-        Blending settings. With `model` also those the model is loaded with; with `engine` they apply to this object's calls only.
+        Blending settings. With `model` also those the model is loaded with, their `separator` a blank line unless they name one;
+        with `engine` they apply to this object's calls only.
     max_tokens, temperature, top_p, top_k : optional
         Generation options by LangChain's names; a temperature of 0 decodes greedily. By default the model's own.
     stop : list of str, optional
@@ -111,7 +114,8 @@ class BlendModel(AnswersTogether, DecodingFields):
                 raise ConfigError(
                     'name a model (model="reference", a Hugging Face id or a folder), or give a ready-made engine'
                 )
-            engine = BlendEngine.from_pretrained(model, config=config, store=store, **(model_kwargs or {}))
+            loaded_with = _with_separator(BlendConfig.of(config))
+            engine = BlendEngine.from_pretrained(model, config=loaded_with, store=store, **(model_kwargs or {}))
         elif store is not None or model_kwargs:
             raise ConfigError(
                 "store and model_kwargs belong to a model that is loaded; a ready-made engine has both already"
@@ -275,6 +279,11 @@ def _config(config: BlendConfig | Mapping[str, Any] | None) -> BlendConfig | Non
             f"blend_config is the {type(config).__name__} {config!r:.40}; give a BlendConfig, or its settings as a dictionary"
         )
     return config
+
+
+def _with_separator(config: BlendConfig) -> BlendConfig:
+    """Return the settings of an engine, with what chains write between documents as its separator unless they name another."""
+    return config if "separator" in config.model_fields_set else config.replace(separator=_SEPARATOR)
 
 
 def _plain(config: BlendConfig, *, exclude_unset: bool = False) -> dict[str, Any]:

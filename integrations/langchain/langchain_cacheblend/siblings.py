@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import uuid
 import weakref
 from collections.abc import Sequence
 from typing import ClassVar
@@ -27,15 +28,24 @@ class Siblings:
         What this store wraps.
     engine : BlendEngine
         Its engine, whose other stores will know of it from now on.
+    name : str, optional
+        What tells its documents from those of other stores, in other processes too; by default its collection, in stores that say
+        which one that is, else a name of this process's own.
+
+    Attributes
+    ----------
+    name : str
+        The same.
     """
 
     _of: ClassVar[weakref.WeakKeyDictionary[BlendEngine, weakref.WeakSet[Siblings]]] = weakref.WeakKeyDictionary()
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
-    def __init__(self, inner: VectorStore, engine: BlendEngine) -> None:
+    def __init__(self, inner: VectorStore, engine: BlendEngine, name: str | None = None) -> None:
         self._inner = inner
         with self._lock:
             self._family = self._of.setdefault(engine, weakref.WeakSet())
+            self.name = name or self._given_name()
             self._family.add(self)
 
     def texts(self, ids: Sequence[str]) -> dict[str, str]:
@@ -63,6 +73,20 @@ class Siblings:
                 len(ids),
                 taken[0],
             )
+
+    def _given_name(self) -> str:
+        kind = type(self._inner).__name__
+        own = [each.name for each in self._family if each._inner is self._inner]
+        if own:
+            return own[0]
+        # Chroma's collections have ids of their own; where there is but a name, another database may have it too.
+        collection = getattr(getattr(self._inner, "_chroma_collection", None), "id", None)
+        if collection is not None:
+            return f"{kind} {collection}"
+        collection = getattr(self._inner, "collection_name", None)
+        name = f"{kind} {collection}"
+        taken = not isinstance(collection, str) or any(each.name == name for each in self._family)
+        return f"{kind} {uuid.uuid4().hex}" if taken else name
 
     def _others(self) -> list[VectorStore]:
         with self._lock:

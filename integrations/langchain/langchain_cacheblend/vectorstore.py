@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -12,19 +11,17 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.runnables.config import run_in_executor
 from langchain_core.vectorstores import VectorStore
 
-from cacheblend_rag import BlendEngine, Chunk
-from cacheblend_rag.chunk import text_hash
+from cacheblend_rag import BlendEngine
 from cacheblend_rag.engine import AddJob, AddResult
-from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.errors import ConfigError
 from langchain_cacheblend.engines import check_engine
-from langchain_cacheblend.inventory import Inventory
+from langchain_cacheblend.keeper import ChunkKeeper
+from langchain_cacheblend.places import DOCUMENT_KEYS, DocumentPlaces
 from langchain_cacheblend.retriever import BlendVectorStoreRetriever
 from langchain_cacheblend.search import SearchesInner
 from langchain_cacheblend.siblings import Siblings
 
 __all__ = ["BlendVectorStore"]
-
-logger = logging.getLogger(__name__)
 
 
 class BlendVectorStore(SearchesInner):
@@ -42,15 +39,47 @@ class BlendVectorStore(SearchesInner):
         The engine of the model that will read the documents, as in ``llm.engine``.
     background : bool
         Whether adding returns before the texts are encoded, which goes on behind the caller's back; `flush` waits for it.
+    context : {"document", "none"}
+        Whether a text is encoded behind those that stand before it in its document, or alone: then no chunk knows of another, as
+        it should be for texts whose readers differ from one to the next.
+    boundary : sequence of str
+        Metadata keys whose change divides a document: no chunk is encoded behind one that has another value of them.
+    document_keys : sequence of str
+        Metadata that say which document a text is a piece of. Texts without the first stand alone; the others count where there
+        are some.
+    name : str, optional
+        What tells this store's documents from those of other stores over the engine, in other processes too. By default its
+        collection, in stores that say which one that is; others need a name for their documents to be gone on with tomorrow.
+
+    Attributes
+    ----------
+    places : DocumentPlaces
+        Which text is a piece of which document.
+
+    Raises
+    ------
+    ConfigError
+        If `engine` is none, or `context`, `boundary` or `document_keys` have no meaning.
     """
 
-    def __init__(self, inner: VectorStore, *, engine: BlendEngine, background: bool = False) -> None:
+    def __init__(
+        self,
+        inner: VectorStore,
+        *,
+        engine: BlendEngine,
+        background: bool = False,
+        context: str = "document",
+        boundary: Sequence[str] = (),
+        document_keys: Sequence[str] = DOCUMENT_KEYS,
+        name: str | None = None,
+    ) -> None:
         check_engine(engine)
-        super().__init__(inner)
+        siblings = Siblings(inner, engine, name)
+        self.places = DocumentPlaces(engine, siblings.name, document_keys, boundary, context)
+        super().__init__(inner, self.places.divides)
         self.engine = engine
         self.background = background
-        self._inventory = Inventory(inner)
-        self._siblings = Siblings(inner, engine)
+        self._keeper = ChunkKeeper(inner, engine, self.places, siblings)
 
     def __getattr__(self, name: str) -> Any:
         # Asked only for what is not here.
@@ -137,6 +166,10 @@ class BlendVectorStore(SearchesInner):
         inner: VectorStore | type[VectorStore] | None = None,
         engine: BlendEngine | None = None,
         background: bool = False,
+        context: str = "document",
+        boundary: Sequence[str] = (),
+        document_keys: Sequence[str] = DOCUMENT_KEYS,
+        name: str | None = None,
         **kwargs: Any,
     ) -> BlendVectorStore:
         """Wrap `inner` and add texts to it; `from_documents` does the same with documents.
@@ -158,8 +191,8 @@ class BlendVectorStore(SearchesInner):
             The store to wrap, or the class of one to make by its own ``from_texts``.
         engine : BlendEngine
             The engine.
-        background : bool
-            Whether adding returns before the texts are encoded.
+        background, context, boundary, document_keys, name : optional
+            As for the class.
         **kwargs : Any
             Passed to the inner store's ``add_texts``, or the class's ``from_texts``.
 
@@ -171,17 +204,25 @@ class BlendVectorStore(SearchesInner):
         if inner is None or engine is None:
             raise ConfigError("give inner=, the vector store to wrap, and engine=, the engine that encodes its texts")
         check_engine(engine)
+        options: dict[str, Any] = {
+            "engine": engine,
+            "background": background,
+            "context": context,
+            "boundary": boundary,
+            "document_keys": document_keys,
+            "name": name,
+        }
         if isinstance(inner, type):
             given = [str(uuid.uuid4()) for _ in texts]
             if ids is not None:
                 given = [id or new for id, new in zip(ids, given, strict=True)]
             made = inner.from_texts(texts, embedding, metadatas, ids=given, **kwargs)  # type: ignore[arg-type]
-            store = cls(made, engine=engine, background=background)
+            store = cls(made, **options)
             store.encode(given, texts, metadatas)
             return store
         if embedding is not None and inner.embeddings is not None and embedding is not inner.embeddings:
             raise ConfigError("embedding is not the one that the inner store embeds with; leave it out")
-        store = cls(inner, engine=engine, background=background)
+        store = cls(inner, **options)
         store.add_texts(texts, metadatas, ids=ids, **kwargs)
         return store
 
@@ -199,7 +240,7 @@ class BlendVectorStore(SearchesInner):
         ids, texts : sequence of str
             As many of one as of the other. A text that is blank has no KV, nor one that the model cannot be given.
         metadatas : sequence of dict, optional
-            One for each text; those of one "source" are neighbours.
+            One for each text; they say which document it is a piece of, and where it stands there.
         progress : callable, optional
             Called with the number of finished texts and of all, after each batch.
 
@@ -208,27 +249,7 @@ class BlendVectorStore(SearchesInner):
         AddResult or AddJob
             What was done, or in the background what will say it.
         """
-        # A store may hold documents without text; there is nothing to encode in them.
-        self._siblings.warn_of(ids, texts)
-        blank = [id for id, text in zip(ids, texts, strict=True) if not text.strip()]
-        beside = self._same_source(ids, metadatas)
-        chunks = [Chunk(text, id, beside.get(id, ())) for id, text in zip(ids, texts, strict=True) if text.strip()]
-        if blank:
-            self.engine.delete(blank)
-        try:
-            try:
-                return self.engine.add(chunks, progress=progress, background=self.background)
-            except PromptError:
-                return self.engine.add(self._served(chunks), progress=progress, background=self.background)
-        except BaseException:
-            # Rather no chunk under an id than the text that the inner store has just replaced.
-            records = self.engine.records([chunk.id for chunk in chunks if chunk.id])
-            self.engine.delete(
-                record.id
-                for chunk, record in zip(chunks, records, strict=True)
-                if record is not None and record.text_hash != text_hash(chunk.text)
-            )
-            raise
+        return self._keeper.encode(ids, texts, metadatas, progress, background=self.background)
 
     def flush(self) -> None:
         """Wait until the texts that were added in the background are encoded.
@@ -261,10 +282,10 @@ class BlendVectorStore(SearchesInner):
             Passed to the inner store.
         """
         if ids is None:
-            done: bool | None = self._forgetting(lambda: self.inner.delete(None, **kwargs))
+            done: bool | None = self._keeper.forgetting(lambda: self.inner.delete(None, **kwargs))
             return done
         done = self.inner.delete(ids, **kwargs)
-        self._forget(ids, certain=done is not False and not kwargs)
+        self._keeper.forget(ids, certain=done is not False and not kwargs)
         return done
 
     async def adelete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
@@ -272,18 +293,18 @@ class BlendVectorStore(SearchesInner):
         if ids is None:
             return await run_in_executor(None, lambda: self.delete(None, **kwargs))
         done = await self.inner.adelete(ids, **kwargs)
-        await run_in_executor(None, lambda: self._forget(ids, certain=done is not False and not kwargs))
+        await run_in_executor(None, lambda: self._keeper.forget(ids, certain=done is not False and not kwargs))
         return done
 
     def reset_collection(self) -> None:
         """Empty the inner store, in stores that have this method, and forget the KV of what it had."""
-        self._forgetting(self._inner_method("reset_collection"))
+        self._keeper.forgetting(self._inner_method("reset_collection"))
 
     def delete_collection(self) -> None:
         """Remove the inner store's collection, in stores that have this method, and forget the KV of what it had."""
-        present = self._inventory.present(self.engine.ids())
+        present = self._keeper.present()
         self._inner_method("delete_collection")()
-        self._forget_all(present)
+        self._keeper.forget_all(present)
 
     def _inner_method(self, name: str) -> Callable[..., Any]:
         method: Callable[..., Any] | None = getattr(self.inner, name, None)
@@ -305,48 +326,3 @@ class BlendVectorStore(SearchesInner):
             raise ConfigError(f"{name} gave {len(ids)} ids for {len(texts)} texts, so the chunks cannot be named")
         self.encode(ids, texts, metadatas)
         return ids
-
-    def _served(self, chunks: Sequence[Chunk]) -> list[Chunk]:
-        """Return the chunks that the engine takes; what the ids of the others stood for before is forgotten."""
-        refusals = list(zip(chunks, self.engine.refusals(chunks), strict=True))
-        for chunk, refusal in refusals:
-            if refusal is not None:
-                logger.warning("document %s is stored without KV: %s", chunk.id, refusal)
-        self.engine.delete(chunk.id for chunk, refusal in refusals if refusal is not None and chunk.id)
-        return [chunk for chunk, refusal in refusals if refusal is None]
-
-    def _same_source(self, ids: Sequence[str], metadatas: Sequence[dict[str, Any]] | None) -> dict[str, list[str]]:
-        """Return of each document the ones before it that have the same "source", of the first one those behind it.
-
-        Where there are none the engine takes the documents before it, whatever they are from: searching the inner store by text
-        would embed the text once more.
-        """
-        count = self.engine.neighbours
-        sources: dict[str, list[str]] = {}
-        for id, metadata in zip(ids, metadatas or (), strict=False):
-            source = metadata.get("source") if metadata and count else None
-            if isinstance(source, str):
-                sources.setdefault(source, []).append(id)
-        return {
-            id: same[max(place - count, 0) : place] or same[1 : 1 + count]
-            for same in sources.values()
-            for place, id in enumerate(same)
-        }
-
-    def _forget(self, ids: Sequence[str], *, certain: bool) -> None:
-        self._forget_all(ids if certain else set(ids).difference(self._inventory.present(ids)))
-
-    def _forgetting(self, action: Callable[[], Any]) -> Any:
-        """Do something to the inner store, then forget the chunks that it had before and has no longer."""
-        before = self._inventory.present(self.engine.ids())
-        done = action()
-        self._forget_all(set(before).difference(self._inventory.present(before)))
-        return done
-
-    def _forget_all(self, ids: Iterable[str]) -> None:
-        """Forget chunks, but not those that are documents of another store over this engine as well."""
-        ids = list(dict.fromkeys(ids))
-        held = self._siblings.texts(ids)
-        shared = [record for record in self.engine.records(list(held)) if record is not None] if held else []
-        kept = {record.id for record in shared if record.text_hash == text_hash(held[record.id])}
-        self.engine.delete(id for id in ids if id not in kept)

@@ -55,7 +55,7 @@ def warm(
         raise ConfigError(
             f"warm takes a BlendVectorStore, and this is a {type(store).__name__}; wrap it: BlendVectorStore(store, engine=...)"
         )
-    documents = Inventory(store.inner).documents(ids)
+    documents = store.places.in_reading_order(Inventory(store.inner).documents(ids))
     nameless = sum(not document.id for document in documents)
     if nameless:
         raise ConfigError(
