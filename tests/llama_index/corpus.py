@@ -1,21 +1,24 @@
-"""200 nodes and 30 questions about them, always the same, that the reference model can answer."""
+"""Nodes and documents, always the same, with questions about them that the reference model can answer."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from dataclasses import dataclass
 from itertools import pairwise
 
+from llama_index.core import Document
 from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
 
 from cacheblend_rag.reference.corpus import EVAL_STYLE, make_example
 from cacheblend_rag.reference.world import build_world
 
-__all__ = ["Asked", "Corpus", "corpus"]
+__all__ = ["Asked", "Corpus", "corpus", "documents"]
 
 NODES, QUESTIONS = 200, 30
 _PER_CONTEXT = 3
+_PER_DOCUMENT = 8
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,34 @@ def corpus() -> Corpus:
     known = {node.node_id for node in nodes}
     answerable = [each for each in questions if known.issuperset(each.support)]
     return Corpus(tuple(nodes), tuple(answerable[:QUESTIONS]))
+
+
+def documents(questions: int) -> list[tuple[Document, list[Asked]]]:
+    """Return documents with questions about each, as many questions in all as were asked for.
+
+    A document is what one held-out context of the reference model's world says, of three people and perhaps a company, a
+    paragraph each. Its title, which no model is shown, is no other's; the questions do not say which nodes they need.
+    """
+    found: list[tuple[Document, list[Asked]]] = []
+    missing = questions
+    for seed in itertools.count():
+        if not missing:
+            return found
+        world = build_world(random.Random(f"llama-index:{seed}"), EVAL_STYLE, "held_out")
+        example = make_example(
+            random.Random(f"llama-index:{seed}"), EVAL_STYLE, "held_out", min(missing, _PER_DOCUMENT)
+        )
+        asked = [Asked(each.text, each.answer, each.sentence, each.kind, ()) for each in example.questions]
+        document = Document(
+            text="\n\n".join(" ".join(each.chunks) for each in world.documents),
+            id_=f"d{seed}",
+            metadata={"title": f"{world.documents[0].title} and others, {seed}"},
+            excluded_llm_metadata_keys=["title"],
+            excluded_embed_metadata_keys=["title"],
+        )
+        found.append((document, asked))
+        missing -= len(asked)
+    raise AssertionError
 
 
 def _node(node_id: str, title: str, place: int, text: str) -> TextNode:

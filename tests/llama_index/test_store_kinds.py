@@ -350,7 +350,7 @@ def test_kv_stays_while_another_node_or_tenant_has_the_text(
 ) -> None:
     def tenant(name: str) -> BlendVectorStore:
         engine = BlendEngine(model, tokenizer, store=tmp_path, namespace=name)
-        return BlendVectorStore(make_inner(kind, False), engine=engine)
+        return BlendVectorStore(make_inner(kind, False), engine=engine, context="none")
 
     ours, theirs = tenant("ours"), tenant("theirs")
     twice = some_nodes(embedding, ["The same text."] * 3)

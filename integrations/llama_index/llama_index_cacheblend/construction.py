@@ -10,6 +10,7 @@ from llama_index.core.settings import Settings
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
+from llama_index_cacheblend.nodes import SEPARATOR
 
 __all__ = ["find_engine", "make_engine"]
 
@@ -64,7 +65,7 @@ def make_engine(
     engine : BlendEngine or BlendLLM, optional
         An engine to share, instead of all others.
     config : BlendConfig, optional
-        Settings.
+        Settings; where they say nothing of the separator, it is what stands between nodes in LlamaIndex's prompts.
     store : KVStore, str, Path or None
         Where KV is kept.
     model_kwargs : dict, optional
@@ -96,6 +97,9 @@ def make_engine(
                     f"{name} belongs to the engine; give it to BlendEngine, not to BlendLLM beside engine="
                 )
         return find_engine(engine)
+    config = BlendConfig.of(config)
+    if "separator" not in config.model_fields_set:
+        config = config.replace(separator=SEPARATOR)
     if isinstance(model, str | Path):
         if tokenizer is not None:
             raise ConfigError(

@@ -16,14 +16,12 @@ from cacheblend_rag.errors import PromptTooLongError
 from cacheblend_rag.pml.fill import plain_text
 from llama_index_cacheblend.fixed import is_fixed
 from llama_index_cacheblend.llm import BlendLLM
+from llama_index_cacheblend.nodes import SEPARATOR
 from llama_index_cacheblend.pml import PMLPromptTemplate
 
-__all__ = ["SEPARATOR", "ContextPrompt", "make_context_prompt"]
+__all__ = ["ContextPrompt", "make_context_prompt"]
 
 logger = logging.getLogger(__name__)
-
-SEPARATOR = "\n\n"
-"""What stands between two chunks, as in LlamaIndex's compact mode."""
 
 
 @dataclass(frozen=True, slots=True)

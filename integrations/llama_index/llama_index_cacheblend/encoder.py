@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from llama_index.core.schema import BaseNode
+from llama_index.core.schema import BaseNode, NodeRelationship
 
 from cacheblend_rag.chunk import Chunk, text_hash
 from cacheblend_rag.engine import AddJob, AddResult, BlendEngine
 from cacheblend_rag.errors import ConfigError, PromptError, StoreError
+from llama_index_cacheblend.boundary import Boundary
 from llama_index_cacheblend.neighbours import NeighbourFinder
 from llama_index_cacheblend.nodes import TextOf, llm_text, node_chunks
+from llama_index_cacheblend.places import placed, related
 
 __all__ = ["EncodedNodes", "NodeEncoder", "Progress"]
 
@@ -53,17 +55,27 @@ class NodeEncoder:
     engine : BlendEngine
         The engine.
     text_of : callable, optional
-        What the language model is shown of a node; by default its text and metadata as LlamaIndex writes them.
+        What the language model is shown of a node; by default its text and metadata as LlamaIndex writes them. A node of which it
+        is shown something else is encoded alone: nobody says where in the document that stands.
+    boundary : Boundary, optional
+        Names the documents that nodes are pieces of; by default every node is encoded alone.
     finder : NeighbourFinder, optional
-        Finds what the nodes are measured behind; by default those before them in the same call are taken.
+        Finds what nodes that are encoded alone are measured behind; by default those before them in the same call are taken.
     """
 
     def __init__(
-        self, engine: BlendEngine, text_of: TextOf | None = None, finder: NeighbourFinder | None = None
+        self,
+        engine: BlendEngine,
+        text_of: TextOf | None = None,
+        boundary: Boundary | None = None,
+        finder: NeighbourFinder | None = None,
     ) -> None:
         self.engine = engine
         self.text_of = llm_text if text_of is None else text_of
+        self.boundary = boundary
         self._finder = finder
+        # Documents may be cut by the end of a call: what is said to come next, and has not come yet.
+        self._awaited: set[str] = set()
 
     def encode(
         self, nodes: Sequence[BaseNode], *, progress: Progress | None = None, background: bool = False
@@ -108,16 +120,25 @@ class NodeEncoder:
         """Return the nodes' chunks, and the nodes of which none can be made, and why."""
         chunks: list[Chunk] = []
         failed: dict[str, str] = {}
+        named = {related(node, NodeRelationship.NEXT) for node in nodes}
+        followers = self._awaited | {node_id for node_id in named if node_id is not None}
         for node in nodes:
             try:
-                chunks += node_chunks([node], self.text_of)
+                for chunk in node_chunks([node], self.text_of):
+                    chunks.append(self._placed(chunk, node, followers))
             except (ConfigError, PromptError) as error:
                 failed[node.node_id] = str(error)
+        self._awaited = followers - {node.node_id for node in nodes}
         if failed:
             logger.warning(
                 "%d of %d nodes are stored without KV: %s", len(failed), len(nodes), next(iter(failed.values()))
             )
         return chunks, failed
+
+    def _placed(self, chunk: Chunk, node: BaseNode, followers: Container[str]) -> Chunk:
+        if self.boundary is None or (self.text_of is not llm_text and chunk.text != node.get_content().strip()):
+            return chunk
+        return placed(chunk, node, self.boundary, followers)
 
     def _refused(self, chunks: Sequence[Chunk]) -> dict[str, str]:
         """Return the chunks that the engine takes from nobody, and why; what their ids stood for before is deleted."""

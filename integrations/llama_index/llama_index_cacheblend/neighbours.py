@@ -1,4 +1,4 @@
-"""Which nodes a node is likely to be retrieved with."""
+"""Which nodes a node of no document is likely to be retrieved with."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class NeighbourFinder:
         """Return chunks with their neighbours.
 
         Nothing is embedded for it: the nearest nodes are found by the embedding that a node has. A chunk for which nothing is
-        found is left to the engine, which takes the ones before it in the same call.
+        found is left to the engine, which takes the ones before it in the same call. A chunk of a document remembers what stands
+        before it there, and needs none.
 
         Parameters
         ----------
@@ -54,9 +55,9 @@ class NeighbourFinder:
         if not count:
             return list(chunks)
         by_id = {node.node_id: node for node in nodes}
-        found = {str(chunk.id): _in_document(by_id[str(chunk.id)], count) for chunk in chunks}
+        found = {str(chunk.id): _in_document(by_id[str(chunk.id)], count) for chunk in chunks if chunk.document is None}
         # What is stored already is not measured again.
-        lonely = [chunk for chunk in chunks if not found[str(chunk.id)]]
+        lonely = [chunk for chunk in chunks if found.get(str(chunk.id)) == []]
         records = self._engine.records([str(chunk.id) for chunk in lonely])
         new = [
             str(chunk.id)
@@ -64,7 +65,7 @@ class NeighbourFinder:
             if record is None or record.text_hash != text_hash(chunk.text)
         ]
         found |= {id: self._nearest(by_id[id], count) for id in new}
-        return [replace(chunk, neighbours=found[str(chunk.id)]) for chunk in chunks]
+        return [replace(chunk, neighbours=found.get(str(chunk.id), ())) for chunk in chunks]
 
     def _nearest(self, node: BaseNode, count: int) -> list[str]:
         """Return the nodes nearest to one, in the order in which they were added as far as that is known."""

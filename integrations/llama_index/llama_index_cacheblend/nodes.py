@@ -9,7 +9,10 @@ from llama_index.core.schema import BaseNode, MetadataMode
 from cacheblend_rag.chunk import Chunk
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["TextOf", "llm_text", "node_chunks"]
+__all__ = ["SEPARATOR", "TextOf", "llm_text", "node_chunks"]
+
+SEPARATOR = "\n\n"
+"""What stands between two nodes in a prompt, as in LlamaIndex's compact mode."""
 
 TextOf = Callable[[BaseNode], str | None]
 """Returns what the language model is shown of a node, metadata included; empty or None for a node that has no text."""

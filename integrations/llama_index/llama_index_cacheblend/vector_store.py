@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.schema import BaseNode
@@ -20,6 +20,7 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
+from llama_index_cacheblend.boundary import Boundary
 from llama_index_cacheblend.construction import find_engine
 from llama_index_cacheblend.encoder import NodeEncoder
 from llama_index_cacheblend.inventory import Inventory
@@ -39,6 +40,9 @@ class BlendVectorStore(BasePydanticVectorStore):
     there, text and KV, also in stores that would silently keep the old text. A node that the engine forgot, or that reached the
     inner store another way, is encoded when it is first retrieved, or by `warm_index`.
 
+    A node is encoded behind those that stand before it in its document (``ref_doc_id``), and its KV remembers them; one of no
+    document is encoded alone.
+
     Parameters
     ----------
     inner : BasePydanticVectorStore
@@ -52,12 +56,17 @@ class BlendVectorStore(BasePydanticVectorStore):
         waits for it.
     text_of : callable, optional
         What the language model is shown of a node, where a postprocessor changes it after retrieval (a sentence window, for
-        example); by default its text and metadata as LlamaIndex writes them.
+        example); by default its text and metadata as LlamaIndex writes them. Nodes shown otherwise are encoded alone.
+    context : {"document", "none"}
+        "none" encodes every node alone, for texts whose readers differ from node to node. As the engine is set to by default.
+    boundary : sequence of str
+        Metadata keys; nodes of one document with different values are encoded as of different documents. Where readers are told
+        apart by filters on metadata, name these here.
 
     Raises
     ------
     ConfigError
-        If `inner` is not a vector store of LlamaIndex, or there is no engine.
+        If `inner` is not a vector store of LlamaIndex, there is no engine, or `context` or `boundary` has no meaning.
     """
 
     stores_text: bool = True
@@ -76,18 +85,25 @@ class BlendVectorStore(BasePydanticVectorStore):
         show_progress: bool = False,
         background: bool = False,
         text_of: TextOf | None = None,
+        context: Literal["document", "none"] = "document",
+        boundary: Sequence[str] = (),
     ) -> None:
         if not isinstance(inner, BasePydanticVectorStore):
             raise ConfigError(
                 f"inner is a {type(inner).__name__}; give a LlamaIndex vector store, as ChromaVectorStore(chroma_collection=...)"
             )
         found = find_engine(engine)
+        if context not in ("document", "none"):
+            raise ConfigError(f'context={context!r} is none of "document" and "none"')
+        divided = Boundary(boundary)
+        alone = "none" in (context, found.config.context)
         super().__init__(stores_text=inner.stores_text, is_embedding_query=inner.is_embedding_query)
         self._inner = inner
         self._show_progress = show_progress
         self._background = background
         self._inventory = Inventory(inner)
-        self._encoder = NodeEncoder(found, text_of, NeighbourFinder(inner, found, self._inventory))
+        finder = NeighbourFinder(inner, found, self._inventory)
+        self._encoder = NodeEncoder(found, text_of, None if alone else divided, finder)
 
     @classmethod
     def class_name(cls) -> str:
@@ -251,11 +267,13 @@ class BlendVectorStore(BasePydanticVectorStore):
         return await self._inner.aget_nodes(node_ids, filters)
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        """Query the inner store."""
+        """Query the inner store; filters on what is no boundary of documents are warned of."""
+        self._watch(query)
         return self._inner.query(query, **kwargs)
 
     async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        """Query the inner store."""
+        """Do what `query` does."""
+        self._watch(query)
         return await self._inner.aquery(query, **kwargs)
 
     def persist(self, persist_path: str, fs: Any = None) -> None:
@@ -271,6 +289,14 @@ class BlendVectorStore(BasePydanticVectorStore):
             If the KV of some of them could not be stored; it is computed at query time.
         """
         self.engine.flush()
+
+    def remember(self, nodes: Sequence[BaseNode]) -> None:
+        """Note nodes that are encoded and stand elsewhere, in a docstore: `delete` of their document forgets their KV too."""
+        self._inventory.note(nodes)
+
+    def _watch(self, query: VectorStoreQuery) -> None:
+        if self._encoder.boundary is not None:
+            self._encoder.boundary.watch(query.filters)
 
     def _encode(self, nodes: Sequence[BaseNode]) -> None:
         hidden = self._background or not self._show_progress

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, overload
 
@@ -14,6 +14,7 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from cacheblend_rag.engine import AddJob, AddResult, BlendEngine
 from cacheblend_rag.errors import ConfigError
+from llama_index_cacheblend.boundary import Boundary
 from llama_index_cacheblend.construction import find_engine
 from llama_index_cacheblend.encoder import EncodedNodes, NodeEncoder, Progress
 from llama_index_cacheblend.inventory import Inventory
@@ -160,7 +161,7 @@ def warm_index(
 
     The index stays as it is: nothing is embedded or written but KV. What is stored already is not computed again, so a call that
     was cut short is finished by the next one, and a call for an index that is warm costs little. Nodes whose text was changed
-    behind the store's back are encoded anew.
+    behind the store's back are encoded anew. Documents are divided as the index's `BlendVectorStore` says, where it has one.
 
     Parameters
     ----------
@@ -172,7 +173,7 @@ def warm_index(
         What the language model is shown of a node, where a postprocessor changes it after retrieval; by default what the index's
         `BlendVectorStore` was given, or else the node's text and metadata as LlamaIndex writes them.
     nodes : sequence of BaseNode, optional
-        The nodes to encode, instead of all of the index.
+        The nodes to encode, instead of all of the index: parents that a docstore keeps, for example.
     progress : callable, optional
         Called with the number of finished nodes and of all, batch after batch.
     show_progress : bool
@@ -206,17 +207,21 @@ def warm_index(
         pruned = encoder.engine.delete(set(encoder.engine.ids()) - {node.node_id for node in found})
     parts: list[EncodedNodes] = []
     with tqdm(total=len(found), desc="Encoding nodes", unit="node", disable=background or not show_progress) as bar:
-        for start in range(0, len(found), _BATCH):
-            batch = found[start : start + _BATCH]
+        start = 0
+        for batch in _batches(found):
 
             def show(finished: int, total: int, before: int = start, size: int = len(batch)) -> None:
-                # Those without text are finished from the start.
-                now = before + size - total + finished
+                # Those without text are finished from the start; other chunks of their documents may be encoded again.
+                now = before + max(0, size - total + finished)
                 bar.update(now - bar.n)
                 if progress is not None:
                     progress(now, len(found))
 
             parts.append(encoder.encode(batch, progress=None if background else show, background=background))
+            start += len(batch)
+    store = getattr(index, "vector_store", None)
+    if isinstance(store, BlendVectorStore) and store.engine is encoder.engine:
+        store.remember(found)
 
     def sum_up(results: Sequence[AddResult]) -> WarmResult:
         return WarmResult(
@@ -239,10 +244,25 @@ def warm_index(
 def _encoder(index: BaseIndex[Any], text_of: TextOf | None, engine: BlendEngine | None) -> NodeEncoder:
     store = getattr(index, "vector_store", None)
     if isinstance(store, BlendVectorStore):
-        if engine is None or engine is store.engine:
-            return store.encoder if text_of is None else NodeEncoder(store.engine, text_of)
-        text_of = text_of or store.encoder.text_of
-    return NodeEncoder(find_engine(engine), text_of)
+        if text_of is None and (engine is None or engine is store.engine):
+            return store.encoder
+        return NodeEncoder(engine or store.engine, text_of or store.encoder.text_of, store.encoder.boundary)
+    return NodeEncoder(find_engine(engine), text_of, Boundary())
+
+
+def _batches(nodes: Sequence[BaseNode]) -> Iterator[list[BaseNode]]:
+    """Yield the nodes in batches, those of a document together, since it is read once where it is handed over at once."""
+    documents: dict[str, list[BaseNode]] = {}
+    for node in nodes:
+        documents.setdefault(node.ref_doc_id or node.node_id, []).append(node)
+    batch: list[BaseNode] = []
+    for pieces in documents.values():
+        if batch and len(batch) + len(pieces) > _BATCH:
+            yield batch
+            batch = []
+        batch += pieces
+    if batch:
+        yield batch
 
 
 def _nodes(index: BaseIndex[Any]) -> list[BaseNode]:
