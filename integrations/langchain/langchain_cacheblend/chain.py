@@ -13,8 +13,9 @@ from langchain_core.prompt_values import ChatPromptValue, PromptValue
 from langchain_core.prompts import BasePromptTemplate, PromptTemplate, format_document
 from langchain_core.runnables import Runnable, RunnableLambda
 
-from cacheblend_rag import Chunk
+from cacheblend_rag import Chunk, FixedText
 from cacheblend_rag.errors import ConfigError
+from langchain_cacheblend.fixed import declare_fixed, said_first, static_value
 from langchain_cacheblend.holes import Holes, TextPromptValue, as_content
 
 __all__ = ["create_blend_documents_chain"]
@@ -70,9 +71,19 @@ def create_blend_documents_chain(
         holes = Holes()
         written = (_written(document, writer, holes) for document in inputs[document_variable_name])
         value = prompt.invoke({**inputs, document_variable_name: document_separator.join(written)})
+        # What the template writes before the documents, with none of these values.
+        marks = Holes()
+        own = static_value(prompt, document_variable_name, marks.put(Chunk("context")), uuid.uuid4().hex)
         if isinstance(value, ChatPromptValue):
-            return ChatPromptValue(messages=_with_blocks(value.messages, holes))
-        return TextPromptValue.of(holes.fill(value.to_string()))
+            made = ChatPromptValue(messages=_with_blocks(value.messages, holes))
+            holes.check()
+            digest = said_first(_with_blocks(own.messages, marks)) if isinstance(own, ChatPromptValue) else None
+            return declare_fixed(made, digest)
+        parts: list[str | Chunk | FixedText] = [*holes.fill(value.to_string())]
+        head = None if own is None else marks.split(own.to_string())[0]
+        if isinstance(head, str) and len(parts) > 1 and parts[0] == head and isinstance(parts[1], Chunk):
+            parts[0] = FixedText(head)
+        return TextPromptValue.of(parts)
 
     chain = RunnableLambda(fill).with_config(run_name="format_inputs") | llm | (output_parser or StrOutputParser())
     return chain.with_config(run_name="blend_documents_chain")
@@ -98,5 +109,4 @@ def _with_blocks(messages: Sequence[BaseMessage], holes: Holes) -> list[BaseMess
             content += [block] if text is None else as_content(holes.split(text))
         plain = all(isinstance(block, str) for block in content)
         filled.append(message if plain else message.model_copy(update={"content": content}))
-    holes.check()
     return filled

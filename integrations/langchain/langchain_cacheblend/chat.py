@@ -20,11 +20,12 @@ from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
-from cacheblend_rag import BlendPrompt, Chunk
+from cacheblend_rag import BlendPrompt
 from cacheblend_rag.chunk import Segment
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.pml.carried import prompt_in
 from langchain_cacheblend.answer import Answer, Call
+from langchain_cacheblend.fixed import fixed_head
 from langchain_cacheblend.guide import Guide, json_grammar
 from langchain_cacheblend.model import BlendModel
 from langchain_cacheblend.options import with_objects
@@ -94,8 +95,9 @@ class ChatBlend(BlendModel, BaseChatModel):
             return self.engine.schemas.blend_prompt(prompt)
         shown = as_functions(tools)
         segments: list[Segment] = []
-        for part in render_chat(self.engine.tokenizer, messages, tools=shown, documents=documents):
-            segments += [part] if isinstance(part, Chunk) else self._split(part)
+        parts = render_chat(self.engine.tokenizer, messages, tools=shown, documents=documents)
+        for part in fixed_head(messages, parts, documents):
+            segments += self._split(part) if isinstance(part, str) else [part]
         return BlendPrompt(segments=segments)
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:

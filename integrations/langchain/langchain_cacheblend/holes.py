@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from langchain_core.messages import BaseMessage, HumanMessage
-from langchain_core.prompt_values import StringPromptValue
+from langchain_core.prompt_values import ChatPromptValue, StringPromptValue
 
-from cacheblend_rag import Chunk
+from cacheblend_rag import Chunk, FixedText
 from cacheblend_rag.errors import PromptError
 from langchain_cacheblend.documents import chunk_block
+from langchain_cacheblend.fixed import declare_fixed, said_first
 
 __all__ = ["Holes", "PromptText", "TextPromptValue", "as_content"]
 
@@ -22,18 +23,18 @@ class PromptText(str):
 
     Parameters
     ----------
-    parts : sequence of str or Chunk
+    parts : sequence of str, Chunk or FixedText
         The prompt.
 
     Attributes
     ----------
-    parts : tuple of str or Chunk
+    parts : tuple of str, Chunk or FixedText
         The prompt.
     """
 
-    parts: tuple[str | Chunk, ...]
+    parts: tuple[str | Chunk | FixedText, ...]
 
-    def __new__(cls, parts: Sequence[str | Chunk]) -> PromptText:
+    def __new__(cls, parts: Sequence[str | Chunk | FixedText]) -> PromptText:
         text = super().__new__(cls, "".join(part if isinstance(part, str) else part.text for part in parts))
         text.parts = tuple(parts)
         return text
@@ -45,7 +46,7 @@ class TextPromptValue(StringPromptValue):
     parts: list[Any]
 
     @classmethod
-    def of(cls, parts: Sequence[str | Chunk]) -> TextPromptValue:
+    def of(cls, parts: Sequence[str | Chunk | FixedText]) -> TextPromptValue:
         """Make one of text and chunks."""
         return cls(text=str(PromptText(parts)), parts=list(parts))
 
@@ -53,12 +54,18 @@ class TextPromptValue(StringPromptValue):
         return PromptText(self.parts)
 
     def to_messages(self) -> list[BaseMessage]:
-        return [HumanMessage(content=as_content(self.parts))]
+        message = HumanMessage(content=as_content([_plain(part) for part in self.parts]))
+        is_fixed = bool(self.parts) and isinstance(self.parts[0], FixedText)
+        return declare_fixed(ChatPromptValue(messages=[message]), said_first([message]) if is_fixed else None).messages
 
 
 def as_content(parts: Sequence[str | Chunk]) -> list[str | dict[str, Any]]:
     """Return text and chunks as the content of a message that adds nothing between them."""
     return [part if isinstance(part, str) else dict(chunk_block(part, inline=True)) for part in parts]
+
+
+def _plain(part: str | Chunk | FixedText) -> str | Chunk:
+    return part.text if isinstance(part, FixedText) else part
 
 
 class Holes:

@@ -14,7 +14,7 @@ from langchain_core.prompt_values import ChatPromptValue, PromptValue
 from langchain_core.runnables.config import run_in_executor
 from pydantic import PrivateAttr
 
-from cacheblend_rag import BlendPrompt, Chunk
+from cacheblend_rag import BlendPrompt, Chunk, FixedText
 from cacheblend_rag.chunk import Segment
 from cacheblend_rag.pml.carried import PMLText
 from langchain_cacheblend.answer import Answer, Call
@@ -61,13 +61,13 @@ class BlendLLM(BlendModel, BaseLLM):
         if isinstance(text, PMLText):
             refuse_beside(documents=documents)
             return self.engine.schemas.blend_prompt(text.prompt)
-        parts: list[str | Chunk] = []
+        parts: list[str | Chunk | FixedText] = []
         for chunk in as_chunks(documents):
             parts += [chunk, "\n\n"]
         parts += text.parts if isinstance(text, PromptText) else [text]
         segments: list[Segment] = []
         for part in parts:
-            segments += [part] if isinstance(part, Chunk) else self._split(part)
+            segments += self._split(part) if isinstance(part, str) else [part]
         return BlendPrompt(segments=segments)
 
     def generate_prompt(self, prompts: list[PromptValue], *args: Any, **kwargs: Any) -> LLMResult:
