@@ -265,6 +265,8 @@ class PrefillEngine(ChunkEngine):
         logits = self._runner.run(run, 0, forward)
         report = run.report(num_decoder_layers(self.model), time.perf_counter(), 0)
         self._observe(report)
+        # Chunks whose documents were changed meanwhile are text now.
+        layout = run.prompt.layout
         recomputed = layout.context_rows if run.recomputed is None else run.recomputed
         return WatchedPrefill(PrefillResult(logits, layout.token_ids, report), layout, recomputed, forward.kv)
 

@@ -38,6 +38,8 @@ class PromptChunk:
         What was found out about it that its report should say.
     deferred : bool
         Whether it is computed like text because it is retrieved for the first time.
+    is_missed : bool
+        Whether it is computed like text because its KV is missing, and is not waited for.
     is_elsewhere : bool
         Whether it is computed like text because its KV is that of another position.
     row : int
@@ -59,6 +61,7 @@ class PromptChunk:
     text_hash: str | None = None
     note: str | None = None
     deferred: bool = False
+    is_missed: bool = False
     is_elsewhere: bool = False
     row: int = 0
     separator: tuple[int, ...] = ()
@@ -141,7 +144,7 @@ class AssembledPrompt:
         """Return the prompt with the chunks of some keys computed like text, for the reason in `note`."""
         pairs = list(zip(self.chunks, self.layout.chunks, strict=True))
         kept = [(chunk, span) for chunk, span in pairs if chunk.key not in keys]
-        gone = [replace(chunk, note=note, row=span.start) for chunk, span in pairs if chunk.key in keys]
+        gone = [replace(chunk, note=note, is_missed=True, row=span.start) for chunk, span in pairs if chunk.key in keys]
         exact = next((number for number, (chunk, _) in enumerate(pairs) if chunk.key in keys), len(pairs))
         layout = replace(
             self.layout,

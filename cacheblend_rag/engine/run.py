@@ -195,7 +195,7 @@ class PromptRun:
             count = chunk.rows[1] - chunk.rows[0]
             attention = self._attention(ChunkSpan(chunk.row, chunk.row + count, chunk.row))
             report = ChunkReport(chunk.id, count, False, count, chunk.note, attention=attention)
-            parts.append(_ReportedPart(chunk.row, chunk, report, is_miss=chunk.deferred))
+            parts.append(_ReportedPart(chunk.row, chunk, report, is_miss=chunk.deferred or chunk.is_missed))
         chunks, hits, misses = _whole_chunks(parts)
         return BlendReport(
             ttft_s=first_output - self.started,

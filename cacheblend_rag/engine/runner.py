@@ -163,9 +163,11 @@ class Runner:
         given = run.rows
         layout = run.prompt.layout
         run.plan = whole_plan(config, layout, self._refusal(layout), ratio if given is None else 0.0)
-        if run.plan is None and given is None and self._supply.limit_misses(run):
+        if run.plan is None and self._supply.limit_misses(run):
             layout = run.prompt.layout
-            run.plan = whole_plan(config, layout, self._refusal(layout), ratio)
+            if given is not None:
+                given = run.rows = given[torch.isin(given, layout.context_rows)]
+            run.plan = whole_plan(config, layout, self._refusal(layout), ratio if given is None else 0.0)
         if run.plan is None and given is not None:
             run.plan = Plan(FixedSelection(given), "given", given.numel() / layout.context_tokens)
             return self._supply.readers(run, self._supply.open_all(run))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
 from cacheblend_rag.store.locks import ForkSafeLock
@@ -30,7 +31,7 @@ class Shelf(Generic[Entry]):
     Attributes
     ----------
     on_drop : callable or None
-        Called with the key of every entry that is dropped, replaced or evicted, under the lock; it must not call back.
+        Called with the key of every entry that was dropped, replaced or evicted, without the lock: no thread may hold two.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -45,6 +46,8 @@ class Shelf(Generic[Entry]):
         self._evictions = 0
         self._pinned: set[str] = set()
         self._hidden: set[str] = set()
+        # What `on_drop` is to be told.
+        self._gone: list[str] = []
 
     def get(self, key: str) -> Entry | None:
         """Return the entry under `key` and mark it as recently used, or None."""
@@ -59,7 +62,7 @@ class Shelf(Generic[Entry]):
 
         With `hidden` nobody gets it until `reveal` is called, unless it is dropped before.
         """
-        with self._lock:
+        with self._dropping():
             self._drop(key)
             if entry.nbytes > self.limit_bytes or not self._make_room(entry.nbytes):
                 return False
@@ -76,7 +79,7 @@ class Shelf(Generic[Entry]):
 
     def reserve(self, nbytes: int) -> bool:
         """Set room aside for an entry that is still being read; return whether there is any."""
-        with self._lock:
+        with self._dropping():
             if not self._make_room(nbytes):
                 return False
             self._reserved_bytes += nbytes
@@ -88,7 +91,7 @@ class Shelf(Generic[Entry]):
 
     def drop(self, keys: Iterable[str]) -> None:
         """Forget these entries."""
-        with self._lock:
+        with self._dropping():
             for key in keys:
                 self._drop(key)
 
@@ -114,7 +117,7 @@ class Shelf(Generic[Entry]):
 
     def clear(self) -> None:
         """Forget every entry, and what was pinned."""
-        with self._lock:
+        with self._dropping():
             self._pinned.clear()
             for key in list(self._entries):
                 self._drop(key)
@@ -149,6 +152,21 @@ class Shelf(Generic[Entry]):
         """Entries dropped for room."""
         return self._evictions
 
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        """Hold the lock, and tell what was dropped once it is free again."""
+        gone: list[str] = []
+        try:
+            with self._lock:
+                try:
+                    yield
+                finally:
+                    gone, self._gone = self._gone, []
+        finally:
+            if self.on_drop is not None:
+                for key in gone:
+                    self.on_drop(key)
+
     def _make_room(self, nbytes: int) -> bool:
         while self._returned:
             self._reserved_bytes -= self._returned.popleft()
@@ -165,5 +183,4 @@ class Shelf(Generic[Entry]):
         self._hidden.discard(key)
         if entry is not None:
             self._used_bytes -= entry.nbytes
-            if self.on_drop is not None:
-                self.on_drop(key)
+            self._gone.append(key)
