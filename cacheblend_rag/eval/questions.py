@@ -24,7 +24,7 @@ def read_questions_and_answers(path: str | Path) -> dict[str, str | None]:
     ----------
     path : str or Path
         A text file; or, if its name ends in ``.jsonl``, lines of JSON, each a string or an object whose `question` (or `query`)
-        is one; an object may have the right `answer` too. UTF-8.
+        is one; an object may have the right `answer` too, a text or a number. UTF-8.
 
     Returns
     -------
@@ -59,8 +59,8 @@ def _question(line: str, place: str) -> tuple[str, str | None]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{place} is no JSON ({error}); name the file .txt if it holds plain questions") from error
     answer = value.get("answer") if isinstance(value, dict) else None
-    if answer is not None and (not isinstance(answer, str) or not answer.strip()):
-        raise ConfigError(f'{place} holds an answer that is no text; write {{"question": "...", "answer": "..."}}')
+    # What other programs keep there, a list for example, is no single right answer.
+    answer = str(answer).strip() or None if isinstance(answer, str | int | float) else None
     if isinstance(value, dict):
         value = next((value[name] for name in _FIELDS if name in value), None)
     if not isinstance(value, str) or not value.strip():

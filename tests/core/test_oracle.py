@@ -117,7 +117,7 @@ def test_random_and_no_recompute_on_stale_kv_are_the_dense_reference(model: PreT
         prompt, spans = _prompt(engine)
         ids = engine.prompt_ids(prompt)
         for selector in ("none", "random"):
-            config = engine.config.replace(selector=selector)
+            config = engine.config.replace(selector=selector, recompute_ratio=0.15)
             result = engine.prefill(prompt, config=config)
             rows = torch.tensor([], dtype=torch.int64)
             if selector == "random":

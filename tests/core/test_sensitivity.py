@@ -440,7 +440,7 @@ def test_query_ingest_recomputes_what_the_question_needs_and_the_context_changes
 
 @pytest.mark.parametrize("selector", ["ingest", "query_ingest"])
 def test_without_anything_measured_it_works_and_says_so_once(selector: str, caplog: pytest.LogCaptureFixture) -> None:
-    with make(selector=selector, neighbours=0) as engine:
+    with make(selector=selector, neighbours=0, recompute_ratio=0.15) as engine:
         engine.add(CHUNKS)
         prompt = BlendPrompt("t5", [chunk.id for chunk in CHUNKS], "t6 t7")  # type: ignore[misc]
         with caplog.at_level(logging.WARNING):
@@ -448,7 +448,7 @@ def test_without_anything_measured_it_works_and_says_so_once(selector: str, capl
         assert reports[0].recomputed_tokens == reports[1].recomputed_tokens > 0
     [message] = [each.getMessage() for each in caplog.records]
     assert f"selector='{selector}'" in message and "neighbours=2" in message
-    with make(selector=selector) as engine, caplog.at_level(logging.WARNING):
+    with make(selector=selector, recompute_ratio=0.15) as engine, caplog.at_level(logging.WARNING):
         caplog.clear()
         engine.add(CHUNKS[:3])
         # One of them was measured, which is enough.
