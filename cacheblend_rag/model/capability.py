@@ -169,7 +169,7 @@ def _blending(decoder: Decoder, number: int) -> str:
     if number >= decoder.num_kv_layers:
         return "attends to the blended KV of an earlier layer"
     if not decoder.is_movable:
-        return "reused at the position of encoding only"
+        return "reused at the position of encoding only; chunks are encoded alone, without their documents"
     rotation: Rotation | None = decoder.rotations[number]
     moved = "reused anywhere as it is" if rotation is None else f"reused anywhere, {rotation.part} turned"
     return moved if decoder.rope_reach is None else f"{moved}, in prompts that end before {decoder.rope_reach}"

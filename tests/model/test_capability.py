@@ -30,7 +30,7 @@ def test_latents_shared_kv_and_fixed_positions_are_named() -> None:
     shared = capability(tiny_model(tiny_config("gemma3n_text"))).layers
     assert [layer.blending for layer in shared[4:]] == ["attends to the blended KV of an earlier layer"] * 2
     assert {layer.blending for layer in capability(tiny_model(tiny_config("gpt2"))).layers} == {
-        "reused at the position of encoding only"
+        "reused at the position of encoding only; chunks are encoded alone, without their documents"
     }
 
 
