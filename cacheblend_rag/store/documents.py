@@ -33,6 +33,11 @@ class _Draft:
         """The number of the next piece that comes."""
         return max((piece.arrival for piece in self.pieces.values()), default=-1) + 1
 
+    @property
+    def members(self) -> list[Member]:
+        """The chunks in reading order."""
+        return in_order([piece.member for piece in self.pieces.values()])
+
 
 class NamedPiece(NamedTuple):
     """A chunk of a document: its record, with its place, and when its time to live is over, by the store's time."""
@@ -126,11 +131,7 @@ class Drafts:
         """Return the tokens of a whole document; what overlaps stands there once."""
         self.load(document)
         draft = self._drafts.get(document)
-        return (
-            ()
-            if draft is None
-            else whole_text(in_order([piece.member for piece in draft.pieces.values()]), draft.rules)
-        )
+        return () if draft is None else whole_text(draft.members, draft.rules)
 
     @property
     def left(self) -> set[str]:
@@ -141,9 +142,7 @@ class Drafts:
         """Return the ids of a document's chunks in reading order."""
         self.load(document)
         draft = self._drafts.get(document)
-        return (
-            [] if draft is None else [member.id for member in in_order([each.member for each in draft.pieces.values()])]
-        )
+        return [] if draft is None else [member.id for member in draft.members]
 
     def rules(self, document: str) -> ReadingRules | None:
         """Return how a document is read, None where there is no such document."""
@@ -171,7 +170,7 @@ class Drafts:
         """
         found: dict[str, NamedTarget] = {}
         for draft in self._drafts.values():
-            members = in_order([piece.member for piece in draft.pieces.values()])
+            members = draft.members
             pieces = [draft.pieces[member.id] for member in members]
             lives = [
                 None if piece.expires_at is None or piece.expires_at <= now else piece.expires_at - now
