@@ -371,6 +371,10 @@ def test_version_2_is_read_where_it_may_not_be_written(version_2: Path) -> None:
 
 def read_only_version_2(folder: Path) -> None:
     """Answer from a folder of index version 2 that may not be written."""
+    # Libraries are imported when they are first needed, and another user may not be able to read them.
+    with tempfile.TemporaryDirectory() as other, open_engine(Path(other)) as engine:
+        engine.add(DOCUMENT.chunks)
+        engine.prefill(BlendPrompt("t5", ["d-0"], "t6 t7"))
     if os.getuid() == 0:
         for path in [*folder.rglob("*"), folder]:
             os.chown(path, 65534, 65534)
