@@ -1,7 +1,11 @@
-"""The command and its subcommands. Each subcommand imports what it needs when it is run."""
+"""The command and its subcommands, those that other packages add by the entry points ``cacheblend_rag.commands`` included.
+
+Each subcommand imports what it needs when it is run.
+"""
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from typing import Any
 
 import typer
@@ -9,11 +13,9 @@ from typer.core import TyperGroup
 
 from cacheblend_rag import __version__
 from cacheblend_rag.cli.ask import ask
-from cacheblend_rag.cli.bench import bench_app
 from cacheblend_rag.cli.calibrate import calibrate
 from cacheblend_rag.cli.demo import demo
-from cacheblend_rag.cli.evaluate import eval_app
-from cacheblend_rag.cli.families import models
+from cacheblend_rag.cli.models import models
 from cacheblend_rag.cli.pml import pml_app
 from cacheblend_rag.cli.profile import profile
 from cacheblend_rag.cli.store import store_app
@@ -68,6 +70,10 @@ app.command()(profile)
 app.command()(calibrate)
 app.command()(models)
 app.add_typer(store_app, name="store")
-app.add_typer(bench_app, name="bench")
-app.add_typer(eval_app, name="eval")
 app.add_typer(pml_app, name="pml")
+for _entry in sorted(entry_points(group="cacheblend_rag.commands"), key=lambda entry: entry.name):
+    _command = _entry.load()
+    if isinstance(_command, typer.Typer):
+        app.add_typer(_command, name=_entry.name)
+    else:
+        app.command(_entry.name)(_command)

@@ -19,11 +19,11 @@ from cacheblend_rag.cli.warm import CHUNK_TOKENS, token_counter
 from cacheblend_rag.errors import ConfigError
 
 if TYPE_CHECKING:
+    from cacheblend_rag.calibration import Calibration
     from cacheblend_rag.chunk import BlendPrompt
     from cacheblend_rag.config import BlendConfig
     from cacheblend_rag.documents import Library
     from cacheblend_rag.engine import BlendEngine
-    from cacheblend_rag.eval import Calibration
 
 __all__ = ["calibrate"]
 
@@ -79,9 +79,9 @@ def calibrate(
 
     Exits with 1 if there is none and nothing is written.
     """
+    from cacheblend_rag.calibration import calibrate as run
+    from cacheblend_rag.calibration import read_questions_and_answers
     from cacheblend_rag.config import BlendConfig
-    from cacheblend_rag.eval import calibrate as run
-    from cacheblend_rag.eval import read_questions_and_answers
 
     tried = parse_ratios(ratios)
     asked = read_questions_and_answers(questions)
@@ -235,7 +235,7 @@ def _changes(
 
 
 def _write(path: Path, changes: dict[str, bool | int | float | str]) -> None:
-    from cacheblend_rag.eval import write_settings
+    from cacheblend_rag.calibration import write_settings
 
     if not changes:
         typer.echo(f"nothing is written to {path}; --disable would switch blending off there")

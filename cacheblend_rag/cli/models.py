@@ -1,15 +1,21 @@
-"""Opening an engine by the name of its model."""
+"""``cacheblend-rag models``: what blending does in each layer of a model; and opening an engine by the name of its model."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cacheblend_rag.cli.options import MarkdownOption
+from cacheblend_rag.cli.output import console, make_quiet, show_table
 
 if TYPE_CHECKING:
     from cacheblend_rag.config import BlendConfig
     from cacheblend_rag.engine import BlendEngine
+    from cacheblend_rag.model import Capability
 
-__all__ = ["open_engine"]
+__all__ = ["models", "open_engine", "show_layers"]
 
 
 def open_engine(
@@ -45,7 +51,6 @@ def open_engine(
     ConfigError
         If the model cannot be found, or a setting has no meaning.
     """
-    from cacheblend_rag.cli.output import make_quiet
     from cacheblend_rag.config import BlendConfig
     from cacheblend_rag.engine import BlendEngine
 
@@ -53,3 +58,36 @@ def open_engine(
     changes = {name: value for name, value in settings.items() if value is not None}
     config = BlendConfig(**changes) if config is None else config.replace(**changes)
     return (kind or BlendEngine).from_pretrained(model, config=config, store=store)
+
+
+def models(
+    name: Annotated[str, typer.Argument(metavar="NAME", help='A Hugging Face id, a folder, or "reference".')],
+    markdown: MarkdownOption = None,
+) -> None:
+    """Say whether blending is exact on a model, by running it, and what it does in each of its layers."""
+    with open_engine(name) as engine:
+        reason = engine.unsupported_reason
+        show_layers(name, "exact" if reason is None else f"refused: {reason}", engine.capability(), markdown)
+
+
+def show_layers(name: str, verdict: str, seen: Capability | None, markdown: Path | None) -> None:
+    """Print a verdict and a table of layers, and write both as Markdown where that is asked for.
+
+    Parameters
+    ----------
+    name, verdict : str
+        The model, and what is said of it.
+    seen : Capability, optional
+        Its layers; None shows the verdict alone.
+    markdown : Path, optional
+        The file.
+    """
+    console().print(f"{name}: {verdict}", soft_wrap=True, markup=False)
+    if seen is None:
+        return
+    columns = ("layer", "attention", "positions in its KV", "blending")
+    lines = [(str(layer.number), layer.attention, layer.positions, layer.blending) for layer in seen.layers]
+    show_table(seen.model, columns, lines, text_columns=4)
+    if markdown is not None:
+        rows = ["| " + " | ".join(line) + " |" for line in (columns, ("---",) * 4, *lines)]
+        markdown.write_text("\n".join([f"{name}: {verdict}", "", *rows, ""]), encoding="utf-8")

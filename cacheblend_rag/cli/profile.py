@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,13 +20,14 @@ from cacheblend_rag.cli.output import (
 from cacheblend_rag.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cacheblend_rag.bench import AutoRun
     from cacheblend_rag.controller import Profile, Work
     from cacheblend_rag.engine import BlendEngine
 
-__all__ = ["profile"]
+__all__ = ["TYPICAL_CHUNKS", "kv_folder_of", "predicted_works", "profile"]
 
 _CHUNKS = (1, 2, 6, 12)
+TYPICAL_CHUNKS = 6
+"""The chunks of the prompt that one figure is given for."""
 _QUESTION_TOKENS = 32
 
 
@@ -45,69 +45,52 @@ def profile(
         str | None,
         typer.Option(help="Prices a GB and month, as in ram=3,disk=0.1: name the cheapest tier that adds no delay."),
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="DIR", file_okay=False, help="Draw CacheBlend's figures into DIR.")
-    ] = None,
-    runs: Annotated[
-        Path | None,
-        typer.Option(
-            "--runs", metavar="FILE", exists=True, dir_okay=False, help="What `bench auto --json` wrote, for --plot."
-        ),
-    ] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Measure how fast a model computes and loads here; recompute_ratio="auto" chooses by it from then on."""
     from cacheblend_rag.controller import cheapest_tier
 
     priced = _parse_prices(prices)
-    measured_runs = _read_runs(runs)
-    if measured_runs and plot is None:
-        raise typer.BadParameter("only --plot makes use of it", param_hint="--runs")
-    with open_engine(model, store=_kv_folder(store), recompute_ratio="auto") as engine:
+    with open_engine(model, store=kv_folder_of(store), recompute_ratio="auto") as engine:
         with console(stderr=True).status("measuring") as status:
             found = engine.profile(budget_s=seconds, progress=lambda what: status.update(f"measuring: {what}"))
         quality = engine.config.quality_ratio
-        works = {
-            (cost.tier, cost.codec, chunks): _work(engine, found, cost.tier, cost.codec, chunks, chunk_tokens)
-            for cost in found.loads
-            for chunks in _CHUNKS
-        }
+        works = predicted_works(engine, found, chunk_tokens)
     rows = _rows(found, works, quality)
     _show(found, rows, chunk_tokens)
-    typical = {
-        tier if codec == "native" else f"{tier}, {codec}": work
-        for (tier, codec, chunks), work in works.items()
-        if chunks == 6
-    }
     if priced:
-        choice = cheapest_tier(found, next(iter(typical.values())), quality, priced)
+        typical = next(work for (_, _, chunks), work in works.items() if chunks == TYPICAL_CHUNKS)
+        choice = cheapest_tier(found, typical, quality, priced)
         rows.append({"kind": "cheapest", **asdict(choice)})
         typer.echo(
-            f"cheapest without delay for 6 chunks: {choice.tier}, codec {choice.codec} ({choice.price:.3g} a month, "
-            f"{say_seconds(choice.blend_s)} against {say_seconds(choice.fastest_s)} from the fastest)"
+            f"cheapest without delay for {TYPICAL_CHUNKS} chunks: {choice.tier}, codec {choice.codec} "
+            f"({choice.price:.3g} a month, {say_seconds(choice.blend_s)} against {say_seconds(choice.fastest_s)} from the fastest)"
         )
-    if plot is not None:
-        from cacheblend_rag.bench.plots import plot_profile, plot_runs
-
-        files, lacks = [plot_profile(found, typical, quality, plot)], list[str]()
-        if measured_runs:
-            more, lacks = plot_runs(measured_runs, plot)
-            files += more
-        else:
-            lacks = ["figures 15a, 15b and 17: runs; give what `bench auto --json` wrote as --runs"]
-        for file in files:
-            typer.echo(f"drawn: {file}")
-        for lack in lacks:
-            typer.echo(f"not drawn, it lacks {lack.partition(': ')[2]}: {lack.partition(': ')[0]}")
     write_json(json_file, "profile", rows, model=model, profile=asdict(found))
 
 
-def _kv_folder(store: Path | None) -> Path | None:
+def kv_folder_of(store: Path | None) -> Path | None:
+    """Return the folder of KV in what ``warm`` made, or the folder itself where it is one."""
     from cacheblend_rag.documents import kv_folder
 
     if store is None:
         return None
     return kv_folder(store) if (kv_folder(store) / "store.json").is_file() else store
+
+
+def predicted_works(engine: BlendEngine, found: Profile, chunk_tokens: int) -> dict[tuple[str, str, int], Work]:
+    """Return prompts of some numbers of chunks, with KV in each tier that was measured.
+
+    Returns
+    -------
+    dict of (str, str, int) to Work
+        By tier, codec and number of chunks.
+    """
+    return {
+        (cost.tier, cost.codec, chunks): _work(engine, found, cost.tier, cost.codec, chunks, chunk_tokens)
+        for cost in found.loads
+        for chunks in _CHUNKS
+    }
 
 
 def _work(engine: BlendEngine, found: Profile, tier: str, codec: str, chunks: int, tokens: int) -> Work:
@@ -211,16 +194,3 @@ def _parse_prices(text: str | None) -> dict[str, float]:
         if not equals or not tier.strip():
             raise ConfigError(f"{part.strip()!r} in --prices is no price; write for example ram=3,disk=0.1")
     return prices
-
-
-def _read_runs(path: Path | None) -> list[AutoRun]:
-    from cacheblend_rag.bench import AutoRun
-
-    if path is None:
-        return []
-    try:
-        return [AutoRun(**run) for run in json.loads(path.read_text(encoding="utf-8"))["runs"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{path} holds no runs ({error}); give what `cacheblend-rag bench auto --json` wrote"
-        ) from error

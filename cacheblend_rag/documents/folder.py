@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from cacheblend_rag.errors import ConfigError, StoreError
+from cacheblend_rag.extras import needs_extra
 from cacheblend_rag.store import open_store
 
 if TYPE_CHECKING:
@@ -58,8 +59,9 @@ def open_chroma(folder: Path) -> Client:
     StoreError
         If it cannot be opened.
     """
-    import chromadb
-    from chromadb.config import Settings
+    with needs_extra("documents", "a library of documents"):
+        import chromadb
+        from chromadb.config import Settings
 
     try:
         client = chromadb.PersistentClient(str(folder / "chroma"), settings=Settings(anonymized_telemetry=False))

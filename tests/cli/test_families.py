@@ -1,4 +1,4 @@
-"""``cacheblend-rag models``."""
+"""``cacheblend-rag families`` and ``cacheblend-rag models``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .conftest import Command
 
 @pytest.mark.filterwarnings("ignore")
 def test_one_family_is_shown_layer_by_layer(run: Command, tmp_path: Path) -> None:
-    result = run("models", "gemma3_text", "--markdown", str(tmp_path / "model.md"))
+    result = run("families", "gemma3_text", "--markdown", str(tmp_path / "model.md"))
     assert result.exit_code == 0
     assert "gemma3_text: exact" in result.output
     assert result.output.count("sliding of 16") == 5
@@ -21,7 +21,7 @@ def test_one_family_is_shown_layer_by_layer(run: Command, tmp_path: Path) -> Non
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_refused_family_says_why(run: Command) -> None:
-    result = run("models", "mamba")
+    result = run("families", "mamba")
     assert result.exit_code == 0
     assert "mamba: refused: MambaForCausalLM has layers of type linear_attention" in result.output
 
@@ -32,6 +32,5 @@ def test_a_loaded_model_is_shown_too(run: Command) -> None:
     assert "reference: exact" in result.output and "LlamaForCausalLM" in result.output
 
 
-@pytest.mark.parametrize("arguments", [[], ["llama", "--all"]])
-def test_it_wants_one_name_or_all(run: Command, arguments: list[str]) -> None:
-    assert "--all" in run("models", *arguments, code=1).output
+def test_a_family_that_is_none_is_answered_in_one_line(run: Command) -> None:
+    assert "no family 'lama'" in run("families", "lama", code=1).output

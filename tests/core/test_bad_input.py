@@ -22,9 +22,9 @@ from cacheblend_rag.errors import (
     UnknownChunkError,
     UnsupportedModelError,
 )
-from cacheblend_rag.families import tiny_config
-from cacheblend_rag.families import tiny_model as random_model
 from cacheblend_rag.kv import ChunkKV
+from cacheblend_rag.lab.families import tiny_config
+from cacheblend_rag.lab.families import tiny_model as random_model
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.store.tiered import TieredStore
 from tests.families import tiny_model, tiny_tokenizer, words

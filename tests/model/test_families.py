@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from cacheblend_rag.families import families, prove_family, table_lines
+from cacheblend_rag.lab.families import families, prove_family, table_lines
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 FAMILIES = families()

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.families import prove, tiny_config
+from cacheblend_rag.lab.families import prove, tiny_config
 from cacheblend_rag.model import model_fingerprint
 from tests.families import tiny_model, tiny_tokenizer, words
 

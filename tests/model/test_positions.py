@@ -9,7 +9,7 @@ import torch
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.errors import PromptError
-from cacheblend_rag.families import prove, tiny_config, tiny_model
+from cacheblend_rag.lab.families import prove, tiny_config, tiny_model
 from cacheblend_rag.model import inspect_model
 from tests.families import tiny_tokenizer, words
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import UnsupportedModelError
-from cacheblend_rag.families import prove
+from cacheblend_rag.lab.families import prove
 from tests.families import tiny_model, tiny_tokenizer, words
 
 
@@ -92,8 +92,8 @@ def test_the_proof_of_a_patched_model_is_a_refusal_that_answers_as_the_model_doe
 
 
 def test_a_model_that_keeps_states_instead_of_kv_answers_through_its_own_cache() -> None:
-    from cacheblend_rag.families import tiny_config
-    from cacheblend_rag.families import tiny_model as random_model
+    from cacheblend_rag.lab.families import tiny_config
+    from cacheblend_rag.lab.families import tiny_model as random_model
 
     model = random_model(tiny_config("mamba"))
     with BlendEngine(model, tiny_tokenizer()) as engine:

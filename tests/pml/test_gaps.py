@@ -11,7 +11,7 @@ import torch
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.chunk import ChunkPart
 from cacheblend_rag.errors import ConfigError, PromptError, PromptTooLongError
-from cacheblend_rag.families import tiny_config, tiny_model
+from cacheblend_rag.lab.families import tiny_config, tiny_model
 from tests.families import tiny_tokenizer
 from tests.pml.dense import own_logits
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cacheblend_rag import BlendConfig, BlendEngine
 from cacheblend_rag.errors import PMLError
-from cacheblend_rag.families import tiny_config, tiny_model
+from cacheblend_rag.lab.families import tiny_config, tiny_model
 from cacheblend_rag.pml import Schema
 from tests.pml.dense import own_logits
 from tests.pml.naive import items_markup, requests, schema_markup, schemas

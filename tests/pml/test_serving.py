@@ -11,7 +11,7 @@ import torch
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
-from cacheblend_rag.families import tiny_config, tiny_model
+from cacheblend_rag.lab.families import tiny_config, tiny_model
 from cacheblend_rag.pml.nodes import Module, Param, Scaffold, SchemaTree, Text, Union
 from cacheblend_rag.pml.prompt import Import, Prompt
 from tests.families import tiny_tokenizer, words

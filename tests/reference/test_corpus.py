@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from cacheblend_rag.lab.training.curriculum import STAGES
 from cacheblend_rag.reference.corpus import (
     EVAL_STYLE,
     Example,
@@ -18,7 +19,6 @@ from cacheblend_rag.reference.corpus import (
     training_examples,
     value_of,
 )
-from cacheblend_rag.reference.curriculum import STAGES
 from cacheblend_rag.reference.templates import ATTRIBUTES, COMPARISONS, question_templates, statement_templates
 from cacheblend_rag.reference.vocabulary import HEADS_AND_TAILS, PLAIN_PAIRS, Maker, is_held_out
 from cacheblend_rag.reference.world import Style

@@ -1,0 +1,17 @@
+"""The smallest `recompute_ratio` whose answers agree with full prefill's, on a user's own questions."""
+
+from __future__ import annotations
+
+from cacheblend_rag.calibration.agreement import CalibrationRow
+from cacheblend_rag.calibration.calibrate import Calibration, calibrate
+from cacheblend_rag.calibration.questions import read_questions, read_questions_and_answers
+from cacheblend_rag.calibration.settingsfile import write_settings
+
+__all__ = [
+    "Calibration",
+    "CalibrationRow",
+    "calibrate",
+    "read_questions",
+    "read_questions_and_answers",
+    "write_settings",
+]

@@ -1,0 +1,296 @@
+"""The smallest recompute ratio whose answers agree with full prefill, on somebody's own prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from cacheblend_rag.answers import exact_match, f1_score, holds_answer
+from cacheblend_rag.calibration.agreement import CalibrationRow, confirmed, explain, least_questions, lower_bound
+from cacheblend_rag.chunk import BlendPrompt
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engine import BlendEngine, GenerationResult
+from cacheblend_rag.engine.firsttoken import FirstLogits, TokenDistribution
+from cacheblend_rag.errors import ConfigError, UnsupportedModelError
+from cacheblend_rag.selection import make_selector
+
+__all__ = ["DEFAULT_RATIOS", "Calibration", "calibrate"]
+
+DEFAULT_RATIOS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.25, 0.4, 0.6)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What `calibrate` found.
+
+    Attributes
+    ----------
+    selector : str
+        The selector.
+    target : float
+        The agreement that was asked for.
+    confidence : float
+        Probability that no ratio whose true agreement is below the target was chosen.
+    questions : int
+        Prompts that were asked.
+    skipped : int
+        Prompts that are prefilled as a whole whatever the ratio, and say nothing of it.
+    rows : tuple of CalibrationRow
+        The ratios that were tried, in order.
+    recompute_ratio : float or None
+        The chosen one; None if none under 1 reaches the target.
+    reason : str
+        Why, in a sentence.
+    """
+
+    selector: str
+    target: float
+    confidence: float
+    questions: int
+    skipped: int
+    rows: tuple[CalibrationRow, ...]
+    recompute_ratio: float | None
+    reason: str
+
+
+@dataclass(frozen=True, eq=False)
+class _Reference:
+    """What the answers to a prompt are compared with.
+
+    Attributes
+    ----------
+    prompt : BlendPrompt
+        The prompt.
+    text : str
+        Full prefill's answer, where chunks remember their documents that of the whole documents.
+    answer : str or None
+        The right answer, where it was given; it counts instead.
+    is_known : bool
+        Whether full prefill read all that the chunks remember.
+    first : TokenDistribution
+        What full prefill begins with.
+    ttft_s : float
+        When it did.
+    """
+
+    prompt: BlendPrompt
+    text: str
+    answer: str | None
+    is_known: bool
+    first: TokenDistribution
+    ttft_s: float
+
+    def is_met_by(self, text: str) -> bool:
+        """Return whether another answer is as good."""
+        return exact_match(text, self.text) if self.answer is None else holds_answer(text, self.answer)
+
+
+def calibrate(
+    engine: BlendEngine,
+    prompts: Sequence[BlendPrompt],
+    *,
+    answers: Sequence[str | None] = (),
+    selector: str | None = None,
+    ratios: Sequence[float] = DEFAULT_RATIOS,
+    agreement: float = 0.95,
+    confidence: float = 0.95,
+    max_new_tokens: int = 32,
+    progress: Callable[[str], None] | None = None,
+) -> Calibration:
+    """Find the smallest recompute ratio whose greedy answers agree with full prefill's, or are as often right.
+
+    Full prefill answers every prompt once. Where chunks remember their documents it reads the whole documents instead of the
+    chunks; where these do not fit the model's window, nothing is chosen. A prompt whose right answer is given counts if full
+    prefill has it, and an answer agrees if it has it too.
+
+    Then the ratios are tried from the smallest on; one is given up as soon as it cannot reach the target even if all others
+    agree. More recomputed tokens need not give better answers, so nothing is concluded from one ratio about another: the smallest
+    ratio that reaches the target is chosen only if the next larger one, which is measured for that, reaches it too. The interval
+    is Wilson's, its confidence shared among all ratios (Bonferroni), so that the one chosen is not merely the luckiest of many.
+
+    Parameters
+    ----------
+    engine : BlendEngine
+        The engine, which nothing else should use meanwhile. KV that is missing is computed and stored before anything is timed.
+    prompts : sequence of BlendPrompt
+        Prompts as they will be asked: retrieved chunks and a question.
+    answers : sequence of (str or None), optional
+        The right answer to each prompt, where it is known.
+    selector : str, optional
+        The selector; by default the engine's.
+    ratios : sequence of float
+        The ratios to try, from 0 to below 1.
+    agreement : float
+        Least share of answers that are full prefill's, above 0 and below 1.
+    confidence : float
+        Confidence of that, at least 0.5 and below 1.
+    max_new_tokens : int
+        Most tokens of an answer.
+    progress : callable, optional
+        Called with what is done now.
+
+    Returns
+    -------
+    Calibration
+        What was measured, and what was chosen.
+
+    Raises
+    ------
+    ConfigError
+        If there are too few prompts for the target, or a setting has no meaning.
+    UnsupportedModelError
+        If the model cannot be blended.
+    """
+    say = progress or (lambda text: None)
+    ladder = _checked(engine, ratios, agreement, confidence)
+    config = engine.config if selector is None else engine.config.replace(selector=selector)
+    name = make_selector(config).name
+    if name in ("full", "none"):
+        raise ConfigError(
+            f"selector={name!r} recomputes the same tokens at every ratio; choose another one to calibrate"
+        )
+    each_confidence = 1 - (1 - confidence) / len(ladder)
+    blending = {ratio: config.replace(enabled=True, recompute_ratio=ratio) for ratio in ladder}
+    given = [*answers, *[None] * (len(prompts) - len(answers))]
+    ready = [
+        (prompt, answer)
+        for number, (prompt, answer) in enumerate(zip(prompts, given, strict=True), 1)
+        if _prepared(engine, prompt, config, number, say)
+    ]
+    skipped = len(prompts) - len(ready)
+    needed = least_questions(agreement, each_confidence)
+    if len(ready) < needed:
+        left_out = f" ({skipped} more are prefilled as a whole at any ratio)" if skipped else ""
+        raise ConfigError(
+            f"{len(ready)} questions{left_out} cannot show an agreement of {agreement:g} with a confidence of {confidence:g} "
+            f"over {len(ladder)} ratios even if all answers agree; give at least {needed}, or ask for less"
+        )
+    asked = list(_references(engine, ready, config.replace(enabled=False), max_new_tokens, say))
+    references = [each for each in asked if each.is_met_by(each.text)]
+    if len(references) < needed:
+        raise ConfigError(
+            f"full prefill gives the right answer to {len(references)} of {len(asked)} questions; {needed} are needed to show an "
+            "agreement with them: give more questions, or take a model that answers them"
+        )
+    rows: list[CalibrationRow] = []
+    for ratio in ladder:
+        say(f"ratio {ratio:g}")
+        row = _measure(engine, references, blending[ratio], max_new_tokens, agreement, each_confidence)
+        rows.append(row)
+        if len(rows) > 1 and rows[-2].reached and row.reached:
+            break
+    chosen = confirmed(rows)
+    reason = explain(rows, chosen, agreement, confidence)
+    unknown = sum(not each.is_known and each.answer is None for each in references)
+    if unknown:
+        chosen = None
+        reason = (
+            f"Nothing is chosen: the chunks of {unknown} questions remember documents that do not fit the model's window, so "
+            "that full prefill of the chunks knows less than they do; give the right answers to compare with."
+        )
+    return Calibration(
+        name,
+        agreement,
+        confidence,
+        len(references),
+        skipped,
+        tuple(rows),
+        None if chosen is None else chosen.recompute_ratio,
+        reason,
+    )
+
+
+def _checked(engine: BlendEngine, ratios: Sequence[float], agreement: float, confidence: float) -> list[float]:
+    if engine.unsupported_reason is not None:
+        raise UnsupportedModelError(f"{engine.unsupported_reason}; there is nothing to calibrate")
+    if not 0 < agreement < 1:
+        raise ConfigError(
+            f"agreement={agreement!r} must be above 0 and below 1: no sample shows that all answers agree"
+        )
+    if not 0.5 <= confidence < 1:
+        raise ConfigError(f"confidence={confidence!r} must be at least 0.5 and below 1; 0.95 is usual")
+    ladder = sorted(set(ratios))
+    if not ladder or not all(0 <= ratio < 1 for ratio in ladder):
+        raise ConfigError(f"ratios={tuple(ratios)} must be numbers from 0 to below 1, one at least")
+    return ladder
+
+
+def _prepared(
+    engine: BlendEngine, prompt: BlendPrompt, config: BlendConfig, number: int, say: Callable[[str], None]
+) -> bool:
+    """Have the KV of a prompt's chunks stored; return whether the prompt is blended."""
+    say(f"preparing question {number}")
+    plain = config.replace(enabled=True, recompute_ratio=0.0)
+    # With encode_on="second_use" the first time stores nothing.
+    for _ in range(2):
+        report = engine.prefill(prompt, config=plain).report
+        if not report.misses:
+            break
+    return report.fallback_reason is None
+
+
+def _references(
+    engine: BlendEngine,
+    prompts: Sequence[tuple[BlendPrompt, str | None]],
+    config: BlendConfig,
+    max_new_tokens: int,
+    say: Callable[[str], None],
+) -> Iterator[_Reference]:
+    # Whoever comes first pays for the first use of the model's kernels.
+    _answer(engine, prompts[0][0], config, 1)
+    for number, (prompt, answer) in enumerate(prompts, 1):
+        say(f"full prefill, question {number} of {len(prompts)}")
+        whole = engine.whole_documents(prompt)
+        result, first = _answer(engine, prompt if whole is None else whole, config, max_new_tokens)
+        assert first.logits is not None
+        known = whole is not None or not engine.prompt_layout(prompt).remembers
+        distribution = TokenDistribution.of(first.logits)
+        yield _Reference(prompt, result.text, answer, known, distribution, result.report.ttft_s)
+
+
+def _answer(
+    engine: BlendEngine, prompt: BlendPrompt, config: BlendConfig, max_new_tokens: int
+) -> tuple[GenerationResult, FirstLogits]:
+    with FirstLogits(engine.model) as first:
+        return engine.generate(prompt, max_new_tokens, config=config, do_sample=False), first
+
+
+def _measure(
+    engine: BlendEngine,
+    references: Sequence[_Reference],
+    config: BlendConfig,
+    max_new_tokens: int,
+    agreement: float,
+    confidence: float,
+) -> CalibrationRow:
+    agreeing = 0
+    results: list[GenerationResult] = []
+    f1: list[float] = []
+    kl: list[float] = []
+    for reference in references:
+        result, first = _answer(engine, reference.prompt, config, max_new_tokens)
+        assert first.logits is not None
+        results.append(result)
+        agreeing += reference.is_met_by(result.text)
+        f1.append(f1_score(result.text, reference.text))
+        kl.append(reference.first.kl_to(first.logits))
+        at_best = len(references) - len(results) + agreeing
+        if lower_bound(at_best, len(references), confidence) < agreement:
+            break
+    asked = len(results)
+    low = lower_bound(agreeing, asked, confidence)
+    full_s = median(reference.ttft_s for reference in references[:asked])
+    ratio = config.recompute_ratio
+    assert ratio != "auto"
+    return CalibrationRow(
+        recompute_ratio=ratio,
+        charged_ratio=fmean(result.report.charged_ratio for result in results),
+        questions=asked,
+        agreement=agreeing / asked,
+        agreement_low=low,
+        f1=fmean(f1),
+        first_token_kl=fmean(kl),
+        ttft_ratio=median(result.report.ttft_s for result in results) / full_s,
+        reached=asked == len(references) and low >= agreement,
+    )

@@ -1,0 +1,269 @@
+"""Tokens per second of adding chunks, against the model's own batched forward, in alternation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+from cacheblend_rag.chunk import Chunk
+from cacheblend_rag.encode import plan_batches
+from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.lab.bench.coldfiles import temporary_folder
+from cacheblend_rag.lab.bench.rounds import in_rounds
+from cacheblend_rag.lab.bench.setting import ModelSetting, check_least
+from cacheblend_rag.lab.bench.shapes import make_model
+from cacheblend_rag.lab.bench.times import median_ratio, wait_for_device
+from cacheblend_rag.lab.bench.words import RandomWords, text_of
+from cacheblend_rag.reading import Member, Place, ReadingRules, contexts
+
+__all__ = ["EncodeBench", "EncodeRow", "EncodeSetting"]
+
+_FORWARD = "forward"
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeSetting(ModelSetting):
+    """What is measured; what it shares with other benches is described at `ModelSetting`.
+
+    Attributes
+    ----------
+    chunks, chunk_tokens : int
+        So many chunks of so many tokens.
+    prefix_tokens : int
+        Tokens of the encoding prefix; 1 is a BOS alone.
+    batch_tokens : int
+        Most tokens of a batch.
+    document_chunks : int
+        Chunks of a document; with 0 they are pieces of none, and encoded alone.
+    overlap : int
+        Tokens that each chunk of a document shares with the one before it. The first of them is another token in the later chunk,
+        as it is where a tokenizer meets a word at the beginning of a text rather than inside one: so what overlaps is read twice.
+    context_tokens : int or None
+        Most tokens of a document that are read together.
+    singly : bool
+        Whether chunks of documents are also added one by one, which reads each one's context again: with long documents that
+        takes many times as long as all else.
+    folder : Path or None
+        Where a folder for the disk rows is made, and removed again; the system's folder for temporary files by default.
+    """
+
+    chunks: int = 64
+    chunk_tokens: int = 512
+    prefix_tokens: int = 1
+    batch_tokens: int = 4096
+    document_chunks: int = 0
+    overlap: int = 0
+    context_tokens: int | None = None
+    singly: bool = True
+    repeats: int = field(default=3, kw_only=True)
+    folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        ModelSetting.__post_init__(self)
+        check_least(self, 1, "chunks", "chunk_tokens", "prefix_tokens", "batch_tokens")
+        check_least(self, 0, "document_chunks", "overlap")
+        if self.document_chunks and self.chunks % self.document_chunks:
+            raise ConfigError(
+                f"{self.chunks} chunks are no documents of {self.document_chunks}; give a multiple of that"
+            )
+        if self.overlap >= self.chunk_tokens or (self.overlap and not self.document_chunks):
+            raise ConfigError(
+                f"overlap={self.overlap} must be less than the {self.chunk_tokens} tokens of a chunk, and of a document's "
+                "(document_chunks)"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeRow:
+    """One method's figures.
+
+    Attributes
+    ----------
+    method : str
+        "forward": the model's own forward with its own cache over the same ids in the same batches, prefix in every row; of
+        documents over their text, each token once, in the windows that they are read in. "ram" and "disk": `BlendEngine.add` into
+        RAM, and into a folder, where on return all is synced. "singly": chunks of documents added one by one, into RAM.
+    tokens : int
+        Tokens of the text; prefix and padding do not count, nor what is read a second time.
+    batches : int
+        Batches of a run.
+    seconds, seconds_min, seconds_max : float
+        Median and extremes over the rounds.
+    tokens_per_s : float
+        `tokens` over `seconds`.
+    share : float
+        Median over the rounds of the forward's time over this method's in the same round.
+    cpu_s : float
+        Median of the CPU time that all threads of the process took, which other processes disturb less.
+    kv_bytes : int
+        Bytes of KV that a run stores.
+    """
+
+    method: str
+    tokens: int
+    batches: int
+    seconds: float
+    seconds_min: float
+    seconds_max: float
+    tokens_per_s: float
+    share: float
+    cpu_s: float
+    kv_bytes: int
+
+
+class _Took(NamedTuple):
+    seconds: float
+    cpu_s: float
+
+
+class EncodeBench:
+    """A model of random weights and chunks of random tokens.
+
+    Parameters
+    ----------
+    setting : EncodeSetting
+        What is measured.
+
+    Raises
+    ------
+    ConfigError
+        If the shape is unknown.
+    """
+
+    def __init__(self, setting: EncodeSetting) -> None:
+        self.setting = setting
+        self._model, self._tokenizer = make_model(setting)
+        words = RandomWords(self._tokenizer, setting.seed)
+        prefix = words.token_ids(setting.prefix_tokens)
+        self._config = setting.blend_config(
+            disk_bytes=None,
+            encode_batch_tokens=setting.batch_tokens,
+            encoding_prefix=tuple(prefix),
+            context_tokens=setting.context_tokens,
+        )
+        if setting.document_chunks:
+            ids = self._make_documents(words)
+        else:
+            ids = [words.token_ids(setting.chunk_tokens) for _ in range(setting.chunks)]
+            self._chunks = [Chunk(text_of(row), f"chunk {number}") for number, row in enumerate(ids)]
+        self._tokens = sum(map(len, ids))
+        plan = plan_batches([len(row) for row in ids], setting.prefix_tokens, setting.batch_tokens)
+        self._batches = [
+            torch.tensor([[*prefix, *ids[index]] for index in batch], device=setting.device) for batch in plan
+        ]
+        self._kv_bytes = 0
+
+    def _make_documents(self, words: RandomWords) -> list[list[int]]:
+        """Make the chunks of documents; return the tokens of each window, as they are read without knowing of chunks."""
+        setting, rows = self.setting, []
+        step = setting.chunk_tokens - setting.overlap
+        size = step * (setting.document_chunks - 1) + setting.chunk_tokens
+        self._chunks = []
+        for number in range(setting.chunks // setting.document_chunks):
+            ids = words.token_ids(size)
+            members = []
+            for place in range(setting.document_chunks):
+                begin = place * step
+                row = ids[begin : begin + setting.chunk_tokens]
+                if setting.overlap and place:
+                    # A word of the same length.
+                    row[0] ^= 1
+                # Where words begin is counted in words here: all of them count as one character.
+                at = Place(str(number), begin, None, len(row), "", tuple(range(1, len(row) + 1)))
+                members.append(Member(f"{number}.{place}", tuple(row), at))
+                start = len(text_of(ids[:begin])) + bool(begin)
+                self._chunks.append(Chunk(text_of(row), f"{number}.{place}", document=str(number), start=start))
+            # A window ends where the next one begins to be read.
+            found = contexts(members, ReadingRules(setting.context_tokens))
+            for place, context in enumerate(found):
+                if place + 1 == len(found) or found[place + 1].first != context.first:
+                    rows.append(ids[context.first * step : place * step + setting.chunk_tokens])
+        return rows
+
+    def measure(self, progress: Callable[[int, int], None] | None = None) -> list[EncodeRow]:
+        """Run every method once unmeasured on one batch, then `repeats` rounds, each beginning with another method.
+
+        Parameters
+        ----------
+        progress : callable, optional
+            Called with the number of finished runs and of all.
+
+        Returns
+        -------
+        list of EncodeRow
+            The model's own forward first.
+        """
+        methods: dict[str, Callable[[], _Took]] = {
+            _FORWARD: partial(self._forward, self._batches),
+            "ram": partial(self._add, self._chunks, on_disk=False),
+            "disk": partial(self._add, self._chunks, on_disk=True),
+        }
+        if self.setting.document_chunks and self.setting.singly:
+            methods["singly"] = self._add_singly
+        self._forward(self._batches[:1])
+        for on_disk in (False, True):
+            self._add(self._chunks[: self.setting.document_chunks or self._batches[0].shape[0]], on_disk=on_disk)
+        # Each has run a batch already.
+        times = in_rounds(
+            list(methods), lambda name: methods[name](), self.setting.repeats, unmeasured=0, progress=progress
+        )
+        return [self._row(name, took, times[_FORWARD]) for name, took in times.items()]
+
+    @torch.no_grad()
+    def _forward(self, batches: Sequence[torch.Tensor]) -> _Took:
+        with self._timed() as took:
+            for ids in batches:
+                self._model(input_ids=ids, use_cache=True, logits_to_keep=1)
+        return took[0]
+
+    def _add(self, chunks: Sequence[Chunk], *, on_disk: bool) -> _Took:
+        with temporary_folder(self.setting.folder) as folder:
+            store = Path(folder) / "kv" if on_disk else None
+            with BlendEngine(self._model, self._tokenizer, config=self._config, store=store) as engine:
+                with self._timed() as took:
+                    result = engine.add(chunks)
+                assert result.encoded == len(chunks)
+                stats = engine.store.stats()
+                self._kv_bytes = stats.ram_bytes
+        return took[0]
+
+    def _add_singly(self) -> _Took:
+        with BlendEngine(self._model, self._tokenizer, config=self._config) as engine:
+            with self._timed() as took:
+                for chunk in self._chunks:
+                    engine.add([chunk])
+        return took[0]
+
+    @contextmanager
+    def _timed(self) -> Iterator[list[_Took]]:
+        took: list[_Took] = []
+        wait_for_device(self.setting.device)
+        started, cpu_started = time.perf_counter(), time.process_time()
+        yield took
+        wait_for_device(self.setting.device)
+        took.append(_Took(time.perf_counter() - started, time.process_time() - cpu_started))
+
+    def _row(self, method: str, runs: Sequence[_Took], forward: Sequence[_Took]) -> EncodeRow:
+        tokens = self._tokens
+        times = [run.seconds for run in runs]
+        return EncodeRow(
+            method=method,
+            tokens=tokens,
+            batches=len(self._batches),
+            seconds=median(times),
+            seconds_min=min(times),
+            seconds_max=max(times),
+            tokens_per_s=tokens / median(times),
+            share=median_ratio([run.seconds for run in forward], times),
+            cpu_s=median(run.cpu_s for run in runs),
+            kv_bytes=0 if method == _FORWARD else self._kv_bytes,
+        )

@@ -1,0 +1,167 @@
+"""Asking the questions of one context by every method."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.errors import ConfigError, PromptTooLongError, UnsupportedModelError
+from cacheblend_rag.lab.eval.inquiry import Inquiry, inquire
+from cacheblend_rag.lab.eval.journal import Answer, Asked
+from cacheblend_rag.lab.eval.methods import WHOLE_WAYS, EvalMethod, order_methods
+from cacheblend_rag.lab.eval.retrieve import RetrievalSetting, Retriever
+from cacheblend_rag.lab.eval.task import EvalContext, EvalTask
+from cacheblend_rag.lab.eval.ways import make_way
+from cacheblend_rag.selection import num_neighbours
+
+__all__ = ["Asker", "EvalSetting"]
+
+
+@dataclass(frozen=True)
+class EvalSetting:
+    """How a task is evaluated.
+
+    Attributes
+    ----------
+    methods : tuple of EvalMethod
+        How questions are answered; full prefill is always among them, and first.
+    retrieval : RetrievalSetting
+        How contexts that are no chunks yet are cut and searched.
+    max_new_tokens : int, optional
+        Most tokens of an answer, instead of the task's.
+    resamples : int
+        Bootstrap replicates.
+    seed : int
+        The bootstrap's draws follow from it.
+    together : bool
+        Whether the questions of a context are answered in one batch, method by method: sooner, but of methods that are a call of
+        the engine the time to the first token is then not known.
+    """
+
+    methods: tuple[EvalMethod, ...]
+    retrieval: RetrievalSetting = field(default_factory=RetrievalSetting)
+    max_new_tokens: int | None = None
+    resamples: int = 2_000
+    seed: int = 0
+    together: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "methods", order_methods(self.methods))
+        for name in ("max_new_tokens", "resamples"):
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise ConfigError(f"{name}={number} must be at least 1")
+
+
+class Asker:
+    """Asks questions by every method, on engines over one model whose stores hold the chunks of the context in question.
+
+    Parameters
+    ----------
+    engine : BlendEngine
+        The engine; its store should be in RAM.
+    task : EvalTask
+        What stands around chunks and questions; its contexts, metrics and `extract` are not used.
+    setting : EvalSetting
+        How it is evaluated.
+
+    Raises
+    ------
+    ConfigError
+        If a method has a setting without meaning.
+    UnsupportedModelError
+        If a method blends and the model cannot be blended.
+    """
+
+    def __init__(self, engine: BlendEngine, task: EvalTask, setting: EvalSetting) -> None:
+        self._engine = engine
+        self._task = task
+        self._together = setting.together
+        self._max_new_tokens = setting.max_new_tokens or task.max_new_tokens
+        self._retriever = Retriever(engine.tokenizer, setting.retrieval)
+        self._engines: dict[str, BlendEngine] = {}
+        if engine.unsupported_reason is not None and any(m.way not in WHOLE_WAYS for m in setting.methods):
+            raise UnsupportedModelError(
+                f"{engine.unsupported_reason}; evaluate it by {', '.join(WHOLE_WAYS)} only, or choose another model"
+            )
+        self._ways = {
+            method.name: (make_way(method, self._engine_for(method)), method.reads) for method in setting.methods
+        }
+        self._reads: dict[BlendEngine, set[str]] = {}
+        for method in setting.methods:
+            reads = self._reads.setdefault(self._engine_for(method), set())
+            reads.update({method.reads} - {""})
+
+    def close(self) -> None:
+        """Close the engines that were made for methods; the one that was given stays open."""
+        for engine in self._engines.values():
+            if engine is not self._engine:
+                engine.close()
+
+    def ask(self, context: EvalContext, wanted: Collection[str] | None = None) -> Iterator[Asked]:
+        """Ask questions of one context by every method, and forget its chunks.
+
+        Parameters
+        ----------
+        context : EvalContext
+            The context.
+        wanted : collection of str, optional
+            Ids of the questions to ask; by default all of them.
+
+        Yields
+        ------
+        Asked
+            Each question with its answers; one whose prompt does not fit the model's window is skipped.
+        """
+        with inquire(self._task, context, self._retriever, self._reads, self._max_new_tokens, wanted) as inquiries:
+            asked: dict[str, Inquiry] = {}
+            for question, inquiry in inquiries:
+                if isinstance(inquiry, str):
+                    yield Asked(question.id, skipped=inquiry)
+                else:
+                    asked[question.id] = inquiry
+            if self._together and len(asked) > 1:
+                try:
+                    yield from self._answers(asked)
+                    return
+                except PromptTooLongError:
+                    # One of them is too long, which says nothing of the others.
+                    pass
+            for name, inquiry in asked.items():
+                try:
+                    yield from self._answers({name: inquiry})
+                except PromptTooLongError as error:
+                    yield Asked(name, skipped=str(error))
+
+    def _answers(self, asked: Mapping[str, Inquiry]) -> list[Asked]:
+        answers: dict[str, dict[str, Answer | None]] = {question: {} for question in asked}
+        for name, (way, reads) in self._ways.items():
+            found = way.answer([inquiry.reading(reads) for inquiry in asked.values()], list(answers.values()))
+            for own, answer in zip(answers.values(), found, strict=True):
+                own[name] = answer
+        return [Asked(question, own) for question, own in answers.items()]
+
+    def _engine_for(self, method: EvalMethod) -> BlendEngine:
+        """Return the engine whose settled settings are those of a method.
+
+        A key names KV whatever its codec, so settings that no call can change want a store, and an engine, of their own.
+        Documents are read as prompts are written, with the task's separator between their chunks.
+        """
+        settings = {"self_check": False, "separator": self._task.separator} | method.settings()
+        config = self._engine.config.replace(**settings)
+        # A selector that goes by what is measured when chunks are added wants a store where it was.
+        neighbours = num_neighbours(config)
+        if neighbours > num_neighbours(self._engine.config):
+            config = config.replace(neighbours=neighbours)
+        changed = {
+            name: value
+            for name, value in config.model_dump().items()
+            if BlendEngine.is_settled(name) and name != "self_check" and value != getattr(self._engine.config, name)
+        }
+        label = repr(sorted(changed.items())) if changed else ""
+        if label not in self._engines:
+            self._engines[label] = (
+                BlendEngine(self._engine.model, self._engine.tokenizer, config=config) if changed else self._engine
+            )
+        return self._engines[label]

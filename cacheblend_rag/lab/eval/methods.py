@@ -1,0 +1,288 @@
+"""The methods of an evaluation, by the names that people write and tables show."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.selection import selector_names
+
+__all__ = [
+    "BEHIND_OTHER",
+    "BEHIND_SHUFFLED",
+    "DOCUMENTS",
+    "FULL",
+    "FULL_DOCUMENTS",
+    "PROMPT_CACHE",
+    "WHOLE_WAYS",
+    "EvalMethod",
+    "grid_methods",
+    "order_methods",
+    "parse_method",
+    "parse_methods",
+    "split_names",
+]
+
+FULL = "full"
+WHOLE_WAYS = ("full", "prefix", "map_reduce", "map_rerank")
+"""Ways to answer that blend nothing."""
+
+PROMPT_CACHE = "prompt_cache"
+"""Chunks as modules of a schema, each with its place; the words around them are computed (Prompt Cache, section 5.1)."""
+DOCUMENTS, BEHIND_OTHER, BEHIND_SHUFFLED = "documents", "behind other", "behind shuffled"
+"""What a method may read instead of the retrieved chunks: the whole documents that they come from; the same chunks, encoded
+behind the next document instead of their own; or encoded behind what stands before them in their own, in another order."""
+
+FULL_DOCUMENTS = f"{FULL} {DOCUMENTS}"
+"""What the same knowledge costs without blending: full prefill of whole documents."""
+_READS = (DOCUMENTS, BEHIND_OTHER, BEHIND_SHUFFLED)
+_ALONE = "alone"
+_RANDOM = "random"
+# Reuse of stored KV with nothing recomputed, with and without new positions.
+_REUSE: dict[str, dict[str, Any]] = {
+    "reuse": {"selector": "none", "recompute_ratio": 0.0},
+    "full_reuse": {"selector": "none", "recompute_ratio": 0.0, "reposition": False},
+}
+
+
+@dataclass(frozen=True)
+class EvalMethod:
+    """A way to answer questions.
+
+    Attributes
+    ----------
+    name : str
+        What tables show; unique in an evaluation.
+    way : str
+        "full", "prefix", "map_reduce", "map_rerank", "prompt_cache" or "blend" (`cacheblend_rag.lab.eval.ways`).
+    overrides : mapping
+        Settings (`BlendConfig`) that differ from the engine's. Those that are settled when an engine is made get an engine of
+        their own on the same model.
+    charge : float, optional
+        The `charged_ratio` that its ratio is to be found for, question by question.
+    equal_to : str, optional
+        The name of the method whose `charged_ratio` is its ratio, question by question.
+    reads : str
+        "documents", "behind other" or "behind shuffled": what it reads instead of the retrieved chunks; "" for these.
+    """
+
+    name: str
+    way: str = "blend"
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    charge: float | None = None
+    equal_to: str | None = None
+    reads: str = ""
+
+    def settings(self) -> dict[str, Any]:
+        """Return the overrides, with what blending every prompt takes; empty for a method that blends nothing."""
+        if self.way in WHOLE_WAYS:
+            return dict(self.overrides)
+        return {"enabled": True, "min_tokens": 0} | dict(self.overrides)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the method as plain values: what a journal pins."""
+        return {
+            "name": self.name,
+            "way": self.way,
+            "overrides": dict(sorted(self.overrides.items())),
+            "charge": self.charge,
+            "equal_to": self.equal_to,
+            "reads": self.reads,
+        }
+
+
+def parse_method(text: str) -> EvalMethod:
+    """Return the method that a text names.
+
+    Parameters
+    ----------
+    text : str
+        "full", "prefix", "reuse", "full_reuse", "prompt_cache", "map_reduce", "map_rerank"; a selector and a ratio
+        ("hkvd 0.15"); a selector and a charge ("hkvd @0.15"); or "random = hkvd 0.15", which is random at the charge of the
+        method named behind the sign. "documents", "alone" (chunks encoded alone), "behind other" and "behind shuffled" may
+        follow, and settings, as in ``hkvd 0.15 alone deviation=key check_layers=[1,2]``; values are read as JSON, else as text.
+
+    Returns
+    -------
+    EvalMethod
+        The method.
+
+    Raises
+    ------
+    ConfigError
+        If it names none, or a setting that there is not.
+    """
+    text = " ".join(text.split())
+    if text.startswith(f"{_RANDOM} = "):
+        target = parse_method(text.removeprefix(f"{_RANDOM} = "))
+        if target.way != "blend":
+            raise ConfigError(
+                f"method {text!r} has no meaning: {target.name} blends nothing, so random has no such charge"
+            )
+        context = {name: value for name, value in target.overrides.items() if name == "context"}
+        return EvalMethod(
+            f"{_RANDOM} = {target.name}",
+            overrides={"selector": _RANDOM} | context,
+            equal_to=target.name,
+            reads=target.reads,
+        )
+    words = text.split(" ")
+    settings = dict(_setting(word, text) for word in words if "=" in word)
+    plain, reads = _reads([word for word in words if "=" not in word])
+    first = plain[0] if plain else ""
+    if first in WHOLE_WAYS and len(plain) == 1:
+        if settings or reads not in ("", DOCUMENTS):
+            raise ConfigError(f"method {text!r} has settings, but {first} blends nothing; leave them out")
+        return EvalMethod(text, way=first, reads=reads)
+    if reads == _ALONE:
+        settings, reads = {"context": "none"} | settings, ""
+    if first in _REUSE and len(plain) == 1:
+        return EvalMethod(text, overrides=_REUSE[first] | settings, reads=reads)
+    if first == PROMPT_CACHE and len(plain) == 1:
+        return EvalMethod(text, way=PROMPT_CACHE, overrides=_REUSE["reuse"] | settings, reads=reads)
+    if first not in selector_names():
+        raise ConfigError(
+            f"method {text!r} is unknown; write {', '.join((*WHOLE_WAYS, *_REUSE, PROMPT_CACHE))}, or one of the selectors "
+            f"{', '.join(selector_names())} with a ratio (hkvd 0.15) or a charge (hkvd @0.15)"
+        )
+    if len(plain) != 2:
+        raise ConfigError(
+            f"method {text!r} wants a ratio or a charge behind its selector, as in '{first} 0.15', '{first} @0.15'"
+        )
+    amount = _share(plain[1].removeprefix("@"), text)
+    if plain[1].startswith("@"):
+        return EvalMethod(text, overrides={"selector": first} | settings, charge=amount, reads=reads)
+    return EvalMethod(text, overrides={"selector": first, "recompute_ratio": amount} | settings, reads=reads)
+
+
+def parse_methods(text: str) -> tuple[EvalMethod, ...]:
+    """Return the methods of a list that is separated by commas; commas inside brackets separate nothing.
+
+    Raises
+    ------
+    ConfigError
+        If one is unknown.
+    """
+    return tuple(parse_method(part) for part in split_names(text))
+
+
+def split_names(text: str) -> list[str]:
+    """Return the names of a list that is separated by commas, empty ones left out; commas inside brackets separate nothing."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and depth <= 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts if part.strip()]
+
+
+def grid_methods(
+    selectors: Sequence[str],
+    ratios: Sequence[float] = (),
+    charges: Sequence[float] = (),
+    codecs: Sequence[str] = (),
+) -> tuple[EvalMethod, ...]:
+    """Return selectors at ratios and charges, each beside random.
+
+    Parameters
+    ----------
+    selectors : sequence of str
+        The selectors.
+    ratios : sequence of float
+        At each, random and every selector, and random at the charge of that selector on that question.
+    charges : sequence of float
+        At each, random and every selector at that charge.
+    codecs : sequence of str
+        Each adds a row for each selector and ratio, whose stored KV is packed by it.
+
+    Returns
+    -------
+    tuple of EvalMethod
+        The methods, by ratio and then by charge.
+
+    Raises
+    ------
+    ConfigError
+        If a selector is unknown.
+    """
+    names = []
+    others = [name for name in dict.fromkeys(selectors) if name != _RANDOM]
+    for ratio in dict.fromkeys(ratios):
+        names.append(f"{_RANDOM} {ratio:g}")
+        for selector in others:
+            name = f"{selector} {ratio:g}"
+            names += [name, f"{_RANDOM} = {name}", *(f"{name} ram_codec={codec}" for codec in dict.fromkeys(codecs))]
+    for charge in dict.fromkeys(charges):
+        names += [f"{_RANDOM} @{charge:g}", *(f"{selector} @{charge:g}" for selector in others)]
+    return tuple(parse_method(name) for name in names)
+
+
+def order_methods(methods: Sequence[EvalMethod]) -> tuple[EvalMethod, ...]:
+    """Return the methods as they are asked: each once, full prefill first, and none before the one whose charge it takes.
+
+    Raises
+    ------
+    ConfigError
+        If a method takes the charge of one that is not there, or two share a name.
+    """
+    chosen: dict[str, EvalMethod] = {FULL: parse_method(FULL)}
+    waiting: list[EvalMethod] = []
+    for method in methods:
+        known = chosen.get(method.name)
+        if known is not None and known.describe() != method.describe():
+            raise ConfigError(
+                f"two methods are named {method.name!r}, with different settings; name one of them otherwise"
+            )
+        chosen[method.name] = method
+    for method in chosen.values():
+        if method.equal_to is not None and method.equal_to not in chosen:
+            raise ConfigError(
+                f"method {method.name!r} needs the charge of {method.equal_to!r}, which is not among the methods; add it"
+            )
+        waiting.append(method)
+    ordered: list[EvalMethod] = []
+    while waiting:
+        ready = next((m for m in waiting if m.equal_to is None or any(m.equal_to == d.name for d in ordered)), None)
+        if ready is None:
+            names = ", ".join(method.name for method in waiting)
+            raise ConfigError(f"the methods {names} take their charge from each other; let one have a ratio of its own")
+        waiting.remove(ready)
+        ordered.append(ready)
+    return tuple(ordered)
+
+
+def _reads(words: list[str]) -> tuple[list[str], str]:
+    """Take what a method reads, or that it has chunks encoded alone, from the end of its words."""
+    for name in (*_READS, _ALONE):
+        size = len(name.split())
+        if words[-size:] == name.split():
+            return words[:-size], name
+    return words, ""
+
+
+def _setting(word: str, text: str) -> tuple[str, Any]:
+    name, _, value = word.partition("=")
+    if name not in BlendConfig.model_fields:
+        known = ", ".join(sorted(BlendConfig.model_fields))
+        raise ConfigError(f"method {text!r} has the setting {name!r}, which there is not; the settings are {known}")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def _share(text: str, method: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 <= share <= 1:
+        raise ConfigError(f"method {method!r}: {text!r} must be a number from 0 (plain reuse) to 1 (full prefill)")
+    return share

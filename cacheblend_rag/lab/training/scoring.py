@@ -1,0 +1,73 @@
+"""Scores of a model on held-out questions, with full prefill and with plain reuse of chunk KV."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from cacheblend_rag.lab.training.attention import BRANCHED
+from cacheblend_rag.lab.training.batch import IGNORED, Batch, collate, encode_example
+from cacheblend_rag.reference.corpus import Example
+from cacheblend_rag.reference.prompt import DEFAULT_FORMAT, FORMATS, PromptFormat
+
+__all__ = ["answer_logits", "correct_answers", "score"]
+
+
+def answer_logits(model: LlamaForCausalLM, batch: Batch, reuse: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits where something is to be predicted, and what is to be predicted there."""
+    mask: torch.Tensor | None = None
+    extra = {}
+    if reuse or model.config._attn_implementation != BRANCHED:
+        mask = batch.mask(reuse)
+    else:
+        extra = {"context_length": batch.context_length, "question_length": batch.question_length}
+        if batch.question_length:
+            mask = batch.question_mask(model.config.num_attention_heads)
+    hidden = model.model(
+        input_ids=batch.ids, position_ids=batch.positions, attention_mask=mask, use_cache=False, **extra
+    ).last_hidden_state
+    wanted = batch.labels != IGNORED
+    return model.lm_head(hidden[wanted]), batch.labels[wanted]
+
+
+@torch.no_grad()
+def correct_answers(model: LlamaForCausalLM, batch: Batch, reuse: bool = False) -> dict[tuple[int, int], bool]:
+    """Return for each (row, branch) whether greedy decoding writes exactly the wanted sentence.
+
+    One pass over the gold answers tells: greedy decoding writes the gold sentence if and only if every gold token is the
+    likeliest after the gold tokens before it.
+    """
+    logits, labels = answer_logits(model, batch, reuse)
+    right = (logits.argmax(-1) == labels).tolist()
+    rows, columns = torch.nonzero(batch.labels != IGNORED, as_tuple=True)
+    branches = batch.branches[rows, columns].tolist()
+    verdicts: dict[tuple[int, int], bool] = {}
+    for row, branch, ok in zip(rows.tolist(), branches, right, strict=True):
+        verdicts[row, branch] = verdicts.get((row, branch), True) and ok
+    return verdicts
+
+
+def score(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    examples: Sequence[Example],
+    reuse: bool = False,
+    form: PromptFormat = FORMATS[DEFAULT_FORMAT],
+    rows: int = 8,
+) -> dict[str, float]:
+    """Return the share of sentences that are exactly right, by question kind and over ``all``."""
+    device = next(model.parameters()).device
+    right: dict[str, list[bool]] = defaultdict(list)
+    was_training = model.training
+    model.eval()
+    for start in range(0, len(examples), rows):
+        part = examples[start : start + rows]
+        batch = collate([encode_example(tokenizer, example, form) for example in part]).to(device)
+        for (row, branch), ok in correct_answers(model, batch, reuse).items():
+            right[part[row].questions[branch - 1].kind].append(ok)
+            right["all"].append(ok)
+    model.train(was_training)
+    return {kind: sum(values) / len(values) for kind, values in sorted(right.items())}

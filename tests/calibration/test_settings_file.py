@@ -1,0 +1,211 @@
+"""Settings that a command writes into somebody's YAML file, and the file of questions it reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import string
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from cacheblend_rag import BlendConfig
+from cacheblend_rag.calibration import read_questions, write_settings
+from cacheblend_rag.calibration.settingsfile import edit_settings
+from cacheblend_rag.errors import ConfigError
+
+KEYS = st.sampled_from(["recompute_ratio", "selector", "enabled", "quality_ratio"])
+NEW = st.one_of(st.booleans(), st.floats(allow_nan=False), st.integers(), st.text(max_size=8))
+CHANGES = st.dictionaries(KEYS, NEW, min_size=1, max_size=3)
+OLD = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=12)),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(string.ascii_lowercase, min_size=1), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+MAPPINGS = st.dictionaries(KEYS | st.text(string.ascii_letters + "_# :", min_size=1, max_size=8), OLD, max_size=6)
+
+
+def shown(values: dict[Any, Any]) -> set[str]:
+    """The items as they are written: True equals 1, and is another setting."""
+    return {repr(item) for item in values.items()}
+
+
+def meaning(text: str, changes: dict[str, Any]) -> set[str]:
+    return shown((yaml.safe_load(text) or {}) | changes)
+
+
+@example({"recompute_ratio": [None], "selector": "\x85"}, {"recompute_ratio": False}, False, False, "")
+@settings(deadline=None, max_examples=300)
+@given(MAPPINGS, CHANGES, st.booleans(), st.booleans(), st.sampled_from(["", "# by hand\n", "---\n", "\ufeff"]))
+def test_everything_else_means_what_it_did(
+    values: dict[str, Any], changes: dict[str, Any], flow: bool, unicode: bool, head: str
+) -> None:
+    text = head + (yaml.safe_dump(values, default_flow_style=flow, allow_unicode=unicode) if values else "")
+    edited = edit_settings(text, changes)
+    assert shown(yaml.safe_load(edited)) == meaning(text, changes)
+    assert edit_settings(edited, changes) == edited
+    # Lists and mappings are no values of these settings; a file that has one there is written anew.
+    if not flow and not any(isinstance(values.get(key), list | dict) for key in changes):
+        assert edited.startswith(head)
+
+
+LINES = st.lists(
+    st.sampled_from(
+        [
+            "recompute_ratio: 0.3  # a guess",
+            "selector:   hkvd",
+            "enabled:",
+            "quality_ratio: !!float 0.2",
+            "seed: 1\r",
+            "check_layers:\n  - 1\n  - 2  # deeper",
+            "encoding_prefix: |\n  Read this.\n  And this.",
+            "device: 'cpu' # here",
+            "# recompute_ratio: 0.9",
+            "",
+        ]
+    ),
+    max_size=8,
+)
+
+
+@example(["recompute_ratio: 0.3  # a guess"], {"selector": "\x85"}, False)
+@example(["recompute_ratio: 0.3  # a guess"], {"recompute_ratio": "\x85"}, False)
+@settings(deadline=None, max_examples=300)
+@given(LINES, CHANGES, st.booleans())
+def test_comments_and_lines_stay(lines: list[str], changes: dict[str, Any], ends: bool) -> None:
+    text = "\n".join(lines) + ("\n" if ends else "")
+    edited = edit_settings(text, changes)
+    assert shown(yaml.safe_load(edited)) == meaning(text, changes)
+    kept = [line for line in text.splitlines() if line.partition(":")[0] not in changes]
+    assert [line for line in edited.splitlines() if line in kept and line] == [line for line in kept if line]
+    assert edited.count("#") >= text.count("#")
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("", "recompute_ratio: 0.05\n"),
+        ("# mine\nseed: 1", "# mine\nseed: 1\nrecompute_ratio: 0.05\n"),
+        ("recompute_ratio: 0.15 # guess\nseed: 1\n", "recompute_ratio: 0.05 # guess\nseed: 1\n"),
+        ("recompute_ratio:\nseed: 1\n", "recompute_ratio: 0.05\nseed: 1\n"),
+        ("{recompute_ratio: 0.15, seed: 1}", "{recompute_ratio: 0.05, seed: 1}"),
+        ("  seed: 1\n", "  seed: 1\n  recompute_ratio: 0.05\n"),
+        ("recompute_ratio: 0.1\nrecompute_ratio: 0.2\n", "recompute_ratio: 0.1\nrecompute_ratio: 0.05\n"),
+        ("seed: 1\n...\n", "recompute_ratio: 0.05\nseed: 1\n...\n"),
+        # What cannot be edited where it stands is written anew.
+        ("{seed: 1}", "seed: 1\nrecompute_ratio: 0.05\n"),
+        ("recompute_ratio: &r 0.2\nquality_ratio: *r\n", "recompute_ratio: 0.05\nquality_ratio: 0.2\n"),
+        ("{}\n", "recompute_ratio: 0.05\n"),
+    ],
+)
+def test_where_a_value_goes(text: str, wanted: str) -> None:
+    assert edit_settings(text, {"recompute_ratio": 0.05}) == wanted
+
+
+def test_the_file_is_replaced_and_stays_what_it_was(tmp_path: Path) -> None:
+    real = tmp_path / "real.yaml"
+    real.write_bytes("# für uns\r\nrecompute_ratio: 0.3\r\n".encode())
+    real.chmod(0o640)
+    link = tmp_path / "blend.yaml"
+    link.symlink_to(real)
+    write_settings(link, {"recompute_ratio": 0.05, "enabled": True})
+    assert link.is_symlink()
+    assert real.read_bytes() == "# für uns\r\nrecompute_ratio: 0.05\r\nenabled: true\n".encode()
+    assert real.stat().st_mode & 0o777 == 0o640
+    assert BlendConfig.from_yaml(link).recompute_ratio == 0.05
+    assert sorted(os.listdir(tmp_path)) == ["blend.yaml", "real.yaml"]
+
+
+def test_a_file_that_is_not_there_is_made(tmp_path: Path) -> None:
+    write_settings(tmp_path / "new.yaml", {"enabled": False})
+    assert (tmp_path / "new.yaml").read_text() == "enabled: false\n"
+    assert not BlendConfig.from_yaml(tmp_path / "new.yaml").enabled
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"- 1", "holds a list"),
+        (b"a: [", "cannot be read"),
+        (b"a: 1\n--- \nb: 2\n", "cannot be read"),
+        (b"\xff", "cannot be read"),
+        (b"? {a: 1}\n: 2\n", "cannot be read"),
+        (b"sed: 1", "sed is no setting"),
+    ],
+)
+def test_a_bad_file_is_left_alone(tmp_path: Path, text: bytes, message: str) -> None:
+    path = tmp_path / "blend.yaml"
+    path.write_bytes(text)
+    with pytest.raises(ConfigError, match=message):
+        write_settings(path, {"recompute_ratio": 0.05})
+    assert path.read_bytes() == text
+    assert os.listdir(tmp_path) == ["blend.yaml"]
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"blend\.yaml cannot be written"):
+        write_settings(tmp_path / "none" / "blend.yaml", {"recompute_ratio": 0.05})
+
+
+# Surrogates cannot be written; the others end a line of text, or are white space at its ends.
+QUESTIONS = st.lists(
+    st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n\r"), min_size=1).filter(str.strip),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(deadline=None)
+@given(questions=QUESTIONS, bom=st.booleans(), form=st.sampled_from(["string", "question", "query"]), gap=st.booleans())
+def test_questions_are_read_back(
+    tmp_path_factory: pytest.TempPathFactory, questions: list[str], bom: bool, form: str, gap: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("questions")
+    encoding = "utf-8-sig" if bom else "utf-8"
+    wanted = list(dict.fromkeys(question.strip() for question in questions))
+    lines = [
+        json.dumps(each if form == "string" else {form: each, "answer": 1}, ensure_ascii=False) for each in questions
+    ]
+    between = "\n\n" if gap else "\n"
+    (folder / "q.jsonl").write_text(between.join(lines), encoding=encoding)
+    assert read_questions(folder / "q.jsonl") == wanted
+    if not questions[0].startswith("\ufeff"):
+        (folder / "q.txt").write_text(between.join(questions) + "\n", encoding=encoding)
+        assert read_questions(folder / "q.txt") == wanted
+
+
+@settings(deadline=None)
+@given(content=st.binary(max_size=60))
+def test_any_bytes_give_questions_or_one_clear_error(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    path = tmp_path_factory.mktemp("questions") / "q.jsonl"
+    path.write_bytes(content)
+    with suppress(ConfigError):
+        assert all(question.strip() for question in read_questions(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("q.txt", " \n\n", "holds no question"),
+        ("q.jsonl", '"a"\n{"text": "b"}', "line 2 of .* holds no question"),
+        ("q.jsonl", "[1", "line 1 of .* is no JSON"),
+        ("q.jsonl", '{"question": 3}', "line 1 of .* holds no question"),
+        ("q.jsonl", "[" * 100_000, "line 1 of .* is no JSON"),
+    ],
+)
+def test_bad_questions(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_questions(tmp_path / name)
+
+
+def test_no_questions_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.txt cannot be read"):
+        read_questions(tmp_path / "none.txt")
