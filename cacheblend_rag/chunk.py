@@ -40,10 +40,6 @@ class Chunk:
     id : str, optional
         The name under which the chunk can be asked for, the node id of a vector store for example. A chunk without an
         id can be blended, but not named, contained or deleted.
-    neighbours : sequence of str
-        Ids of chunks that it is likely to be retrieved with, in reading order, added in the same call or before. Where the engine
-        measures how much its tokens depend on what stands before it, it is put behind these, or without any behind the chunks
-        before it in the same call. They are no part of what the chunk is, and may be unknown.
     token_ids : sequence of int, optional
         Its tokens, where they are not those that the tokenizer makes of `text`; the text is then for people to read.
     positions : sequence of int, optional
@@ -67,13 +63,12 @@ class Chunk:
     EmptyChunkError
         If `text` is empty, or `token_ids`.
     ConfigError
-        If `id` is an empty string, `neighbours` is no sequence of ids, `positions` do not fit `token_ids`, or what says where the
+        If `id` is an empty string, `positions` do not fit `token_ids`, or what says where the
         chunk stands in its document has no meaning.
     """
 
     text: str
     id: str | None = None
-    neighbours: Sequence[str] = field(default=(), compare=False)
     token_ids: Sequence[int] | None = None
     positions: Sequence[int] | None = None
     document: str | None = None
@@ -93,17 +88,6 @@ class Chunk:
             )
         if self.id == "":
             raise ConfigError("a chunk's id is the empty string; give it a name, or None for a chunk without one")
-        if isinstance(self.neighbours, str) or not isinstance(self.neighbours, Sequence):
-            raise ConfigError(
-                f"the neighbours of chunk {self.id!r} are the {type(self.neighbours).__name__} {self.neighbours!r:.40}; give a "
-                "list of ids"
-            )
-        for neighbour in self.neighbours:
-            if not isinstance(neighbour, str) or not neighbour:
-                raise ConfigError(
-                    f"the neighbours of chunk {self.id!r} hold {neighbour!r:.40}; give the ids of chunks, none empty"
-                )
-        object.__setattr__(self, "neighbours", tuple(self.neighbours))
         if self.token_ids is not None:
             object.__setattr__(self, "token_ids", tuple(self.token_ids))
             if not self.token_ids:

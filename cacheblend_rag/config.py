@@ -41,8 +41,8 @@ class BlendConfig(BaseSettings):
     quality_ratio : float
         The smallest ratio that "auto" chooses where no chunk remembers its document, r* in CacheBlend (section 5).
     selector : str
-        Which tokens to recompute: "hkvd", "query", "ingest", "query_ingest", "a3", "boundary", "random", "none", "full", any
-        that was registered, or "auto": "ingest" where `neighbours` is set, else "hkvd".
+        Which tokens to recompute: "hkvd", "query", "a3", "boundary", "random", "none", "full", any that was registered, or
+        "auto", which is "hkvd".
     check_layers : tuple of int
         Layers at which hkvd compares fresh KV with stored KV, ascending. Layer 0 measures nothing, since its KV depends
         on no other token.
@@ -61,11 +61,11 @@ class BlendConfig(BaseSettings):
     boundary : {"first", "both"}
         Whether the boundary selector takes the first tokens of each chunk, or the last ones as well.
     look_layers : tuple of int, optional
-        Layers in which query and query_ingest look at what the prompt's last token attends to, and decode-time repair at the
+        Layers in which query looks at what the prompt's last token attends to, and decode-time repair at the
         answer's tokens, ascending; by default those from a quarter to three quarters of the depth.
     stop_layer : int, optional
-        The layer from which on query, ingest, query_ingest and decode-time repair recompute nothing any more, so that more tokens
-        can be recomputed before it; by default two thirds of the depth. As many as the model has layers recomputes in all of
+        The layer from which on query and decode-time repair recompute nothing any more, so that more tokens can be recomputed
+        before it; by default two thirds of the depth. As many as the model has layers recomputes in all of
         them. Without effect on other selectors.
     repair_ratio : float
         Most work that decode-time repair may do while one answer is written, as a share of what recomputing all chunk tokens
@@ -142,9 +142,6 @@ class BlendConfig(BaseSettings):
     miss_tokens : int
         Most tokens that an answer waits for while chunks without stored KV are encoded in their documents. Chunks beyond that are
         computed like text for this answer, and encoded in the background.
-    neighbours : int, optional
-        How many chunks a new chunk is encoded behind, a second time, to measure how much its tokens depend on what stands before
-        it; 0 measures nothing. By default 2 where the selector needs it ("ingest", "query_ingest"), else 0.
     prefetch_layers : int
         Layers that the loader may be ahead of the computation.
     load_threads : int
@@ -229,7 +226,6 @@ class BlendConfig(BaseSettings):
     separator: str = ""
     miss_tokens: int = Field(default=16_384, ge=0)
     decode_batch_tokens: int = Field(default=32_768, ge=1)
-    neighbours: int | None = Field(default=None, ge=0)
     prefetch_layers: int = Field(default=2, ge=1)
     load_threads: int = Field(default_factory=lambda: max(1, min(4, _cores() // 2)), ge=1)
     reposition: bool = True

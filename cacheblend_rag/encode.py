@@ -12,7 +12,6 @@ from cacheblend_rag.keys import context_digest
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.model import Decoder, KVCache, text_decoder
 from cacheblend_rag.rope import RotationTable, shift_layer
-from cacheblend_rag.selection.question import context_layers
 
 __all__ = ["Encoder", "Target", "plan_batches"]
 
@@ -236,42 +235,6 @@ class Encoder:
                 shift_layer(kv, table)
             kept.append(LayerKV(*(_on_cpu(tensor) for tensor in kv)))
         return ChunkKV(target.token_ids, start, kept, context=context_digest(target.context))
-
-    @torch.no_grad()
-    def sensitivity(self, kv: ChunkKV, neighbours: Sequence[int]) -> tuple[float, ...]:
-        """Return how much each token's KV changes when the chunk stands behind other text.
-
-        Parameters
-        ----------
-        kv : ChunkKV
-            The chunk's KV, encoded alone.
-        neighbours : sequence of int
-            What it is likely to stand behind.
-
-        Returns
-        -------
-        tuple of float
-            For each token the squared distance between its KV in the two places over the squared norm of what is stored, keys
-            moved to the same position, averaged over keys, values and layers. The last third of the layers does not count:
-            what changes there hardly reaches the answer, and it drowns the rest (docs/selectors.md).
-        """
-        count, distance = len(kv.token_ids), len(neighbours)
-        start = len(self._prefix_ids) + distance
-        behind = self._forward([[*self._prefix_ids, *neighbours, *kv.token_ids]], KVCache(self._decoder.num_layers))
-        device = behind[0].keys.device
-        total = torch.zeros(count, device=device)
-        layers = range(1, max(2, min(context_layers(self._decoder.num_layers), self._decoder.num_kv_layers)))
-        # Layer 0 is the same in any context.
-        for layer in layers if self._decoder.num_kv_layers > 1 else ():
-            moved = LayerKV(*(part[0, :, start : start + count].clone() for part in behind[layer]))
-            rotation = self._decoder.rotations[layer]
-            if rotation is not None:
-                shift_layer(moved, rotation.table(torch.full((count,), -distance), moved.keys.device))
-            for new, stored in zip(moved, kv.layers[layer], strict=True):
-                old = stored.to(new.device).float()
-                change = (new.float() - old).square().sum(dim=(0, 2))
-                total += (change / old.square().sum(dim=(0, 2)).clamp_min(1e-12)).to(device) / (2 * len(layers))
-        return tuple(total.tolist())
 
     @torch.no_grad()
     def _run(self, rows: Sequence[Sequence[int]], places: Sequence[int] | None = None) -> list[LayerKV]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
-import numpy as np
 import torch
 
-__all__ = ["ChunkKV", "LayerKV", "in_float16"]
+__all__ = ["ChunkKV", "LayerKV"]
 
 
 class LayerKV(NamedTuple):
@@ -37,8 +36,6 @@ class ChunkKV:
     layers : sequence of LayerKV
         One for each decoder layer, ``(num_kv_heads, seq_len, head_dim)``, on the CPU, contiguous. Shapes may differ
         from layer to layer; seq_len is the number of tokens everywhere.
-    sensitivity : tuple of float or None
-        How much each token's KV changes behind other chunks, as measured when the chunk was added; None where it was not.
     context : str
         Digest of the tokens that it was encoded behind, beside the encoding prefix (`cacheblend_rag.keys`); empty where alone.
     """
@@ -46,20 +43,9 @@ class ChunkKV:
     token_ids: tuple[int, ...]
     start: int
     layers: Sequence[LayerKV]
-    sensitivity: tuple[float, ...] | None = None
     context: str = ""
 
     @property
     def nbytes(self) -> int:
         """Size of all layers in bytes."""
         return sum(layer.nbytes for layer in self.layers)
-
-    def measured(self, sensitivity: Sequence[float]) -> ChunkKV:
-        """Return the same KV with a sensitivity for each token, as exact as every tier keeps it (float16)."""
-        return replace(self, sensitivity=tuple(in_float16(sensitivity).tolist()))
-
-
-def in_float16(numbers: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float16]]:
-    """Return numbers in little-endian float16; what is beyond its range becomes the largest that it has."""
-    largest = float(np.finfo(np.float16).max)
-    return np.clip(np.asarray(numbers, dtype=np.float64), -largest, largest).astype("<f2")

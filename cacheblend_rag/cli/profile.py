@@ -64,7 +64,8 @@ def profile(
         rows.append({"kind": "cheapest", **asdict(choice)})
         typer.echo(
             f"cheapest without delay for {TYPICAL_CHUNKS} chunks: {choice.tier}, codec {choice.codec} "
-            f"({choice.price:.3g} a month, {say_seconds(choice.blend_s)} against {say_seconds(choice.fastest_s)} from the fastest)"
+            f"({choice.price:.3g} a month, "
+            f"{say_seconds(choice.blend_s)} against {say_seconds(choice.fastest_s)} from the fastest)"
         )
     write_json(json_file, "profile", rows, model=model, profile=asdict(found))
 

@@ -62,8 +62,6 @@ class PackedKV:
         The position of its first token when it was encoded.
     layers : sequence of PackedLayer
         One for each decoder layer.
-    sensitivity : tuple of float or None
-        How much each token's KV depends on its neighbours.
     context : str
         Digest of the tokens that it was encoded behind, beside the encoding prefix (`cacheblend_rag.keys`); empty where alone.
     """
@@ -71,7 +69,6 @@ class PackedKV:
     token_ids: tuple[int, ...]
     start: int
     layers: Sequence[PackedLayer]
-    sensitivity: tuple[float, ...] | None = None
     context: str = ""
 
     @property

@@ -85,5 +85,5 @@ def pack_kv(kv: ChunkKV | PackedKV, codec: Codec) -> PackedKV:
     """Return a chunk's KV as `codec` keeps it; see `repack_layer` for KV that is packed already."""
     if isinstance(kv, ChunkKV):
         layers = tuple(codec.pack(layer) for layer in kv.layers)
-        return PackedKV(kv.token_ids, kv.start, layers, kv.sensitivity, kv.context)
+        return PackedKV(kv.token_ids, kv.start, layers, kv.context)
     return replace(kv, layers=tuple(repack_layer(layer, codec) for layer in kv.layers))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.layout import PromptLayout
@@ -81,8 +79,7 @@ def check_attention(config: BlendConfig, decoder: Decoder) -> None:
         return
     if make_selector(config).needs_attention:
         raise ConfigError(
-            f"selector={config.selector!r} goes by what the question attends to, which {name} does not show; choose hkvd or"
-            " ingest"
+            f"selector={config.selector!r} goes by what the question attends to, which {name} does not show; choose hkvd"
         )
     if config.repair_ratio:
         raise ConfigError(
@@ -135,7 +132,6 @@ def make_plan(
     layout: PromptLayout,
     num_layers: int,
     ratio: float,
-    sensitivity: torch.Tensor | None = None,
 ) -> Plan:
     """Lay out how a prompt is blended at a ratio, after `whole_plan` had nothing against it.
 
@@ -149,8 +145,6 @@ def make_plan(
         Decoder layers of the model.
     ratio : float
         Share of the chunk tokens to recompute, from 0 to 1.
-    sensitivity : torch.Tensor, optional
-        How much each row depends on what stands before its chunk; see `SelectionTask`.
 
     Returns
     -------
@@ -167,4 +161,4 @@ def make_plan(
         # Nothing is asked for, or nothing left to choose from: no selector is to spend anything on it.
         return Plan(FixedSelection(layout.candidate_rows[:0]), selector.name, ratio)
     budget = min(round(ratio * layout.context_tokens), layout.candidate_rows.numel())
-    return Plan(selector.begin(SelectionTask(layout, num_layers, budget, sensitivity)), selector.name, ratio)
+    return Plan(selector.begin(SelectionTask(layout, num_layers, budget)), selector.name, ratio)

@@ -190,10 +190,6 @@ class ChunkEngine:
         come in any order where their places are given, and in several calls. An id that is added again with another document or
         place is deleted there and added here.
 
-        Where the settings ask for it (`neighbours`), each chunk that is encoded is measured as well: how much its tokens depend
-        on the chunks that it is likely to stand behind (`Chunk.neighbours`, or those before it in this call). So is each chunk
-        whose KV is stored but was not measured, as that of every miss: it is encoded anew.
-
         Parameters
         ----------
         chunks : iterable of Chunk
@@ -403,11 +399,6 @@ class ChunkEngine:
         names = [each for each in changes.names if each[1] is None or _reserved(each[1]) is None]
         waiting = {id: digest for id, digest in changes.waiting.items() if _reserved(id) is None}
         return replace(changes, names=names, waiting=waiting)
-
-    @property
-    def neighbours(self) -> int:
-        """Behind how many of its neighbours each new chunk is encoded a second time, to measure its sensitivity; 0: it is not."""
-        return self._ingest.neighbours
 
     def capability(self) -> Capability:
         """Return what each layer of the model is like, what blending does there, and why not where it does not."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -14,13 +14,11 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.encode import Target
 from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.jobs import AddJob, AddResult, Jobs
-from cacheblend_rag.engine.neighbours import Neighbours
 from cacheblend_rag.engine.supply import KVSupply
 from cacheblend_rag.engine.writer import BatchWriter
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.model import Decoder
-from cacheblend_rag.selection import num_neighbours
 from cacheblend_rag.store import KVStore, NamedTarget, NodeRecord
 
 __all__ = ["Ingest", "WarmEstimate"]
@@ -34,7 +32,7 @@ Group = list[NamedTarget]
 @dataclass(frozen=True, slots=True)
 class WarmEstimate:
     """What encoding some chunks would take: how many are not stored yet, their tokens, about how many bytes their KV has on disk,
-    packed as the setting `disk_codec` says, and seconds, what is spent on measuring their sensitivity included.
+    packed as the setting `disk_codec` says, and seconds.
     """
 
     chunks: int
@@ -51,34 +49,24 @@ class _Todo:
     ----------
     given : list of NamedTarget
         The chunks.
-    neighbours : Neighbours
-        Behind what they are measured.
     names : list of NamedTarget
         Those whose names are not recorded exactly so.
     lacking : int
         Those whose names are, and whose KV is missing.
     groups : list of Group
-        What is to be encoded: its KV is missing, or is there and was not measured. Chunks of the documents that have another
-        context from now on are among them.
+        What is to be encoded. Chunks of the documents that have another context from now on are among them.
     held : list of NamedTarget
         What has its KV.
-    unmeasured : set of str
-        The keys of those that are to be measured.
-    again : int
-        Chunks that are encoded only for that.
     positions : dict of (str, tuple of int or None)
         By key, where tokens stand when they are encoded.
     """
 
     given: list[NamedTarget]
-    neighbours: Neighbours
     names: list[NamedTarget] = field(default_factory=list)
     lacking: int = 0
     groups: list[Group] = field(default_factory=list)
     held: list[NamedTarget] = field(default_factory=list)
     positions: dict[str, tuple[int, ...] | None] = field(default_factory=dict)
-    unmeasured: set[str] = field(default_factory=set)
-    again: int = 0
 
     @property
     def total(self) -> int:
@@ -93,7 +81,7 @@ class _Todo:
     @property
     def unchanged(self) -> int:
         """Chunks that are stored exactly so."""
-        return self.total - self.changed - self.again
+        return self.total - self.changed
 
     @property
     def ready(self) -> int:
@@ -165,13 +153,7 @@ class Ingest:
     decoder : Decoder or None
         The model, or None if it cannot be blended: chunks are then known by their tokens, and have no KV.
     config : BlendConfig
-        Whose chunks they are, how long their KV lives, whether they are only named until they are retrieved, and behind how many
-        others their sensitivity is measured.
-
-    Attributes
-    ----------
-    neighbours : int
-        Behind how many others each new chunk is measured; 0 where none is.
+        Whose chunks they are, how long their KV lives, and whether they are only named until they are retrieved.
     """
 
     def __init__(
@@ -185,9 +167,6 @@ class Ingest:
         self._ttl_s = config.ttl_s
         self._disk_codec = make_codec(config.disk_codec)
         self._names_only = config.encode_on == "second_use"
-        # What has no KV, or gets it from a prompt, or cannot be compared behind other text, is never measured.
-        is_measured = decoder is not None and decoder.is_movable and not self._names_only
-        self.neighbours = num_neighbours(config) if is_measured else 0
         self._jobs = Jobs()
 
     def add(
@@ -241,7 +220,7 @@ class Ingest:
             The chunks.
         """
         targets = [target for target in self._store.targets(self._assembler.namespace, ids) if target is not None]
-        todo = _Todo(targets, Neighbours(self._assembler, {}))
+        todo = _Todo(targets)
         todo.groups = [[target] for target in {target.record.key: target for target in targets}.values()]
         try:
             self._later(todo, None, self._store_quietly)
@@ -268,7 +247,7 @@ class Ingest:
                 writer,
                 keep,
                 advance,
-                still=partial(self._wanted, unmeasured=todo.unmeasured),
+                still=self._wanted,
                 given_up=given_up,
             )
             return AddResult(encoded, todo.changed, todo.unchanged, tokens)
@@ -291,9 +270,7 @@ class Ingest:
         tokens = sum(len(record.token_ids) for record in texts)
         if self._decoder is None or not texts:
             return WarmEstimate(len(texts), tokens, 0, 0.0)
-        before = [todo.neighbours.num_tokens(record) for record in texts]
-        # One that is measured, where any is.
-        count, longest = max(zip(before, texts, strict=True), key=lambda each: (each[0] > 0, len(each[1].token_ids)))
+        longest = max(texts, key=lambda record: len(record.token_ids))
         started = time.perf_counter()
         sample = Target(longest.token_ids, positions=todo.positions.get(longest.key))
         [[(_, kv)]] = self._supply.encode([sample])
@@ -301,11 +278,6 @@ class Ingest:
         computed = self._supply.num_tokens([todo.target(group) for group in todo.groups])
         seconds = (time.perf_counter() - started) * computed / len(longest.token_ids)
         kept = sum(len(record.token_ids + record.separator) for record in texts)
-        if count:
-            started = time.perf_counter()
-            self._supply.measure(kv, todo.neighbours.tokens(longest))
-            measured = sum(more + len(record.token_ids) for more, record in zip(before, texts, strict=True) if more)
-            seconds += (time.perf_counter() - started) * measured / (count + len(longest.token_ids))
         return WarmEstimate(len(texts), tokens, round(packed_bytes * kept / len(longest.token_ids)), seconds)
 
     def _todo(self, chunks: Iterable[Chunk], ttl_s: float | None) -> _Todo:
@@ -324,7 +296,7 @@ class Ingest:
         positions = {record.key: self._assembler.places(chunk) for chunk, record in zip(wanted, records, strict=True)}
         targets = self._store.rehearse(self._assembler.namespace, records, rules=self._assembler.rules, ttl_s=ttl_s)
         given = targets[: len(records)]
-        todo = _Todo(given, Neighbours(self._assembler, {}), positions=positions)
+        todo = _Todo(given, positions=positions)
         todo.names = [target.placed(record) for target, record in zip(given, records, strict=True) if target.is_changed]
         # Of a model without blending no KV is ever missing, nor where it is not computed before it is needed.
         held = (
@@ -339,18 +311,6 @@ class Ingest:
             else:
                 groups.setdefault(target.record.key, []).append(target)
                 todo.lacking += number < len(given) and not target.is_changed
-        # Misses of a prompt are stored without it; now that neighbours are known it can be measured.
-        keys = list(dict.fromkeys(target.record.key for target in todo.held)) if self.neighbours else []
-        lacking = {key for key, has in zip(keys, self._store.measured(keys), strict=True) if not has} if keys else set()
-        searched = lacking.union(groups)
-        settled = [target.record for target in given]
-        todo.neighbours = Neighbours.find(self._assembler, self._store, self.neighbours, wanted, settled, searched)
-        for target in given:
-            key = target.record.key
-            if key in lacking and todo.neighbours.num_tokens(target.record):
-                todo.unmeasured.add(key)
-                groups.setdefault(key, []).append(target)
-                todo.again += not target.is_changed
         todo.groups = list(groups.values())
         return todo
 
@@ -363,7 +323,7 @@ class Ingest:
         still: Callable[[Sequence[Group]], list[Group]] | None = None,
         given_up: Callable[[], bool] | None = None,
     ) -> tuple[int, int]:
-        """Encode texts batch by batch, and measure them, while the writer stores the batch before.
+        """Encode texts batch by batch while the writer stores the batch before.
 
         Parameters
         ----------
@@ -398,9 +358,7 @@ class Ingest:
                 advance(skipped)
             # Planned again, what is left of one batch is one batch, or a few.
             for part in self._supply.encode([todo.target(group) for group in chosen], patient=patient):
-                fresh = [
-                    (chosen[index], self._measured(chosen[index][0].record, kv, todo, patient)) for index, kv in part
-                ]
+                fresh = [(chosen[index], kv) for index, kv in part]
                 writer.drain()
                 if storing:
                     advance(storing)
@@ -414,11 +372,6 @@ class Ingest:
         if storing:
             advance(storing)
         return encoded, tokens
-
-    def _measured(self, record: NodeRecord, kv: ChunkKV, todo: _Todo, patient: bool) -> ChunkKV:
-        """Return KV with its sensitivity, or as it is where it stands behind nothing."""
-        before = todo.neighbours.tokens(record)
-        return self._supply.measure(kv, before, patient=patient) if before else kv
 
     def _store_and_name(self, batch: Sequence[tuple[Group, ChunkKV]], naming: _Naming, ttl_s: float | None) -> None:
         evictions = self._store.evictions
@@ -489,18 +442,11 @@ class Ingest:
         for ttl_s, each in keys.items():
             self._store.prolong(each, ttl_s)
 
-    def _wanted(self, groups: Sequence[Group], unmeasured: Container[str]) -> list[Group]:
-        """Return the texts that were neither deleted nor replaced since they were added, nor encoded for a prompt.
-
-        Of what is to be measured it does not matter that it is held.
-        """
+    def _wanted(self, groups: Sequence[Group]) -> list[Group]:
+        """Return the texts that were neither deleted nor replaced since they were added, nor encoded for a prompt."""
         held = self._store.holds([group[0].record.key for group in groups])
         named = self._named(groups)
-        return [
-            group
-            for group, there, still in zip(groups, held, named, strict=True)
-            if still and (not there or group[0].record.key in unmeasured)
-        ]
+        return [group for group, there, still in zip(groups, held, named, strict=True) if still and not there]
 
     def _named(self, groups: Sequence[Group]) -> list[bool]:
         """Return of each text whether one of its records stands, or has no id by which it could have been deleted."""

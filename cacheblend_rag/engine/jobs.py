@@ -23,7 +23,7 @@ class AddResult:
     Attributes
     ----------
     encoded : int
-        Texts whose KV was computed, those that were stored without their sensitivity included.
+        Texts whose KV was computed.
     named : int
         Chunks that are new, or whose text is; more than were encoded where texts recur or their KV was there already.
     unchanged : int

@@ -20,7 +20,7 @@ from cacheblend_rag.errors import ChunkReadError, PromptError
 from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import Decoder, num_decoder_layers, takes_positions, text_decoder
-from cacheblend_rag.selection import FixedSelection, make_selector
+from cacheblend_rag.selection import FixedSelection
 from cacheblend_rag.store import KVReader, KVStore
 from cacheblend_rag.store.clock import steady_s
 
@@ -70,7 +70,6 @@ class Runner:
         self._caches = None if decoder is None else PromptCaches(model, decoder)
         self._config = config
         self._num_layers = num_decoder_layers(model)
-        self._warned_of_no_sensitivity = False
         self._controller: Controller | None = None
         self.lock = supply.lock
 
@@ -195,8 +194,7 @@ class Runner:
         readers = self._supply.readers(run, found or self._supply.open_all(run))
         if run.resumed is not None:
             readers = run.resumed.merge(readers)
-        sensitivity = self._sensitivity(run, readers) if ratio and run.layout.chunks else None
-        run.plan = make_plan(config, run.layout, self._num_layers, ratio, sensitivity)
+        run.plan = make_plan(config, run.layout, self._num_layers, ratio)
         return readers
 
     def _blends(self, run: PromptRun) -> bool:
@@ -280,29 +278,3 @@ class Runner:
                 "depend on the length of the prompt"
             )
         return self._unsupported
-
-    def _sensitivity(self, run: PromptRun, readers: Sequence[KVReader]) -> torch.Tensor | None:
-        """Return how much each row depends on its neighbours, as `SelectionTask` has it; None where the selector does not ask."""
-        selector = make_selector(run.config)
-        if not selector.needs_sensitivity:
-            return None
-        known = [
-            (span, reader.sensitivity)
-            for span, reader in zip(run.layout.chunks, readers, strict=True)
-            if reader.sensitivity is not None
-        ]
-        if not known and not self._warned_of_no_sensitivity:
-            self._warned_of_no_sensitivity = True
-            logger.warning(
-                "selector=%r goes by what is measured when chunks are added, and of this prompt's %d chunks none was: all their "
-                "tokens count the same. Add the chunks again, to an engine made with neighbours=2, or choose another "
-                "selector (this is said once)",
-                selector.name,
-                len(readers),
-            )
-        if not known:
-            return None
-        rows = torch.full((len(run.prompt.layout),), torch.nan)
-        for span, values in known:
-            rows[span.start : span.stop] = torch.tensor(values)
-        return rows

@@ -33,7 +33,6 @@ _ENGINE_SETTINGS = frozenset(
         "context",
         "context_tokens",
         "separator",
-        "neighbours",
         "profile_path",
         "profile_budget_s",
         "guard_rate",
@@ -74,10 +73,6 @@ class CallSettings:
         """Return settings as a call that is given them uses them; see `BlendEngine.check_config`."""
         config = BlendConfig.of(config)
         self._check_settled(config)
-        settled = {name: getattr(self._config, name) for name in ("neighbours", "encode_on")}
-        if any(getattr(config, name) != value for name, value in settled.items()):
-            # They say what "auto" stands for.
-            config = config.replace(**settled)
         self._check_model(config)
         return config
 

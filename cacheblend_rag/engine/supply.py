@@ -106,22 +106,6 @@ class KVSupply:
                 return
             yield batch
 
-    def measure(self, kv: ChunkKV, neighbours: Sequence[int], *, patient: bool = False) -> ChunkKV:
-        """Return a chunk's KV with how much each token's changes behind other chunks; see `Encoder.sensitivity`.
-
-        Parameters
-        ----------
-        kv : ChunkKV
-            The KV of the chunk alone.
-        neighbours : sequence of int
-            Token ids of what it is likely to stand behind.
-        patient : bool
-            Whether all prompts that wait go first, rather than those that came first.
-        """
-        assert self._encoder is not None
-        with self.lock.after_others() if patient else self.lock:
-            return kv.measured(self._encoder.sensitivity(kv, neighbours))
-
     def encode_misses(self, runs: Sequence[PromptRun]) -> None:
         """Encode in one go the chunks of several prompts that have no stored KV, each once, and hand it to those prompts.
 

@@ -11,7 +11,6 @@ from cacheblend_rag.selection.base import LayerProbe, Selection, SelectionTask, 
 from cacheblend_rag.selection.boundary import BoundarySelector
 from cacheblend_rag.selection.fixed import FixedSelection, FullSelector, NoneSelector, RandomSelector
 from cacheblend_rag.selection.hkvd import HKVDSelector
-from cacheblend_rag.selection.ingest import IngestSelector, QueryIngestSelector
 from cacheblend_rag.selection.question import A3Selector, QuerySelector
 
 __all__ = [
@@ -21,7 +20,6 @@ __all__ = [
     "SelectionTask",
     "Selector",
     "make_selector",
-    "num_neighbours",
     "register_selector",
     "selector_names",
 ]
@@ -61,22 +59,8 @@ for _selector in (
     HKVDSelector,
     A3Selector,
     QuerySelector,
-    IngestSelector,
-    QueryIngestSelector,
 ):
     register_selector(_selector)
-
-
-def _auto(config: BlendConfig) -> str:
-    """Return what "auto" stands for: what measures best, where chunks are measured when they are added, else CacheBlend's own.
-
-    Measuring makes adding chunks about four times as much work, so it is not begun unasked.
-    """
-    measures = config.neighbours and config.encode_on == "add"
-    return IngestSelector.name if measures else HKVDSelector.name
-
-
-_NEIGHBOURS = 2
 
 
 def selector_names() -> tuple[str, ...]:
@@ -92,20 +76,7 @@ def make_selector(config: BlendConfig) -> Selector:
     ConfigError
         If there is no selector of that name.
     """
-    name = _auto(config) if config.selector == "auto" else config.selector
+    name = HKVDSelector.name if config.selector == "auto" else config.selector
     if name not in _SELECTORS:
         raise ConfigError(f"selector={config.selector!r} is unknown; choose one of {', '.join(selector_names())}")
     return _SELECTORS[name](config)
-
-
-def num_neighbours(config: BlendConfig) -> int:
-    """Return behind how many chunks a new chunk is encoded to measure its sensitivity; 0 where it is not measured.
-
-    Raises
-    ------
-    ConfigError
-        If there is no selector of the name that the settings give.
-    """
-    if config.neighbours is not None:
-        return config.neighbours
-    return _NEIGHBOURS if make_selector(config).needs_sensitivity else 0

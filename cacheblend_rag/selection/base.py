@@ -28,15 +28,11 @@ class SelectionTask:
     budget : int
         Rows to recompute, on average over the layers behind the point where the selection is made; at most the number
         of candidates.
-    sensitivity : torch.Tensor or None
-        How much each row's KV depends on what stands before its chunk, as measured when it was added; NaN where it was not
-        measured. float32, ``(prompt_len,)``; None where it is known of no row.
     """
 
     layout: PromptLayout
     num_layers: int
     budget: int
-    sensitivity: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,8 +103,6 @@ class Selector(ABC):
     name: ClassVar[str]
     needs_attention: ClassVar[bool] = False
     """Whether it must see what the question attends to."""
-    needs_sensitivity: ClassVar[bool] = False
-    """Whether it looks at `SelectionTask.sensitivity`, which is then worth measuring when chunks are added."""
 
     def __init__(self, config: BlendConfig) -> None:
         self.config = config

@@ -108,8 +108,7 @@ def look_layers(config: BlendConfig, num_layers: int) -> tuple[int, ...]:
 def context_layers(num_layers: int) -> int:
     """Return how many layers, from the first on, carry what a chunk's tokens take from other chunks: two thirds of them.
 
-    By measurement on the reference model (docs/selectors.md). Where they end recompute stops by default, and sensitivity is
-    measured in them.
+    By measurement on the reference model (docs/selectors.md). Where they end recompute stops by default.
     """
     return -(-2 * num_layers // 3)
 

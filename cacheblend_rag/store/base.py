@@ -37,10 +37,6 @@ class KVReader(Protocol):
         """The position that the keys of its first token are rotated to."""
 
     @property
-    def sensitivity(self) -> tuple[float, ...] | None:
-        """How much each token's KV depends on its neighbours, if that was measured when the chunk was added."""
-
-    @property
     def context(self) -> str:
         """Digest of the tokens that it was computed behind, beside the encoding prefix; empty where alone."""
 
@@ -210,7 +206,7 @@ class KVStore(Protocol):
     def put(self, key: str, kv: ChunkKV, *, tenant: str = "", ttl_s: float | None = None) -> None:
         """Keep `kv` under `key`; on return it is durable where the store is.
 
-        If `key` is held and looks sound already, no KV is written, unless `kv` has its sensitivity and what is held has none.
+        If `key` is held and looks sound already, no KV is written.
 
         Raises
         ------
@@ -275,9 +271,6 @@ class KVStore(Protocol):
 
     def holds(self, keys: Sequence[str], *, durable: bool = False) -> list[bool]:
         """Return for each key whether its KV is held; with `durable` what waits to be written does not count."""
-
-    def measured(self, keys: Sequence[str]) -> list[bool]:
-        """Return for each key whether the KV held under it here has its sensitivity; True where none is."""
 
     def lifetimes(self, keys: Sequence[str]) -> list[float | None]:
         """Return for how many seconds from now the KV under each key lives, infinity for ever; None where none is held here.

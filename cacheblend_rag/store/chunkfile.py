@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 
@@ -22,7 +20,6 @@ from cacheblend_rag.store.chunkformat import (
     DTYPES,
     FORMAT,
     FORMAT_WITHOUT_CODECS,
-    SENSITIVITY,
     digest_of,
     unpack_tokens,
 )
@@ -107,11 +104,6 @@ class ChunkFile:
         return self._start
 
     @property
-    def sensitivity(self) -> tuple[float, ...] | None:
-        """How much each token's KV depends on its neighbours; None where it was not measured."""
-        return self._sensitivity
-
-    @property
     def context(self) -> str:
         """Digest of the tokens that it was computed behind, beside the encoding prefix; empty where alone."""
         return self._context
@@ -189,7 +181,6 @@ class ChunkFile:
             raise ChunkReadError(self.key, "its header does not match its digest")
         self._parse(header, body)
         self._token_ids = unpack_tokens(data[body:tokens_end])
-        self._sensitivity = self._unpack_sensitivity(header["__metadata__"].get(SENSITIVITY))
         if size != self.file_bytes:
             raise ChunkReadError(self.key, f"the file has {size} bytes where {self.file_bytes} were written")
 
@@ -215,19 +206,6 @@ class ChunkFile:
         self.packed_bytes = sum(layer.nbytes for layer in self._layers)
         self.kv_bytes = sum(layer.key_form.nbytes + layer.value_form.nbytes for layer in self._layers)
         self.file_bytes = body + int(header["header_digest"]["data_offsets"][1]) + self.packed_bytes
-
-    def _unpack_sensitivity(self, text: str | None) -> tuple[float, ...] | None:
-        if text is None:
-            return None
-        try:
-            values = tuple(np.frombuffer(base64.b64decode(text, validate=True), dtype="<f2").tolist())
-        except (ValueError, TypeError) as error:
-            raise ChunkReadError(self.key, "the sensitivity of its tokens is no list of numbers") from error
-        if len(values) != len(self._token_ids):
-            raise ChunkReadError(
-                self.key, f"it holds {len(values)} values of sensitivity for {len(self._token_ids)} tokens"
-            )
-        return values
 
     def _read_exactly(self, begin: int, end: int) -> bytes:
         data = bytearray(end - begin)

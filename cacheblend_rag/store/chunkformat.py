@@ -4,9 +4,8 @@ Layout, in file order::
 
     8 bytes           length of the header
     header            JSON: the tensors' types, shapes and places, and ``__metadata__`` with the format, the store key,
-                      the start position, one checksum (xxh3, 64 bits) a layer, how each layer is unpacked, and, where it was
-                      measured, how much each token depends on its neighbours (float16, little-endian, in base64), and, where
-                      the chunk was encoded in its document, the digest of the tokens that it was encoded behind
+                      the start position, one checksum (xxh3, 64 bits) a layer, how each layer is unpacked, and, where the
+                      chunk was encoded in its document, the digest of the tokens that it was encoded behind
     token_ids         int32
     header_digest     16 bytes, blake2b of everything before it
     layer.0.keys, layer.0.values, layer.1.keys, ...
@@ -36,7 +35,6 @@ __all__ = [
     "DTYPE_NAMES",
     "FORMAT",
     "FORMAT_WITHOUT_CODECS",
-    "SENSITIVITY",
     "digest_of",
     "pack_tokens",
     "unpack_tokens",
@@ -44,7 +42,6 @@ __all__ = [
 
 FORMAT = "cacheblend-rag chunk kv 2"
 FORMAT_WITHOUT_CODECS = "cacheblend-rag chunk kv 1"
-SENSITIVITY = "sensitivity"
 CONTEXT = "context"
 DIGEST_BYTES = 16
 

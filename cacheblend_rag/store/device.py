@@ -57,8 +57,6 @@ class ResidentKV:
         The position of its first token when it was encoded; its keys are rotated accordingly.
     layers : sequence of Upload
         One for each decoder layer, ``(num_kv_heads, seq_len, head_dim)``. Nobody writes to them.
-    sensitivity : tuple of float or None
-        How much each token's KV depends on its neighbours.
     context : str
         Digest of the tokens that it was encoded behind, beside the encoding prefix (`cacheblend_rag.keys`); empty where alone.
     """
@@ -66,7 +64,6 @@ class ResidentKV:
     token_ids: tuple[int, ...]
     start: int
     layers: Sequence[Upload]
-    sensitivity: tuple[float, ...] | None = None
     context: str = ""
 
     @property
@@ -148,7 +145,7 @@ class DeviceTier(Shelf[ResidentKV]):
     def place_all(self, kv: ChunkKV) -> ResidentKV:
         """Copy a chunk's KV to its devices."""
         layers = [self.place(number, layer) for number, layer in enumerate(kv.layers)]
-        return ResidentKV(kv.token_ids, kv.start, layers, kv.sensitivity, kv.context)
+        return ResidentKV(kv.token_ids, kv.start, layers, kv.context)
 
     def tell_no_room(self, error: BaseException) -> None:
         """Say once that a device has less memory than this tier may use."""

@@ -125,8 +125,6 @@ class DiskTier:
     ) -> list[str]:
         """Write `kv` under `key`, unless it is held and its head is sound; return the keys whose copies are out of date.
 
-        What is held without its sensitivity is replaced by what has it.
-
         Parameters
         ----------
         key : str
@@ -149,21 +147,14 @@ class DiskTier:
         """
         now = self.clock.now()
         held = self.index.entry(valid_key(key))
-        adds_measure = False
         if held is not None and key not in self._discarded and held.is_live(now):
             there = self._look(key, held)
-            is_sound = isinstance(there, ChunkFile)
-            adds_measure = isinstance(there, ChunkFile) and there.sensitivity is None and kv.sensitivity is not None
-            if is_sound and not adds_measure:
+            if isinstance(there, ChunkFile):
                 if wanted is None or self.index.transact(wanted):
                     self.index.prolong([key], expires_at)
                     self.touch(key)
                 return []
-            if adds_measure:
-                # It lives as long as what it replaces, at least.
-                ends = [end for end in (expires_at, held.expires_at) if end is not None]
-                expires_at = max(ends) if len(ends) == 2 else None
-            elif self.index.has_file(held.file, key):
+            if self.index.has_file(held.file, key):
                 # Otherwise another process or thread has just dropped it.
                 _log.warning("stored KV %s… is damaged and replaced: %s", key[:12], there)
         encoded = encode_chunk(key, pack_kv(kv, self.codec))
@@ -186,7 +177,7 @@ class DiskTier:
         self._discarded.discard(key)
         self.evictions += len(dropped.keys)
         self._remove(dropped)
-        return [*dropped.keys, key] if adds_measure else dropped.keys
+        return dropped.keys
 
     def holds(self, keys: Sequence[str]) -> list[bool]:
         """Return for each key whether it is held and has not expired."""

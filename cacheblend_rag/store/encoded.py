@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +11,12 @@ import xxhash
 
 from cacheblend_rag.codec import PackedKV, TensorForm, make_codec, pack_kv
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.kv import ChunkKV, in_float16
+from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store.chunkformat import (
     CONTEXT,
     DIGEST_BYTES,
     DTYPE_NAMES,
     FORMAT,
-    SENSITIVITY,
     digest_of,
     pack_tokens,
 )
@@ -63,13 +61,9 @@ def encode_chunk(key: str, kv: ChunkKV | PackedKV) -> EncodedChunk:
     Raises
     ------
     StoreError
-        If a tensor is of a type that the format does not know, or the sensitivity is not of as many tokens as there are.
+        If a tensor is of a type that the format does not know.
     """
     tokens = pack_tokens(kv.token_ids)
-    if kv.sensitivity is not None and len(kv.sensitivity) != len(kv.token_ids):
-        raise StoreError(
-            f"{len(kv.sensitivity)} values of sensitivity for {len(kv.token_ids)} tokens; measure the chunk again"
-        )
     packed = pack_kv(kv, make_codec("native")) if isinstance(kv, ChunkKV) else kv
     tensors: dict[str, Any] = {}
     place = 0
@@ -106,9 +100,6 @@ def encode_chunk(key: str, kv: ChunkKV | PackedKV) -> EncodedChunk:
         "forms": f"[{','.join(forms)}]",
         "layers": ",".join(form_of_layer),
     }
-    if kv.sensitivity is not None:
-        values = in_float16(kv.sensitivity).tobytes()
-        tensors["__metadata__"][SENSITIVITY] = base64.b64encode(values).decode("ascii")
     if kv.context:
         tensors["__metadata__"][CONTEXT] = kv.context
     header = json.dumps(tensors, separators=(",", ":")).encode("ascii")

@@ -37,11 +37,6 @@ class _Part(PassingReader[KVReader]):
     def start(self) -> int:
         return self._reader.start + int(self._rows.start)
 
-    @property
-    def sensitivity(self) -> tuple[float, ...] | None:
-        whole = self._reader.sensitivity
-        return None if whole is None else whole[self._rows]
-
     def layer(self, index: int) -> LayerKV:
         return _cut(self._reader.layer(index), self._rows)
 
@@ -63,11 +58,6 @@ class _ResidentPart(DeviceReader):
     @property
     def start(self) -> int:
         return self._kv.start + int(self._rows.start)
-
-    @property
-    def sensitivity(self) -> tuple[float, ...] | None:
-        whole = self._kv.sensitivity
-        return None if whole is None else whole[self._rows]
 
     def resident(self, index: int) -> LayerKV:
         return _cut(super().resident(index), self._rows)

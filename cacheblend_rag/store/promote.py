@@ -84,4 +84,4 @@ class PromotingReader(PassingReader[ChunkFile]):
             _log.warning("%s", error)
             return
         whole = tuple(layers[number] for number in range(self.num_layers))
-        self._keep(self._reader.key, PackedKV(self.token_ids, self.start, whole, self.sensitivity, self.context))
+        self._keep(self._reader.key, PackedKV(self.token_ids, self.start, whole, self.context))

@@ -18,9 +18,6 @@ class _Held(Protocol):
     def start(self) -> int: ...
 
     @property
-    def sensitivity(self) -> tuple[float, ...] | None: ...
-
-    @property
     def context(self) -> str: ...
 
     @property
@@ -60,11 +57,6 @@ class HoldingReader(Generic[Held]):
     def start(self) -> int:
         """The position that the keys of its first token are rotated to."""
         return self._kv.start
-
-    @property
-    def sensitivity(self) -> tuple[float, ...] | None:
-        """How much each token's KV depends on its neighbours, if that was measured."""
-        return self._kv.sensitivity
 
     @property
     def context(self) -> str:
@@ -113,11 +105,6 @@ class PassingReader(Generic[Inner]):
     def start(self) -> int:
         """The position that the keys of its first token are rotated to."""
         return self._reader.start
-
-    @property
-    def sensitivity(self) -> tuple[float, ...] | None:
-        """How much each token's KV depends on its neighbours, if that was measured."""
-        return self._reader.sensitivity
 
     @property
     def context(self) -> str:

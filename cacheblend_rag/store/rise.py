@@ -91,7 +91,7 @@ class RisingReader(PassingReader[KVReader]):
                     layers.update((number, self._tier.place(number, self._reader.layer(number))) for number in missing)
                     self._give_back()
                     uploads = [layers[number] for number in range(self.num_layers)]
-                    self._keep(ResidentKV(self.token_ids, self.start, uploads, self.sensitivity, self.context))
+                    self._keep(ResidentKV(self.token_ids, self.start, uploads, self.context))
         self._give_back()
 
     def _begin(self) -> bool:

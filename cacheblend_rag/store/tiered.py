@@ -15,7 +15,6 @@ from cacheblend_rag.errors import StoreError, StoreFullError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.reading import ReadingRules
 from cacheblend_rag.store.base import KVReader, NameChanges, NamedTarget, NodeRecord, StoreStats
-from cacheblend_rag.store.chunkfile import ChunkFile
 from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.copies import Copies
 from cacheblend_rag.store.database import Database
@@ -234,11 +233,6 @@ class TieredStore:
             elsewhere = iter(self._offsite.holds([key for key, here in zip(keys, held, strict=True) if not here]))
             held = [here or next(elsewhere) for here in held]
         return held
-
-    def measured(self, keys: Sequence[str]) -> list[bool]:
-        """Return for each key whether the KV held under it here has its sensitivity; True where none is."""
-        self._check_open()
-        return [self._is_measured(key) for key in keys]
 
     def lifetimes(self, keys: Sequence[str]) -> list[float | None]:
         """Return for how many seconds from now the KV under each key lives, infinity for ever; None where none is held here."""
@@ -474,12 +468,6 @@ class TieredStore:
             self._ram.pin(keys)
         else:
             self._copies.unpin()
-
-    def _is_measured(self, key: str) -> bool:
-        held: ChunkKV | PackedKV | ChunkFile | None = self._waiting.get(key)
-        if held is None:
-            held = self._disk.open(key) if self._disk else self._ram.get(key)
-        return held is None or held.sensitivity is not None
 
     def _lifetime(self, key: str, now: float) -> float | None:
         waiting = self._waiting.find(key)

@@ -211,8 +211,8 @@ class EncodeBench:
             methods["singly"] = self._add_singly
         self._forward(self._batches[:1])
         for on_disk in (False, True):
-            self._add(self._chunks[: self.setting.document_chunks or self._batches[0].shape[0]], on_disk=on_disk)
-        # Each has run a batch already.
+            self._add(self._chunks[: self._batches[0].shape[0]], on_disk=on_disk)
+        # Each has run a batch already, or what begins one.
         times = in_rounds(
             list(methods), lambda name: methods[name](), self.setting.repeats, unmeasured=0, progress=progress
         )

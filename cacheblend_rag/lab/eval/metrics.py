@@ -1,7 +1,8 @@
 """How answers are judged, as SQuAD, ROUGE and LongBench define it.
 
 `exact_match` and `f1_score` compare an answer with one right answer. The others are metrics
-(`cacheblend_rag.lab.eval.task.Metric`): they take an answer and all right answers, give the best that any of these gives, from 0 to 1, and 0 for an answer that is blank.
+(`cacheblend_rag.lab.eval.task.Metric`): they take an answer and all right answers, give the best that any of these
+gives, from 0 to 1, and 0 for an answer that is blank.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from langchain_core.vectorstores import VectorStore
@@ -108,9 +107,7 @@ class ChunkKeeper:
         rows = [row for row in zip(ids, texts, given, strict=True) if row[1].strip()]
         if not rows:
             return []
-        chunks = self._places.chunks(*zip(*rows, strict=True))
-        beside = self._same_source(ids, given)
-        return [replace(chunk, neighbours=beside[chunk.id]) if chunk.id in beside else chunk for chunk in chunks]
+        return self._places.chunks(*zip(*rows, strict=True))
 
     def _served(self, chunks: Sequence[Chunk]) -> list[Chunk]:
         """Return the chunks that the engine takes; what the ids of the others stood for before is forgotten."""
@@ -120,21 +117,3 @@ class ChunkKeeper:
                 logger.warning("document %s is stored without KV: %s", chunk.id, refusal)
         self._engine.delete(chunk.id for chunk, refusal in refusals if refusal is not None and chunk.id)
         return [chunk for chunk, refusal in refusals if refusal is None]
-
-    def _same_source(self, ids: Sequence[str], metadatas: Sequence[Mapping[str, Any]]) -> dict[str | None, list[str]]:
-        """Return of each document the ones before it that have the same "source", of the first one those behind it.
-
-        Where there are none the engine takes the documents before it, whatever they are from: searching the inner store by text
-        would embed the text once more.
-        """
-        count = self._engine.neighbours
-        sources: dict[str, list[str]] = {}
-        for id, metadata in zip(ids, metadatas, strict=True):
-            source = metadata.get("source") if count else None
-            if isinstance(source, str):
-                sources.setdefault(source, []).append(id)
-        return {
-            id: same[max(place - count, 0) : place] or same[1 : 1 + count]
-            for same in sources.values()
-            for place, id in enumerate(same)
-        }

@@ -13,7 +13,6 @@ from cacheblend_rag.chunk import Chunk, text_hash
 from cacheblend_rag.engine import AddJob, AddResult, BlendEngine
 from cacheblend_rag.errors import ConfigError, PromptError, StoreError
 from llama_index_cacheblend.boundary import Boundary
-from llama_index_cacheblend.neighbours import NeighbourFinder
 from llama_index_cacheblend.nodes import TextOf, llm_text, node_chunks
 from llama_index_cacheblend.places import placed, related
 
@@ -59,8 +58,6 @@ class NodeEncoder:
         is shown something else is encoded alone: nobody says where in the document that stands.
     boundary : Boundary, optional
         Names the documents that nodes are pieces of; by default every node is encoded alone.
-    finder : NeighbourFinder, optional
-        Finds what nodes that are encoded alone are measured behind; by default those before them in the same call are taken.
     """
 
     def __init__(
@@ -68,12 +65,10 @@ class NodeEncoder:
         engine: BlendEngine,
         text_of: TextOf | None = None,
         boundary: Boundary | None = None,
-        finder: NeighbourFinder | None = None,
     ) -> None:
         self.engine = engine
         self.text_of = llm_text if text_of is None else text_of
         self.boundary = boundary
-        self._finder = finder
         # Documents may be cut by the end of a call: what is said to come next, and has not come yet.
         self._awaited: set[str] = set()
 
@@ -102,8 +97,6 @@ class NodeEncoder:
         if without_text or failed:
             # An update may have left them so.
             self.engine.delete([*without_text, *failed])
-        if self._finder is not None:
-            chunks = self._finder.with_neighbours(chunks, nodes)
         try:
             try:
                 done: AddResult | AddJob = self.engine.add(chunks, progress=progress, background=background)

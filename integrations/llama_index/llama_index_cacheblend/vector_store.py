@@ -25,7 +25,6 @@ from llama_index_cacheblend.construction import find_engine
 from llama_index_cacheblend.encoder import NodeEncoder
 from llama_index_cacheblend.inventory import Inventory
 from llama_index_cacheblend.llm import BlendLLM
-from llama_index_cacheblend.neighbours import NeighbourFinder
 from llama_index_cacheblend.nodes import TextOf
 
 __all__ = ["BlendVectorStore"]
@@ -102,8 +101,7 @@ class BlendVectorStore(BasePydanticVectorStore):
         self._show_progress = show_progress
         self._background = background
         self._inventory = Inventory(inner)
-        finder = NeighbourFinder(inner, found, self._inventory)
-        self._encoder = NodeEncoder(found, text_of, None if alone else divided, finder)
+        self._encoder = NodeEncoder(found, text_of, None if alone else divided)
 
     @classmethod
     def class_name(cls) -> str:
