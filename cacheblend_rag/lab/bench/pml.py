@@ -119,7 +119,7 @@ class PMLBench:
     Raises
     ------
     ConfigError
-        If the shape or a selector is unknown, or a selector cannot choose among modules.
+        If the shape or a selector is unknown.
     PromptTooLongError
         If the prompt does not fit the shape's window.
     """
@@ -127,11 +127,7 @@ class PMLBench:
     def __init__(self, setting: PMLSetting) -> None:
         self.setting = setting
         for name in setting.selectors:
-            if make_selector(BlendConfig(selector=name)).needs_sensitivity:
-                raise ConfigError(
-                    f"selector {name!r} goes by what is measured of chunks when they are added, which modules are not; "
-                    "choose another one"
-                )
+            make_selector(BlendConfig(selector=name))
         config = setting.blend_config(
             # From disk, nothing may be kept in RAM.
             ram_bytes=0 if setting.tier == "disk" else NO_LIMIT,

@@ -171,9 +171,9 @@ class TTFTBench:
 
     def __init__(self, setting: TTFTSetting) -> None:
         self.setting = setting
-        # Whatever is chosen takes as long, but values that were measured are read and put together first.
-        measured = any(make_selector(BlendConfig(selector=name)).needs_sensitivity for name in setting.selectors)
-        config = setting.blend_config(neighbours=int(measured))
+        for name in setting.selectors:
+            make_selector(BlendConfig(selector=name))
+        config = setting.blend_config()
         model, tokenizer = make_model(setting)
         self._disk = ColdFolder(setting.folder) if any(tier.startswith("disk") for tier in setting.tiers) else None
         location = None if self._disk is None else self._disk.path

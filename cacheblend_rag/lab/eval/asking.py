@@ -13,7 +13,6 @@ from cacheblend_rag.lab.eval.methods import WHOLE_WAYS, EvalMethod, order_method
 from cacheblend_rag.lab.eval.retrieve import RetrievalSetting, Retriever
 from cacheblend_rag.lab.eval.task import EvalContext, EvalTask
 from cacheblend_rag.lab.eval.ways import make_way
-from cacheblend_rag.selection import num_neighbours
 
 __all__ = ["Asker", "EvalSetting"]
 
@@ -150,10 +149,6 @@ class Asker:
         """
         settings = {"self_check": False, "separator": self._task.separator} | method.settings()
         config = self._engine.config.replace(**settings)
-        # A selector that goes by what is measured when chunks are added wants a store where it was.
-        neighbours = num_neighbours(config)
-        if neighbours > num_neighbours(self._engine.config):
-            config = config.replace(neighbours=neighbours)
         changed = {
             name: value
             for name, value in config.model_dump().items()
