@@ -1,11 +1,11 @@
 """The engine and what it returns."""
 
+from cacheblend_rag.engine.background import AddJob, AddResult
 from cacheblend_rag.engine.conversation import Conversation
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PrefillResult
 from cacheblend_rag.engine.guard import GuardStatus
 from cacheblend_rag.engine.ingest import WarmEstimate
-from cacheblend_rag.engine.jobs import AddJob, AddResult
 from cacheblend_rag.engine.prefetch import Prefetch
 from cacheblend_rag.engine.watch import WatchedPrefill
 

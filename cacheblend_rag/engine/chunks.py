@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from cacheblend_rag.chunk import Chunk
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.assembler import Assembler
+from cacheblend_rag.engine.background import AddJob, AddResult
 from cacheblend_rag.engine.identity import engine_identity
 from cacheblend_rag.engine.ingest import Ingest, WarmEstimate
-from cacheblend_rag.engine.jobs import AddJob, AddResult
 from cacheblend_rag.engine.kept import KeptTurns
 from cacheblend_rag.engine.markup import SCHEMA_PREFIX, LoadedSchema, Schemas
 from cacheblend_rag.engine.opening import look_at_model, open_engine_store

@@ -4,103 +4,72 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 __all__ = ["Feed"]
 
 Piece = TypeVar("Piece")
 Outcome = TypeVar("Outcome")
+T = TypeVar("T")
 
 
 class Feed(Generic[Piece, Outcome]):
     """Pieces, and an outcome behind the last of them, which is a value or an error.
 
-    Whoever waits in a thread is woken there, and whoever waits on an event loop costs no thread: answers queue for the model for
-    a long time, and would use up the few threads that a loop has for everything else.
+    Whoever waits on an event loop costs no thread: answers queue for the model for a long time, and would use up the few threads
+    that a loop has for everything else.
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._pieces: deque[Piece] = deque()
-        self._outcome: tuple[Outcome] | BaseException | None = None
-        self._waiting: list[asyncio.Future[None]] = []
+        self._outcome: Future[Outcome] = Future()
+        # Each piece comes with the future of the one behind it; behind the last stands None.
+        self._next: Future[tuple[Piece, Future[object]] | None] = Future()
+        self._last = self._next
 
     def start(self, work: Callable[[], Outcome], name: str) -> None:
         """Run `work` in a thread of its own, which may put pieces; what it returns or raises is the outcome."""
 
         def run() -> None:
             try:
-                outcome: tuple[Outcome] | BaseException = (work(),)
+                self._outcome.set_result(work())
             except BaseException as error:  # handed to the readers
-                outcome = error
-            with self._changed:
-                self._outcome = outcome
-                self._wake()
+                self._outcome.set_exception(error)
+            self._last.set_result(None)
 
         # No daemon: an interpreter that ends while this thread computes, or only lets go of its tensors, would abort.
         threading.Thread(target=run, name=name).start()
 
     def put(self, piece: Piece) -> None:
         """Hand over the next piece."""
-        with self._changed:
-            self._pieces.append(piece)
-            self._wake()
+        behind: Future[object] = Future()
+        self._last.set_result((piece, behind))
+        self._last = behind  # type: ignore[assignment]
 
     def next(self) -> Piece | None:
         """Return the next piece, waiting for it; None when there are no more."""
-        with self._changed:
-            self._changed.wait_for(lambda: bool(self._pieces) or self._outcome is not None)
-            return self._pieces.popleft() if self._pieces else None
+        return self._open(self._next.result())
 
     async def anext(self) -> Piece | None:
         """Do what `next` does, on an event loop."""
-        await self._until(lambda: bool(self._pieces) or self._outcome is not None)
-        with self._changed:
-            return self._pieces.popleft() if self._pieces else None
+        return self._open(await _awaited(self._next))
 
     def outcome(self) -> Outcome:
         """Return the outcome, waiting for it, or raise the error that it is."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._outcome is not None)
-        return self._opened()
+        return self._outcome.result()
 
     async def aoutcome(self) -> Outcome:
         """Do what `outcome` does, on an event loop."""
-        await self._until(lambda: self._outcome is not None)
-        return self._opened()
+        return await _awaited(self._outcome)
 
-    def _opened(self) -> Outcome:
-        outcome = self._outcome
-        assert outcome is not None
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return outcome[0]
-
-    async def _until(self, ready: Callable[[], bool]) -> None:
-        while True:
-            with self._changed:
-                if ready():
-                    return
-                woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                self._waiting.append(woken)
-            try:
-                await woken
-            finally:
-                with self._changed, suppress(ValueError):
-                    self._waiting.remove(woken)
-
-    def _wake(self) -> None:
-        self._changed.notify_all()
-        for woken in self._waiting:
-            # A closed loop has no reader left.
-            with suppress(RuntimeError):
-                woken.get_loop().call_soon_threadsafe(_mark, woken)
-        self._waiting.clear()
+    def _open(self, given: tuple[Piece, Future[object]] | None) -> Piece | None:
+        if given is None:
+            return None
+        piece, self._next = given  # type: ignore[assignment]
+        return piece
 
 
-def _mark(woken: asyncio.Future[None]) -> None:
-    if not woken.done():
-        woken.set_result(None)
+async def _awaited(future: Future[T]) -> T:
+    # A reader that is cancelled leaves the work to the others.
+    return await asyncio.shield(asyncio.wrap_future(future))

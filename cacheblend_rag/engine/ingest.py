@@ -13,9 +13,8 @@ from cacheblend_rag.codec import make_codec, pack_kv
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.encode import Target
 from cacheblend_rag.engine.assembler import Assembler
-from cacheblend_rag.engine.jobs import AddJob, AddResult, Jobs
+from cacheblend_rag.engine.background import AddJob, AddResult, BatchWriter, Jobs
 from cacheblend_rag.engine.supply import KVSupply
-from cacheblend_rag.engine.writer import BatchWriter
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.model import Decoder
@@ -188,9 +187,8 @@ class Ingest:
         advance(0)
         self._name(naming.ready(), ttl_s)
         finished = todo.ready
-        with BatchWriter() as writer:
-            keep = partial(self._store_and_name, naming=naming, ttl_s=ttl_s)
-            encoded, tokens = self._encode(todo, writer, keep, advance)
+        keep = partial(self._store_and_name, naming=naming, ttl_s=ttl_s)
+        encoded, tokens = self._encode(todo, keep, advance)
         # Behind what has been changed by another process since, no name stands by now.
         self._release([group for group in todo.groups if all(target.record.id for target in group)])
         return AddResult(encoded, todo.changed, todo.unchanged, tokens)
@@ -235,21 +233,14 @@ class Ingest:
     ) -> AddJob:
         job = AddJob(todo.ready, todo.steps)
 
-        def work(job: AddJob, writer: BatchWriter, given_up: Callable[[], bool]) -> AddResult:
+        def work(job: AddJob, given_up: Callable[[], bool]) -> AddResult:
             def advance(count: int) -> None:
                 job.advance(count)
                 if progress is not None:
                     progress(*job.progress)
 
             advance(0)
-            encoded, tokens = self._encode(
-                todo,
-                writer,
-                keep,
-                advance,
-                still=self._wanted,
-                given_up=given_up,
-            )
+            encoded, tokens = self._encode(todo, keep, advance, still=self._wanted, given_up=given_up)
             return AddResult(encoded, todo.changed, todo.unchanged, tokens)
 
         self._jobs.submit(job, work)
@@ -317,7 +308,6 @@ class Ingest:
     def _encode(
         self,
         todo: _Todo,
-        writer: BatchWriter,
         keep: Callable[[Sequence[tuple[Group, ChunkKV]]], None],
         advance: Callable[[int], None],
         still: Callable[[Sequence[Group]], list[Group]] | None = None,
@@ -329,10 +319,8 @@ class Ingest:
         ----------
         todo : _Todo
             The texts.
-        writer : BatchWriter
-            Runs `keep`; nothing is left in it on return.
         keep : callable
-            Stores a batch.
+            Stores a batch, while the next one is computed.
         advance : callable
             Called with the number of chunks that are finished since the last call.
         still : callable, optional
@@ -347,28 +335,29 @@ class Ingest:
         """
         encoded = tokens = storing = 0
         groups, patient = todo.groups, still is not None
-        for batch in self._supply.plan([todo.target(group) for group in groups]) if groups else ():
-            if given_up is not None and given_up():
-                break
-            chosen = planned = [groups[index] for index in batch]
-            if still is not None:
-                chosen = still(planned)
-            skipped = sum(map(len, planned)) - sum(map(len, chosen))
-            if skipped:
-                advance(skipped)
-            # Planned again, what is left of one batch is one batch, or a few.
-            for part in self._supply.encode([todo.target(group) for group in chosen], patient=patient):
-                fresh = [(chosen[index], kv) for index, kv in part]
-                writer.drain()
-                if storing:
-                    advance(storing)
-                writer.submit(partial(keep, fresh))
-                storing = sum(len(group) for group, _ in fresh)
-                encoded += len(fresh)
-                tokens += sum(len(group[0].record.token_ids) for group, _ in fresh)
-                # Once it is stored, nothing should keep a batch in memory while the next is computed.
-                del part, fresh
-        writer.drain()
+        with BatchWriter() as writer:
+            for batch in self._supply.plan([todo.target(group) for group in groups]) if groups else ():
+                if given_up is not None and given_up():
+                    break
+                chosen = planned = [groups[index] for index in batch]
+                if still is not None:
+                    chosen = still(planned)
+                skipped = sum(map(len, planned)) - sum(map(len, chosen))
+                if skipped:
+                    advance(skipped)
+                # Planned again, what is left of one batch is one batch, or a few.
+                for part in self._supply.encode([todo.target(group) for group in chosen], patient=patient):
+                    fresh = [(chosen[index], kv) for index, kv in part]
+                    writer.drain()
+                    if storing:
+                        advance(storing)
+                    writer.submit(partial(keep, fresh))
+                    storing = sum(len(group) for group, _ in fresh)
+                    encoded += len(fresh)
+                    tokens += sum(len(group[0].record.token_ids) for group, _ in fresh)
+                    # Once it is stored, nothing should keep a batch in memory while the next is computed.
+                    del part, fresh
+            writer.drain()
         if storing:
             advance(storing)
         return encoded, tokens

@@ -11,8 +11,8 @@ from itertools import groupby
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkPart, Segment
 from cacheblend_rag.engine.assembler import Assembler
+from cacheblend_rag.engine.background import AddResult
 from cacheblend_rag.engine.ingest import Ingest
-from cacheblend_rag.engine.jobs import AddResult
 from cacheblend_rag.engine.prefetch import Prefetcher
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.pml.layout import SchemaLayout

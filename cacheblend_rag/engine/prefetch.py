@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.loader import compute_alone
 from cacheblend_rag.store import KVStore
 from cacheblend_rag.store.device import DeviceReader
-from cacheblend_rag.store.locks import ForkSafeLock, tell_after_fork
 from cacheblend_rag.store.ram import RamReader
 from cacheblend_rag.store.rise import RisingReader
 
@@ -24,24 +24,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Read:
-    """One chunk that is to be read.
-
-    Attributes
-    ----------
-    key : str
-        Under which its KV is stored.
-    holders : int
-        How many callers want it read.
-    begun : bool
-        Whether it is being read, or was.
-    over : Event
-        Set when it is read, or is not to be read any more.
-    """
+    """One chunk that is read, or waits for that, and how many callers want it."""
 
     key: str
+    future: Future[None]
     holders: int = 0
-    begun: bool = False
-    over: threading.Event = field(default_factory=threading.Event)
 
 
 class Prefetch:
@@ -51,24 +38,22 @@ class Prefetch:
     ----------
     prefetcher : Prefetcher
         Who reads.
-    reads : sequence of _Read
+    reads : list of _Read
         One for each chunk that is read.
 
     Attributes
     ----------
-    reads : sequence of _Read
+    reads : list of _Read
         Those of them that it has not let go.
+    chunks : int
+        How many chunks are known, each text once.
     """
 
-    def __init__(self, prefetcher: Prefetcher, reads: Sequence[_Read]) -> None:
+    def __init__(self, prefetcher: Prefetcher, reads: list[_Read]) -> None:
         self._prefetcher = prefetcher
+        self._pid = os.getpid()
         self.reads = reads
-        self._chunks = len(reads)
-
-    @property
-    def chunks(self) -> int:
-        """How many chunks are known, each text once."""
-        return self._chunks
+        self.chunks = len(reads)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is left to read; return whether that is so.
@@ -81,8 +66,12 @@ class Prefetch:
         timeout_s : float, optional
             Most seconds to wait; no limit by default.
         """
+        if self._pid != os.getpid():
+            return True
         until = None if timeout_s is None else time.monotonic() + timeout_s
-        return all(read.over.wait(None if until is None else max(until - time.monotonic(), 0)) for read in self.reads)
+        return all(
+            _wait(read.future, None if until is None else max(until - time.monotonic(), 0)) for read in self.reads
+        )
 
     def cancel(self) -> None:
         """Read no further chunk, but for those that another caller wants as well."""
@@ -106,108 +95,99 @@ class Prefetcher:
     def __init__(self, store: KVStore, threads: int) -> None:
         self._store = store
         self._threads = threads
-        self._lock = ForkSafeLock()
+        self._closed = False
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         # What is not over, by its key.
         self._reads: dict[str, _Read] = {}
-        self._closed = False
-        tell_after_fork(self)
 
     def begin(self, keys: Iterable[str]) -> Prefetch:
         """Read what is under these keys, in this order; what is being read already is not read twice."""
+        if self._pid != os.getpid():
+            self._begin_anew()
         reads: list[_Read] = []
-        new: list[_Read] = []
         with self._lock:
-            if not self._closed:
-                for key in dict.fromkeys(keys):
-                    read = self._reads.get(key)
-                    if read is None:
-                        read = self._reads[key] = _Read(key)
-                        new.append(read)
-                    read.holders += 1
-                    reads.append(read)
-            if new and self._pool is None:
-                self._pool = ThreadPoolExecutor(self._threads, "cacheblend-prefetch", initializer=compute_alone)
-            pool = self._pool
-        # Not under the lock, since the pool takes locks of its own that a fork waits for, too.
-        for read in new:
-            assert pool is not None
-            try:
-                pool.submit(self._work, read)
-            except RuntimeError:
-                # The pool was closed meanwhile, by `close` or because Python ends.
-                with self._lock:
-                    self._end(read)
+            for key in [] if self._closed else dict.fromkeys(keys):
+                read = self._reads.get(key)
+                if read is None:
+                    if self._pool is None:
+                        self._pool = ThreadPoolExecutor(
+                            self._threads, "cacheblend-prefetch", initializer=compute_alone
+                        )
+                    try:
+                        read = _Read(key, self._pool.submit(self._work, key))
+                    except RuntimeError:
+                        # Python ends.
+                        break
+                    self._reads[key] = read
+                read.holders += 1
+                reads.append(read)
         return Prefetch(self, reads)
 
     def let_go(self, prefetch: Prefetch) -> None:
         """Read no further chunk of those that only this caller wants."""
+        if self._pid != os.getpid():
+            return
         with self._lock:
             for read in prefetch.reads:
                 read.holders -= 1
-                if not read.begun and not read.holders:
-                    self._end(read)
-            prefetch.reads = [read for read in prefetch.reads if read.begun]
+                if not read.holders and read.future.cancel():
+                    self._reads.pop(read.key, None)
+            prefetch.reads = [read for read in prefetch.reads if not read.future.cancelled()]
 
     def claim(self, keys: Iterable[str]) -> None:
         """Make way for a prompt with these keys: reads that have not begun are its own business, others are waited for."""
-        if not self._reads:
+        if not self._reads or self._pid != os.getpid():
             return
         with self._lock:
             claimed = [self._reads[key] for key in keys if key in self._reads]
             for read in claimed:
-                if not read.begun:
-                    self._end(read)
+                if read.future.cancel():
+                    self._reads.pop(read.key, None)
         for read in claimed:
-            read.over.wait()
+            _wait(read.future, None)
 
     def close(self) -> None:
         """Stop behind what is being read."""
+        if self._pid != os.getpid():
+            return
         with self._lock:
             self._closed = True
-            pool = self._pool
-            for read in list(self._reads.values()):
-                if not read.begun:
-                    self._end(read)
+            pool, self._reads = self._pool, {}
         if pool is not None:
             pool.shutdown(cancel_futures=True)
 
-    def after_fork(self) -> None:
-        """Leave to the parent what it reads."""
-        self._pool = None
-        for read in self._reads.values():
-            # A thread of the parent may have been at work on the event itself.
-            read.over = threading.Event()
-            read.over.set()
-        self._reads = {}
-
-    def _end(self, read: _Read) -> None:
-        """Have nobody wait for a read any more; the lock is held."""
-        if self._reads.get(read.key) is read:
-            del self._reads[read.key]
-        read.over.set()
-
-    def _work(self, read: _Read) -> None:
-        with self._lock:
-            if read.over.is_set():
-                return
-            read.begun = True
+    def _work(self, key: str) -> None:
         try:
-            self._read(read.key)
-        finally:
-            with self._lock:
-                self._end(read)
-
-    def _read(self, key: str) -> None:
-        try:
-            reader = self._store.open(key)
-            if isinstance(reader, RisingReader):
-                for number in range(reader.num_layers):
-                    reader.keep(number, reader.layer(number))
-                reader.finish()
-            elif reader is not None and not isinstance(reader, RamReader | DeviceReader):
-                for number in range(reader.num_layers):
-                    reader.layer(number)
+            self._read(key)
         except CacheBlendError as error:
             # The prompt itself will meet it, and encode the chunk anew.
             logger.warning("a chunk could not be prefetched: %s", error)
+        finally:
+            with self._lock:
+                self._reads.pop(key, None)
+
+    def _read(self, key: str) -> None:
+        reader = self._store.open(key)
+        if isinstance(reader, RisingReader):
+            for number in range(reader.num_layers):
+                reader.keep(number, reader.layer(number))
+            reader.finish()
+        elif reader is not None and not isinstance(reader, RamReader | DeviceReader):
+            for number in range(reader.num_layers):
+                reader.layer(number)
+
+
+def _wait(future: Future[None], timeout_s: float | None) -> bool:
+    """Wait until a read has ended or was cancelled; return whether that is so."""
+    try:
+        future.exception(timeout_s)
+    except CancelledError:
+        return True
+    except TimeoutError:
+        return False
+    return True

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.engine import AddJob
 from cacheblend_rag.engine.turn import Turn
-from cacheblend_rag.engine.writer import BatchWriter
+from cacheblend_rag.engine.background import BatchWriter
 from cacheblend_rag.errors import ConfigError, EmptyChunkError, StoreFullError
 from cacheblend_rag.kv import ChunkKV
 from tests.families import tiny_model, tiny_tokenizer, words

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,10 @@ def test_a_prompt_waits_for_what_is_read_and_takes_the_rest_over(
     asking = threading.Thread(target=lambda: found.extend(_tiers(engine)))
     asking.start()
     # The only thread that reads is held: it is the prompt that ends the wait for the others, when it takes them over.
-    assert all(read.over.wait(60) for read in begun.reads[1:])
+    until = time.monotonic() + 60
+    while not all(read.future.cancelled() for read in begun.reads[1:]) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert all(read.future.cancelled() for read in begun.reads[1:])
     assert not begun.wait(0)
     assert not found
     gate.open.set()

@@ -1,4 +1,4 @@
-"""Adding chunks in the background."""
+"""Adding chunks in the background, and storing one batch while the next is computed."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import dataclass
+from types import TracebackType
 
-from cacheblend_rag.engine.writer import BatchWriter
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["AddJob", "AddResult", "Jobs"]
+__all__ = ["AddJob", "AddResult", "BatchWriter", "Jobs"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +29,7 @@ class AddResult:
     named : int
         Chunks that are new, or whose text is; more than were encoded where texts recur or their KV was there already.
     unchanged : int
-        Chunks that were stored exactly so, and measured where that is wanted and there is anything to measure them behind.
+        Chunks that were stored exactly so.
     tokens : int
         Tokens encoded.
     """
@@ -49,9 +51,7 @@ class AddJob:
 
     def __init__(self, finished: int, total: int) -> None:
         self._progress = (finished, total)
-        self._ended = threading.Event()
-        self._result: AddResult | None = None
-        self._error: BaseException | None = None
+        self._future: Future[AddResult] = Future()
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -60,7 +60,7 @@ class AddJob:
 
     def done(self) -> bool:
         """Whether the work has ended, well or not."""
-        return self._ended.is_set()
+        return self._future.done()
 
     def result(self, timeout_s: float | None = None) -> AddResult:
         """Wait for the end of the work.
@@ -82,37 +82,47 @@ class AddJob:
         TimeoutError
             If the work goes on after `timeout_s` seconds.
         """
-        if not self._ended.wait(timeout_s):
+        self.wait(timeout_s)
+        if not self.done():
             finished, total = self._progress
             raise TimeoutError(f"{finished} of {total} chunks are encoded after {timeout_s} s; wait longer")
-        if self._error is not None:
-            raise self._error
-        assert self._result is not None
-        return self._result
+        return self._future.result()
 
     def advance(self, count: int) -> None:
         """Note that so many more chunks are finished."""
         finished, total = self._progress
         self._progress = (finished + count, total)
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         """Wait for the end of the work, whatever it is."""
-        self._ended.wait()
+        futures.wait([self._future], timeout_s)
 
     def end(self, result: AddResult | None, error: BaseException | None) -> None:
         """Note how the work ended."""
-        self._result, self._error = result, error
-        self._ended.set()
+        if error is not None:
+            self._future.set_exception(error)
+        else:
+            assert result is not None
+            self._future.set_result(result)
+
+    def given_up(self) -> ConfigError:
+        """Return the error of a job whose engine was closed before its end."""
+        finished, total = self._progress
+        return ConfigError(
+            f"the engine was closed when {finished} of {total} chunks were encoded; the others are encoded when they are "
+            "retrieved"
+        )
 
 
-Work = Callable[[AddJob, BatchWriter, Callable[[], bool]], AddResult]
-"""Does a job with a writer, asking between batches whether to give up."""
+Work = Callable[[AddJob, Callable[[], bool]], AddResult]
+"""Does a job, asking between batches whether to give up."""
 
 
 class Jobs:
     """Jobs of one engine, done one after the other by a thread that is there while there are any.
 
-    The thread is no daemon: an interpreter that ends waits for what was asked for.
+    An executor would not do: its threads take no work once the interpreter ends, which waits here for what was asked for, and
+    are gone in the child of a fork, where the jobs go on.
     """
 
     def __init__(self) -> None:
@@ -139,10 +149,8 @@ class Jobs:
             self._start()
         for job in waiting:
             job.wait()
-        with self._changed:
-            failed, self._failed = self._failed, []
-        for error in failed[1:]:
-            logger.warning("chunks that were added in the background are not stored: %s", error)
+        failed = self._take_failed()
+        _tell(failed[1:])
         if failed:
             raise failed[0]
 
@@ -151,48 +159,41 @@ class Jobs:
         with self._changed:
             self._closed = True
             self._giving_up = self._giving_up or not wait
-            if self._queue:
-                self._start()
+            self._start()
             self._changed.wait_for(lambda: self._thread is None or not self._thread.is_alive())
+        _tell(self._take_failed())
+
+    def _take_failed(self) -> list[BaseException]:
+        with self._changed:
             failed, self._failed = self._failed, []
-        for error in failed:
-            logger.warning("chunks that were added in the background are not stored: %s", error)
+        return failed
 
     def _start(self) -> None:
-        # In the child of a fork the parent's thread is gone, and the jobs are still here.
         if self._queue and (self._thread is None or not self._thread.is_alive()):
             self._thread = threading.Thread(target=self._work, name="cacheblend-encoder")
             self._thread.start()
 
     def _work(self) -> None:
-        with BatchWriter() as writer:
-            while True:
-                with self._changed:
-                    if not self._queue:
-                        break
-                    job, work = self._queue[0]
-                self._do(job, work, writer)
-                del job, work
-        with self._changed:
-            self._thread = None
-            # A job may have come while the writer ended.
-            self._start()
-            self._changed.notify_all()
+        while True:
+            with self._changed:
+                if not self._queue:
+                    self._thread = None
+                    self._changed.notify_all()
+                    return
+                job, work = self._queue[0]
+            self._do(job, work)
+            del job, work
 
-    def _do(self, job: AddJob, work: Work, writer: BatchWriter) -> None:
+    def _do(self, job: AddJob, work: Work) -> None:
         result, failure = None, None
         try:
             if self._giving_up:
-                raise _given_up(job)
-            result = work(job, writer, lambda: self._giving_up)
+                raise job.given_up()
+            result = work(job, lambda: self._giving_up)
             if self._giving_up and job.progress[0] < job.progress[1]:
-                result, failure = None, _given_up(job)
+                raise job.given_up()
         except BaseException as error:  # handed to who asks for the result
             failure = error
-            try:
-                writer.drain()
-            except Exception as late:
-                logger.warning("a batch that was computed before could not be stored either: %s", late)
         with self._changed:
             self._queue.popleft()
             if failure is not None:
@@ -200,8 +201,53 @@ class Jobs:
             job.end(result, failure)
 
 
-def _given_up(job: AddJob) -> ConfigError:
-    finished, total = job.progress
-    return ConfigError(
-        f"the engine was closed when {finished} of {total} chunks were encoded; the others are encoded when they are retrieved"
-    )
+def _tell(failed: list[BaseException]) -> None:
+    for error in failed:
+        logger.warning("chunks that were added in the background are not stored: %s", error)
+
+
+class BatchWriter:
+    """Stores one batch, in a thread, while the next is computed; never more than one waits, and none is forgotten.
+
+    Leaving the context waits for the last one.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def __enter__(self) -> BatchWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.drain()
+        except Exception as late:
+            if error is None:
+                raise
+            logger.warning("a batch that was computed before could not be stored either: %s", late)
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Have `task` run once the one before has ended, whose error is raised here."""
+        self.drain()
+
+        def work() -> None:
+            try:
+                task()
+            except BaseException as error:  # handed to who computes the batches
+                self._error = error
+
+        self._thread = threading.Thread(target=work, name="cacheblend-writer")
+        self._thread.start()
+
+    def drain(self) -> None:
+        """Wait until the last task has ended, and raise its error."""
+        if self._thread is not None:
+            self._thread.join()
+            # Or the batch would stay in memory until the next one comes.
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
