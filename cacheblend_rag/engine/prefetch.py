@@ -7,7 +7,8 @@ import os
 import threading
 import time
 from collections.abc import Iterable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from cacheblend_rag.errors import CacheBlendError
@@ -115,9 +116,7 @@ class Prefetcher:
                 read = self._reads.get(key)
                 if read is None:
                     if self._pool is None:
-                        self._pool = ThreadPoolExecutor(
-                            self._threads, "cacheblend-prefetch", initializer=compute_alone
-                        )
+                        self._pool = ThreadPoolExecutor(self._threads, "cacheblend-prefetch", initializer=compute_alone)
                     try:
                         read = _Read(key, self._pool.submit(self._work, key))
                     except RuntimeError:
@@ -186,8 +185,8 @@ def _wait(future: Future[None], timeout_s: float | None) -> bool:
     """Wait until a read has ended or was cancelled; return whether that is so."""
     try:
         future.exception(timeout_s)
-    except CancelledError:
+    except futures.CancelledError:
         return True
-    except TimeoutError:
+    except futures.TimeoutError:
         return False
     return True
