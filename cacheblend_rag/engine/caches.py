@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
-from cacheblend_rag.engine.run import PromptRun
+from cacheblend_rag.engine.request import PromptRun
 from cacheblend_rag.engine.sources import SourceAttention
 from cacheblend_rag.fuse import BlendCache, Repair, Steering
 from cacheblend_rag.layout import ChunkSpan
@@ -81,7 +81,7 @@ class PromptCaches:
 
     @contextmanager
     def _whole(self, run: PromptRun) -> Iterator[BlendCache]:
-        run.forward_started = time.perf_counter()
+        run.timings.forward_started = time.perf_counter()
         yield BlendCache(self._num_layers)
 
     @contextmanager
@@ -98,8 +98,8 @@ class PromptCaches:
             # It is loaded as chunks are, and nothing else of it is like a chunk.
             loaded = replace(layout, chunks=(ChunkSpan(0, layout.resumed_rows, 0), *layout.chunks))
             readers = [run.head, *readers]
-        run.forward_started = time.perf_counter()
-        threads = run.config.load_threads if run.config.pipeline else 0
+        run.timings.forward_started = time.perf_counter()
+        threads = run.request.config.load_threads if run.request.config.pipeline else 0
         loader = (
             LayerLoader(
                 self._decoder,
@@ -107,9 +107,9 @@ class PromptCaches:
                 readers,
                 first_layer,
                 capacity,
-                run.config.prefetch_layers,
+                run.request.config.prefetch_layers,
                 threads,
-                run.config.reposition,
+                run.request.config.reposition,
             )
             if readers
             else None
@@ -119,46 +119,60 @@ class PromptCaches:
             source = ResumedLayers(rows, loader, capacity) if rows else loader
             assert source is not None
             steering = Steering(self._decoder, cache, layout, selection, source)
-            repair = Repair(self._decoder, cache, layout, steering, run.config) if run.config.repair_ratio else None
+            repair = (
+                Repair(self._decoder, cache, layout, steering, run.request.config)
+                if run.request.config.repair_ratio
+                else None
+            )
             with steering(), nullcontext() if repair is None else repair():
                 yield cache
         if loader is not None:
-            run.wait_s, run.load_bytes = loader.wait_s, loader.load_bytes
+            run.timings.wait_s, run.timings.load_bytes = loader.wait_s, loader.load_bytes
         if run.plan.selection is not None:
-            run.charge, run.recomputed = steering.charge, steering.recomputed_rows.cpu()
+            run.outcome.charge, run.outcome.recomputed = steering.charge, steering.recomputed_rows.cpu()
         if repair is not None:
-            run.charge += repair.charge
-            run.repaired_tokens = repair.repaired_rows
+            run.outcome.charge += repair.charge
+            run.outcome.repaired_tokens = repair.repaired_rows
 
     def _watching(self, run: PromptRun, cache: BlendCache) -> AbstractContextManager[None]:
         """Note what the answer attends to, where that is asked for."""
-        if not run.config.source_attention or run.config.kv_capacity is not None:
+        if not run.request.config.source_attention or run.request.config.kv_capacity is not None:
             return nullcontext()
-        run.sources = SourceAttention(self._model, look_layers(run.config, self._num_layers), len(run.prompt.layout))
-        return run.sources(cache)
+        sources = SourceAttention(
+            self._model, look_layers(run.request.config, self._num_layers), len(run.prompt.layout)
+        )
+        run.outcome.attention = sources.of
+        return sources(cache)
 
     @contextmanager
     def _evicting(self, run: PromptRun, cache: BlendCache, headroom: int) -> Iterator[None]:
         """Evict context KV during the prefill, where that is asked for, and note what the cache holds after it."""
         length = len(run.prompt.layout)
-        if run.config.kv_capacity is None:
+        if run.request.config.kv_capacity is None:
             yield
         else:
             selection = None if run.plan is None else run.plan.selection
             twice = selection is not None and bool(selection.look_layers)
             eviction = Eviction(
-                self._model, run.config, cache, length, run.prompt.context, headroom, _room(headroom), at_end=twice
+                self._model,
+                run.request.config,
+                cache,
+                length,
+                run.prompt.context,
+                headroom,
+                _room(headroom),
+                at_end=twice,
             )
             with eviction():
                 yield
-            run.kept_reason = eviction.kept_reason
-        run.evicted_tokens = max(layer.evicted_tokens for layer in cache.kv_layers)
-        run.kv_bytes = run.kv_bytes_before = 0
+            run.outcome.kept_reason = eviction.kept_reason
+        run.outcome.evicted_tokens = max(layer.evicted_tokens for layer in cache.kv_layers)
+        run.outcome.kv_bytes = run.outcome.kv_bytes_before = 0
         for layer in cache.kv_layers:
             # What was generated is in the cache too.
             token_bytes = layer.nbytes // max(layer.held_tokens, 1)
-            run.kv_bytes += token_bytes * (length - layer.evicted_tokens)
-            run.kv_bytes_before += token_bytes * length
+            run.outcome.kv_bytes += token_bytes * (length - layer.evicted_tokens)
+            run.outcome.kv_bytes_before += token_bytes * length
 
 
 def _room(headroom: int) -> int:

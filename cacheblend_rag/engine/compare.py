@@ -17,7 +17,7 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.decode import decode
 from cacheblend_rag.engine.firsttoken import FirstLogits, TokenDistribution
 from cacheblend_rag.engine.prompt import AssembledPrompt
-from cacheblend_rag.engine.run import PromptRun
+from cacheblend_rag.engine.request import PromptRun, Request
 from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import Decoder, uncompiled
@@ -149,7 +149,7 @@ class Comparer:
                 self._model,
                 self._tokenizer,
                 self._runner,
-                PromptRun(self._reference(sample.prompt), self._full, time.perf_counter()),
+                PromptRun(Request(self._full, time.perf_counter()), self._reference(sample.prompt)),
                 sample.max_new_tokens,
                 sample.options,
                 threading.Event(),

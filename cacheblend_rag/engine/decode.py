@@ -14,7 +14,8 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.firsttoken import FirstLogits
 from cacheblend_rag.engine.generation import GenerationResult, TokenWatch
-from cacheblend_rag.engine.run import PromptRun
+from cacheblend_rag.engine.reporting import make_report
+from cacheblend_rag.engine.request import PromptRun
 from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fuse import BlendCache
@@ -156,11 +157,11 @@ def decode(
             )
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         generated = sequences[0, len(layout) :].cpu()
-        run.output_ids = tuple(generated.tolist())
+        run.outcome.output_ids = tuple(generated.tolist())
         return generated
 
     token_ids = tuple(runner.run(run, limit, forward).tolist())
     count = len(token_ids)
     answered = watch.first_at or time.perf_counter()
-    report = run.report(num_decoder_layers(model), answered, count, watch.tpot_s(count))
+    report = make_report(run, num_decoder_layers(model), answered, count, watch.tpot_s(count))
     return GenerationResult(tokenizer.decode(token_ids, skip_special_tokens=True), token_ids, layout.token_ids, report)

@@ -38,7 +38,8 @@ from cacheblend_rag.engine.opening import look_at_model, open_engine_store
 from cacheblend_rag.engine.prefetch import Prefetch, Prefetcher
 from cacheblend_rag.engine.pretrained import load_pretrained
 from cacheblend_rag.engine.prompt import AssembledPrompt
-from cacheblend_rag.engine.run import PromptRun
+from cacheblend_rag.engine.reporting import make_report
+from cacheblend_rag.engine.request import PromptRun, Request
 from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.engine.settings import CallSettings
 from cacheblend_rag.engine.supply import KVSupply
@@ -712,7 +713,7 @@ class BlendEngine:
             return last_logits(self.model, inputs, cache)
 
         logits = self._runner.run(run, 0, forward)
-        report = run.report(num_decoder_layers(self.model), time.perf_counter(), 0)
+        report = make_report(run, num_decoder_layers(self.model), time.perf_counter(), 0)
         self._observe(report)
         return PrefillResult(logits, run.prompt.layout.token_ids, report)
 
@@ -759,8 +760,7 @@ class BlendEngine:
             If an option cannot be combined with blending.
         """
         check_options(max_new_tokens, generation_kwargs)
-        run = self._begin(prompt, config, conversation)
-        run.wait_until = _until(run.started, wait_s)
+        run = self._begin(prompt, config, conversation, wait_s)
         return self._decode(run, max_new_tokens, generation_kwargs, threading.Event(), None, self.guard.watch(run))
 
     def generate_many(
@@ -855,10 +855,7 @@ class BlendEngine:
             raise ConfigError(f"batch_size={batch_size} must be at least 1; leave it out to have it chosen")
         if isinstance(prompts, BlendPrompt | Prompt):
             raise ConfigError(f"prompts is one {type(prompts).__name__}; give a list of them, or use generate")
-        runs = [self._begin(prompt, config) for prompt in prompts]
-        for run in runs:
-            run.started = started
-            run.wait_until = _until(started, wait_s)
+        runs = [self._begin(prompt, config, wait_s=wait_s, started=started) for prompt in prompts]
         firsts = [self.guard.watch(run) for run in runs]
         results: dict[int, GenerationResult] = {}
         for index, result in self._many.answer(runs, max_new_tokens, batch_size, options, stop, firsts):
@@ -887,8 +884,7 @@ class BlendEngine:
             An iterator over pieces of text; its `result` holds the report.
         """
         check_options(max_new_tokens, generation_kwargs)
-        run = self._begin(prompt, config, conversation)
-        run.wait_until = _until(run.started, wait_s)
+        run = self._begin(prompt, config, conversation, wait_s)
         first = self.guard.watch(run)
 
         def generate(streamer: Any, stop: threading.Event) -> GenerationResult:
@@ -959,14 +955,14 @@ class BlendEngine:
             raise ConfigError(
                 "rows must be rows of chunk tokens, each once and ascending; `WatchedPrefill.layout.context_rows` are all of them"
             )
-        run.rows, run.prompt = rows, replace(run.prompt, head=None)
+        run.request, run.prompt = replace(run.request, rows=rows), replace(run.prompt, head=None)
         forward = WatchedForward(self.model, watcher)
         logits = self._runner.run(run, 0, forward)
-        report = run.report(num_decoder_layers(self.model), time.perf_counter(), 0)
+        report = make_report(run, num_decoder_layers(self.model), time.perf_counter(), 0)
         self._observe(report)
         # Chunks whose documents were changed meanwhile are text now.
         layout = run.prompt.layout
-        recomputed = layout.context_rows if run.recomputed is None else run.recomputed
+        recomputed = layout.context_rows if run.outcome.recomputed is None else run.outcome.recomputed
         return WatchedPrefill(PrefillResult(logits, layout.token_ids, report), layout, recomputed, forward.kv)
 
     def _observe(self, report: BlendReport) -> None:
@@ -978,10 +974,16 @@ class BlendEngine:
             logger.info("%s", report, extra={"blend": report.to_dict()})
 
     def _begin(
-        self, prompt: BlendPrompt | Prompt, config: BlendConfig | None, conversation: Conversation | None = None
+        self,
+        prompt: BlendPrompt | Prompt,
+        config: BlendConfig | None,
+        conversation: Conversation | None = None,
+        wait_s: float | None = None,
+        started: float | None = None,
     ) -> PromptRun:
         """Return the run of a prompt under the settings in force for it, which is checked and in tokens, but not computed."""
-        started = time.perf_counter()
+        started = time.perf_counter() if started is None else started
+        until = _until(started, wait_s)
         self._check_open()
         if conversation is not None and not conversation.belongs_to(self._kept):
             raise ConfigError(
@@ -991,23 +993,16 @@ class BlendEngine:
         resets = 0 if conversation is None else conversation.resets
         self._weights.check()
         prompt = self._blend_prompt(prompt)
-        if config is None or config is self.config:
-            order = self.guard.order
-            assembled = self._assemble(prompt, order.config)
-            if assembled.layout.remembers:
-                # What the guard falls back to knows less than these chunks.
-                order = replace(order, config=self.config, action=None)
-            return PromptRun(
-                assembled,
-                order.config,
-                started,
-                guard_level=order.level,
-                guard_action=order.action,
-                conversation=conversation,
-                resets=resets,
-            )
-        config = self.check_config(config)
-        return PromptRun(self._assemble(prompt, config), config, started, conversation=conversation, resets=resets)
+        if config is not None and config is not self.config:
+            config = self.check_config(config)
+            return PromptRun(Request(config, started, until, conversation, resets), self._assemble(prompt, config))
+        order = self.guard.order
+        assembled = self._assemble(prompt, order.config)
+        if assembled.layout.remembers:
+            # What the guard falls back to knows less than these chunks.
+            order = replace(order, config=self.config, action=None)
+        request = Request(order.config, started, until, conversation, resets, order.level, order.action)
+        return PromptRun(request, assembled)
 
     def _assemble(self, prompt: BlendPrompt, config: BlendConfig) -> AssembledPrompt:
         assembled = self._assembler.assemble(prompt, retrieving=config.enabled)

@@ -18,7 +18,7 @@ from cacheblend_rag.engine.compare import Comparer, Comparison, GaveWayError, Sa
 from cacheblend_rag.engine.firsttoken import FirstLogits
 from cacheblend_rag.engine.generation import GenerationResult
 from cacheblend_rag.engine.prompt import AssembledPrompt
-from cacheblend_rag.engine.run import PromptRun
+from cacheblend_rag.engine.request import PromptRun
 from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.model import Decoder
 
@@ -200,7 +200,7 @@ class Guard:
 
     def watch(self, run: PromptRun) -> FirstLogits | None:
         """Return what notes the first token's logits of a request that is drawn for comparison; None for any other."""
-        if self._comparer is None or run.guard_level is None or not run.config.enabled:
+        if self._comparer is None or run.request.guard_level is None or not run.request.config.enabled:
             return None
         with self._changed:
             drawn = self._random.random() < self._config.guard_rate
@@ -229,12 +229,12 @@ class Guard:
         options : dict
             The options of ``generate`` it was answered with.
         """
-        if run.recomputed is None or first.logits is None:
+        if run.outcome.recomputed is None or first.logits is None:
             # It was computed as a whole.
             return
         with self._changed:
             self._sampled += 1
-            if self._closed or len(self._queue) >= _MOST_PENDING or run.guard_level != self._order.level:
+            if self._closed or len(self._queue) >= _MOST_PENDING or run.request.guard_level != self._order.level:
                 self._dropped += 1
                 return
             assert self._comparer is not None

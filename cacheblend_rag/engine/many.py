@@ -18,8 +18,9 @@ from cacheblend_rag.engine.decode import complete_options, decode, output_limit
 from cacheblend_rag.engine.firsttoken import FirstLogits
 from cacheblend_rag.engine.generation import GenerationResult
 from cacheblend_rag.engine.padded import PaddedBatch
+from cacheblend_rag.engine.reporting import make_report
+from cacheblend_rag.engine.request import PromptRun
 from cacheblend_rag.engine.rows import RowEnds, RowProcessor
-from cacheblend_rag.engine.run import PromptRun
 from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.engine.selfcheck import check_batching
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
@@ -173,7 +174,7 @@ class Many:
         reason = self._alone_reason(runs, options) if len(runs) > 1 and batch_size != 1 else None
         limits = [output_limit(self._model, run, max_new_tokens) for run in runs]
         lengths = [len(run.prompt.layout) for run in runs]
-        budget = min((run.config.decode_batch_tokens for run in runs), default=1)
+        budget = min((run.request.config.decode_batch_tokens for run in runs), default=1)
         for group in plan_decoding(lengths, limits, budget, batch_size):
             if stop.is_set():
                 return
@@ -188,7 +189,7 @@ class Many:
                 continue
             for index in group:
                 if not stop.is_set():
-                    runs[index].alone_reason = reason
+                    runs[index].outcome.alone_reason = reason
                     own = options_of(options | objects, index)
                     yield index, self._alone(runs[index], max_new_tokens, own, stop, firsts[index])
 
@@ -201,7 +202,7 @@ class Many:
         first: FirstLogits | None,
     ) -> GenerationResult:
         result = decode(self._model, self._tokenizer, self._runner, run, max_new_tokens, options, stop, None, first)
-        run.encoded.clear()
+        run.kv.encoded.clear()
         return result
 
     def _together(
@@ -238,7 +239,11 @@ class Many:
             processor = RowProcessor(batch.starts, [member.processors for member in members])
             options["logits_processor"] = LogitsProcessorList([processor])
         options["stopping_criteria"] = StoppingCriteriaList([ends])
-        with self._runner.lock.within(members[0].run.wait_until), torch.no_grad(), batch.prefilled(model) as cache:
+        with (
+            self._runner.lock.within(members[0].run.request.wait_until),
+            torch.no_grad(),
+            batch.prefilled(model) as cache,
+        ):
             output = model.generate(  # type: ignore[operator]  # transformers' stubs take it for a tensor
                 **batch.inputs(model.device), past_key_values=cache, max_new_tokens=max(limits), **options
             )
@@ -248,8 +253,8 @@ class Many:
         for row, member in enumerate(members):
             run = member.run
             token_ids = tuple(answers[row][: ends.count(row)])
-            run.batch_size = len(members)
-            report = run.report(num_decoder_layers(model), ends.times[0], len(token_ids), ends.tpot_s(row))
+            run.outcome.batch_size = len(members)
+            report = make_report(run, num_decoder_layers(model), ends.times[0], len(token_ids), ends.tpot_s(row))
             text = tokenizer.decode(token_ids, skip_special_tokens=True)
             results.append(GenerationResult(text, token_ids, run.prompt.layout.token_ids, report))
         return results
@@ -267,8 +272,8 @@ class Many:
             return logits
 
         self._runner.run(run, 0, forward)
-        run.forward_ended = time.perf_counter()
-        run.encoded.clear()
+        run.timings.forward_ended = time.perf_counter()
+        run.kv.encoded.clear()
 
     def _end_ids(self, options: dict[str, Any]) -> list[int]:
         ends = options.get("eos_token_id")
@@ -283,7 +288,7 @@ class Many:
             return "the rotary frequencies of the model depend on the longest prompt that it reads"
         if self._decoder.column_biases and any(run.prompt.has_positions for run in runs):
             return "the bias of the model counts the tokens of a batch, and a prompt places its own"
-        config = runs[0].config
+        config = runs[0].request.config
         if config.repair_ratio:
             return f"decode-time repair (repair_ratio={config.repair_ratio}) watches one answer at a time"
         if config.source_attention:
@@ -296,7 +301,7 @@ class Many:
             # What is 0, False or empty is switched off.
             if value and name not in _BY_ROW | _WITHOUT_EFFECT and not name.startswith("_"):
                 return f"the generation option {name}={value!r} may read the padding of a batch"
-        return self._refusal(runs[0].wait_until)
+        return self._refusal(runs[0].request.wait_until)
 
     def _refusal(self, wait_until: float | None) -> str | None:
         assert self._decoder is not None

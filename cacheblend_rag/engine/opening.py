@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engine.scheduling import scheduler_lock
 from cacheblend_rag.engine.selfcheck import check_blending
-from cacheblend_rag.engine.turn import turn_of
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.model import Decoder, inspect_model
 from cacheblend_rag.store import KVStore, open_store
@@ -46,7 +46,7 @@ def look_at_model(model: PreTrainedModel, config: BlendConfig) -> tuple[Decoder 
     """
     try:
         # Another engine may be at work on it.
-        with turn_of(model):
+        with scheduler_lock(model):
             decoder = inspect_model(model)
             if config.self_check:
                 check_blending(decoder)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.controller import Controller, Plan, make_plan, whole_plan
 from cacheblend_rag.engine.caches import PromptCaches
-from cacheblend_rag.engine.run import PromptRun
+from cacheblend_rag.engine.request import PromptRun
 from cacheblend_rag.engine.supply import KVSupply
 from cacheblend_rag.engine.taken import Making, Resumption
 from cacheblend_rag.errors import ChunkReadError, PromptError
@@ -49,8 +49,8 @@ class Runner:
 
     Attributes
     ----------
-    lock : Turn
-        Whose turn it is on the model.
+    lock : SchedulerLock
+        Lets one computation at a time have the model.
     """
 
     def __init__(
@@ -97,22 +97,22 @@ class Runner:
             What `forward` returned.
         """
         inputs = {"input_ids": torch.tensor([run.prompt.layout.token_ids], device=self._model.device)}
-        with self.lock.within(run.wait_until), torch.no_grad():
+        with self.lock.within(run.request.wait_until), torch.no_grad():
             while True:
                 self._note_expiry(run)
                 try:
                     readers = self._prepare(run)
                     if self._caches is None:
-                        run.forward_started = time.perf_counter()
+                        run.timings.forward_started = time.perf_counter()
                         # Its cache may hold states that ours has no place for.
-                        run.kept_reason = None if run.config.kv_capacity is None else self._unsupported
+                        run.outcome.kept_reason = None if run.request.config.kv_capacity is None else self._unsupported
                         return forward(None, inputs | self._unblended(run.prompt.places))
                     with self._caches.open(run, readers, headroom) as (cache, more):
                         output = forward(cache, inputs | more)
                 except ChunkReadError as error:
                     # Damaged KV is a miss: it is dropped, and the next round encodes the chunk anew.
                     logger.warning("%s", error)
-                    run.unreadable.add(error.key)
+                    run.kv.unreadable.add(error.key)
                     self._supply.discard(error.key)
                 else:
                     self._remember(run, cache)
@@ -153,58 +153,59 @@ class Runner:
 
     def _prepare(self, run: PromptRun) -> list[KVReader] | None:
         """Decide how a prompt is prefilled; return readers of its chunks' KV, or None where it is computed as a whole."""
-        config = run.config
+        config, given, layout = run.request.config, run.request.rows, run.prompt.layout
         # After damaged KV this is asked again, and the choice between blending and not may fall otherwise.
         run.resumed = run.head = None
-        run.head_tokens = 0
-        ratio = config.recompute_ratio
-        found: dict[str, KVReader | None] = {}
-        given = run.rows
-        layout = run.prompt.layout
-        run.plan = whole_plan(config, layout, self._refusal(layout), ratio if given is None else 0.0)
-        if run.plan is None and self._supply.limit_misses(run):
-            layout = run.prompt.layout
-            if given is not None:
-                given = run.rows = given[torch.isin(given, layout.context_rows)]
-            run.plan = whole_plan(config, layout, self._refusal(layout), ratio if given is None else 0.0)
-        if run.plan is None and given is not None:
-            run.plan = Plan(FixedSelection(given), "given", given.numel() / layout.context_tokens)
-            return self._supply.readers(run, self._supply.open_all(run))
+        run.kv.head_tokens = 0
+        ratio = config.recompute_ratio if given is None else 0.0
+        run.plan = whole_plan(config, layout, self._refusal(layout), ratio)
         if run.plan is None and ratio == "auto":
             # If not even free loading makes blending pay, nothing need be opened.
-            choice = self.controller().choose(config, layout, None)
-            if choice.fallback_reason is None:
-                found = self._supply.open_all(run)
-                opened = [found[chunk.key] for chunk in run.prompt.chunks]
-                choice = self.controller().choose(config, layout, [each for each in opened if each is not None])
-            ratio = choice.ratio
-            if choice.fallback_reason is not None:
-                run.plan = Plan(None, "full", fallback_reason=choice.fallback_reason)
-            else:
-                run.plan = whole_plan(config, layout, None, ratio)
+            run.plan = self._choice(run, None)[1]
         if run.plan is not None:
-            self._resume(run, None)
-            if not run.hits:
-                held = 0 if run.resumed is None else run.resumed.chunks
-                keys = [chunk.key for chunk in run.prompt.chunks[held:]]
-                run.hits = [True] * held + self._store.holds(keys)
-            return None if run.resumed is None else []
-        assert ratio != "auto"
-        self._resume(run, Making.of(config, ratio))
-        readers = self._supply.readers(run, found or self._supply.open_all(run))
-        if run.resumed is not None:
-            readers = run.resumed.merge(readers)
-        run.plan = make_plan(config, run.layout, self._num_layers, ratio)
-        return readers
+            return self._whole(run)
+        if ratio != "auto":
+            self._resume(run, Making.of(config, ratio))
+        found = self._supply.open_all(run)
+        if self._supply.limit_misses(run, [key for key, reader in found.items() if reader is None]):
+            return self._prepare(run)
+        if ratio == "auto":
+            ratio, run.plan = self._choice(run, [reader for reader in found.values() if reader is not None])
+            if run.plan is not None:
+                return self._whole(run)
+            self._resume(run, Making.of(config, ratio))
+        readers = self._supply.readers(run, found)
+        if given is not None:
+            given = given[torch.isin(given, layout.context_rows)]
+            run.plan = Plan(FixedSelection(given), "given", given.numel() / layout.context_tokens)
+        else:
+            run.plan = make_plan(config, run.layout, self._num_layers, ratio)
+        return readers if run.resumed is None else run.resumed.merge(readers)
+
+    def _choice(self, run: PromptRun, readers: Sequence[KVReader] | None) -> tuple[float, Plan | None]:
+        """Return the ratio that "auto" stands for, and the plan of a prompt that is computed as a whole at it."""
+        config, layout = run.request.config, run.prompt.layout
+        choice = self.controller().choose(config, layout, readers)
+        if choice.fallback_reason is not None:
+            return choice.ratio, Plan(None, "full", fallback_reason=choice.fallback_reason)
+        return choice.ratio, None if readers is None else whole_plan(config, layout, None, choice.ratio)
+
+    def _whole(self, run: PromptRun) -> list[KVReader] | None:
+        """Have a prompt computed as a whole, but for what it takes over."""
+        self._resume(run, None)
+        if not run.kv.hits:
+            held = 0 if run.resumed is None else run.resumed.chunks
+            run.kv.hits = [True] * held + self._store.holds([chunk.key for chunk in run.prompt.chunks[held:]])
+        return None if run.resumed is None else []
 
     def _blends(self, run: PromptRun) -> bool:
         """Return whether a prompt is blended, as far as that is known before its stored KV is opened."""
-        config, layout, ratio = run.config, run.prompt.layout, run.config.recompute_ratio
+        config, layout, ratio = run.request.config, run.prompt.layout, run.request.config.recompute_ratio
         if whole_plan(config, layout, self._refusal(layout), ratio) is not None:
             return False
         if ratio != "auto":
             return True
-        with self.lock.within(run.wait_until):
+        with self.lock.within(run.request.wait_until):
             return self.controller().choose(config, layout, None).fallback_reason is None
 
     def _resume(self, run: PromptRun, asked: Making | None) -> None:
@@ -217,17 +218,17 @@ class Runner:
         asked : Making or None
             How it is blended; None where it is computed as a whole.
         """
-        if not run.config.enabled or self._refusal(run.prompt.layout) is not None:
+        if not run.request.config.enabled or self._refusal(run.prompt.layout) is not None:
             return
         assert self._decoder is not None
         head = run.prompt.head
         rows = 0 if head is None else head.rows
-        if run.conversation is not None:
+        if run.request.conversation is not None:
             moves = asked is not None and self._decoder.is_movable
-            run.resumed = run.conversation.resume(run.prompt, asked, moves=moves, head=rows)
-        if run.resumed is not None and run.hits:
+            run.resumed = run.request.conversation.resume(run.prompt, asked, moves=moves, head=rows)
+        if run.resumed is not None and run.kv.hits:
             # What the conversation has at its place is a hit, whether or not the store was asked first.
-            run.hits[: run.resumed.chunks] = [True] * run.resumed.chunks
+            run.kv.hits[: run.resumed.chunks] = [True] * run.resumed.chunks
         if head is not None and (run.resumed is None or run.resumed.head):
             run.resumed = run.resumed or Resumption.of_head(run.prompt.layout, rows, asked)
             run.head = self._supply.head(run, head)
@@ -237,35 +238,35 @@ class Runner:
 
         Before it is opened: what expires in between is a miss by then, and lives longer than was noted.
         """
-        if run.conversation is None:
+        if run.request.conversation is None:
             return
         keys = list({chunk.key: None for chunk in (*run.prompt.chunks, *run.prompt.computed)})
         default, now = self._config.ttl_s, steady_s()
         for key, life in zip(keys, self._store.lifetimes(keys), strict=True):
             # A miss is stored for that long, and what is computed with the prompt should live no longer.
             seconds = life if life is not None else (math.inf if default is None else default)
-            run.expiry[key] = now + seconds
+            run.kv.expiry[key] = now + seconds
 
     def _remember(self, run: PromptRun, cache: BlendCache) -> None:
         """Let the conversation keep what was computed, if it is whole."""
         plan = run.plan
         if (
-            run.conversation is None
+            run.request.conversation is None
             or plan is None
-            or self._refusal(run.prompt.layout, len(run.output_ids)) is not None
+            or self._refusal(run.prompt.layout, len(run.outcome.output_ids)) is not None
         ):
             return
         # Nothing was computed for a stream that was closed before its turn came.
         layers = cache.kv_layers[: self._supply.num_kv_layers]
         if all(layer.held_tokens and not layer.evicted_tokens for layer in layers):
-            run.conversation.keep(
+            run.request.conversation.keep(
                 run.prompt,
-                run.output_ids,
+                run.outcome.output_ids,
                 cache.kv(),
                 run.resumed,
-                None if plan.selection is None else Making.of(run.config, plan.ratio),
-                expiry=run.expiry,
-                resets=run.resets,
+                None if plan.selection is None else Making.of(run.request.config, plan.ratio),
+                expiry=run.kv.expiry,
+                resets=run.request.resets,
             )
 
     def _refusal(self, layout: PromptLayout, output_tokens: int = 0) -> str | None:

@@ -14,8 +14,8 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.encode import Encoder, Target
 from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.prompt import PromptChunk, PromptHead
-from cacheblend_rag.engine.run import PromptRun
-from cacheblend_rag.engine.turn import turn_of
+from cacheblend_rag.engine.request import PromptRun
+from cacheblend_rag.engine.scheduling import scheduler_lock
 from cacheblend_rag.errors import ChunkReadError, StoreError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.model import Decoder, num_decoder_layers
@@ -46,8 +46,8 @@ class KVSupply:
 
     Attributes
     ----------
-    lock : Turn
-        Whose turn it is on the model.
+    lock : SchedulerLock
+        Lets one computation at a time have the model.
     num_kv_layers : int
         Layers of the model that have KV of their own.
     on_late : callable or None
@@ -71,7 +71,7 @@ class KVSupply:
         self._tenant = config.namespace or ""
         self.num_kv_layers = num_decoder_layers(model) if decoder is None else decoder.num_kv_layers
         self._warned_of_no_hit = False
-        self.lock = turn_of(model)
+        self.lock = scheduler_lock(model)
 
     def plan(self, targets: Sequence[Target]) -> list[list[int]]:
         """Return the batches in which targets are encoded; see `Encoder.plan`."""
@@ -116,25 +116,26 @@ class KVSupply:
         """
         missing: dict[str, list[tuple[PromptRun, PromptChunk]]] = {}
         for run in runs:
-            self.limit_misses(run)
-            chunks = run.prompt.chunks
-            run.hits = self._store.holds([chunk.key for chunk in chunks])
-            for chunk, hit in zip(chunks, run.hits, strict=True):
-                if not hit:
+            keys = [chunk.key for chunk in run.prompt.chunks]
+            held = dict(zip(keys, self._store.holds(keys), strict=True))
+            self.limit_misses(run, [key for key, there in held.items() if not there])
+            run.kv.hits = [held[chunk.key] for chunk in run.prompt.chunks]
+            for chunk in run.prompt.chunks:
+                if not held[chunk.key]:
                     missing.setdefault(chunk.key, []).append((run, chunk))
         started = time.perf_counter()
-        until = min((run.wait_until for run in runs if run.wait_until is not None), default=None)
+        until = min((run.request.wait_until for run in runs if run.request.wait_until is not None), default=None)
         chunks_of = {key: [chunk for _, chunk in wanted] for key, wanted in missing.items()}
-        contexts = {key: target for run in runs for key, target in run.contexts.items()}
+        contexts = {key: target for run in runs for key, target in run.kv.contexts.items()}
         for key, kv in self._encode_missing(chunks_of, contexts, until):
             for run, _ in missing[key]:
-                run.encoded[key] = kv
+                run.kv.encoded[key] = kv
         elapsed = time.perf_counter() - started
         tokens = sum(len(chunk.token_ids) for wanted in missing.values() for _, chunk in wanted)
         for run, chunk in (each for wanted in missing.values() for each in wanted):
-            run.encode_s += elapsed * len(chunk.token_ids) / tokens
+            run.timings.encode_s += elapsed * len(chunk.token_ids) / tokens
 
-    def limit_misses(self, run: PromptRun) -> bool:
+    def limit_misses(self, run: PromptRun, keys: Sequence[str]) -> bool:
         """Have chunks that would keep a prompt waiting for too long computed like text, and encoded in the background.
 
         That is, of chunks without stored KV, those whose documents would take more than `miss_tokens` to be read, and those whose
@@ -144,43 +145,42 @@ class KVSupply:
         ----------
         run : PromptRun
             The prompt, before its prefill; how its misses are encoded is noted.
+        keys : sequence of str
+            The keys of its chunks that have no stored KV.
 
         Returns
         -------
         bool
             Whether there are such chunks, and the prompt is another now.
         """
-        chunks = [chunk for chunk in run.prompt.chunks if chunk.key not in run.encoded]
-        held = self._store.holds([chunk.key for chunk in chunks])
-        missing = {chunk.key: chunk for chunk, there in zip(chunks, held, strict=True) if not there}
+        missing = {chunk.key: chunk for chunk in run.prompt.chunks if chunk.key in set(keys) - run.kv.encoded.keys()}
         if not missing or self._encoder is None:
             return False
-        run.contexts = found = self._contexts(missing.values())
-        moved = {key for key in missing if key not in found}
+        run.kv.contexts = found = self._contexts(missing.values())
+        moved = missing.keys() - found.keys()
         documents: dict[str, list[str]] = {}
         for key, target in found.items():
             if target.document is not None:
                 documents.setdefault(target.document, []).append(key)
-        room, late = run.config.miss_tokens, set[str]()
-        for keys in documents.values():
-            cost = self.num_tokens([missing[key].target(found[key].context) for key in keys])
+        limit, late = run.request.config.miss_tokens, list[str]()
+        room = limit
+        for each in documents.values():
+            cost = self.num_tokens([missing[key].target(found[key].context) for key in each])
             if cost <= room:
                 room -= cost
             else:
-                late.update(keys)
+                late += each
         if not moved and not late:
             return False
-        run.hits, run.tiers = [], []
-        if moved:
-            run.prompt = run.prompt.computing(moved, "its document was changed just now, so it is computed like text")
-        if late:
-            note = (
-                f"reading its document would take more than miss_tokens={run.config.miss_tokens}, so it is computed like text "
-                "and encoded in the background"
-            )
-            run.prompt = run.prompt.computing(late, note)
-            if self.on_late is not None:
-                self.on_late([found[key].record.id for key in late])
+        run.kv.hits, run.kv.tiers = [], []
+        run.prompt = run.prompt.computing(moved, "its document was changed just now, so it is computed like text")
+        run.prompt = run.prompt.computing(
+            late,
+            f"reading its document would take more than miss_tokens={limit}, so it is computed like text and encoded in the "
+            "background",
+        )
+        if late and self.on_late is not None:
+            self.on_late([found[key].record.id for key in late])
         return True
 
     def _contexts(self, chunks: Iterable[PromptChunk]) -> dict[str, NamedTarget]:
@@ -251,18 +251,18 @@ class KVSupply:
         chunks = run.prompt.chunks[held:]
         opening = time.perf_counter()
         found = {
-            chunk.key: RamReader(run.encoded[chunk.key]) if chunk.key in run.encoded else self._open(chunk)
+            chunk.key: RamReader(run.kv.encoded[chunk.key]) if chunk.key in run.kv.encoded else self._open(chunk)
             for chunk in chunks
         }
-        run.open_s += time.perf_counter() - opening
+        run.timings.open_s += time.perf_counter() - opening
         # After damaged KV the prompt is run again; what was a hit when the call came stays one in the report.
-        run.hits = run.hits or [True] * held + [found[chunk.key] is not None for chunk in chunks]
+        run.kv.hits = run.kv.hits or [True] * held + [found[chunk.key] is not None for chunk in chunks]
         opened = [found[chunk.key] for chunk in chunks]
         read = (
-            None if reader is None or chunk.key in run.encoded else reader.tier
+            None if reader is None or chunk.key in run.kv.encoded else reader.tier
             for chunk, reader in zip(chunks, opened, strict=True)
         )
-        run.tiers = [*[None] * held, *read]
+        run.kv.tiers = [*[None] * held, *read]
         return found
 
     def readers(self, run: PromptRun, found: dict[str, KVReader | None]) -> list[KVReader]:
@@ -285,12 +285,12 @@ class KVSupply:
         if missing:
             started = time.perf_counter()
             wanted = {key: [chunk for chunk in chunks if chunk.key == key] for key in missing}
-            for key, kv in self._encode_missing(wanted, run.contexts):
+            for key, kv in self._encode_missing(wanted, run.kv.contexts):
                 found[key] = RamReader(kv)
-            run.encode_s += time.perf_counter() - started
+            run.timings.encode_s += time.perf_counter() - started
         # Where chunks are encoded when they are used the second time, that is as it should be.
         expected = self._config.encode_on == "second_use"
-        if not any(run.hits) and not expected and not self._warned_of_no_hit:
+        if not any(run.kv.hits) and not expected and not self._warned_of_no_hit:
             self._warned_of_no_hit = True
             logger.warning(
                 "none of the %d chunks of this prompt was stored, so all of them were encoded first; add chunks before they "
@@ -314,7 +314,7 @@ class KVSupply:
             Its head.
         """
         started = time.perf_counter()
-        computed = run.encoded.get(head.key)
+        computed = run.kv.encoded.get(head.key)
         reader: KVReader | None = RamReader(computed) if computed is not None else self._store.open(head.key)
         if reader is not None and (reader.num_layers, reader.start, reader.token_ids) != (
             self.num_kv_layers,
@@ -323,16 +323,16 @@ class KVSupply:
         ):
             self.discard(head.key)
             reader = None
-        run.open_s += time.perf_counter() - started
-        run.head_tokens = head.rows if reader is not None and computed is None else 0
+        run.timings.open_s += time.perf_counter() - started
+        run.kv.head_tokens = head.rows if reader is not None and computed is None else 0
         if reader is None:
             assert self._encoder is not None
             started = time.perf_counter()
             with self.lock:
-                kv = run.encoded[head.key] = self._encoder.head(head.token_ids)
+                kv = run.kv.encoded[head.key] = self._encoder.head(head.token_ids)
             self._keep_head(head, kv)
             reader = RamReader(kv)
-            run.encode_s += time.perf_counter() - started
+            run.timings.encode_s += time.perf_counter() - started
         return reader if head.rows == len(head.token_ids) else part_of(reader, 0, head.rows)
 
     def _keep_head(self, head: PromptHead, kv: ChunkKV) -> None:

@@ -19,7 +19,7 @@ import torch
 from transformers import StoppingCriteria
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef
-from cacheblend_rag.engine.turn import Turn
+from cacheblend_rag.engine.scheduling import SchedulerLock
 from cacheblend_rag.errors import AnswerTimeoutError, ConfigError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store import open_store
@@ -269,7 +269,7 @@ def test_a_call_waits_for_the_model_as_long_as_it_was_told(engine: BlendEngine) 
 
 
 def test_a_turn_given_up_leaves_the_line_as_it_was() -> None:
-    turn = Turn()
+    turn = SchedulerLock()
     order: list[str] = []
 
     def take(name: str, until: float | None) -> None:

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.engine import AddJob
-from cacheblend_rag.engine.turn import Turn
 from cacheblend_rag.engine.background import BatchWriter
+from cacheblend_rag.engine.scheduling import SchedulerLock
 from cacheblend_rag.errors import ConfigError, EmptyChunkError, StoreFullError
 from cacheblend_rag.kv import ChunkKV
 from tests.families import tiny_model, tiny_tokenizer, words
@@ -355,7 +355,7 @@ def test_when_chunks_are_encoded_is_settled_with_the_engine(engine: BlendEngine)
 
 
 def test_turns_are_taken_in_the_order_of_coming() -> None:
-    turn, order = Turn(), []
+    turn, order = SchedulerLock(), []
 
     def take(number: int) -> None:
         with turn, turn:

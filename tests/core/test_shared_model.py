@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.engine.padded import PaddedBatch
+from cacheblend_rag.engine.scheduling import SchedulerLock, scheduler_lock
 from cacheblend_rag.engine.selfcheck import TrueKV
-from cacheblend_rag.engine.turn import Turn, turn_of
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model import KVCache, inspect_model
@@ -56,8 +56,8 @@ def test_engines_on_one_model_have_one_turn() -> None:
     model = tiny_model("llama")
     lora = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
     around = [model, torch.compile(model, backend="eager"), lora, torch.compile(lora, backend="eager")]
-    assert {turn_of(each) for each in around} == {turn_of(model)}
-    assert turn_of(tiny_model("llama")) is not turn_of(model)
+    assert {scheduler_lock(each) for each in around} == {scheduler_lock(model)}
+    assert scheduler_lock(tiny_model("llama")) is not scheduler_lock(model)
 
 
 def test_engines_on_one_model_wait_for_each_other() -> None:
@@ -162,7 +162,7 @@ def test_a_forward_that_was_replaced_meanwhile_stays() -> None:
 
 
 def test_a_forked_child_does_not_wait_for_threads_of_its_parent() -> None:
-    turn, taken, end = Turn(), threading.Event(), threading.Event()
+    turn, taken, end = SchedulerLock(), threading.Event(), threading.Event()
 
     def take() -> None:
         with turn:
@@ -189,7 +189,7 @@ def test_a_forked_child_does_not_wait_for_threads_of_its_parent() -> None:
 
 
 def test_the_thread_that_forks_keeps_its_turn_in_the_child() -> None:
-    turn, others = Turn(), list[int]()
+    turn, others = SchedulerLock(), list[int]()
 
     def work() -> None:
         waiting = threading.Thread(target=lambda: take(), daemon=True)

@@ -1,7 +1,8 @@
-"""Whose turn it is on the model."""
+"""The lock that lets one computation at a time have a model."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -14,12 +15,11 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag.errors import AnswerTimeoutError
 from cacheblend_rag.model import unwrapped
-from cacheblend_rag.store.locks import ForkSafeLock, tell_after_fork
 
-__all__ = ["Turn", "turn_of"]
+__all__ = ["SchedulerLock", "scheduler_lock"]
 
 
-class Turn:
+class SchedulerLock:
     """A lock on the model that threads get in the order in which they came; a thread that has it may take it again.
 
     A loop that encodes batch after batch would take an ordinary lock again before any prompt that waits for it woke up. In a
@@ -31,7 +31,7 @@ class Turn:
         self._owner: int | None = None
         self._depth = 0
         self._line: deque[object] = deque()
-        tell_after_fork(self)
+        self._pid = os.getpid()
 
     def __enter__(self) -> None:
         self._take(None)
@@ -57,6 +57,7 @@ class Turn:
             self._leave()
 
     def _take(self, until: float | None) -> None:
+        self._forget_parent()
         left = None if until is None else min(until - time.perf_counter(), threading.TIMEOUT_MAX)
         with self._changed:
             if self._owner != threading.get_ident():
@@ -87,6 +88,7 @@ class Turn:
     @contextmanager
     def after_others(self) -> Iterator[None]:
         """Take the model when nobody else waits for it."""
+        self._forget_parent()
         with self._changed:
             if self._owner != threading.get_ident():
                 self._changed.wait_for(lambda: self._owner is None and not self._line)
@@ -97,14 +99,18 @@ class Turn:
         finally:
             self._leave()
 
-    def after_fork(self) -> None:
-        """Forget the parent's other threads."""
+    def _forget_parent(self) -> None:
+        """Free the lock in a forked child, unless the thread that forked has it: the parent's other threads are gone."""
+        if self._pid == os.getpid():
+            return
+        self._pid = os.getpid()
         self._changed = threading.Condition()
         self._line.clear()
         if self._owner != threading.get_ident():
             self._owner, self._depth = None, 0
 
     def _leave(self) -> None:
+        self._forget_parent()
         with self._changed:
             self._depth -= 1
             if not self._depth:
@@ -112,12 +118,10 @@ class Turn:
                 self._changed.notify_all()
 
 
-_turns: WeakKeyDictionary[PreTrainedModel, Turn] = WeakKeyDictionary()
-_turns_lock = ForkSafeLock()
+_locks: WeakKeyDictionary[PreTrainedModel, SchedulerLock] = WeakKeyDictionary()
 
 
-def turn_of(model: PreTrainedModel) -> Turn:
-    """Return the turn on a model: one for all engines that are made on it, and on what PEFT or torch.compile put around it."""
-    made = Turn()
-    with _turns_lock:
-        return _turns.setdefault(unwrapped(model), made)
+def scheduler_lock(model: PreTrainedModel) -> SchedulerLock:
+    """Return the lock on a model: one for all engines that are made on it, and on what PEFT or torch.compile put around it."""
+    # One call, which threads cannot get between.
+    return _locks.setdefault(unwrapped(model), SchedulerLock())
