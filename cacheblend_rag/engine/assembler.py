@@ -118,6 +118,9 @@ class Assembler:
         PromptError
             If it holds half a character.
         """
+        return tuple(self._encode(text)["input_ids"])
+
+    def _encode(self, text: str, **options: Any) -> Any:
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -126,7 +129,7 @@ class Assembler:
                 'tokenizer reads; repair the text where it is read, or replace it: text.encode(errors="replace").decode()'
             ) from None
         # What is too long is refused where it is too long, and by a better message than the tokenizer's warning.
-        return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return self.tokenizer(text, add_special_tokens=False, verbose=False, **options)
 
     def key(self, token_ids: Sequence[int], places: Sequence[int] | None = None) -> str:
         """Return the store key of the KV of a chunk that is encoded alone; see `chunk_key`."""
@@ -195,12 +198,12 @@ class Assembler:
     def _placed(self, chunk: Chunk) -> tuple[tuple[int, ...], Place]:
         """Return the tokens of a piece of a document, and its place."""
         assert chunk.document is not None
-        ids = self.tokenize(chunk.text)
         begin, end = (0, len(chunk.text)) if chunk.body is None else chunk.body
         if getattr(self.tokenizer, "is_fast", False):
-            options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
-            stops = [stop for _, stop in self.tokenizer(chunk.text, **options)["offset_mapping"]]
+            encoding = self._encode(chunk.text, return_offsets_mapping=True)
+            ids, stops = tuple(encoding["input_ids"]), [stop for _, stop in encoding["offset_mapping"]]
         else:
+            ids = self.tokenize(chunk.text)
             stops = [len(self.tokenizer.decode(ids[: count + 1])) for count in range(len(ids))]
         ends = np.maximum.accumulate(np.asarray(stops, dtype=np.int64)) - begin if stops else np.empty(0, np.int64)
         place = Place(
@@ -453,25 +456,22 @@ class Assembler:
 
 def _gapless(pieces: Sequence[_Piece]) -> Iterator[_Piece]:
     """Put the separator behind a chunk, where a prompt has it there and goes on, to the chunk, whose KV reaches over it."""
-    skipped = False
-    for piece, after, beyond in zip(pieces, [*pieces[1:], None], [*pieces[2:], None, None], strict=False):
+    at = 0
+    while at < len(pieces):
+        piece, behind = pieces[at], pieces[at + 1 : at + 3]
         chunk = piece.chunk
-        if skipped:
-            skipped = False
-            continue
-        skipped = (
-            chunk is not None
-            and chunk.part is None
-            and bool(chunk.separator)
-            and after is not None
-            and after.chunk is None
-            and after.ids == chunk.separator
-            and beyond is not None
-        )
-        if skipped and chunk is not None:
+        is_whole = chunk is not None and chunk.part is None and bool(chunk.separator)
+        # What the prompt ends with is computed in any case.
+        if chunk is not None and is_whole and len(behind) == 2 and _is_text(behind[0], chunk.separator):
             yield _Piece(chunk.kv_ids, piece.position, replace(chunk, is_spaced=True))
+            at += 2
         else:
             yield piece
+            at += 1
+
+
+def _is_text(piece: _Piece, ids: tuple[int, ...]) -> bool:
+    return piece.chunk is None and piece.ids == ids
 
 
 def _runs(segment: Chunk | ChunkRef | ChunkPart, chunk: PromptChunk, position: int | None) -> Iterator[_Piece]:

@@ -87,7 +87,7 @@ class PromptCaches:
     @contextmanager
     def _steered(self, run: PromptRun, readers: Sequence[KVReader], headroom: int) -> Iterator[BlendCache]:
         assert run.plan is not None
-        layout = run.layout
+        config, layout = run.request.config, run.layout
         # A prompt that is computed as a whole, but for the rows that its conversation has.
         selection = run.plan.selection or FixedSelection(_NO_ROWS)
         cache = BlendCache(self._num_layers)
@@ -99,7 +99,7 @@ class PromptCaches:
             loaded = replace(layout, chunks=(ChunkSpan(0, layout.resumed_rows, 0), *layout.chunks))
             readers = [run.head, *readers]
         run.timings.forward_started = time.perf_counter()
-        threads = run.request.config.load_threads if run.request.config.pipeline else 0
+        threads = config.load_threads if config.pipeline else 0
         loader = (
             LayerLoader(
                 self._decoder,
@@ -107,9 +107,9 @@ class PromptCaches:
                 readers,
                 first_layer,
                 capacity,
-                run.request.config.prefetch_layers,
+                config.prefetch_layers,
                 threads,
-                run.request.config.reposition,
+                config.reposition,
             )
             if readers
             else None
@@ -119,11 +119,7 @@ class PromptCaches:
             source = ResumedLayers(rows, loader, capacity) if rows else loader
             assert source is not None
             steering = Steering(self._decoder, cache, layout, selection, source)
-            repair = (
-                Repair(self._decoder, cache, layout, steering, run.request.config)
-                if run.request.config.repair_ratio
-                else None
-            )
+            repair = Repair(self._decoder, cache, layout, steering, config) if config.repair_ratio else None
             with steering(), nullcontext() if repair is None else repair():
                 yield cache
         if loader is not None:
