@@ -222,7 +222,7 @@ class BlendConfig(BaseSettings):
     encode_batch_tokens: int = Field(default=4096, ge=1)
     encode_on: Literal["add", "second_use"] = "add"
     context: Literal["document", "none"] = "document"
-    context_tokens: int | None = Field(default=4096, ge=1)
+    context_tokens: int | None = Field(default=8192, ge=1)
     separator: str = ""
     miss_tokens: int = Field(default=16_384, ge=0)
     decode_batch_tokens: int = Field(default=32_768, ge=1)

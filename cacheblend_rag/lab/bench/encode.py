@@ -155,12 +155,18 @@ class EncodeBench:
         else:
             ids = [words.token_ids(setting.chunk_tokens) for _ in range(setting.chunks)]
             self._chunks = [Chunk(text_of(row), f"chunk {number}") for number, row in enumerate(ids)]
-        self._tokens = sum(map(len, ids))
+        self._tokens = self._count_tokens()
         plan = plan_batches([len(row) for row in ids], setting.prefix_tokens, setting.batch_tokens)
         self._batches = [
             torch.tensor([[*prefix, *ids[index]] for index in batch], device=setting.device) for batch in plan
         ]
         self._kv_bytes = 0
+
+    def _count_tokens(self) -> int:
+        """Return the tokens of the text, each once."""
+        setting = self.setting
+        shared = setting.chunks - setting.chunks // setting.document_chunks if setting.document_chunks else 0
+        return setting.chunks * setting.chunk_tokens - shared * setting.overlap
 
     def _make_documents(self, words: RandomWords) -> list[list[int]]:
         """Make the chunks of documents; return the tokens of each window, as they are read without knowing of chunks."""
