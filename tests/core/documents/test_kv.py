@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_rag import BlendConfig, BlendEngine, Chunk, families
+from cacheblend_rag import BlendConfig, BlendEngine, Chunk
+from cacheblend_rag.lab import families
 from cacheblend_rag.reading import Member, ReadingRules, contexts
 from tests.core.documents.texts import TOLERANCE, Text, distance
 from tests.families import CASES, FURTHER_CASES, tiny_model, tiny_tokenizer, words
