@@ -38,9 +38,7 @@ def ask(
     ] = None,
     selector: Annotated[
         str | None,
-        typer.Option(
-            help="Which tokens to recompute: auto, hkvd, query, ingest, query_ingest, a3, boundary, random, none, full."
-        ),
+        typer.Option(help="Which tokens to recompute: auto, hkvd, query, a3, boundary, random, none, full."),
     ] = None,
     max_new_tokens: AnswerTokensOption = 128,
     compare: CompareOption = False,

@@ -180,8 +180,7 @@ def test_settings_that_do_not_fit_the_model(engine: BlendEngine) -> None:
         ({"check_layers": (6,)}, "beyond the model's last layer; choose from 1 to 5"),
         (
             {"selector": "best"},
-            "selector='best' is unknown; choose one of auto, a3, boundary, full, hkvd, ingest, none, query, "
-            "query_ingest, random",
+            "selector='best' is unknown; choose one of auto, a3, boundary, full, hkvd, none, query, random",
         ),
         ({"check_layers": (1, 2), "gradual_start": 6.0}, "leaves nothing for the last"),
     ):

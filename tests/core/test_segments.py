@@ -67,45 +67,23 @@ def test_boundary_takes_what_is_nearest_to_a_border(layout: PromptLayout, ratio:
     assert not rows or not left or max(map(distance, rows)) <= min(left)
 
 
-@given(layouts(), st.integers(0, 40), st.sampled_from([None, 2]), st.integers(1, 12), st.data())
-def test_sensitivity_weighs_what_a_naive_count_weighs(
-    layout: PromptLayout, budget: int, stop: int | None, most: int, data: st.DataObject
+@given(layouts(), st.integers(0, 40), st.sampled_from([None, 2]), st.integers(1, 12), st.integers(0, 999))
+def test_the_question_weighs_what_a_naive_count_weighs(
+    layout: PromptLayout, budget: int, stop: int | None, most: int, seed: int
 ) -> None:
     rows = layout.candidate_rows
     budget = min(budget, rows.numel())
-    draw = torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
-    sensitivity = torch.full((len(layout),), torch.nan)
-    for span in layout.chunks:
-        if data.draw(st.booleans()):
-            sensitivity[span.start : span.stop] = torch.rand(len(span), generator=draw) + 0.01
-    known = {row: float(value) for row, value in enumerate(sensitivity) if not value.isnan()}
-    given_values = [known[row] for row in rows.tolist() if row in known]
-    average = sum(given_values) / len(given_values) if given_values else 1.0
-    weight = [known.get(row, average) for row in rows.tolist()]
-    attention = torch.rand(rows.numel(), generator=draw) + 0.01
+    attention = torch.rand(rows.numel(), generator=torch.Generator().manual_seed(seed)) + 0.01
     numbers = segment_numbers(layout, rows, most).tolist()
-
-    def mean(scores: list[float]) -> list[float]:
-        groups = [[score for score, other in zip(scores, numbers, strict=True) if other == own] for own in numbers]
-        return [sum(group) / len(group) for group in groups]
-
-    config = BlendConfig(selector="ingest", segment_tokens=most, stop_layer=stop)
-    task = SelectionTask(layout, 4, budget, sensitivity)
-    picked = make_selector(config).begin(task).rows().tolist()
-    count = min(round(budget * 4 / (stop or 3)), rows.numel())
-    assert len(picked) == count
-
-    def least_in_most_out(scores: list[float], picked: list[int]) -> None:
-        """Whole segments by their mean: none that was left out altogether beats one that was taken."""
-        taken = {numbers[place] for place, row in enumerate(rows.tolist()) if row in picked}
-        inside = [score for score, own in zip(scores, numbers, strict=True) if own in taken]
-        outside = [score for score, own in zip(scores, numbers, strict=True) if own not in taken]
-        assert not inside or not outside or min(inside) >= max(outside) * (1 - 1e-5)
-
-    least_in_most_out(mean(weight), picked)
-    look = make_selector(config.replace(selector="query_ingest", look_layers=(0,))).begin(task)
+    members = [[score for score, other in zip(attention.tolist(), numbers, strict=True) if other == n] for n in numbers]
+    means = [sum(each) / len(each) for each in members]
+    config = BlendConfig(selector="query", segment_tokens=most, stop_layer=stop, look_layers=(0,))
+    look = make_selector(config).begin(SelectionTask(layout, 4, budget))
     look.look(0, attention[None])
-    both = [one * other for one, other in zip(mean(attention.tolist()), mean(weight), strict=True)]
     picked = look.rows().tolist()
-    assert len(picked) == count
-    least_in_most_out(both, picked)
+    assert len(picked) == min(round(budget * 4 / (stop or 3)), rows.numel())
+    # Whole segments by their mean: none that was left out altogether beats one that was taken.
+    taken = {number for number, row in zip(numbers, rows.tolist(), strict=True) if row in picked}
+    inside = [mean for mean, number in zip(means, numbers, strict=True) if number in taken]
+    outside = [mean for mean, number in zip(means, numbers, strict=True) if number not in taken]
+    assert not inside or not outside or min(inside) >= max(outside) * (1 - 1e-5)

@@ -23,8 +23,6 @@ SETTINGS = [
     {"selector": "query"},
     {"selector": "query", "stop_layer": 4},
     {"selector": "query", "stop_layer": 2, "look_layers": (1, 3)},
-    {"selector": "ingest", "stop_layer": 4},
-    {"selector": "query_ingest"},
     {"selector": "query", "segment_tokens": 1, "look_layers": (0, 2)},
     {"selector": "a3"},
     {"selector": "a3", "segment_tokens": 8},
@@ -52,10 +50,10 @@ def test_every_selector_over_true_kv_gives_the_models_own_logits(model: PreTrain
         with steering():
             got = model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0, -1]
         assert (got - wanted).abs().max() < TOLERANCE, settings
-        stops = settings["selector"] in ("query", "ingest", "query_ingest")
+        stops = settings["selector"] == "query"
         rows = round(9 * 6 / settings.get("stop_layer", 4 if stops else 6))
         assert steering.recomputed_rows.numel() == rows
-        if settings["selector"] in ("query", "ingest", "query_ingest", "boundary"):
+        if settings["selector"] in ("query", "boundary"):
             # Stopping early buys more rows, not more work; looking costs little besides.
             assert 0 <= steering.charge / decoder.num_layers - 9 < 2, settings
         assert all((kv.keys - true.keys).abs().max() < TOLERANCE for kv, true in zip(cache.kv(), own, strict=True))
@@ -187,7 +185,7 @@ def test_a_model_that_does_not_show_its_attention(settings: dict[str, object]) -
 
 @pytest.mark.parametrize("name", [name for name in selector_names() if name not in ("auto", "full")])
 def test_at_ratio_0_nothing_is_spent_on_choosing(name: str) -> None:
-    config = BlendConfig(strict=True, selector=name, recompute_ratio=0.0, neighbours=1)
+    config = BlendConfig(strict=True, selector=name, recompute_ratio=0.0)
     chunks = [Chunk(words(20, seed), f"n{seed}") for seed in range(3)]
     prompt = BlendPrompt("t5", ["n0", "n1", "n2"], "t6 t7")
     with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config) as engine:

@@ -348,49 +348,6 @@ def test_texts_added_in_the_background_are_encoded_by_the_flush(
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-async def test_documents_of_one_source_are_neighbours(
-    embedding: Embeddings,
-    tiny: Any,
-    tokenizer: Any,
-    chunks: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-    asynchronous: bool,
-) -> None:
-    sources = {"mara": "a", "works": "b", "house": "a", "goat": "a"}
-    found: dict[str | None, tuple[str, ...]] = {}
-    with BlendEngine(tiny, tokenizer, config=BlendConfig(self_check=False, selector="ingest")) as engine:
-        add = engine.add
-
-        def noting(added: list[Chunk], **options: Any) -> Any:
-            found.update({chunk.id: tuple(chunk.neighbours) for chunk in added})
-            return add(added, **options)
-
-        monkeypatch.setattr(engine, "add", noting)
-        store = BlendVectorStore(INNER["chroma"](embedding), engine=engine)
-        documents = [Document(text, id=id, metadata={"source": sources[id]}) for id, text in chunks.items()]
-        documents.append(Document("Of a source that nobody knows.", id="other"))
-        await store.aadd_documents(documents) if asynchronous else store.add_documents(documents)
-        # The first of a source stands behind those after it; without others of its source the engine decides.
-        assert found == {
-            "mara": ("house", "goat"),
-            "works": (),
-            "house": ("mara",),
-            "goat": ("mara", "house"),
-            "other": (),
-        }
-        records = engine.records(list(found))
-        readers = [engine.store.open(record.key) for record in records if record is not None]
-        assert all(reader is not None and reader.sensitivity for reader in readers)
-        found.clear()
-        ids = ["x", "y", "z"]
-        store.add_texts(
-            ["One text.", "Two texts.", "Three."], [{"source": "s"}, {"source": 7}, {"source": "s"}], ids=ids
-        )
-        store.add_texts(["Four."], ids=["w"])
-        assert found == {"x": ("z",), "y": (), "z": ("x",), "w": ()}
-
-
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("kind", [Chroma, InMemoryVectorStore, FAISS])
 async def test_a_store_is_made_by_its_class_and_wrapped_in_one_line(
     kind: type[VectorStore], embedding: Embeddings, engine: BlendEngine, chunks: dict[str, str], asynchronous: bool

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from llama_index.core import Document, Settings, StorageContext, VectorStoreIndex, load_index_from_storage
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
@@ -398,107 +397,11 @@ def test_nodes_that_the_inner_store_refuses_are_not_encoded_in_the_background(
     assert engine.store.stats().entries == 0
 
 
-# What chunks are measured behind.
-
-
-@pytest.fixture
-def measuring(model: Any, tokenizer: Any) -> Iterator[BlendEngine]:
-    with BlendEngine(model, tokenizer, config=BlendConfig(selector="ingest", self_check=False)) as engine:
-        yield engine
-
-
-@pytest.fixture
-def neighbours(measuring: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> dict[str | None, tuple[str, ...]]:
-    """The neighbours that each chunk was added with."""
-    found: dict[str | None, tuple[str, ...]] = {}
-    add = measuring.add
-
-    def noting(chunks: list[Any], **options: Any) -> Any:
-        found.update({chunk.id: chunk.neighbours for chunk in chunks})
-        return add(chunks, **options)
-
-    monkeypatch.setattr(measuring, "add", noting)
-    return found
-
-
-def is_measured(engine: BlendEngine, ids: list[str]) -> list[bool]:
-    readers = [engine.store.open(record.key) for record in engine.records(ids) if record is not None]
-    return [reader is not None and reader.sensitivity is not None for reader in readers]
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_the_parts_of_a_document_are_neighbours_where_they_are_encoded_alone(
-    inner: BasePydanticVectorStore,
-    measuring: BlendEngine,
-    neighbours: dict[str | None, tuple[str, ...]],
-    embedding: WordEmbedding,
-    monkeypatch: pytest.MonkeyPatch,
-    count: int,
-) -> None:
-    monkeypatch.setattr(measuring._ingest, "neighbours", count)
-    parts = SentenceSplitter(chunk_size=20, chunk_overlap=0).get_nodes_from_documents([Document(text=" ".join(FACTS))])
-    for node in parts:
-        node.embedding = embedding.get_text_embedding(node.get_content())
-    ids = [node.node_id for node in parts]
-    assert len(ids) >= 3
-    BlendVectorStore(inner, engine=measuring, context="none").add(parts)
-    assert neighbours == {
-        id: tuple(ids[place - 1 : place] + ids[place + 1 : place + 2] if place else ids[1:2])[:count]
-        for place, id in enumerate(ids)
-    }
-    assert all(is_measured(measuring, ids))
-
-
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-async def test_a_node_that_stands_alone_has_the_nearest_nodes_of_the_store_as_neighbours(
-    inner: BasePydanticVectorStore,
-    measuring: BlendEngine,
-    neighbours: dict[str | None, tuple[str, ...]],
-    embedding: WordEmbedding,
-    asynchronous: bool,
-) -> None:
-    store = BlendVectorStore(inner, engine=measuring, context="none")
-    first = some_nodes(embedding)
-    await store.async_add(first) if asynchronous else store.add(first)
-    # The store was empty: what stands before them in the call is the engine's business.
-    assert set(neighbours.values()) == {()}
-    text = "The harbour office was born in Oslo."
-    vector = torch.tensor(embedding.get_text_embedding(text))
-    near = sorted(first, key=lambda node: -float(torch.tensor(node.embedding) @ vector))[:2]
-    new = TextNode(id_="new", text=text, embedding=vector.tolist())
-    for _ in range(2):
-        await store.async_add([new]) if asynchronous else store.add([new])
-        assert neighbours["new"] == tuple(sorted(node.node_id for node in near))
-        # It is not its own neighbour; and with the same text nobody is asked.
-        new = TextNode(id_="new", text=f"{text} So they say.", embedding=vector.tolist())
-    neighbours.clear()
-    store.add([new])
-    assert neighbours == {"new": ()}
-    assert all(is_measured(measuring, ["n0", "new"]))
-
-
-def test_nothing_is_looked_for_where_nothing_is_measured(
+def test_adding_searches_nothing(
     inner: BasePydanticVectorStore, engine: BlendEngine, embedding: WordEmbedding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("asked")
 
     monkeypatch.setattr(type(inner), "query", refuse)
-    store = BlendVectorStore(inner, engine=engine)
-    store.add(some_nodes(embedding))
-    assert not any(is_measured(engine, ["n0", "n1"]))
-
-
-def test_a_store_that_cannot_be_asked_keeps_no_node_out(
-    measuring: BlendEngine, embedding: WordEmbedding, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*args: Any, **kwargs: Any) -> VectorStoreQueryResult:
-        raise NotImplementedError("only in the evening")
-
-    monkeypatch.setattr(Unlisted, "query", refuse)
-    store = BlendVectorStore(Unlisted(), engine=measuring, context="none")
-    store.add(some_nodes(embedding))
-    store.add([TextNode(id_="bare", text="Something else.")])
-    assert [each.getMessage() for each in caplog.records if "only in the evening" in each.getMessage()] != []
-    assert caplog.text.count("only in the evening") == 1
-    assert is_measured(measuring, ["n0", "n4", "bare"]) == [True, True, False]
+    BlendVectorStore(inner, engine=engine).add(some_nodes(embedding))

@@ -44,9 +44,9 @@ def test_at_ratio_1_a_chat_has_the_models_own_answers(family: str, make_engine: 
     assert again.report.conversation_tokens == len(result.prompt_ids) - 1
 
 
-@pytest.mark.parametrize("selector", ["none", "hkvd", "random", "boundary", "query", "ingest", "full"])
+@pytest.mark.parametrize("selector", ["none", "hkvd", "random", "boundary", "query", "full"])
 def test_a_turn_that_only_adds_text_is_exact_whatever_the_selector(make_engine: MakeEngine, selector: str) -> None:
-    engine = make_engine(selector=selector, neighbours=1)
+    engine = make_engine(selector=selector)
     conversation = engine.conversation()
     whole = engine.config.replace(recompute_ratio=1.0, selector="hkvd")
     first = engine.generate(chat_prompt(CHUNKS[:2], [], words(5, 1)), 6, config=whole, conversation=conversation)

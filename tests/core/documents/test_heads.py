@@ -67,7 +67,6 @@ SETTINGS: list[dict[str, Any]] = [
     {},
     {"recompute_ratio": 0.3, "selector": "hkvd"},
     {"recompute_ratio": 0.3, "selector": "query"},
-    {"recompute_ratio": 0.3, "selector": "ingest"},
     {"recompute_ratio": 0.3, "selector": "a3"},
     {"recompute_ratio": 0.3, "selector": "boundary"},
     {"recompute_ratio": 0.3, "selector": "random"},

@@ -70,9 +70,6 @@ def test_what_cannot_be_measured_is_refused(wrong: dict[str, int | str]) -> None
         replace(SETTING, **wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("selector", "message"), [("best", "selector='best' is unknown"), ("ingest", "selector 'ingest' goes by")]
-)
-def test_a_selector_that_cannot_choose_among_modules_is_refused(selector: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        PMLBench(replace(SETTING, selectors=("none", selector)))
+def test_an_unknown_selector_is_refused() -> None:
+    with pytest.raises(ConfigError, match="selector='best' is unknown"):
+        PMLBench(replace(SETTING, selectors=("none", "best")))

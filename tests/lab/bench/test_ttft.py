@@ -45,16 +45,6 @@ def test_every_method_answers_the_same_prompt(bench: TTFTBench) -> None:
     torch.testing.assert_close(blended.logits, own, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("selectors", [("hkvd",), ("hkvd", "query_ingest")])
-def test_what_a_selector_needs_is_measured_beforehand(selectors: tuple[str, ...]) -> None:
-    with TTFTBench(replace(SETTING, selectors=selectors)) as bench:
-        [record] = bench.engine.records(["chunk 1"])
-        assert record is not None
-        reader = bench.engine.store.open(record.key)
-        assert reader is not None
-        assert (reader.sensitivity is not None) == (len(selectors) == 2)
-
-
 def test_the_rows_are_complete(bench: TTFTBench) -> None:
     calls: list[tuple[int, int]] = []
     rows = bench.measure(lambda done, total: calls.append((done, total)))

@@ -22,7 +22,7 @@ from cacheblend_rag.lab.eval.retrieve import RetrievalSetting, Retriever
 from cacheblend_rag.reference.corpus import Document, eval_examples
 
 READING = reference_task(60)
-ROWS = "full documents, reuse, reuse alone, reuse behind other, reuse behind shuffled, ingest 0.15, ingest 0.15 alone"
+ROWS = "full documents, reuse, reuse alone, reuse behind other, reuse behind shuffled, hkvd 0.15, hkvd 0.15 alone"
 
 
 @pytest.fixture(scope="module")

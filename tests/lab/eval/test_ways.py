@@ -11,7 +11,6 @@ import torch
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.lab.eval import EvalSetting, evaluate, parse_method, parse_methods, reference_task
-from cacheblend_rag.lab.eval.asking import Asker
 from cacheblend_rag.lab.eval.charge import budget_for_charge
 from cacheblend_rag.lab.eval.inquiry import Inquiry
 from cacheblend_rag.lab.eval.journal import parse_asked
@@ -48,23 +47,6 @@ def test_full_reuse_leaves_keys_where_they_were_encoded() -> None:
         moved = engine.prefill(prompt, config=engine.config.replace(**parse_method("reuse").settings())).logits
         stayed = engine.prefill(prompt, config=engine.config.replace(**settings)).logits
         assert (moved - stayed).abs().max() > 1e-2
-
-
-def test_a_selector_that_goes_by_what_was_measured_is_given_it(caplog: pytest.LogCaptureFixture) -> None:
-    task = reference_task(1)
-    methods = parse_methods(
-        "hkvd 0.15, ingest 0.15, query_ingest 0.15, ingest 0.3 neighbours=1, query_ingest 0.3 neighbours=0"
-    )
-    with BlendEngine.from_pretrained("reference", config=BlendConfig(device="cpu", selector="hkvd")) as engine:
-        asker = Asker(engine, task, EvalSetting(methods=methods, resamples=20))
-        neighbours = [each.neighbours for each in asker._engines.values()]
-        with caplog.at_level("WARNING"):
-            [asked] = asker.ask(task.contexts[0])
-        asker.close()
-    assert neighbours == [0, 2, 1, 0]
-    assert all(asked.answers[method.name] is not None for method in methods)
-    # Of the method that asked for it.
-    assert caplog.text.count("goes by what is measured") == 1
 
 
 def test_the_baselines_on_the_reference_model(tmp_path: Path) -> None:
