@@ -136,7 +136,7 @@ class Prefetcher:
                 read.holders -= 1
                 if not read.holders and read.future.cancel():
                     self._reads.pop(read.key, None)
-            prefetch.reads = [read for read in prefetch.reads if not read.future.cancelled()]
+            prefetch.reads = [read for read in prefetch.reads if read.future.running() or read.future.done()]
 
     def claim(self, keys: Iterable[str]) -> None:
         """Make way for a prompt with these keys: reads that have not begun are its own business, others are waited for."""

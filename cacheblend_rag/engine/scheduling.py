@@ -83,6 +83,7 @@ class SchedulerLock:
     @property
     def wanted(self) -> bool:
         """Whether a thread waits in line."""
+        self._forget_parent()
         return bool(self._line)
 
     @contextmanager
@@ -106,7 +107,8 @@ class SchedulerLock:
         self._pid = os.getpid()
         self._changed = threading.Condition()
         self._line.clear()
-        if self._owner != threading.get_ident():
+        # In the child that is the thread that forked.
+        if self._owner != threading.main_thread().ident:
             self._owner, self._depth = None, 0
 
     def _leave(self) -> None:
