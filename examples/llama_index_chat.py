@@ -11,7 +11,7 @@ from llama_index.embeddings.huggingface import HuggingFaceEmbedding
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from cacheblend_rag import BlendConfig
-from cacheblend_rag.reference.corpus import demo_documents, demo_questions
+from cacheblend_rag.demo import demo_documents, demo_questions
 from llama_index_cacheblend import BlendContextChatEngine, BlendLLM, BlendVectorStore
 
 HIDDEN = ["title", "place"]  # metadata for us, not for the models

@@ -36,7 +36,9 @@ def demo(
     Their KV is computed on the way in. A second run finds everything there and encodes nothing.
     """
     others = parse_ratios(ratios)
-    from cacheblend_rag.demo import DemoEngine, run_demo, summarize
+    from cacheblend_rag.demo.framework import DemoEngine
+    from cacheblend_rag.demo.rows import summarize
+    from cacheblend_rag.demo.run import run_demo
 
     started = time.perf_counter()
     screen = console(stderr=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from cacheblend_rag.demo.framework import DemoEngine
-from cacheblend_rag.demo.rows import DemoRow, Ingestion, Summary, summarize
-from cacheblend_rag.demo.run import run_demo
+from cacheblend_rag.demo.corpus import demo_documents, demo_questions
 
-__all__ = ["DemoEngine", "DemoRow", "Ingestion", "Summary", "run_demo", "summarize"]
+__all__ = ["demo_documents", "demo_questions"]

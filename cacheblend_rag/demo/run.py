@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.answers import exact_match
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.demo.corpus import demo_chunks
+from cacheblend_rag.demo.corpus import Question, demo_chunks, demo_questions
 from cacheblend_rag.demo.framework import DemoEngine, Framework, FrameworkAnswer
 from cacheblend_rag.demo.rows import DemoRow, Ingestion
 from cacheblend_rag.documents.embedding import packaged_minilm
 from cacheblend_rag.documents.folder import open_chroma
 from cacheblend_rag.extras import needs_extra
-from cacheblend_rag.reference.corpus import Question, demo_questions, value_of
+from cacheblend_rag.reference.prompt import value_of
 
 if TYPE_CHECKING:
     from chromadb.api.client import Client

@@ -1,4 +1,4 @@
-"""The reference model: a small decoder with its tokenizer, and the corpus that it was trained on.
+"""The reference model: a small decoder with its tokenizer and the formats of prompts that it was trained on.
 
 It needs no download, knows only what stands in its prompt, and answers questions about a fictional world. ``"reference"`` is its
 name wherever a model is named.

@@ -6,6 +6,7 @@ model reads in use is what it has learnt.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ __all__ = [
     "USER",
     "PromptFormat",
     "chat",
+    "value_of",
 ]
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
@@ -113,3 +115,14 @@ FORMATS: dict[str, PromptFormat] = {
     "llama_index_system": chat(_LLAMA_INDEX, _LLAMA_INDEX_SYSTEM),
 }
 """Every format the model is trained on. ``chat`` (chunks one a line) is the project's own."""
+
+_VALUE = re.compile(
+    r".*\b(?:born in|lives in|works for|is a|keeps a|is based in|makes|founded by|called|is|so) (?P<value>.+?)\.?\s*",
+    re.DOTALL,
+)
+
+
+def value_of(sentence: str) -> str:
+    """Return the value at the end of a sentence that the model answers with."""
+    found = _VALUE.fullmatch(sentence.strip())
+    return found["value"] if found else sentence.strip().rstrip(".")

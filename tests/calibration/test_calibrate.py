@@ -13,7 +13,7 @@ from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.calibration import calibrate
 from cacheblend_rag.calibration.agreement import CalibrationRow, confirmed, explain, least_questions, lower_bound
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
-from cacheblend_rag.reference.corpus import eval_examples
+from cacheblend_rag.lab.training.corpus import eval_examples
 from cacheblend_rag.reference.prompt import DEFAULT_FORMAT, FORMATS
 from tests.families import tiny_model, tiny_tokenizer, words
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.demo import summarize
-from cacheblend_rag.demo.corpus import best_documents, demo_chunks
-from cacheblend_rag.reference.corpus import demo_questions
+from cacheblend_rag.demo.corpus import best_documents, demo_chunks, demo_questions
+from cacheblend_rag.demo.rows import summarize
 
 from .conftest import Command, read_rows
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.engine.firsttoken import TokenDistribution
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.lab.training.corpus import eval_examples
 from cacheblend_rag.reference import load_model, load_tokenizer
-from cacheblend_rag.reference.corpus import eval_examples
 from cacheblend_rag.reference.prompt import DEFAULT_FORMAT, FORMATS
 from tests.families import tiny_model, tiny_tokenizer, words
 

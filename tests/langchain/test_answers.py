@@ -18,8 +18,9 @@ from langchain_huggingface import HuggingFaceEmbeddings
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 
 from cacheblend_rag import BlendConfig
-from cacheblend_rag.reference.corpus import EVAL_STYLE, Question, make_example, value_of
-from cacheblend_rag.reference.world import build_world
+from cacheblend_rag.lab.training.corpus import EVAL_STYLE, Question, make_example
+from cacheblend_rag.lab.training.world import build_world
+from cacheblend_rag.reference.prompt import value_of
 from langchain_cacheblend import BlendVectorStore, ChatBlend
 from tests.langchain.asking import Reports
 

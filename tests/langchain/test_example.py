@@ -22,7 +22,7 @@ from langchain_huggingface import ChatHuggingFace, HuggingFaceEmbeddings, Huggin
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 
 from cacheblend_rag import reference
-from cacheblend_rag.reference.corpus import demo_documents, demo_questions
+from cacheblend_rag.demo import demo_documents, demo_questions
 from tests.langchain.asking import Reports
 
 ROOT = Path(__file__).parents[2]

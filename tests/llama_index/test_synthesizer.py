@@ -27,9 +27,9 @@ from pydantic import BaseModel
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt
+from cacheblend_rag.demo import demo_documents, demo_questions
 from cacheblend_rag.errors import ConfigError, PromptTooLongError
 from cacheblend_rag.reference import load_model, load_tokenizer
-from cacheblend_rag.reference.corpus import demo_documents, demo_questions
 from llama_index_cacheblend import (
     BlendCondensePlusContextChatEngine,
     BlendContextChatEngine,

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from cacheblend_rag.lab.training.corpus import Example, eval_examples
 from cacheblend_rag.lab.training.scoring import score
 from cacheblend_rag.lab.training.tokenizer import build_tokenizer
 from cacheblend_rag.reference import WEIGHTS_DIR, load_model, load_tokenizer
-from cacheblend_rag.reference.corpus import Example, eval_examples, value_of
-from cacheblend_rag.reference.prompt import FORMATS
+from cacheblend_rag.reference.prompt import FORMATS, value_of
 
 FULL_AT_LEAST = 0.88
 REUSE_BELOW_FULL_BY = {"pronoun": 0.2, "two_hop": 0.2}

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from cacheblend_rag.documents.embedding import Embedding
 from cacheblend_rag.documents.folder import PASSAGES, chroma_of, open_chroma
-from cacheblend_rag.reference.corpus import Document, Example, make_example
-from cacheblend_rag.reference.world import Style
+from cacheblend_rag.lab.training.corpus import Document, Example, make_example
+from cacheblend_rag.lab.training.world import Style
 
 __all__ = ["draw_corpora", "found_chunks"]
 

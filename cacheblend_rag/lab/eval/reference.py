@@ -11,8 +11,8 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lab.eval.metrics import best_exact_match, best_f1
 from cacheblend_rag.lab.eval.ranked import draw_corpora, found_chunks
 from cacheblend_rag.lab.eval.task import EvalContext, EvalQuestion, EvalTask
-from cacheblend_rag.reference.corpus import EVAL_STYLE, Document, Example, Question, eval_examples, value_of
-from cacheblend_rag.reference.prompt import DEFAULT_FORMAT, FORMATS
+from cacheblend_rag.lab.training.corpus import EVAL_STYLE, Document, Example, Question, eval_examples
+from cacheblend_rag.reference.prompt import DEFAULT_FORMAT, FORMATS, value_of
 
 __all__ = ["RETRIEVALS", "reference_task"]
 
@@ -70,7 +70,7 @@ def reference_task(
     Returns
     -------
     EvalTask
-        The chunks as they are, as pieces of their documents, the kinds of `cacheblend_rag.reference.corpus.KINDS`, and exact
+        The chunks as they are, as pieces of their documents, the kinds of `cacheblend_rag.lab.training.corpus.KINDS`, and exact
         match and F1 of the value that the answer's sentence ends with.
 
     Raises

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from cacheblend_rag.reference.corpus import Example
+from cacheblend_rag.lab.training.corpus import Example
 from cacheblend_rag.reference.prompt import BOS, PromptFormat
 
 __all__ = ["IGNORED", "Batch", "Row", "collate", "copy_batch", "encode_example"]

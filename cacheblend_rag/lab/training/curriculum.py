@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cacheblend_rag.reference.world import Style
+from cacheblend_rag.lab.training.world import Style
 
 __all__ = ["COPY_LENGTHS", "STAGES", "Stage", "brief_stages"]
 

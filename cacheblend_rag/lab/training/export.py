@@ -11,9 +11,9 @@ from typing import Any
 
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from cacheblend_rag.lab.training.corpus import eval_examples
 from cacheblend_rag.lab.training.scoring import score
 from cacheblend_rag.lab.training.tokenizer import save_tokenizer
-from cacheblend_rag.reference.corpus import eval_examples
 
 __all__ = ["export", "measure"]
 

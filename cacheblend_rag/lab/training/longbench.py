@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.reference.corpus import eval_examples
+from cacheblend_rag.lab.training.corpus import eval_examples
 
 __all__ = ["MADE_SUBTASKS", "longbench_records"]
 

@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cacheblend_rag.lab.training.attention import BRANCHED
 from cacheblend_rag.lab.training.batch import IGNORED, Batch, collate, encode_example
-from cacheblend_rag.reference.corpus import Example
+from cacheblend_rag.lab.training.corpus import Example
 from cacheblend_rag.reference.prompt import DEFAULT_FORMAT, FORMATS, PromptFormat
 
 __all__ = ["answer_logits", "correct_answers", "score"]

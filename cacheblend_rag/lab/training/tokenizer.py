@@ -14,9 +14,15 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from cacheblend_rag.lab.training.templates import (
+    ATTRIBUTES,
+    COMPARISONS,
+    FILLERS,
+    question_templates,
+    statement_templates,
+)
+from cacheblend_rag.lab.training.vocabulary import HEADS_AND_TAILS, PLAIN_PAIRS
 from cacheblend_rag.reference.prompt import BOS, CHAT_TEMPLATE, EOS, FORMATS, PAD, SPECIAL_TOKENS
-from cacheblend_rag.reference.templates import ATTRIBUTES, COMPARISONS, FILLERS, question_templates, statement_templates
-from cacheblend_rag.reference.vocabulary import HEADS_AND_TAILS, PLAIN_PAIRS
 
 __all__ = ["build_tokenizer", "save_tokenizer"]
 

@@ -23,14 +23,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cacheblend_rag.lab.training.attention import BRANCHED
 from cacheblend_rag.lab.training.batch import IGNORED, Batch, Row, collate, copy_batch, encode_example
+from cacheblend_rag.lab.training.corpus import eval_examples, make_example, shuffle_example
 from cacheblend_rag.lab.training.curriculum import COPY_LENGTHS, STAGES, Stage, brief_stages
 from cacheblend_rag.lab.training.export import export
 from cacheblend_rag.lab.training.muon import Muon
 from cacheblend_rag.lab.training.scoring import answer_logits, score
 from cacheblend_rag.lab.training.tokenizer import MAX_LENGTH, build_tokenizer
-from cacheblend_rag.reference.corpus import eval_examples, make_example, shuffle_example
+from cacheblend_rag.lab.training.world import Style
 from cacheblend_rag.reference.prompt import FORMATS
-from cacheblend_rag.reference.world import Style
 
 __all__ = ["Options", "Trainer", "build_model", "main"]
 

@@ -12,7 +12,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lab.eval import EvalSetting, evaluate, grid_methods, parse_methods, reference_task
 from cacheblend_rag.lab.eval.asking import Asker
 from cacheblend_rag.lab.eval.inquiry import Inquiry
-from cacheblend_rag.reference.corpus import KINDS, eval_examples
+from cacheblend_rag.lab.training.corpus import KINDS, eval_examples
 from cacheblend_rag.reference.prompt import FORMATS
 
 TASK = replace(reference_task(9), max_new_tokens=4)

@@ -19,7 +19,7 @@ from cacheblend_rag.lab.eval.methods import BEHIND_OTHER, BEHIND_SHUFFLED, DOCUM
 from cacheblend_rag.lab.eval.pieces import Pieces
 from cacheblend_rag.lab.eval.ranked import found_chunks
 from cacheblend_rag.lab.eval.retrieve import RetrievalSetting, Retriever
-from cacheblend_rag.reference.corpus import Document, eval_examples
+from cacheblend_rag.lab.training.corpus import Document, eval_examples
 
 READING = reference_task(60)
 ROWS = "full documents, reuse, reuse alone, reuse behind other, reuse behind shuffled, hkvd 0.15, hkvd 0.15 alone"

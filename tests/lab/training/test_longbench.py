@@ -10,8 +10,8 @@ import pytest
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lab.eval.datasets import load_task
+from cacheblend_rag.lab.training.corpus import eval_examples
 from cacheblend_rag.lab.training.longbench import MADE_SUBTASKS, longbench_records, main
-from cacheblend_rag.reference.corpus import eval_examples
 
 
 def test_records_of_other_subtasks_are_not_made() -> None:

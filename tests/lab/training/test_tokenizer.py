@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from cacheblend_rag.lab.training.corpus import eval_examples
 from cacheblend_rag.lab.training.tokenizer import build_tokenizer, save_tokenizer
-from cacheblend_rag.reference.corpus import eval_examples
+from cacheblend_rag.lab.training.vocabulary import HEADS_AND_TAILS, PLAIN_PAIRS
 from cacheblend_rag.reference.prompt import ASSISTANT, BOS, FORMATS, USER, chat
-from cacheblend_rag.reference.vocabulary import HEADS_AND_TAILS, PLAIN_PAIRS
 
 TOKENIZER = build_tokenizer()
 LINES = st.lists(

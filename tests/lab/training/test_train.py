@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 
 from cacheblend_rag.lab.training.attention import BRANCHED
 from cacheblend_rag.lab.training.batch import IGNORED, Batch, collate, copy_batch, encode_example
+from cacheblend_rag.lab.training.corpus import eval_examples, make_example
 from cacheblend_rag.lab.training.curriculum import STAGES, Stage, brief_stages
 from cacheblend_rag.lab.training.muon import orthogonalised
 from cacheblend_rag.lab.training.scoring import answer_logits, correct_answers, score
 from cacheblend_rag.lab.training.tokenizer import build_tokenizer
 from cacheblend_rag.lab.training.train import Options, Trainer, main, run
-from cacheblend_rag.reference.corpus import eval_examples, make_example, value_of
-from cacheblend_rag.reference.prompt import FORMATS
+from cacheblend_rag.reference.prompt import FORMATS, value_of
 
 TOKENIZER = build_tokenizer()
 TINY = Options(layers=2, hidden=32, heads=2, intermediate=48, lr=3e-3, warmup=5)

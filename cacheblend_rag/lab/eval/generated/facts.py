@@ -6,8 +6,8 @@ import random
 
 from cacheblend_rag.lab.eval.generated.haystack import Haystack, place, stories
 from cacheblend_rag.lab.eval.generated.packing import Puzzle, Unit
-from cacheblend_rag.reference.templates import ATTRIBUTES, RELATIONS, question_template
-from cacheblend_rag.reference.vocabulary import Maker
+from cacheblend_rag.lab.training.templates import ATTRIBUTES, RELATIONS, question_template
+from cacheblend_rag.lab.training.vocabulary import Maker
 
 __all__ = ["fact_puzzle"]
 

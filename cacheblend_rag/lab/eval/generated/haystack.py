@@ -9,8 +9,8 @@ from functools import cache
 from itertools import cycle, islice
 
 from cacheblend_rag.lab.eval.generated.packing import Unit
-from cacheblend_rag.reference.vocabulary import HEADS_AND_TAILS, PLAIN_PAIRS
-from cacheblend_rag.reference.world import Style, build_world
+from cacheblend_rag.lab.training.vocabulary import HEADS_AND_TAILS, PLAIN_PAIRS
+from cacheblend_rag.lab.training.world import Style, build_world
 
 __all__ = ["Haystack", "Names", "invented_words", "noise", "place", "random_depths", "stories"]
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import random
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
-from cacheblend_rag.reference.templates import ATTRIBUTES, COMPARISONS, RELATIONS, question_template
-from cacheblend_rag.reference.vocabulary import Split
-from cacheblend_rag.reference.world import Document, Fact, Style, World, build_world
+from cacheblend_rag.demo.corpus import CORPUS_FILE, Document, Question
+from cacheblend_rag.lab.training.templates import ATTRIBUTES, COMPARISONS, RELATIONS, question_template
+from cacheblend_rag.lab.training.vocabulary import Split
+from cacheblend_rag.lab.training.world import Fact, Style, World, build_world
 
 __all__ = [
     "EVAL_STYLE",
@@ -17,49 +18,15 @@ __all__ = [
     "Document",
     "Example",
     "Question",
-    "demo_documents",
-    "demo_questions",
+    "demo_corpus",
     "eval_examples",
     "make_example",
     "shuffle_example",
     "training_examples",
-    "value_of",
 ]
 
 KINDS = ("single", "pronoun", "two_hop", "comparison")
 """Every kind of question there is. Which of them a context asks is :attr:`Style.kinds`; comparisons only where told to."""
-_VALUE = re.compile(
-    r".*\b(?:born in|lives in|works for|is a|keeps a|is based in|makes|founded by|called|is|so) (?P<value>.+?)\.?\s*",
-    re.DOTALL,
-)
-
-
-@dataclass(frozen=True)
-class Question:
-    """A question about a context.
-
-    Attributes
-    ----------
-    text
-        What is asked.
-    answer
-        The value alone (``Ashford``, ``no``): what exact match and F1 are measured on.
-    sentence
-        The whole sentence that the model learns to write; its last words are the answer.
-    kind
-        One of :data:`KINDS`.
-    support
-        Indices of the chunks that are needed, in order; for a pronoun also the chunk that names its subject.
-    source
-        The index of the chunk that states the answer; of a comparison, the later one.
-    """
-
-    text: str
-    answer: str
-    sentence: str
-    kind: str
-    support: tuple[int, ...]
-    source: int
 
 
 @dataclass(frozen=True)
@@ -69,12 +36,6 @@ class Example:
     chunks: tuple[str, ...]
     questions: tuple[Question, ...]
     documents: tuple[Document, ...] = ()
-
-
-def value_of(sentence: str) -> str:
-    """Return the value at the end of an answer's sentence, for comparison with :attr:`Question.answer`."""
-    found = _VALUE.fullmatch(sentence.strip())
-    return found["value"] if found else sentence.strip().rstrip(".")
 
 
 def make_example(rng: random.Random, style: Style, split: Split, max_questions: int) -> Example:
@@ -146,19 +107,16 @@ _DEMO_SEED = 20
 _DEMO_STYLE = Style(people=(7, 7), firms=(3, 3), facts=(5, 5), pool=(8, 8))
 
 
-def demo_documents() -> list[Document]:
-    """Return the demonstration's ten documents, always the same."""
-    return list(_demo_world().documents)
-
-
-def demo_questions(count: int = 12) -> list[Question]:
-    """Return questions about :func:`demo_documents`; `support` counts the chunks of all documents through."""
+def demo_corpus() -> str:
+    """Return the file of the demonstration's ten documents and all questions about them, always the same."""
+    world = build_world(random.Random(f"demo:{_DEMO_SEED}"), _DEMO_STYLE, "held_out")
     rng = random.Random(f"demo-questions:{_DEMO_SEED}")
-    return _pick(rng, _questions(rng, _demo_world(), "held_out", EVAL_STYLE), EVAL_STYLE.kinds, count)
-
-
-def _demo_world() -> World:
-    return build_world(random.Random(f"demo:{_DEMO_SEED}"), _DEMO_STYLE, "held_out")
+    questions = _questions(rng, world, "held_out", EVAL_STYLE)
+    picked = _pick(rng, questions, EVAL_STYLE.kinds, len(questions))
+    parts = {"documents": world.documents, "questions": picked}
+    # One a line, for people to read and for changes to be seen.
+    lists = (f'"{name}": [\n' + ",\n".join(json.dumps(asdict(each)) for each in part) for name, part in parts.items())
+    return "{" + "\n], ".join(lists) + "\n]}\n"
 
 
 def _pick(rng: random.Random, questions: list[Question], kinds: tuple[str, ...], count: int) -> list[Question]:
@@ -277,3 +235,7 @@ def _comparisons(
                     )
                 )
     return questions
+
+
+if __name__ == "__main__":
+    CORPUS_FILE.write_text(demo_corpus(), encoding="utf-8")

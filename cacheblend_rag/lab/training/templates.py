@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass
 from functools import cache
 
-from cacheblend_rag.reference.vocabulary import Split
+from cacheblend_rag.lab.training.vocabulary import Split
 
 __all__ = [
     "ATTRIBUTES",

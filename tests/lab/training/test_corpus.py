@@ -8,20 +8,20 @@ from dataclasses import replace
 
 import pytest
 
-from cacheblend_rag.lab.training.curriculum import STAGES
-from cacheblend_rag.reference.corpus import (
+from cacheblend_rag.demo.corpus import CORPUS_FILE, demo_documents, demo_questions
+from cacheblend_rag.lab.training.corpus import (
     EVAL_STYLE,
     Example,
-    demo_documents,
-    demo_questions,
+    demo_corpus,
     eval_examples,
     shuffle_example,
     training_examples,
-    value_of,
 )
-from cacheblend_rag.reference.templates import ATTRIBUTES, COMPARISONS, question_templates, statement_templates
-from cacheblend_rag.reference.vocabulary import HEADS_AND_TAILS, PLAIN_PAIRS, Maker, is_held_out
-from cacheblend_rag.reference.world import Style
+from cacheblend_rag.lab.training.curriculum import STAGES
+from cacheblend_rag.lab.training.templates import ATTRIBUTES, COMPARISONS, question_templates, statement_templates
+from cacheblend_rag.lab.training.vocabulary import HEADS_AND_TAILS, PLAIN_PAIRS, Maker, is_held_out
+from cacheblend_rag.lab.training.world import Style
+from cacheblend_rag.reference.prompt import value_of
 
 NAMED_KINDS = ("person", "town", "firm", *PLAIN_PAIRS)
 
@@ -36,8 +36,7 @@ def test_examples_follow_from_the_seed() -> None:
     assert eval_examples(40, seed=5) != eval_examples(40, seed=6)
     first = list(itertools.islice(training_examples(2, Style()), 4))
     assert first == list(itertools.islice(training_examples(2, Style()), 4))
-    assert demo_documents() == demo_documents()
-    assert demo_questions() == demo_questions()
+    assert CORPUS_FILE.read_text(encoding="utf-8") == demo_corpus()
 
 
 @pytest.mark.parametrize("kind", NAMED_KINDS)

@@ -5,26 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from cacheblend_rag.reference.templates import ATTRIBUTES, FILLERS, RELATIONS, statement_template
-from cacheblend_rag.reference.vocabulary import Maker, Split
+from cacheblend_rag.demo.corpus import Document
+from cacheblend_rag.lab.training.templates import ATTRIBUTES, FILLERS, RELATIONS, statement_template
+from cacheblend_rag.lab.training.vocabulary import Maker, Split
 
-__all__ = ["Document", "Fact", "Style", "World", "build_world"]
-
-
-@dataclass(frozen=True)
-class Document:
-    """A text about one subject, already cut into chunks.
-
-    Attributes
-    ----------
-    title
-        The subject's name.
-    chunks
-        One or two sentences each, in reading order. The first names the subject; later ones may say only "She".
-    """
-
-    title: str
-    chunks: tuple[str, ...]
+__all__ = ["Fact", "Style", "World", "build_world"]
 
 
 @dataclass(frozen=True)
