@@ -63,17 +63,13 @@ def _root(
     del version
 
 
-app.command()(demo)
-app.command()(warm)
-app.command()(ask)
-app.command()(profile)
-app.command()(calibrate)
-app.command()(models)
+for _command in (demo, warm, ask, profile, calibrate, models):
+    app.command()(_command)
 app.add_typer(store_app, name="store")
 app.add_typer(pml_app, name="pml")
 for _entry in sorted(entry_points(group="cacheblend_rag.commands"), key=lambda entry: entry.name):
-    _command = _entry.load()
-    if isinstance(_command, typer.Typer):
-        app.add_typer(_command, name=_entry.name)
+    _added = _entry.load()
+    if isinstance(_added, typer.Typer):
+        app.add_typer(_added, name=_entry.name)
     else:
-        app.command(_entry.name)(_command)
+        app.command(_entry.name)(_added)

@@ -13,14 +13,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cacheblend_rag.cli.models import open_engine
-from cacheblend_rag.cli.options import EmbeddingOption, JsonOption, StoredModelOption, StoreOption
+from cacheblend_rag.cli.options import (
+    EmbeddingOption,
+    JsonOption,
+    SelectorOption,
+    StoredModelOption,
+    StoreOption,
+    existing,
+    in_a_folder,
+)
 from cacheblend_rag.cli.output import console, parse_ratios, progress_bar, say_seconds, show_table, write_json
-from cacheblend_rag.cli.warm import CHUNK_TOKENS, token_counter
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.cli.warm import CHUNK_TOKENS, passages_of, warmed
 
 if TYPE_CHECKING:
     from cacheblend_rag.calibration import Calibration
-    from cacheblend_rag.chunk import BlendPrompt
     from cacheblend_rag.config import BlendConfig
     from cacheblend_rag.documents import Library
     from cacheblend_rag.engine import BlendEngine
@@ -41,6 +47,7 @@ def calibrate(
         list[Path] | None,
         typer.Argument(
             metavar="[PATH...]",
+            callback=existing,
             help="Documents, as warm takes them, read into a store that is removed afterwards; by default what was warmed.",
         ),
     ] = None,
@@ -49,6 +56,7 @@ def calibrate(
         typer.Option(
             "--config",
             metavar="FILE",
+            callback=in_a_folder,
             help="The YAML file of settings to read, and to write the ratio to; made if need be.",
         ),
     ] = Path("blend.yaml"),
@@ -59,9 +67,7 @@ def calibrate(
         int | None, typer.Option(min=1, help=f"Most tokens of a passage of PATH; by default {CHUNK_TOKENS}.")
     ] = None,
     top_k: Annotated[int, typer.Option(min=1, help="How many passages each question is answered from.")] = 6,
-    selector: Annotated[
-        str | None, typer.Option(help="Which tokens to recompute; by default what the settings say.")
-    ] = None,
+    selector: SelectorOption = None,
     ratios: Annotated[
         str, typer.Option(help="Recompute ratios below 1 to try, comma-separated.")
     ] = "0,0.02,0.05,0.1,0.15,0.25,0.4,0.6",
@@ -85,33 +91,27 @@ def calibrate(
 
     tried = parse_ratios(ratios)
     asked = read_questions_and_answers(questions)
-    if not config_file.absolute().parent.is_dir():
-        raise typer.BadParameter(f"the folder {config_file.absolute().parent} does not exist", param_hint="--config")
-    for path in paths or []:
-        if not path.exists():
-            raise typer.BadParameter(f"there is no file or folder {path}", param_hint="PATH")
+    if chunk_tokens is not None and not paths:
+        raise typer.BadParameter("passages that were warmed have their length", param_hint="--chunk-tokens")
     config = BlendConfig.from_yaml(config_file) if config_file.exists() else BlendConfig()
     started = time.perf_counter()
     opened = (
-        _read(paths, config, model, embedding, chunk_tokens)
+        _read(paths, config, model or "reference", embedding, chunk_tokens or CHUNK_TOKENS)
         if paths
-        else _warmed(store, config, model, embedding, chunk_tokens)
+        else warmed(store, model, embedding, config, guard_rate=0.0)
     )
-    with opened as (engine, library, name):
-        prompts = [_prompt(engine, library, question, top_k) for question in asked]
-        screen = console(stderr=True)
-        with screen.status("calibrating") as status:
-            found = run(
-                engine,
-                prompts,
-                answers=list(asked.values()),
-                selector=selector,
-                ratios=tried,
-                agreement=agreement,
-                confidence=confidence,
-                max_new_tokens=max_new_tokens,
-                progress=status.update,
-            )
+    with opened as (engine, library, name), console(stderr=True).status("calibrating") as status:
+        found = run(
+            engine,
+            [library.prompt(question, library.search(question, top_k)) for question in asked],
+            answers=list(asked.values()),
+            selector=selector,
+            ratios=tried,
+            agreement=agreement,
+            confidence=confidence,
+            max_new_tokens=max_new_tokens,
+            progress=status.update,
+        )
         embedded = library.embedding.name
     _show(found, time.perf_counter() - started)
     changes = _changes(found, config, selector, disable)
@@ -139,61 +139,23 @@ def calibrate(
 
 @contextmanager
 def _read(
-    paths: list[Path], config: BlendConfig, model: str | None, embedding: str | None, chunk_tokens: int | None
+    paths: list[Path], config: BlendConfig, model: str, embedding: str | None, chunk_tokens: int
 ) -> Iterator[tuple[BlendEngine, Library, str]]:
     """Read documents into a store that is there for as long as they are asked about."""
-    from cacheblend_rag.documents import Embedding, Library, kv_folder, passage_config, read_passages
+    from cacheblend_rag.documents import Embedding, kv_folder, open_library, passage_config
 
-    name = model or "reference"
-    with tempfile.TemporaryDirectory(prefix="cacheblend-calibrate-") as folder:
+    with tempfile.TemporaryDirectory(prefix="cacheblend-calibrate-") as name:
+        folder = Path(name)
         # What is removed afterwards should not be left in a remote tier, nor be looked for there.
         quiet = passage_config(config).replace(remote=None, guard_rate=0.0)
-        with open_engine(name, store=kv_folder(Path(folder)), config=quiet) as engine:
-            passages, skipped = read_passages(paths, token_counter(engine), chunk_tokens or CHUNK_TOKENS)
-            for note in skipped:
-                typer.echo(note, err=True)
+        with open_engine(model, store=kv_folder(folder), config=quiet) as engine:
+            passages = passages_of(paths, engine, chunk_tokens)
             if not passages:
-                raise ConfigError(
-                    f"no text was found in {', '.join(map(str, paths))}: .txt, .md and .rst files are read"
-                )
-            with Library(Path(folder), engine, Embedding(embedding)) as library:
+                raise typer.Exit(1)
+            with open_library(folder, engine, Embedding(embedding)) as library:
                 with progress_bar("warming") as progress:
                     library.warm(passages, paths, progress=progress)
-                yield engine, library, name
-
-
-@contextmanager
-def _warmed(
-    store: Path, config: BlendConfig, model: str | None, embedding: str | None, chunk_tokens: int | None
-) -> Iterator[tuple[BlendEngine, Library, str]]:
-    """Open what was warmed."""
-    from cacheblend_rag.documents import Embedding, Library, LibrarySettings, is_library, kv_folder, passage_config
-
-    if chunk_tokens is not None:
-        raise typer.BadParameter("passages that were warmed have their length", param_hint="--chunk-tokens")
-    known = LibrarySettings.load(store)
-    if known is None or not is_library(store):
-        raise ConfigError(
-            f"nothing was warmed into {store}; name documents, or run: cacheblend-rag warm PATH --store {store}"
-        )
-    name = model or known.model
-    quiet = passage_config(config).replace(guard_rate=0.0)
-    with (
-        open_engine(name, store=kv_folder(store), config=quiet) as engine,
-        Library(store, engine, Embedding(embedding or known.embedding)) as library,
-    ):
-        if not len(library):
-            raise ConfigError(f"{store} holds no passages; run: cacheblend-rag warm PATH --store {store}")
-        yield engine, library, name
-
-
-def _prompt(engine: BlendEngine, library: Library, question: str, top_k: int) -> BlendPrompt:
-    from cacheblend_rag.chunk import Chunk
-    from cacheblend_rag.documents import question_prompt, reading_order
-
-    found = reading_order(library.search(question, top_k))
-    chunks = [Chunk(match.passage.text, match.passage.id) for match in found]
-    return question_prompt(engine.tokenizer, question, chunks)
+                yield engine, library, model
 
 
 def _show(found: Calibration, seconds: float) -> None:

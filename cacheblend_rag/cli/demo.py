@@ -36,14 +36,11 @@ def demo(
     Their KV is computed on the way in. A second run finds everything there and encodes nothing.
     """
     others = parse_ratios(ratios)
-    from cacheblend_rag.demo.framework import DemoEngine
-    from cacheblend_rag.demo.rows import summarize
-    from cacheblend_rag.demo.run import run_demo
+    from cacheblend_rag.demo.run import DemoEngine, run_demo, summarize
 
     started = time.perf_counter()
-    screen = console(stderr=True)
     with (
-        screen.status("loading the model") as status,
+        console(stderr=True).status("loading the model") as status,
         open_engine(model, store=folder / "kv", kind=DemoEngine) as engine,
     ):
         assert isinstance(engine, DemoEngine)
@@ -56,44 +53,42 @@ def demo(
             context_chunks=context_chunks,
             progress=lambda text: status.update(text),
         )
-    for framework in dict.fromkeys(row.framework for row in rows):
-        for question in dict.fromkeys(row.question for row in rows):
-            chosen = [row for row in rows if (row.framework, row.question) == (framework, question)]
-            lines = [
-                (
-                    row.method,
-                    row.answer,
-                    "yes" if row.match else "no",
-                    say_seconds(row.ttft_s),
-                    f"{row.speedup:.1f}x",
-                    None if row.hits is None else f"{row.hits}/{row.chunks}",
-                )
-                for row in chosen
-            ]
-            first = chosen[0]
-            note = "" if first.supported else "; not all it needs was retrieved"
-            title = f"{framework}: {question} ({first.kind}; {first.gold}{note})"
-            show_table(title, ("method", "answer", "right", "first token", "speedup", "hits"), lines, text_columns=2)
+    for framework, question in dict.fromkeys((row.framework, row.question) for row in rows):
+        chosen = [row for row in rows if (row.framework, row.question) == (framework, question)]
+        lines = [
+            (
+                row.method,
+                row.answer,
+                "yes" if row.match else "no",
+                say_seconds(row.ttft_s),
+                f"{row.speedup:.1f}x",
+                None if row.hits is None else f"{row.hits}/{row.chunks}",
+            )
+            for row in chosen
+        ]
+        note = "" if chosen[0].supported else "; not all it needs was retrieved"
+        title = f"{framework}: {question} ({chosen[0].kind}; {chosen[0].gold}{note})"
+        show_table(title, ("method", "answer", "right", "first token", "speedup", "hits"), lines, text_columns=2)
     summaries = summarize(rows)
     summary_lines = [
         (
-            line.framework,
-            line.method,
-            f"{round(line.match * line.questions)}/{line.questions}",
-            f"{round(line.same_as_full * line.questions)}/{line.questions}",
-            say_seconds(line.ttft_s),
-            f"{line.speedup:.1f}x",
-            f"{line.charged_ratio:.2f}",
-            None if line.hits is None else f"{line.hits}/{line.chunks}",
+            line["framework"],
+            line["method"],
+            f"{round(line['match'] * line['questions'])}/{line['questions']}",
+            f"{round(line['same_as_full'] * line['questions'])}/{line['questions']}",
+            say_seconds(line["ttft_s"]),
+            f"{line['speedup']:.1f}x",
+            f"{line['charged_ratio']:.2f}",
+            None if line["hits"] is None else f"{line['hits']}/{line['chunks']}",
         )
         for line in summaries
     ]
     columns = ("framework", "method", "right", "same as full", "first token", "speedup", "charged", "hits")
     show_table("summary (medians over the questions)", columns, summary_lines, text_columns=2)
-    for ingestion in ingestions:
+    for each in ingestions:
         typer.echo(
-            f"{ingestion.framework}: {ingestion.chunks} chunks in Chroma, {ingestion.encoded} encoded in this run, "
-            f"{say_seconds(ingestion.seconds)}"
+            f"{each['framework']}: {each['chunks']} chunks in Chroma, {each['encoded']} encoded in this run, "
+            f"{say_seconds(each['seconds'])}"
         )
     seconds = time.perf_counter() - started
     typer.echo(f"{say_seconds(seconds)} in all; kept in {folder}")
@@ -104,6 +99,6 @@ def demo(
         model=model,
         context_chunks=context_chunks,
         seconds=seconds,
-        ingestion=[asdict(ingestion) for ingestion in ingestions],
-        summary=[asdict(line) for line in summaries],
+        ingestion=ingestions,
+        summary=summaries,
     )

@@ -8,7 +8,7 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,11 +24,8 @@ __all__ = [
     "console",
     "make_quiet",
     "parse_bytes",
-    "parse_capacities",
-    "parse_counts",
     "parse_names",
     "parse_ratios",
-    "plain_values",
     "progress_bar",
     "say_bytes",
     "say_seconds",
@@ -36,7 +33,7 @@ __all__ = [
     "write_json",
 ]
 
-_UNITS = ("B", "KB", "MB", "GB", "TB")
+_POWERS = ("", "K", "M", "G", "T")
 _SIZE = re.compile(r"\s*(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGT]?)(?P<binary>I?)B?\s*", re.IGNORECASE)
 _REPORTED_PACKAGES = (
     "cacheblend-rag",
@@ -78,11 +75,12 @@ def make_quiet() -> None:
 
 def say_bytes(size: float) -> str:
     """Return a size as people write it, in powers of 1000: ``"12.5 MB"``."""
-    for unit in _UNITS[:-1]:
-        if abs(size) < 999.5:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} {_UNITS[-1]}"
+    if abs(size) < 999.5:
+        return f"{size:.0f} B"
+    power = 0
+    while abs(size) >= 999.5 and power < len(_POWERS) - 1:
+        size, power = size / 1000, power + 1
+    return f"{size:.3g} {_POWERS[power]}B"
 
 
 def say_seconds(seconds: float) -> str:
@@ -106,10 +104,9 @@ def parse_bytes(text: str) -> int:
     """
     found = _SIZE.fullmatch(text)
     if found is None:
-        raise ConfigError(f"{text!r} is no size; write for example 500MB, 2GB or 1.5GiB")
+        raise ConfigError(f"{text!r} is not a size; write for example 500MB, 2GB or 1.5GiB")
     step = 1024 if found["binary"] else 1000
-    power = ("", "K", "M", "G", "T").index(found["unit"].upper())
-    return int(float(found["number"]) * step**power)
+    return int(float(found["number"]) * step ** _POWERS.index(found["unit"].upper()))
 
 
 def parse_ratios(text: str) -> tuple[float, ...]:
@@ -125,7 +122,9 @@ def parse_ratios(text: str) -> tuple[float, ...]:
         try:
             ratio = float(part)
         except ValueError:
-            raise ConfigError(f"{part.strip()!r} in {text!r} is no number; write ratios like 0,0.05,0.15,0.3") from None
+            raise ConfigError(
+                f"{part.strip()!r} in {text!r} is not a number; write ratios like 0,0.05,0.15,0.3"
+            ) from None
         if not math.isfinite(ratio) or not 0 <= ratio <= 1:
             raise ConfigError(f"ratio {part.strip()} must be a finite number from 0 (plain reuse) to 1 (full prefill)")
         ratios.append(ratio)
@@ -135,40 +134,6 @@ def parse_ratios(text: str) -> tuple[float, ...]:
 def parse_names(text: str) -> tuple[str, ...]:
     """Return the names of a comma-separated list; one that is empty is among them, to be refused as any other unknown one."""
     return tuple(name.strip() for name in text.split(","))
-
-
-def parse_counts(text: str, example: str = "10000,100000") -> tuple[int, ...]:
-    """Return whole numbers written like the example.
-
-    Raises
-    ------
-    ConfigError
-        If one is no whole number.
-    """
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        wrong = next(part.strip() for part in text.split(",") if not part.strip().isdecimal())
-        raise ConfigError(f"{wrong!r} in {text!r} is no whole number; write numbers like {example}") from None
-
-
-def parse_capacities(text: str) -> tuple[int | float, ...]:
-    """Return capacities written like ``"0.25,512"``: shares of the context, and whole numbers of tokens.
-
-    Raises
-    ------
-    ConfigError
-        If one is no number.
-    """
-    capacities: list[int | float] = []
-    for part in text.split(","):
-        try:
-            capacities.append(int(part) if part.strip().isdecimal() else float(part))
-        except ValueError:
-            raise ConfigError(
-                f"{part.strip()!r} in {text!r} is no number; write shares of the context like 0.25, or numbers of tokens like 512"
-            ) from None
-    return tuple(capacities)
 
 
 def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, text_columns: int = 1) -> None:
@@ -205,7 +170,7 @@ def write_json(path: Path | None, command: str, rows: Sequence[dict[str, Any]], 
         # Figures are shared: where somebody keeps files is nobody's business.
         "arguments": [Path(each).name if Path(each).is_absolute() else each for each in sys.argv[1:]],
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **dict(_versions())},
         "machine": _machine(),
         **facts,
         "rows": [{key: row.get(key) for key in keys} for row in rows],
@@ -216,14 +181,10 @@ def write_json(path: Path | None, command: str, rows: Sequence[dict[str, Any]], 
         raise ConfigError(f"--json {path} cannot be written: {error.strerror}") from error
 
 
-def _versions() -> dict[str, str]:
-    found = {}
+def _versions() -> Iterator[tuple[str, str]]:
     for name in _REPORTED_PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+        with suppress(PackageNotFoundError):
+            yield name, version(name)
 
 
 def _machine() -> dict[str, Any]:
@@ -238,14 +199,8 @@ def _machine() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
-def plain_values(setting: dict[str, Any]) -> dict[str, Any]:
-    """Return a setting's values as JSON has them."""
-    return {name: str(value) if isinstance(value, Path) else value for name, value in setting.items()}
+    with suppress(OSError):
+        found = re.search(r"^model name\s*: *(.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+        if found is not None:
+            return found[1].strip()
+    return platform.processor()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,7 +15,10 @@ from cacheblend_rag.cli.options import JsonOption, StoreOption
 from cacheblend_rag.cli.output import parse_names, say_bytes, show_table, write_json
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["store_app"]
+if TYPE_CHECKING:
+    from cacheblend_rag.store import TieredStore
+
+__all__ = ["kv_folder_of", "store_app"]
 
 store_app = typer.Typer(
     help="Look after a store: figures, a check of every byte, cleaning up, export and import, emptying it.",
@@ -21,60 +26,59 @@ store_app = typer.Typer(
     rich_markup_mode=None,
 )
 
+_DEFAULT = Path(".cacheblend")
+_Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Ids of chunks, as the vector store knows them.")]
+_Pinned = Annotated[str | None, typer.Option("--namespace", help="Only chunks of this tenant; by default of all.")]
 
-def _kv(store: Path) -> Path:
-    """Return where the chunk KV of `store` lies: below it for one that `warm` filled, else `store` itself."""
+
+def kv_folder_of(store: Path | None) -> Path | None:
+    """Return the folder of KV in what ``warm`` made, or the folder itself where it is one."""
     from cacheblend_rag.documents import kv_folder
 
-    for folder in (kv_folder(store), store):
-        if (folder / "store.json").is_file():
-            return folder
-    raise ConfigError(f"there is no store in {store}")
+    return store if store is None or not _is_store(kv_folder(store)) else kv_folder(store)
 
 
 @store_app.command()
-def stats(store: StoreOption = Path(".cacheblend"), json_file: JsonOption = None) -> None:
+def stats(store: StoreOption = _DEFAULT, json_file: JsonOption = None) -> None:
     """Show what the store holds, and what of it is whose."""
     from cacheblend_rag.documents import LibrarySettings
-    from cacheblend_rag.store import open_store
 
     kv = _kv(store)
-    opened = open_store(kv, ram_bytes=0)
-    try:
+    with _opened(kv) as opened:
         figures = opened.stats()
         tenants = opened.tenants()
         shares = {tenant: opened.stats(tenant) for tenant in tenants} if any(tenants) else {}
-    finally:
-        opened.close()
     settings = LibrarySettings.load(store)
-    row: dict[str, Any] = {"store": str(kv), "model": settings.model if settings else None}
-    row |= {"names": figures.nodes, "entries": figures.entries, "disk_bytes": figures.disk_bytes}
-    row |= {"pinned_bytes": figures.pinned_bytes}
-    row["tenants"] = {
-        tenant: {"names": share.nodes, "entries": share.entries, "disk_bytes": share.disk_bytes}
-        for tenant, share in shares.items()
-    }
+    model = settings.model if settings else None
     lines = [
-        ("model", row["model"]),
+        ("model", model),
         ("named chunks", figures.nodes),
         ("chunks with KV", figures.entries),
         ("KV on disk", say_bytes(figures.disk_bytes)),
         ("of it pinned", say_bytes(figures.pinned_bytes)),
     ]
-    lines += [
-        (
-            f"tenant {tenant}" if tenant else "no tenant's",
-            f"{share.nodes} named, {share.entries} with KV, {say_bytes(share.disk_bytes)}",
-        )
-        for tenant, share in shares.items()
-    ]
+    for tenant, share in shares.items():
+        held = f"{share.nodes} named, {share.entries} with KV, {say_bytes(share.disk_bytes)}"
+        lines.append((f"tenant {tenant}" if tenant else "no tenant's", held))
     show_table(str(kv), ("", ""), lines)
+    row = {
+        "store": str(kv),
+        "model": model,
+        "names": figures.nodes,
+        "entries": figures.entries,
+        "disk_bytes": figures.disk_bytes,
+        "pinned_bytes": figures.pinned_bytes,
+        "tenants": {
+            tenant: {"names": share.nodes, "entries": share.entries, "disk_bytes": share.disk_bytes}
+            for tenant, share in shares.items()
+        },
+    }
     write_json(json_file, "store stats", [row])
 
 
 @store_app.command()
 def check(
-    store: StoreOption = Path(".cacheblend"),
+    store: StoreOption = _DEFAULT,
     repair: Annotated[
         bool, typer.Option("--repair", help="Drop what is damaged; it is computed again when it is needed.")
     ] = False,
@@ -94,14 +98,14 @@ def check(
     row = {"store": str(kv), "clean": report.is_clean, "repaired": report.repaired, "names": report.names}
     row |= {"entries": report.entries, "disk_bytes": report.bytes, "problems": report.problems}
     write_json(json_file, "store check", [row])
-    if not report.is_clean and not report.repaired:
+    if verdict == "not clean":
         typer.echo("run it again with --repair", err=True)
         raise typer.Exit(1)
 
 
 @store_app.command()
 def gc(
-    store: StoreOption = Path(".cacheblend"),
+    store: StoreOption = _DEFAULT,
     unnamed_days: Annotated[
         float | None,
         typer.Option(min=0, help="Remove KV that no chunk's name leads to, if it was added at least so many days ago."),
@@ -120,28 +124,14 @@ def gc(
     write_json(json_file, "store gc", [{"store": str(kv), **asdict(report)}])
 
 
-_IDS = typer.Argument(metavar="ID...", help="Ids of chunks, as the vector store knows them.")
-_PINS_OF = typer.Option(help="Only chunks of this tenant; by default of all.")
-
-
 @store_app.command()
-def pin(
-    ids: Annotated[list[str], _IDS],
-    store: StoreOption = Path(".cacheblend"),
-    namespace: Annotated[str | None, _PINS_OF] = None,
-    json_file: JsonOption = None,
-) -> None:
+def pin(ids: _Ids, store: StoreOption = _DEFAULT, namespace: _Pinned = None, json_file: JsonOption = None) -> None:
     """Never evict the KV of these chunks, now held or computed later. The store may be in use."""
     _pin(ids, store, namespace, True, json_file)
 
 
 @store_app.command()
-def unpin(
-    ids: Annotated[list[str], _IDS],
-    store: StoreOption = Path(".cacheblend"),
-    namespace: Annotated[str | None, _PINS_OF] = None,
-    json_file: JsonOption = None,
-) -> None:
+def unpin(ids: _Ids, store: StoreOption = _DEFAULT, namespace: _Pinned = None, json_file: JsonOption = None) -> None:
     """Let the KV of these chunks be evicted again."""
     _pin(ids, store, namespace, False, json_file)
 
@@ -152,15 +142,16 @@ def _pin(ids: list[str], store: Path, tenant: str | None, pinned: bool, json_fil
     kv = _kv(store)
     ids = list(dict.fromkeys(ids))
     pinned_bytes = pin_chunks(kv, ids, pinned=pinned, tenant=tenant)
-    verb = "pinned" if pinned else "unpinned"
-    typer.echo(f"{kv}: {verb} {len(ids)} chunks; {say_bytes(pinned_bytes)} of KV are pinned now")
-    write_json(json_file, f"store {verb[:-3]}", [{"store": str(kv), verb: len(ids), "pinned_bytes": pinned_bytes}])
+    verb = "pin" if pinned else "unpin"
+    typer.echo(f"{kv}: {verb}ned {len(ids)} chunks; {say_bytes(pinned_bytes)} of KV are pinned now")
+    row = {"store": str(kv), f"{verb}ned": len(ids), "pinned_bytes": pinned_bytes}
+    write_json(json_file, f"store {verb}", [row])
 
 
 @store_app.command("export")
 def export_(
     file: Annotated[Path, typer.Argument(metavar="FILE", dir_okay=False, help="The file to write.")],
-    store: StoreOption = Path(".cacheblend"),
+    store: StoreOption = _DEFAULT,
     namespace: Annotated[str | None, typer.Option(help="Only what is this tenant's.")] = None,
     ids: Annotated[str | None, typer.Option(help="Only the chunks of these ids, comma-separated.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
@@ -186,7 +177,7 @@ def export_(
 @store_app.command("import")
 def import_(
     file: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="A file made by export.")],
-    store: StoreOption = Path(".cacheblend"),
+    store: StoreOption = _DEFAULT,
     json_file: JsonOption = None,
 ) -> None:
     """Add the KV and names in a file to a store, once every byte of the file is verified. Import only files that you trust."""
@@ -194,7 +185,7 @@ def import_(
     from cacheblend_rag.store import import_store
 
     # Where `warm` will look for it, unless the folder is, or is to be, a store of its own.
-    default = store == Path(".cacheblend") and not (store / "store.json").is_file()
+    default = store == _DEFAULT and not _is_store(store)
     kv = kv_folder(store) if default or is_library(store) else store
     report = import_store(kv, file)
     typer.echo(
@@ -206,18 +197,17 @@ def import_(
 
 @store_app.command()
 def clear(
-    store: StoreOption = Path(".cacheblend"),
+    store: StoreOption = _DEFAULT,
     namespace: Annotated[str | None, typer.Option(help="Remove the KV and names of this tenant only.")] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     json_file: JsonOption = None,
 ) -> None:
     """Remove everything that was warmed: the passages in Chroma, and all KV. Of one tenant, its KV and names."""
     from cacheblend_rag.documents import clear_library, is_library
-    from cacheblend_rag.store import open_store
 
     kv = _kv(store)
-    opened = open_store(kv, ram_bytes=0)
-    try:
+    whole_library = namespace is None and is_library(store)
+    with _opened(kv) as opened:
         figures = opened.stats(namespace)
         what = "" if namespace is None else f" of tenant {namespace}"
         if not yes and not typer.confirm(
@@ -225,15 +215,33 @@ def clear(
         ):
             typer.echo("nothing was removed")
             raise typer.Exit(1)
-        if namespace is not None or not is_library(store):
+        if not whole_library:
             opened.clear(namespace)
-    finally:
-        opened.close()
-    if namespace is None and is_library(store):
+    if whole_library:
         clear_library(store)
     typer.echo(f"{store} is empty" if namespace is None else f"{store} holds nothing{what} any more")
-    write_json(
-        json_file,
-        "store clear",
-        [{"store": str(kv), "removed_names": figures.nodes, "removed_bytes": figures.disk_bytes}],
-    )
+    row = {"store": str(kv), "removed_names": figures.nodes, "removed_bytes": figures.disk_bytes}
+    write_json(json_file, "store clear", [row])
+
+
+def _is_store(folder: Path) -> bool:
+    return (folder / "store.json").is_file()
+
+
+def _kv(store: Path) -> Path:
+    """Return the folder of KV in a store that there must be."""
+    kv = kv_folder_of(store)
+    if kv is None or not _is_store(kv):
+        raise ConfigError(f"there is no store in {store}")
+    return kv
+
+
+@contextmanager
+def _opened(kv: Path) -> Iterator[TieredStore]:
+    from cacheblend_rag.store import open_store
+
+    opened = open_store(kv, ram_bytes=0)
+    try:
+        yield opened
+    finally:
+        opened.close()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cacheblend_rag.cli.models import open_engine
-from cacheblend_rag.cli.options import EmbeddingOption, JsonOption, StoredModelOption, StoreOption
+from cacheblend_rag.cli.options import EmbeddingOption, JsonOption, StoredModelOption, StoreOption, existing
 from cacheblend_rag.cli.output import (
     make_quiet,
     parse_bytes,
@@ -21,12 +23,15 @@ from cacheblend_rag.cli.output import (
     show_table,
     write_json,
 )
+from cacheblend_rag.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cacheblend_rag.documents import Passage
+    from cacheblend_rag.config import BlendConfig
+    from cacheblend_rag.documents import Library
+    from cacheblend_rag.documents.splitter import Passage
     from cacheblend_rag.engine import BlendEngine
 
-__all__ = ["CHUNK_TOKENS", "token_counter", "warm"]
+__all__ = ["CHUNK_TOKENS", "passages_of", "warm", "warmed"]
 
 CHUNK_TOKENS = 256
 """Most tokens of a passage, unless the store or an option says otherwise."""
@@ -34,7 +39,8 @@ CHUNK_TOKENS = 256
 
 def warm(
     paths: Annotated[
-        list[Path], typer.Argument(metavar="PATH...", help="Files, and folders of .txt, .md and .rst files.")
+        list[Path],
+        typer.Argument(metavar="PATH...", callback=existing, help="Files, and folders of .txt, .md and .rst files."),
     ],
     store: StoreOption = Path(".cacheblend"),
     model: StoredModelOption = None,
@@ -57,33 +63,23 @@ def warm(
     stopped, in whatever way, is finished by the next one.
     """
     budget_bytes = None if budget is None else parse_bytes(budget)
-    from cacheblend_rag.documents import Embedding, Library, LibrarySettings, kv_folder, passage_config, read_passages
+    from cacheblend_rag.documents import Embedding, LibrarySettings, kv_folder, open_library, passage_config
 
     known = LibrarySettings.load(store)
+    finder = Embedding(embedding or (known.embedding if known else None))
     settings = LibrarySettings(
         model or (known.model if known else "reference"),
-        Embedding(embedding or (known.embedding if known else None)).name,
+        finder.name,
         chunk_tokens or (known.chunk_tokens if known else CHUNK_TOKENS),
     )
-    # Asking what it would take must leave nothing behind, so a store that is not there is not made for it.
-    exists = kv_folder(store).is_dir()
-    for path in paths:
-        if not path.exists():
-            raise typer.BadParameter(f"there is no file or folder {path}", param_hint="PATH")
-    embedding_model = Embedding(settings.embedding)
     if not estimate and known is None:
         # First, so that a model which cannot be had leaves no half-made store behind.
         make_quiet()
-        embedding_model.load()
-    folder = kv_folder(store) if exists or not estimate else None
+        _ = finder.model
+    # Asking what it would take must leave nothing behind, so a store that is not there is not made for it.
+    folder = kv_folder(store) if kv_folder(store).is_dir() or not estimate else None
     with open_engine(settings.model, store=folder, config=passage_config()) as engine:
-        passages, skipped = read_passages(paths, token_counter(engine), settings.chunk_tokens)
-        for note in skipped:
-            typer.echo(note, err=True)
-        if not passages:
-            typer.echo(
-                f"no text was found in {', '.join(map(str, paths))}: .txt, .md and .rst files are read", err=True
-            )
+        passages = passages_of(paths, engine, settings.chunk_tokens)
         if engine.unsupported_reason is not None:
             typer.echo(f"no KV is computed: {engine.unsupported_reason}", err=True)
         if estimate:
@@ -91,7 +87,7 @@ def warm(
             return
         settings.save(store)
         started = time.perf_counter()
-        with Library(store, engine, embedding_model) as library, progress_bar("warming") as progress:
+        with open_library(store, engine, finder) as library, progress_bar("warming") as progress:
             result = library.warm(passages, paths, budget_bytes=budget_bytes, progress=progress)
         seconds = time.perf_counter() - started
     files = len({passage.source for passage in passages})
@@ -99,14 +95,9 @@ def warm(
         f"{len(passages)} passages of {files} files: {result.encoded} encoded, {result.unchanged} unchanged, "
         f"{result.removed} removed; {say_bytes(result.kv_bytes)} of KV in {store}; {say_seconds(seconds)}"
     )
-    row: dict[str, Any] = {"files": files, "passages": len(passages), "seconds": seconds}
-    row |= {
-        name: getattr(result, name) for name in ("encoded", "unchanged", "removed", "left_out", "tokens", "kv_bytes")
-    }
+    row = {"files": files, "passages": len(passages), "seconds": seconds, **asdict(result)}
     row |= {"budget_bytes": budget_bytes, "complete": result.left_out == 0}
-    write_json(
-        json_file, "warm", [row], model=settings.model, embedding=settings.embedding, chunk_tokens=settings.chunk_tokens
-    )
+    write_json(json_file, "warm", [row], **asdict(settings))
     if result.left_out:
         typer.echo(
             f"stopped: the budget of {say_bytes(budget_bytes or 0)} has no room for the remaining {result.left_out} passages; "
@@ -116,11 +107,69 @@ def warm(
         raise typer.Exit(1)
 
 
-def token_counter(engine: BlendEngine) -> Callable[[str], int]:
-    """Return what counts the tokens of a text."""
-    tokenizer = engine.tokenizer
-    # Long texts are meant to be counted here, so no warning that one exceeds the model's window.
-    return lambda text: len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+def passages_of(paths: Sequence[Path], engine: BlendEngine, chunk_tokens: int) -> list[Passage]:
+    """Read files, measured in the tokens of an engine's model, and say what was left out."""
+    from cacheblend_rag.documents import read_passages
+
+    def count(text: str) -> int:
+        # Long texts are meant to be counted here, so no warning that one exceeds the model's window.
+        return len(engine.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    passages, skipped = read_passages(paths, count, chunk_tokens)
+    for note in skipped:
+        typer.echo(note, err=True)
+    if not passages:
+        typer.echo(f"no text was found in {', '.join(map(str, paths))}: .txt, .md and .rst files are read", err=True)
+    return passages
+
+
+@contextmanager
+def warmed(
+    store: Path, model: str | None, embedding: str | None, config: BlendConfig | None = None, **settings: Any
+) -> Iterator[tuple[BlendEngine, Library, str]]:
+    """Open what was warmed into a store.
+
+    Parameters
+    ----------
+    store : Path
+        Its folder.
+    model, embedding : str or None
+        The models; by default those that it was warmed with.
+    config : BlendConfig, optional
+        The settings; by default the environment's.
+    **settings : Any
+        Settings that differ from those; None means not given.
+
+    Yields
+    ------
+    engine, library, name
+        The engine, the library, and the name of the model.
+
+    Raises
+    ------
+    ConfigError
+        If nothing was warmed into it.
+    """
+    from cacheblend_rag.documents import (
+        Embedding,
+        LibrarySettings,
+        is_library,
+        kv_folder,
+        open_library,
+        passage_config,
+    )
+
+    known = LibrarySettings.load(store)
+    if known is None or not is_library(store):
+        raise ConfigError(f"nothing was warmed into {store}; run: cacheblend-rag warm PATH --store {store}")
+    name = model or known.model
+    with (
+        open_engine(name, store=kv_folder(store), config=passage_config(config), **settings) as engine,
+        open_library(store, engine, Embedding(embedding or known.embedding)) as library,
+    ):
+        if not len(library):
+            raise ConfigError(f"{store} holds no passages; run: cacheblend-rag warm PATH --store {store}")
+        yield engine, library, name
 
 
 def _estimate(
@@ -131,13 +180,26 @@ def _estimate(
     budget_bytes: int | None,
     json_file: Path | None,
 ) -> None:
-    from cacheblend_rag.documents import passage_chunk
-
-    cost = engine.estimate([passage_chunk(passage) for passage in passages])
+    cost = engine.estimate([passage.chunk for passage in passages])
     held_bytes = engine.store.stats().disk_bytes
-    existing = next(folder for folder in [store.absolute(), *store.absolute().parents] if folder.exists())
-    free_bytes = shutil.disk_usage(existing).free
-    row: dict[str, Any] = {
+    there = next(folder for folder in [store.absolute(), *store.absolute().parents] if folder.exists())
+    free_bytes = shutil.disk_usage(there).free
+    lines = [
+        ("passages", len(passages)),
+        ("to encode", cost.chunks),
+        ("tokens", cost.tokens),
+        ("KV", say_bytes(cost.kv_bytes)),
+        ("KV a token", say_bytes(cost.kv_bytes / cost.tokens) if cost.tokens else None),
+        ("time for the KV", say_seconds(cost.seconds)),
+        ("KV held already", say_bytes(held_bytes)),
+        ("free on disk", say_bytes(free_bytes)),
+    ]
+    show_table(f"warming {store} for {model} would take", ("", ""), lines)
+    if cost.kv_bytes > free_bytes:
+        typer.echo("this does not fit on the disk", err=True)
+    if budget_bytes is not None and held_bytes + cost.kv_bytes > budget_bytes:
+        typer.echo(f"this exceeds the budget of {say_bytes(budget_bytes)}; warming would stop before it does", err=True)
+    row = {
         "passages": len(passages),
         "to_encode": cost.chunks,
         "tokens": cost.tokens,
@@ -148,19 +210,4 @@ def _estimate(
         "free_bytes": free_bytes,
         "budget_bytes": budget_bytes,
     }
-    lines = [
-        ("passages", len(passages)),
-        ("to encode", cost.chunks),
-        ("tokens", cost.tokens),
-        ("KV", say_bytes(cost.kv_bytes)),
-        ("KV a token", None if not cost.tokens else say_bytes(cost.kv_bytes / cost.tokens)),
-        ("time for the KV", say_seconds(cost.seconds)),
-        ("KV held already", say_bytes(held_bytes)),
-        ("free on disk", say_bytes(free_bytes)),
-    ]
-    show_table(f"warming {store} for {model} would take", ("", ""), lines)
-    if cost.kv_bytes > free_bytes:
-        typer.echo("this does not fit on the disk", err=True)
-    if budget_bytes is not None and held_bytes + cost.kv_bytes > budget_bytes:
-        typer.echo(f"this exceeds the budget of {say_bytes(budget_bytes)}; warming would stop before it does", err=True)
     write_json(json_file, "warm --estimate", [row], model=model)

@@ -81,24 +81,18 @@ class DemoChunk:
     ----------
     id : str
         Holds a digest of the text, so that another corpus never meets this one's chunks under the same names.
-    document : int
-        The document's number.
-    title : str
-        The document's title.
-    number : int
-        The chunk's number in the document.
-    start : int
-        Where it begins in the document, in characters, its chunks being lines.
     text : str
         What is read.
+    start : int
+        Where it begins in the document, in characters, its chunks being lines.
+    metadata : dict
+        The document's number (`document`) and `title`, and the chunk's `number` in it.
     """
 
     id: str
-    document: int
-    title: str
-    number: int
-    start: int
     text: str
+    start: int
+    metadata: dict[str, Any]
 
 
 def demo_documents() -> list[Document]:
@@ -118,7 +112,8 @@ def demo_chunks(framework: str) -> list[DemoChunk]:
         start = 0
         for place, text in enumerate(document.chunks):
             id = f"{framework}-{number}-{place}-{text_hash(text)[:8]}"
-            chunks.append(DemoChunk(id, number, document.title, place, start, text))
+            about = {"document": number, "title": document.title, "number": place}
+            chunks.append(DemoChunk(id, text, start, about))
             start += len(text) + 1
     return chunks
 

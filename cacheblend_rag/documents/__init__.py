@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from cacheblend_rag.documents.embedding import Embedding
-from cacheblend_rag.documents.folder import LibrarySettings, clear_library, is_library, kv_folder
-from cacheblend_rag.documents.library import Library, Match, WarmResult, passage_chunk, reading_order
-from cacheblend_rag.documents.prompt import passage_config, question_prompt
-from cacheblend_rag.documents.splitter import Passage, read_passages
+from cacheblend_rag.documents.embedding import Embedding, packaged_minilm
+from cacheblend_rag.documents.library import (
+    Library,
+    LibrarySettings,
+    clear_library,
+    is_library,
+    kv_folder,
+    open_chroma,
+    open_library,
+    passage_config,
+)
+from cacheblend_rag.documents.splitter import read_passages
 
 __all__ = [
     "Embedding",
     "Library",
     "LibrarySettings",
-    "Match",
-    "Passage",
-    "WarmResult",
     "clear_library",
     "is_library",
     "kv_folder",
-    "passage_chunk",
+    "open_chroma",
+    "open_library",
+    "packaged_minilm",
     "passage_config",
-    "question_prompt",
     "read_passages",
-    "reading_order",
 ]

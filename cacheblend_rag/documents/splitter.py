@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from cacheblend_rag.chunk import text_hash
+from cacheblend_rag.chunk import Chunk, text_hash
 from cacheblend_rag.errors import ConfigError
 
 __all__ = ["Passage", "read_passages", "split_text"]
@@ -45,6 +45,11 @@ class Passage:
     position: int
     text: str
     start: int = 0
+
+    @property
+    def chunk(self) -> Chunk:
+        """The chunk of the passage: a piece of the file that it stands in."""
+        return Chunk(self.text, self.id, document=self.source, start=self.start)
 
 
 def read_passages(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag.demo.corpus import best_documents, demo_chunks, demo_questions
-from cacheblend_rag.demo.rows import summarize
+from cacheblend_rag.demo.run import summarize
 
 from .conftest import Command, read_rows
 

@@ -30,7 +30,7 @@ def test_sizes_are_read(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "MB", "-1GB", "1e9", "nan", "two", "1 PB"])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no size"):
+    with pytest.raises(ConfigError, match="is not a size"):
         parse_bytes(text)
 
 

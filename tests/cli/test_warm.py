@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cacheblend_rag import BlendConfig, BlendEngine
-from cacheblend_rag.documents.folder import open_chroma
+from cacheblend_rag.documents import open_chroma
 
 from .conftest import Command, read_rows
 
@@ -36,9 +36,8 @@ def warm(run: Command, documents: Path, model_folder: Path, store: Path, tmp_pat
 
 def passages_in(store: Path) -> dict[str, tuple[str, int]]:
     """Text and position of everything in Chroma, by id."""
-    client = open_chroma(store)
-    found = client.get_collection("passages", embedding_function=None).get(include=["documents", "metadatas"])
-    client.close()
+    with open_chroma(store) as client:
+        found = client.get_collection("passages", embedding_function=None).get(include=["documents", "metadatas"])
     assert found["documents"] is not None
     assert found["metadatas"] is not None
     return {

@@ -16,7 +16,7 @@ import pytest
 
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.cli.models import open_engine
-from cacheblend_rag.documents.folder import kv_folder, open_chroma
+from cacheblend_rag.documents import kv_folder, open_chroma
 
 from .conftest import Command, read_rows
 
@@ -65,9 +65,8 @@ def start(arguments: list[str], store: Path) -> subprocess.Popen[bytes]:
 def state_of(
     run: Command, store: Path, model_folder: Path, folder: Path
 ) -> tuple[dict[str, tuple[str, Any]], set[str], list[str]]:
-    client = open_chroma(store)
-    found = client.get_collection("passages", embedding_function=None).get(include=["documents", "metadatas"])
-    client.close()
+    with open_chroma(store) as client:
+        found = client.get_collection("passages", embedding_function=None).get(include=["documents", "metadatas"])
     assert found["documents"] is not None
     assert found["metadatas"] is not None
     passages = {

@@ -7,16 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cacheblend_rag.cli.options import (
-    DeviceOption,
-    JsonOption,
-    QuestionTokensOption,
-    RepeatsOption,
-    SeedOption,
-    ShapeOption,
-    WeightsOption,
-    weights_dtype,
-)
+from cacheblend_rag.cli.options import JsonOption
 from cacheblend_rag.cli.output import (
     console,
     make_quiet,
@@ -27,6 +18,15 @@ from cacheblend_rag.cli.output import (
     write_json,
 )
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.lab.cli.options import (
+    DeviceOption,
+    QuestionTokensOption,
+    RepeatsOption,
+    SeedOption,
+    ShapeOption,
+    WeightsOption,
+    weights_dtype,
+)
 
 __all__ = ["auto"]
 

@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
-from cacheblend_rag.cli.options import JsonOption, ModelOption, RepeatsOption
+from cacheblend_rag.cli.options import JsonOption, ModelOption
 from cacheblend_rag.cli.output import make_quiet, say_seconds, show_table, write_json
 from cacheblend_rag.extras import needs_extra
 from cacheblend_rag.lab.cli.bench_output import measuring, say_range
+from cacheblend_rag.lab.cli.options import RepeatsOption
 
 __all__ = ["batch"]
 

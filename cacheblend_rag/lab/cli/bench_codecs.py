@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from cacheblend_rag.cli.options import JsonOption, ShapeOption
+from cacheblend_rag.cli.options import JsonOption
 from cacheblend_rag.cli.output import say_bytes, show_table, write_json
 from cacheblend_rag.lab.cli.bench_output import measuring
+from cacheblend_rag.lab.cli.options import ShapeOption
 
 __all__ = ["codecs"]
 

@@ -11,7 +11,8 @@ import typer
 from cacheblend_rag.cli.models import open_engine
 from cacheblend_rag.cli.options import ModelOption
 from cacheblend_rag.cli.output import console
-from cacheblend_rag.cli.profile import TYPICAL_CHUNKS, kv_folder_of, predicted_works
+from cacheblend_rag.cli.profile import TYPICAL_CHUNKS, predicted_works
+from cacheblend_rag.cli.store import kv_folder_of
 from cacheblend_rag.errors import ConfigError
 
 if TYPE_CHECKING:

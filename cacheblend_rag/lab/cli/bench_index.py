@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from cacheblend_rag.cli.options import JsonOption
-from cacheblend_rag.cli.output import parse_counts, say_bytes, say_seconds, show_table, write_json
+from cacheblend_rag.cli.output import say_bytes, say_seconds, show_table, write_json
 from cacheblend_rag.lab.cli.bench_output import measuring
+from cacheblend_rag.lab.cli.options import parse_counts
 
 __all__ = ["index"]
 

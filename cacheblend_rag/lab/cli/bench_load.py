@@ -7,17 +7,17 @@ from typing import Annotated
 
 import typer
 
-from cacheblend_rag.cli.options import ChunkTokensOption, FolderOption, JsonOption, RepeatsOption, ShapeOption
-from cacheblend_rag.cli.output import (
-    make_quiet,
+from cacheblend_rag.cli.options import JsonOption
+from cacheblend_rag.cli.output import make_quiet, say_bytes, say_seconds, show_table, write_json
+from cacheblend_rag.lab.cli.bench_output import measuring, say_cached, say_range
+from cacheblend_rag.lab.cli.options import (
+    ChunkTokensOption,
+    FolderOption,
+    RepeatsOption,
+    ShapeOption,
     parse_counts,
     plain_values,
-    say_bytes,
-    say_seconds,
-    show_table,
-    write_json,
 )
-from cacheblend_rag.lab.cli.bench_output import measuring, say_cached, say_range
 
 __all__ = ["load"]
 

@@ -8,7 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.cli.output import console, plain_values, say_seconds, write_json
+from cacheblend_rag.cli.output import console, say_seconds, write_json
+from cacheblend_rag.lab.cli.options import plain_values
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -6,19 +6,19 @@ from typing import Annotated
 
 import typer
 
-from cacheblend_rag.cli.options import (
+from cacheblend_rag.cli.options import JsonOption
+from cacheblend_rag.cli.output import make_quiet, say_bytes, say_seconds, show_table
+from cacheblend_rag.lab.cli.bench_output import measuring, say_cached, say_range, write_bench
+from cacheblend_rag.lab.cli.options import (
     ChunkTokensOption,
     DeviceOption,
     FolderOption,
-    JsonOption,
     QuestionTokensOption,
     RepeatsOption,
     ShapeOption,
     WeightsOption,
     weights_dtype,
 )
-from cacheblend_rag.cli.output import make_quiet, say_bytes, say_seconds, show_table
-from cacheblend_rag.lab.cli.bench_output import measuring, say_cached, say_range, write_bench
 
 __all__ = ["prefetch"]
 

@@ -6,20 +6,21 @@ from typing import Annotated
 
 import typer
 
-from cacheblend_rag.cli.options import (
+from cacheblend_rag.cli.options import JsonOption
+from cacheblend_rag.cli.output import make_quiet, parse_names, say_bytes, say_seconds, show_table
+from cacheblend_rag.lab.cli.bench_output import measuring, say_range, write_bench
+from cacheblend_rag.lab.cli.options import (
     ChunksOption,
     ChunkTokensOption,
     DeviceOption,
-    JsonOption,
     QuestionTokensOption,
     RepeatsOption,
     SeedOption,
     ShapeOption,
     WeightsOption,
+    parse_capacities,
     weights_dtype,
 )
-from cacheblend_rag.cli.output import make_quiet, parse_capacities, parse_names, say_bytes, say_seconds, show_table
-from cacheblend_rag.lab.cli.bench_output import measuring, say_range, write_bench
 
 __all__ = ["tpot"]
 

@@ -6,12 +6,14 @@ from typing import Annotated
 
 import typer
 
-from cacheblend_rag.cli.options import (
+from cacheblend_rag.cli.options import JsonOption
+from cacheblend_rag.cli.output import make_quiet, parse_names, parse_ratios, say_seconds, show_table
+from cacheblend_rag.lab.cli.bench_output import measuring, say_cached, say_range, write_bench
+from cacheblend_rag.lab.cli.options import (
     ChunksOption,
     ChunkTokensOption,
     DeviceOption,
     FolderOption,
-    JsonOption,
     QuestionTokensOption,
     RepeatsOption,
     SeedOption,
@@ -19,8 +21,6 @@ from cacheblend_rag.cli.options import (
     WeightsOption,
     weights_dtype,
 )
-from cacheblend_rag.cli.output import make_quiet, parse_names, parse_ratios, say_seconds, show_table
-from cacheblend_rag.lab.cli.bench_output import measuring, say_cached, say_range, write_bench
 
 __all__ = ["ttft"]
 

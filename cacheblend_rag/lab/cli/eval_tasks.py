@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from cacheblend_rag.cli.output import parse_counts, parse_names, parse_ratios
+from cacheblend_rag.cli.output import parse_names, parse_ratios
+from cacheblend_rag.lab.cli.options import parse_counts
 
 if TYPE_CHECKING:
     from cacheblend_rag.lab.eval import EvalTask

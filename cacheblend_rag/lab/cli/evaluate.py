@@ -11,19 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from cacheblend_rag.cli.models import open_engine
-from cacheblend_rag.cli.options import (
-    CutTokensOption,
-    DrawnSeedOption,
-    FinderOption,
-    JsonOption,
-    MarkdownOption,
-    ModelOption,
-)
-from cacheblend_rag.cli.output import parse_ratios, plain_values, progress_bar, say_seconds, write_json
+from cacheblend_rag.cli.options import JsonOption, MarkdownOption, ModelOption
+from cacheblend_rag.cli.output import parse_ratios, progress_bar, say_seconds, write_json
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lab.cli.eval_output import draw_result, json_rows, show_result, write_markdown
 from cacheblend_rag.lab.cli.eval_tasks import TASKS, TaskMaker, TaskRequest
 from cacheblend_rag.lab.cli.figures import draw, figures
+from cacheblend_rag.lab.cli.options import CutTokensOption, DrawnSeedOption, FinderOption, plain_values
 
 if TYPE_CHECKING:
     from cacheblend_rag.engine import BlendEngine

@@ -12,17 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from cacheblend_rag.cli.models import open_engine
-from cacheblend_rag.cli.options import (
-    CutTokensOption,
-    DrawnSeedOption,
-    FinderOption,
-    JsonOption,
-    ModelOption,
-    TopKOption,
-)
+from cacheblend_rag.cli.options import JsonOption, ModelOption
 from cacheblend_rag.cli.output import parse_ratios, progress_bar, say_seconds, show_table, write_json
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lab.cli.eval_tasks import TASKS, TaskRequest
+from cacheblend_rag.lab.cli.options import CutTokensOption, DrawnSeedOption, FinderOption, TopKOption
 
 if TYPE_CHECKING:
     from cacheblend_rag.lab.eval.inside_result import InsideResult

@@ -7,8 +7,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from cacheblend_rag.documents.embedding import Embedding
-from cacheblend_rag.documents.folder import PASSAGES, chroma_of, open_chroma
+from cacheblend_rag.documents import Embedding, open_chroma
 from cacheblend_rag.lab.training.corpus import Document, Example, make_example
 from cacheblend_rag.lab.training.world import Style
 
@@ -83,22 +82,18 @@ def found_chunks(
     """
     places = [(number, chunk) for number, document in enumerate(documents) for chunk in range(len(document.chunks))]
     texts = [f"{documents[number].title}\n{documents[number].chunks[chunk]}" for number, chunk in places]
-    with tempfile.TemporaryDirectory() as name, chroma_of(Path(name)):
-        client = open_chroma(Path(name))
-        try:
-            passages = client.create_collection(
-                PASSAGES, embedding_function=None, configuration={"hnsw": {"space": "cosine", "ef_search": len(texts)}}
-            )
-            for start in range(0, len(texts), _GROUP):
-                group = texts[start : start + _GROUP]
-                vectors = embedding.embed(group)
-                # A list of lists is taken as well.
-                passages.add([str(start + n) for n in range(len(group))], vectors, documents=group)  # type: ignore[arg-type]
-            found = passages.query(
-                query_embeddings=embedding.embed(questions),  # type: ignore[arg-type]
-                n_results=min(top_k, len(texts)),
-                include=[],
-            )
-        finally:
-            client.close()
+    with tempfile.TemporaryDirectory() as name, open_chroma(Path(name)) as client:
+        passages = client.create_collection(
+            "passages", embedding_function=None, configuration={"hnsw": {"space": "cosine", "ef_search": len(texts)}}
+        )
+        for start in range(0, len(texts), _GROUP):
+            group = texts[start : start + _GROUP]
+            vectors = embedding.embed(group)
+            # A list of lists is taken as well.
+            passages.add([str(start + n) for n in range(len(group))], vectors, documents=group)  # type: ignore[arg-type]
+        found = passages.query(
+            query_embeddings=embedding.embed(questions),  # type: ignore[arg-type]
+            n_results=min(top_k, len(texts)),
+            include=[],
+        )
     return [[places[int(number)] for number in row] for row in found["ids"]]

@@ -144,8 +144,8 @@ def test_the_commands_measure_draw_and_write(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("profile --prices ram", "'ram' in --prices is no price"),
-        ("profile --prices =2", "is no price"),
+        ("profile --prices ram", "'ram' in --prices is not a price"),
+        ("profile --prices =2", "is not a price"),
         ("bench auto --shape tiny --prompts 3", "'3' is no prompt"),
         ("bench auto --shape tiny --tiers tape", "tier 'tape' is unknown"),
         ("bench auto --shape tiny --quality-ratio 2", "quality_ratio=2"),

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.cli import app
-from cacheblend_rag.cli.options import ShapeOption
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.lab.bench import SHAPES, TTFTBench, TTFTSetting, random_model, shape_config, word_tokenizer
+from cacheblend_rag.lab.cli.options import ShapeOption
 
 SETTING = TTFTSetting("tiny", chunks=3, chunk_tokens=20, question_tokens=5, ratios=(0.0, 0.15, 1.0), repeats=2)
 
