@@ -26,30 +26,10 @@ def open_engine(
     config: BlendConfig | None = None,
     **settings: Any,
 ) -> BlendEngine:
-    """Load a model for blending, quietly.
+    """Load a model by name for blending, quietly.
 
-    Parameters
-    ----------
-    model : str
-        A Hugging Face id, a folder, or "reference".
-    store : Path, optional
-        The folder of its KV; by default RAM.
-    kind : type[BlendEngine], optional
-        The class of engine to make.
-    config : BlendConfig, optional
-        The settings; by default the environment's.
-    **settings : Any
-        Settings that differ from those; None means not given.
-
-    Returns
-    -------
-    BlendEngine
-        The engine.
-
-    Raises
-    ------
-    ConfigError
-        If the model cannot be found, or a setting has no meaning.
+    `config` is the environment's by default; `settings` differ from it, those that are None are not given. `kind` is the class of
+    the engine.
     """
     from cacheblend_rag.config import BlendConfig
     from cacheblend_rag.engine import BlendEngine
@@ -71,17 +51,7 @@ def models(
 
 
 def show_layers(name: str, verdict: str, seen: Capability | None, markdown: Path | None) -> None:
-    """Print a verdict and a table of layers, and write both as Markdown where that is asked for.
-
-    Parameters
-    ----------
-    name, verdict : str
-        The model, and what is said of it.
-    seen : Capability, optional
-        Its layers; None shows the verdict alone.
-    markdown : Path, optional
-        The file.
-    """
+    """Print a verdict and a table of layers, if they are known, and write both as Markdown where that is asked for."""
     console().print(f"{name}: {verdict}", soft_wrap=True, markup=False)
     if seen is None:
         return

@@ -95,13 +95,7 @@ def say_seconds(seconds: float) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Return the number of bytes that a text such as ``"2GB"``, ``"1.5 GiB"`` or ``"800000"`` means.
-
-    Raises
-    ------
-    ConfigError
-        If it means none.
-    """
+    """Return the number of bytes that a text such as ``"2GB"``, ``"1.5 GiB"`` or ``"800000"`` means."""
     found = _SIZE.fullmatch(text)
     if found is None:
         raise ConfigError(f"{text!r} is not a size; write for example 500MB, 2GB or 1.5GiB")
@@ -110,13 +104,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_ratios(text: str) -> tuple[float, ...]:
-    """Return the numbers of a comma-separated list, each a recompute ratio.
-
-    Raises
-    ------
-    ConfigError
-        If one is no number from 0 to 1, or there is none.
-    """
+    """Return the numbers of a comma-separated list, each a recompute ratio."""
     ratios = []
     for part in text.split(","):
         try:
@@ -149,19 +137,7 @@ def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
 
 
 def write_json(path: Path | None, command: str, rows: Sequence[dict[str, Any]], **facts: Any) -> None:
-    """Write what a command found, if a file was asked for.
-
-    Parameters
-    ----------
-    path : Path or None
-        The file.
-    command : str
-        The command's name.
-    rows : sequence of dict
-        The figures; a key that a row lacks is null in it.
-    **facts : Any
-        What else is to be known: the model, the settings.
-    """
+    """Write a command's rows and other facts, if a file was asked for; a key that a row lacks is null in it."""
     if path is None:
         return
     keys = list(dict.fromkeys(key for row in rows for key in row))

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from cacheblend_rag.cli.options import JsonOption, StoreOption
 from cacheblend_rag.cli.output import parse_names, say_bytes, show_table, write_json
 from cacheblend_rag.errors import ConfigError
-
-if TYPE_CHECKING:
-    from cacheblend_rag.store import TieredStore
 
 __all__ = ["kv_folder_of", "store_app"]
 
@@ -42,9 +38,10 @@ def kv_folder_of(store: Path | None) -> Path | None:
 def stats(store: StoreOption = _DEFAULT, json_file: JsonOption = None) -> None:
     """Show what the store holds, and what of it is whose."""
     from cacheblend_rag.documents import LibrarySettings
+    from cacheblend_rag.store import open_store
 
     kv = _kv(store)
-    with _opened(kv) as opened:
+    with closing(open_store(kv, ram_bytes=0)) as opened:
         figures = opened.stats()
         tenants = opened.tenants()
         shares = {tenant: opened.stats(tenant) for tenant in tenants} if any(tenants) else {}
@@ -204,10 +201,11 @@ def clear(
 ) -> None:
     """Remove everything that was warmed: the passages in Chroma, and all KV. Of one tenant, its KV and names."""
     from cacheblend_rag.documents import clear_library, is_library
+    from cacheblend_rag.store import open_store
 
     kv = _kv(store)
     whole_library = namespace is None and is_library(store)
-    with _opened(kv) as opened:
+    with closing(open_store(kv, ram_bytes=0)) as opened:
         figures = opened.stats(namespace)
         what = "" if namespace is None else f" of tenant {namespace}"
         if not yes and not typer.confirm(
@@ -234,14 +232,3 @@ def _kv(store: Path) -> Path:
     if kv is None or not _is_store(kv):
         raise ConfigError(f"there is no store in {store}")
     return kv
-
-
-@contextmanager
-def _opened(kv: Path) -> Iterator[TieredStore]:
-    from cacheblend_rag.store import open_store
-
-    opened = open_store(kv, ram_bytes=0)
-    try:
-        yield opened
-    finally:
-        opened.close()

@@ -127,28 +127,9 @@ def passages_of(paths: Sequence[Path], engine: BlendEngine, chunk_tokens: int) -
 def warmed(
     store: Path, model: str | None, embedding: str | None, config: BlendConfig | None = None, **settings: Any
 ) -> Iterator[tuple[BlendEngine, Library, str]]:
-    """Open what was warmed into a store.
+    """Open what was warmed into a store: yields the engine, the library and the name of the model.
 
-    Parameters
-    ----------
-    store : Path
-        Its folder.
-    model, embedding : str or None
-        The models; by default those that it was warmed with.
-    config : BlendConfig, optional
-        The settings; by default the environment's.
-    **settings : Any
-        Settings that differ from those; None means not given.
-
-    Yields
-    ------
-    engine, library, name
-        The engine, the library, and the name of the model.
-
-    Raises
-    ------
-    ConfigError
-        If nothing was warmed into it.
+    Models that are not named are those that it was warmed with; settings that are None are not given.
     """
     from cacheblend_rag.documents import (
         Embedding,

@@ -14,7 +14,7 @@ import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -126,11 +126,8 @@ def clear_library(folder: Path) -> None:
     with _alone_in(folder), open_chroma(folder) as client:
         if PASSAGES in (collection.name for collection in client.list_collections()):
             client.delete_collection(PASSAGES)
-        store = open_store(kv_folder(folder), ram_bytes=0)
-        try:
+        with closing(open_store(kv_folder(folder), ram_bytes=0)) as store:
             store.clear()
-        finally:
-            store.close()
 
 
 @dataclass(frozen=True, slots=True)
