@@ -1,43 +1,158 @@
-"""The controller: it keeps the profile of one model and decides with it, prompt by prompt."""
+"""Whether and how each prompt is blended: its plan, and the loading controller, which keeps the profile of one model."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Literal
 
 import platformdirs
+import torch
+from pydantic import TypeAdapter
 
 from cacheblend_rag.codec import make_codec
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.controller.measure import Measurement
-from cacheblend_rag.controller.plan import check_selector
-from cacheblend_rag.controller.policy import Choice, StoredKV, Work, choose
-from cacheblend_rag.controller.profile import Profile, load_profile, profile_identity, save_profile
+from cacheblend_rag.controller.policy import Choice, Profile, StoredKV, Work, choose
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.files import replace_text
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.loader import loads_ahead
 from cacheblend_rag.model import Decoder
-from cacheblend_rag.selection import SelectionTask
+from cacheblend_rag.selection import FixedSelection, Selection, SelectionTask, Selector, make_selector
+from cacheblend_rag.selection.question import look_layers, stop_layer
 from cacheblend_rag.store.base import KVReader
-from cacheblend_rag.store.probe import TierProbe, ram_probe
+from cacheblend_rag.store.probe import ram_probe
 
-__all__ = ["Controller", "ProbedStore", "prompt_work", "stored_kv"]
+__all__ = [
+    "Controller",
+    "Plan",
+    "check_attention",
+    "check_selector",
+    "load_profile",
+    "make_plan",
+    "profile_identity",
+    "prompt_work",
+    "save_profile",
+    "stored_kv",
+    "whole_plan",
+]
 
 _log = logging.getLogger(__name__)
 
+_FORMAT = "cacheblend-rag profile 1"
+# A profile has a few kilobytes; what is far larger is not one.
+_MOST_BYTES = 1 << 20
+_ADAPTER: TypeAdapter[Profile] = TypeAdapter(Profile)
 
-@runtime_checkable
-class ProbedStore(Protocol):
-    """A store whose tiers can be measured."""
 
-    @property
-    def path(self) -> Path | None:
-        """The folder beside whose KV the profile is kept, if there is one and it may be written."""
+@dataclass(frozen=True)
+class Plan:
+    """How one prompt is prefilled.
 
-    def probes(self) -> list[TierProbe]:
-        """Return what puts chunks into each tier only to measure how fast they are read."""
+    Attributes
+    ----------
+    selection : Selection or None
+        Chooses the rows to recompute; None means that the whole prompt is computed.
+    selector : str
+        Name of the selector; "full" without a selection.
+    ratio : float
+        Share of the chunk tokens to recompute; 1 without a selection.
+    fallback_reason : str or None
+        Why the whole prompt is computed although blending was asked for.
+    """
+
+    selection: Selection | None
+    selector: str
+    ratio: float = 1.0
+    fallback_reason: str | None = None
+
+
+def check_selector(config: BlendConfig, num_layers: int) -> Selector:
+    """Return the selector that the settings name, if it can work on a model of `num_layers` layers.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such selector, or it cannot.
+    """
+    selector = make_selector(config)
+    selector.validate(num_layers)
+    if config.source_attention:
+        look_layers(config, num_layers)
+    if config.repair_ratio:
+        look_layers(config, num_layers)
+        stop_layer(config, num_layers)
+    return selector
+
+
+def check_attention(config: BlendConfig, decoder: Decoder) -> None:
+    """See that a model shows what the settings need to see of it: its attention, and the KV of check layers.
+
+    Raises
+    ------
+    ConfigError
+        If it does not.
+    """
+    name = type(decoder.model).__name__
+    if config.source_attention and not decoder.shows_attention:
+        raise ConfigError(f"source_attention=True: {name} does not show what it attends to; leave it out")
+    if not config.enabled:
+        return
+    selector = make_selector(config)
+    for layer in _check_layers(selector, decoder.num_layers):
+        if layer >= decoder.num_kv_layers:
+            raise ConfigError(
+                f"check layer {layer} of {name} has no KV of its own to compare, as all its layers from {decoder.num_kv_layers} "
+                "on; choose earlier check_layers"
+            )
+    if decoder.shows_attention:
+        return
+    if selector.needs_attention:
+        raise ConfigError(
+            f"selector={config.selector!r} goes by what the question attends to, which {name} does not show; choose hkvd"
+        )
+    if config.repair_ratio:
+        raise ConfigError(
+            f"repair_ratio={config.repair_ratio} goes by what the answer attends to, which {name} does not show; leave it at 0"
+        )
+
+
+def whole_plan(
+    config: BlendConfig, layout: PromptLayout, unsupported: str | None, ratio: float | Literal["auto"]
+) -> Plan | None:
+    """Return the plan of a prompt that is computed as a whole, or None if it is to be blended.
+
+    `unsupported` is why the model cannot be blended, if it cannot; `ratio` is "auto" while it is not decided.
+    """
+    if not config.enabled:
+        return Plan(None, "full")
+    reason = unsupported
+    if reason is None and not layout.chunks:
+        reason = "the prompt has no chunks"
+    # For speed alone nothing is given up that chunks remember.
+    if reason is None and layout.context_tokens < config.min_tokens and not layout.remembers:
+        reason = f"the chunks have {layout.context_tokens} tokens, fewer than min_tokens={config.min_tokens}"
+    if reason is None:
+        selector = make_selector(config).name
+        if selector == "none" or (selector != "full" and ratio != 1):
+            return None
+    return Plan(None, "full", fallback_reason=reason)
+
+
+def make_plan(config: BlendConfig, layout: PromptLayout, num_layers: int, ratio: float) -> Plan:
+    """Return how a prompt is blended at a ratio, after `whole_plan` had nothing against it."""
+    selector = check_selector(config, num_layers)
+    if config.recompute_ratio == 0 or not layout.chunks:
+        # Nothing is asked for, or nothing left to choose from: no selector is to spend anything on it.
+        return Plan(FixedSelection(layout.candidate_rows[:0]), selector.name, ratio)
+    budget = min(round(ratio * layout.context_tokens), layout.candidate_rows.numel())
+    return Plan(selector.begin(SelectionTask(layout, num_layers, budget)), selector.name, ratio)
 
 
 class Controller:
@@ -53,16 +168,17 @@ class Controller:
     config : BlendConfig
         The engine's settings: `profile_path` and `profile_budget_s`, and the selector that is measured.
     store : object
-        The store; where it is a `ProbedStore` its tiers are measured, else RAM alone.
+        The store; where it has `probes` its tiers are measured, else RAM alone, and where it has a `path` the profile is kept
+        there, beside the KV.
     """
 
     def __init__(self, decoder: Decoder, config: BlendConfig, store: object) -> None:
         self._decoder = decoder
         self._config = config
         self._store = store
-        selector = check_selector(config, decoder.num_layers)
-        layers = selector.begin(SelectionTask(PromptLayout((0,), (0,), ()), decoder.num_layers, 0)).check_layers
-        self._identity = profile_identity(decoder, selector.name, layers)
+        self._selector = check_selector(config, decoder.num_layers)
+        layers = _check_layers(self._selector, decoder.num_layers)
+        self._identity = profile_identity(decoder, self._selector.name, layers)
         self._profile: Profile | None = None
         self._asked = False
         self._unmeasured: set[tuple[str, str]] = set()
@@ -83,40 +199,25 @@ class Controller:
         return self._profile
 
     def measure(self, budget_s: float, progress: Callable[[str], None] | None = None) -> Profile:
-        """Measure now, and keep the result.
-
-        Parameters
-        ----------
-        budget_s : float
-            About how many seconds it may take.
-        progress : callable, optional
-            Called with what is measured now.
-        """
-        probes = (
-            self._store.probes() if isinstance(self._store, ProbedStore) else [partial(ram_probe, make_codec("native"))]
-        )
-        self._profile = Measurement(self._decoder, self._config, budget_s, progress).profile(probes)
+        """Measure now, in about `budget_s` seconds, and keep the result; `progress` is called with what is measured."""
+        tiers = getattr(self._store, "probes", None)
+        probes = [partial(ram_probe, make_codec("native"))] if tiers is None else tiers()
+        measurement = Measurement(self._decoder, self._config, self._selector, budget_s, progress)
+        self._profile = measurement.profile(self._identity, probes)
         self._asked = True
-        self._keep(self._profile)
+        for path in self._paths():
+            try:
+                save_profile(path, self._profile)
+                break
+            except OSError as error:
+                _log.warning("the profile cannot be kept in %s: %s", path, error.strerror or error)
         return self._profile
 
     def choose(self, config: BlendConfig, layout: PromptLayout, readers: Sequence[KVReader] | None) -> Choice:
-        """Decide how a prompt is prefilled.
+        """Decide how a prompt is prefilled, at the quality floor where there is no profile.
 
-        Parameters
-        ----------
-        config : BlendConfig
-            The settings in force for this prompt.
-        layout : PromptLayout
-            The prompt.
-        readers : sequence of KVReader, optional
-            The stored KV of those chunks that have some; without them loading is taken to cost nothing, and only a choice to
-            compute the whole prompt is final.
-
-        Returns
-        -------
-        Choice
-            The ratio is the quality floor where there is no profile.
+        `readers` are those of the chunks that have stored KV; without them loading is taken to cost nothing, and only a choice
+        to compute the whole prompt is final.
         """
         profile = self.profile()
         if profile is None:
@@ -137,42 +238,17 @@ class Controller:
         """Return where the profile may be, the best place first."""
         if self._config.profile_path is not None:
             return [self._config.profile_path.expanduser()]
+        known = self._identity
+        model, device, threads = known["architecture"][:16], known["device"].split()[-1].lower(), f"{known['threads']}t"
+        selector = "".join(letter if letter.isalnum() else "-" for letter in known["selector"])
+        name = "-".join([model, device, known["dtype"], threads, selector])
         # Tiers are as fast as the disk they are on: a profile belongs to the store it was measured with.
-        name = "-".join(
-            [self._identity["architecture"][:16], self._identity["device"].split()[-1].lower(), *self._rest()]
-        )
-        folder = self._store.path if isinstance(self._store, ProbedStore) else None
-        own = Path(platformdirs.user_cache_dir("cacheblend-rag")) / "profiles"
-        return [*([folder / "profiles" / f"{name}.json"] if folder else []), own / f"{name}.json"]
-
-    def _rest(self) -> list[str]:
-        selector = "".join(letter if letter.isalnum() else "-" for letter in self._identity["selector"])
-        return [self._identity["dtype"], f"{self._identity['threads']}t", selector]
-
-    def _keep(self, profile: Profile) -> None:
-        for path in self._paths():
-            try:
-                save_profile(path, profile)
-            except OSError as error:
-                _log.warning("the profile cannot be kept in %s: %s", path, error.strerror or error)
-            else:
-                return
+        folders = [getattr(self._store, "path", None), Path(platformdirs.user_cache_dir("cacheblend-rag"))]
+        return [folder / "profiles" / f"{name}.json" for folder in folders if folder is not None]
 
 
 def prompt_work(decoder: Decoder, config: BlendConfig, layout: PromptLayout, stored: tuple[StoredKV, ...]) -> Work:
-    """Return what there is to do for a prompt.
-
-    Parameters
-    ----------
-    decoder : Decoder
-        The model.
-    config : BlendConfig
-        The settings in force: selector, check layers, `prefetch_layers`.
-    layout : PromptLayout
-        The prompt.
-    stored : tuple of StoredKV
-        Where its chunks' KV is.
-    """
+    """Return what there is to do for a prompt whose KV is where `stored` says."""
     num_layers, context = decoder.num_layers, layout.context_tokens
     selection = check_selector(config, num_layers).begin(SelectionTask(layout, num_layers, 0))
     return Work(
@@ -195,3 +271,67 @@ def stored_kv(readers: Sequence[KVReader]) -> tuple[StoredKV, ...]:
         chunks, kv_bytes = found.get(place, (0, 0))
         found[place] = (chunks + 1, kv_bytes + reader.packed_bytes)
     return tuple(StoredKV(*place, *amount) for place, amount in found.items())
+
+
+def profile_identity(decoder: Decoder, selector: str, check_layers: Sequence[int]) -> dict[str, str]:
+    """Return what the speed of a model depends on; weights are no part of it: two of one architecture take the same time."""
+    model = decoder.model
+    whole = hashlib.blake2b(type(model).__name__.encode(), digest_size=16)
+    for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
+        whole.update(f"|{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
+    whole.update(f"|{model.config.get_text_config(decoder=True)._attn_implementation}".encode())
+    device = decoder.device
+    return {
+        "architecture": whole.hexdigest(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+        "selector": f"{selector} at {','.join(map(str, check_layers))}" if check_layers else selector,
+    }
+
+
+def load_profile(path: Path, identity: dict[str, str]) -> Profile | None:
+    """Read a profile, if there is one that is sound and was measured for this model and machine; warn if there is another."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise ValueError(f"it has more than {_MOST_BYTES} bytes")
+        whole = json.loads(data)
+        if not isinstance(whole, dict) or whole.get("format") != _FORMAT:
+            raise ValueError(f"it is not in the format {_FORMAT!r}")
+        if whole.get("digest") != _digest(whole.get("profile")):
+            raise ValueError("it does not match its digest")
+        profile = _ADAPTER.validate_python(whole["profile"])
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _log.warning("profile %s cannot be read (%s); it is measured again", path, error.strerror)
+        return None
+    except (ValueError, RecursionError) as error:
+        reason = str(error).splitlines()[0]
+        _log.warning("profile %s is damaged or not ours (%s); it is measured again", path, reason)
+        return None
+    if profile.identity != identity:
+        foreign = sorted(name for name in identity if profile.identity.get(name) != identity[name])
+        _log.warning("profile %s was measured for another %s; it is measured again", path, " and ".join(foreign))
+        return None
+    return profile
+
+
+def save_profile(path: Path, profile: Profile) -> None:
+    """Write a profile so that it is there completely or not at all, readable by its owner alone; raises `OSError`."""
+    body = json.loads(json.dumps(asdict(profile), allow_nan=False))
+    text = json.dumps({"format": _FORMAT, "digest": _digest(body), "profile": body}, indent=1)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    replace_text(path, text + "\n", private=True)
+
+
+def _digest(body: object) -> str:
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    return hashlib.blake2b(canonical, digest_size=16).hexdigest()
+
+
+def _check_layers(selector: Selector, num_layers: int) -> tuple[int, ...]:
+    return tuple(selector.begin(SelectionTask(PromptLayout((0,), (0,), ()), num_layers, 0)).check_layers)

@@ -7,35 +7,43 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from itertools import combinations
+from typing import TypeAlias
 
+import numpy as np
 import torch
 
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.controller.policy import StoredKV, Work, blend_s
-from cacheblend_rag.controller.profile import (
+from cacheblend_rag.controller.policy import (
     BlendCost,
     BlendPoint,
     LoadCost,
     PrefillCost,
     PrefillPoint,
     Profile,
-    fit_costs,
-    profile_identity,
+    StoredKV,
+    Work,
+    blend_s,
 )
-from cacheblend_rag.controller.runs import QUESTION_TOKENS, ScratchKV, TimedRuns
+from cacheblend_rag.encode import Encoder, Target
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.layout import PromptLayout
+from cacheblend_rag.fuse import BlendCache, LayerSource, Steering
+from cacheblend_rag.kv import ChunkKV, LayerKV
+from cacheblend_rag.layout import ChunkSpan, PromptLayout
+from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import Decoder
+from cacheblend_rag.selection import Selection, SelectionTask, Selector
 from cacheblend_rag.store.base import KVReader
 from cacheblend_rag.store.probe import OpenProbe, TierProbe
 
-__all__ = ["Measurement"]
+__all__ = ["Measurement", "fit_costs"]
 
 _log = logging.getLogger(__name__)
 
 # Far apart: a prompt of some tokens takes as long as one of twice as many, and would say nothing of what longer ones take.
 _LENGTHS = (16, 128, 512, 1024, 2048, 4096)
+_QUESTION_TOKENS = 15
+_SAMPLE_TOKENS = 8
 _RATIOS = (0.1, 0.5)
 _MOST_RUNS = 5
 _SHORT_RUN_S = 0.02
@@ -43,7 +51,8 @@ _SHORT_RUN_S = 0.02
 _PREFILL_UNTIL, _COMPUTE_UNTIL = 0.3, 0.65
 _MOST_LOADED_BYTES = 48 * 1024**2
 
-_Place = TypeVar("_Place")
+_Run: TypeAlias = Callable[[], float]
+"""Runs something once and returns its seconds."""
 
 
 class Measurement:
@@ -54,7 +63,9 @@ class Measurement:
     decoder : Decoder
         The model.
     config : BlendConfig
-        The settings; selector, check layers and `prefetch_layers` count.
+        The settings; `prefetch_layers` counts.
+    selector : Selector
+        The selector that blending is measured with.
     budget_s : float
         About how many seconds it may take in all. Every point is measured at least once, however long that takes; large
         points, and repetitions, are left out when the time is up.
@@ -63,45 +74,37 @@ class Measurement:
     """
 
     def __init__(
-        self, decoder: Decoder, config: BlendConfig, budget_s: float, progress: Callable[[str], None] | None = None
+        self,
+        decoder: Decoder,
+        config: BlendConfig,
+        selector: Selector,
+        budget_s: float,
+        progress: Callable[[str], None] | None = None,
     ) -> None:
         self._decoder = decoder
         self._config = config
+        self._selector = selector
         self._budget_s = budget_s
         self._say = progress or (lambda _: None)
         self._started = time.perf_counter()
-        self._runs = TimedRuns(decoder, config, _LENGTHS[-1])
+        self._window = decoder.window or _LENGTHS[-1]
+        vocabulary = decoder.model.config.get_text_config(decoder=True).vocab_size
+        generator = torch.Generator().manual_seed(0)
+        self._ids = torch.randint(vocabulary, (_LENGTHS[-1],), generator=generator).tolist()
+        few = Target(tuple(self._ids[1 : 1 + _SAMPLE_TOKENS]))
+        [(_, self._sample)] = next(Encoder(decoder, self._ids[:1], _SAMPLE_TOKENS + 1).encode([few]))
+        self._first_layer = min(self._selection(self._layout([1]), 0.0).check_layers, default=0)
 
     @torch.no_grad()
-    def profile(self, probes: Sequence[TierProbe]) -> Profile:
-        """Measure everything.
-
-        Parameters
-        ----------
-        probes : sequence of TierProbe
-            The tiers; one that cannot be written is left out with a warning.
-
-        Returns
-        -------
-        Profile
-            What was found.
-        """
+    def profile(self, identity: dict[str, str], probes: Sequence[TierProbe]) -> Profile:
+        """Measure everything; a tier that cannot be written is left out with a warning."""
         prefill_points, blend_points = self._compute_points()
-        layers = self._runs.selection(self._runs.layout([1]), 0.0).check_layers
-        unfitted = Profile(
-            identity=profile_identity(self._decoder, self._runs.selector.name, layers),
-            num_layers=self._decoder.num_layers,
-            prefill=_fit_prefill(prefill_points),
-            blend=BlendCost(0.0, 0.0, 0.0, 0.0),
-            prefill_points=prefill_points,
-            blend_points=blend_points,
-            loads=(),
-            measured_s=0.0,
-        )
-        profile = replace(unfitted, blend=_fit_blend(blend_points, unfitted, self._runs.first_layer()))
-        return self._loads(profile, probes)
-
-    def _loads(self, profile: Profile, probes: Sequence[TierProbe]) -> Profile:
+        lengths = [point.tokens for point in prefill_points]
+        prefill = fit_costs([(1, length, length**2) for length in lengths], [each.seconds for each in prefill_points])
+        unknown = BlendCost(0.0, 0.0, 0.0, 0.0)
+        layers = self._decoder.num_layers
+        profile = Profile(identity, layers, PrefillCost(*prefill), unknown, prefill_points, blend_points, (), 0.0)
+        profile = replace(profile, blend=_fit_blend(profile, self._first_layer))
         for number, probe in enumerate(probes):
             spent = self._spent()
             until = spent + max(self._budget_s - spent, 0.0) / (len(probes) - number)
@@ -115,88 +118,62 @@ class Measurement:
 
     def _compute_points(self) -> tuple[tuple[PrefillPoint, ...], tuple[BlendPoint, ...]]:
         """Measure full and blended prefill, in alternation: what slows the machine for a while then slows both."""
-        runs = self._runs
-        window = self._decoder.window or _LENGTHS[-1]
-        lengths = [length for length in _LENGTHS if length <= window]
+        lengths = [length for length in _LENGTHS if length <= self._window]
         if len(lengths) < 2:
-            lengths = sorted({max(window // 4, 1), window})
-        full: dict[int, list[float]] = {}
-
+            lengths = sorted({max(self._window // 4, 1), self._window})
         self._say("full prefill")
-        runs.full(lengths[0])
+        self._full(lengths[0])
+        full: dict[int, list[float]] = {}
         for length in lengths:
             if len(full) >= 2:
                 known = max(full)
                 if self._spent() + 1.2 * length / known * full[known][0] > self._budget_s * _PREFILL_UNTIL:
                     break
-            full[length] = [runs.full(length)]
+            full[length] = [self._full(length)]
 
         # Blending computes few rows: it can be measured at twice the length.
-        longest = min(2 * max(full), window)
-        shortest = 2 * (QUESTION_TOKENS + 1)
+        longest = min(2 * max(full), self._window)
         # The shortest prompt tells what blending costs however little there is to compute, which decides whether it pays.
-        usable = sorted({length for length in (shortest, *full, longest) if shortest <= length <= window} or {longest})
-        chosen = sorted({usable[0], usable[len(usable) // 2], usable[-1]})
-        layouts = {length: runs.layout([max(length - 1 - QUESTION_TOKENS, 1)]) for length in chosen}
-        sources = {
-            length: ScratchKV(runs.sample.layers, self._decoder, len(layout)) for length, layout in layouts.items()
-        }
-
-        def run_blend(place: tuple[int, float]) -> float:
-            length, ratio = place
-            return runs.blend(layouts[length], ratio, sources[length])
-
+        shortest = 2 * (_QUESTION_TOKENS + 1)
+        usable = sorted(each for each in {shortest, *full, longest} if shortest <= each <= self._window) or [longest]
         self._say("blended prefill")
-        places = [(length, ratio) for length in chosen for ratio in _RATIOS]
-        run_blend(places[0])
-        blend = {place: [run_blend(place)] for place in places}
-        times: dict[object, list[float]] = dict((*full.items(), *blend.items()))
-        self._repeat(
-            times,
-            lambda place: run_blend(place) if isinstance(place, tuple) else runs.full(place),  # type: ignore[arg-type]
-            self._budget_s * _COMPUTE_UNTIL,
-        )
+        blend: list[tuple[PromptLayout, float, _Run, list[float]]] = []
+        for length in sorted({usable[0], usable[len(usable) // 2], usable[-1]}):
+            layout = self._layout([max(length - 1 - _QUESTION_TOKENS, 1)])
+            source = _ScratchKV(self._sample.layers, self._decoder, len(layout))
+            for ratio in _RATIOS:
+                run = partial(self._blend, layout, ratio, source)
+                if not blend:
+                    run()
+                blend.append((layout, ratio, run, [run()]))
+        runs = [(partial(self._full, length), times) for length, times in full.items()]
+        self._repeat([*runs, *((run, times) for _, _, run, times in blend)], self._budget_s * _COMPUTE_UNTIL)
         points = []
-        for (length, ratio), seconds in blend.items():
-            layout = layouts[length]
+        for layout, ratio, _, times in blend:
             rows = len(layout) - layout.context_tokens + round(ratio * layout.context_tokens)
-            points.append(BlendPoint(rows, len(layout), min(seconds)))
-        return tuple(PrefillPoint(length, min(seconds)) for length, seconds in full.items()), tuple(points)
+            points.append(BlendPoint(rows, len(layout), min(times)))
+        return tuple(PrefillPoint(length, min(times)) for length, times in full.items()), tuple(points)
 
     def _load_cost(self, profile: Profile, probe: TierProbe, until: float) -> LoadCost:
-        per_token = self._decoder.kv_bytes_per_token
-        window = self._decoder.window or _LENGTHS[-1]
-        most = min(_MOST_LOADED_BYTES // per_token, window - 1 - QUESTION_TOKENS, 2048)
+        most = min(_MOST_LOADED_BYTES // self._decoder.kv_bytes_per_token, self._window - 1 - _QUESTION_TOKENS, 2048)
         # The longest is also blended, which a slow model should not have to spend all its time on.
         while most > 64 and blend_s(profile, self._work(most, ()), _RATIOS[0]) > (until - self._spent()) / 4:
             most //= 2
-        loadings = [
-            self._runs.loading(chunks, max(min(tokens, most // chunks), 1))
-            for chunks, tokens in ((1, 64), (8, 32), (2, 1024))
-        ]
-        reads, sizes, seconds = [], [], []
-        for number, loading in enumerate(loadings):
-            layout = loading.layout
-            with probe(loading.chunks) as open_readers:
+        sizes = [(chunks, max(min(tokens, most // chunks), 1)) for chunks, tokens in ((1, 64), (8, 32), (2, 1024))]
+        amounts, seconds = [], []
+        for left, (chunks, tokens) in zip(range(len(sizes), 0, -1), sizes, strict=True):
+            layout = self._layout([tokens] * chunks)
+            with probe([self._chunk(number, tokens) for number in range(chunks)]) as open_readers:
                 readers = open_readers()
-                tier, codec = readers[0].tier, readers[0].codec
+                tier, codec, packed = readers[0].tier, readers[0].codec, sum(each.packed_bytes for each in readers)
                 self._say(f"loading from {tier}")
-                sizes.append(sum(reader.packed_bytes for reader in readers))
-                reads.append(len(readers) * self._decoder.num_kv_layers)
-                self._runs.load(layout, readers)
-                share = self._spent() + max(until - self._spent(), 0.0) / (2 * (len(loadings) - number))
-                seconds.append(self._least(self._runs.load, layout, open_readers, share))
-                if number < len(loadings) - 1:
-                    continue
-                per_read, per_byte = fit_costs(
-                    [lambda point: float(point[0]), lambda point: float(point[1])],
-                    list(zip(reads, sizes, strict=True)),
-                    seconds,
-                )
-                cost = LoadCost(tier, codec, per_read, per_byte, 1.0, sizes[-1] / layout.context_tokens)
-                piped = self._least(
-                    partial(self._runs.loaded_blend, ratio=_RATIOS[0]), layout, open_readers, until, most=3
-                )
+                amounts.append((chunks * self._decoder.num_kv_layers, packed))
+                self._load(layout, open_readers)
+                share = self._spent() + max(until - self._spent(), 0.0) / (2 * left)
+                seconds.append(self._least(partial(self._load, layout, open_readers), share))
+                if left == 1:
+                    piped = self._least(partial(self._loaded_blend, layout, open_readers), until, most=3)
+        cost = LoadCost(tier, codec, *fit_costs(amounts, seconds), 1.0, packed / layout.context_tokens)
         return replace(cost, overlap=self._overlap(profile, cost, layout, piped))
 
     def _overlap(self, profile: Profile, cost: LoadCost, layout: PromptLayout, piped_s: float) -> float:
@@ -212,55 +189,162 @@ class Measurement:
         return min(max((serial - piped_s) / (serial - ideal), 0.0), 1.0)
 
     def _work(self, context: int, stored: tuple[StoredKV, ...]) -> Work:
-        """Return a prompt of so many chunk tokens, as `TimedRuns.layout` makes it."""
-        tokens, ahead = context + 1 + QUESTION_TOKENS, self._config.prefetch_layers
-        return Work(tokens, context, context, self._runs.first_layer(), ahead, True, stored)
+        """Return a prompt of so many chunk tokens, as `_layout` makes it."""
+        tokens, ahead = context + 1 + _QUESTION_TOKENS, self._config.prefetch_layers
+        return Work(tokens, context, context, self._first_layer, ahead, True, stored)
+
+    def _layout(self, chunks: Sequence[int]) -> PromptLayout:
+        """Return a prompt of one token, chunks of so many tokens, and a question."""
+        spans, place = [], 1
+        for tokens in chunks:
+            spans.append(ChunkSpan(place, place + tokens, place))
+            place += tokens
+        length = place + _QUESTION_TOKENS
+        ids = (self._ids * (length // len(self._ids) + 1))[:length]
+        return PromptLayout(tuple(ids), tuple(range(length)), tuple(spans))
+
+    def _chunk(self, number: int, tokens: int) -> ChunkKV:
+        """Return one of several chunks of so many tokens; its KV is the sample's, repeated."""
+        sample = self._sample
+        ids = tuple(self._ids[1 + number * tokens : 1 + (number + 1) * tokens])
+        repeats = -(-len(ids) // len(sample.token_ids))
+        layers = [LayerKV(*(t.repeat(1, repeats, 1)[:, : len(ids)].contiguous() for t in kv)) for kv in sample.layers]
+        return ChunkKV(ids, sample.start, layers)
+
+    def _selection(self, layout: PromptLayout, ratio: float) -> Selection:
+        budget = round(ratio * layout.context_tokens)
+        return self._selector.begin(SelectionTask(layout, self._decoder.num_layers, budget))
+
+    def _full(self, tokens: int) -> float:
+        """Prefill so many tokens as a whole."""
+        return self._timed(lambda: self._forward(BlendCache(self._decoder.num_layers), self._ids[:tokens]))
+
+    def _blend(self, layout: PromptLayout, ratio: float, source: LayerSource) -> float:
+        """Prefill a prompt blended."""
+        return self._timed(lambda: self._run_blend(layout, ratio, source))
+
+    def _load(self, layout: PromptLayout, open_readers: OpenProbe) -> float:
+        """Load all layers of a prompt and do nothing else."""
+        readers = open_readers()
+
+        def run() -> None:
+            with self._loader(layout, readers, 0) as loader:
+                for layer in range(self._decoder.num_kv_layers):
+                    loader.synchronize(layer)
+
+        return self._timed(run)
+
+    def _loaded_blend(self, layout: PromptLayout, open_readers: OpenProbe) -> float:
+        """Prefill a prompt blended, loading meanwhile."""
+        readers = open_readers()
+
+        def run() -> None:
+            with self._loader(layout, readers, self._first_layer) as loader:
+                self._run_blend(layout, _RATIOS[0], loader)
+
+        return self._timed(run)
+
+    def _run_blend(self, layout: PromptLayout, ratio: float, source: LayerSource) -> None:
+        cache = BlendCache(self._decoder.num_layers)
+        with Steering(self._decoder, cache, layout, self._selection(layout, ratio), source)():
+            self._forward(cache, layout.token_ids)
+
+    def _loader(self, layout: PromptLayout, readers: Sequence[KVReader], first_layer: int) -> LayerLoader:
+        threads = self._config.load_threads if self._config.pipeline else 0
+        ahead = self._config.prefetch_layers
+        return LayerLoader(self._decoder, layout, readers, first_layer, len(layout), ahead, threads)
+
+    def _forward(self, cache: BlendCache, ids: Sequence[int]) -> None:
+        rows = torch.tensor([ids], device=self._decoder.device)
+        self._decoder.model(input_ids=rows, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+    def _timed(self, run: Callable[[], None]) -> float:
+        self._synchronize()
+        started = time.perf_counter()
+        run()
+        self._synchronize()
+        return time.perf_counter() - started
+
+    def _synchronize(self) -> None:
+        if self._decoder.device.type == "cuda":
+            torch.cuda.synchronize(self._decoder.device)
 
     def _spent(self) -> float:
         return time.perf_counter() - self._started
 
-    def _least(
-        self,
-        run: Callable[[PromptLayout, Sequence[KVReader]], float],
-        layout: PromptLayout,
-        open_readers: OpenProbe,
-        until: float,
-        most: int = _MOST_RUNS,
-    ) -> float:
-        """Return the least disturbed of a run over new readers and its repetitions, as many as fit into the time."""
-        times = {None: [run(layout, open_readers())]}
-        self._repeat(times, lambda _: run(layout, open_readers()), until, most)
-        return min(times[None])
+    def _least(self, run: _Run, until: float, most: int = _MOST_RUNS) -> float:
+        """Return the least disturbed of a run and its repetitions, as many as fit into the time."""
+        times = [run()]
+        self._repeat([(run, times)], until, most)
+        return min(times)
 
-    def _repeat(
-        self, times: dict[_Place, list[float]], run: Callable[[_Place], float], until: float, most: int = _MOST_RUNS
-    ) -> None:
-        """Run every place again, round after round, while another round fits into the time."""
+    def _repeat(self, runs: Sequence[tuple[_Run, list[float]]], until: float, most: int = _MOST_RUNS) -> None:
+        """Run everything again and note its times, round after round, while another round fits into the time."""
         for _ in range(most - 1):
-            expected = sum(max(min(runs), _SHORT_RUN_S) for runs in times.values())
-            if self._spent() + expected > until:
+            if self._spent() + sum(max(min(times), _SHORT_RUN_S) for _, times in runs) > until:
                 return
-            for place, runs in times.items():
+            for run, times in runs:
                 # Short runs are disturbed the most, and cost the least to repeat.
-                for _ in range(max(min(int(_SHORT_RUN_S / min(runs)), _MOST_RUNS), 1)):
-                    runs.append(run(place))
+                for _ in range(max(min(int(_SHORT_RUN_S / min(times)), _MOST_RUNS), 1)):
+                    times.append(run())
 
 
-def _fit_prefill(points: Sequence[PrefillPoint]) -> PrefillCost:
-    columns = [lambda _: 1.0, lambda point: point.tokens, lambda point: point.tokens**2]
-    return PrefillCost(*fit_costs(columns, points, [point.seconds for point in points]))
+class _ScratchKV:
+    """A layer source whose layers are there at once, all of them in the same memory: what is in them takes no time.
+
+    `sample` has one layer each of the model's own KV, for its shape and dtype.
+    """
+
+    def __init__(self, sample: Sequence[LayerKV], decoder: Decoder, rows: int) -> None:
+        buffers: dict[tuple[torch.Size, torch.device], LayerKV] = {}
+        self._layers = []
+        for device, kv in zip(decoder.devices, sample, strict=True):
+            known = (kv.keys.shape, device)
+            if known not in buffers:
+                buffers[known] = LayerKV(*(t.new_zeros((1, t.shape[0], rows, t.shape[2])).to(device) for t in kv))
+            self._layers.append(buffers[known])
+
+    def synchronize(self, layer: int) -> LayerKV:
+        """Return a layer."""
+        return self._layers[layer]
 
 
-def _fit_blend(points: Sequence[BlendPoint], profile: Profile, first_layer: int) -> BlendCost:
+def fit_costs(amounts: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Fit seconds as a sum of terms with factors of at least 0, the relative errors squared being least.
+
+    Parameters
+    ----------
+    amounts : sequence of sequence of float
+        For each measurement the amount of each term.
+    seconds : sequence of float
+        What was measured, above 0.
+
+    Returns
+    -------
+    list of float
+        One factor for each term.
+    """
+    weighted = np.array(amounts, dtype=np.float64) / np.maximum(np.array(seconds, dtype=np.float64), 1e-9)[:, None]
+    # Terms differ by many powers of ten; the solver wants them alike.
+    scale = np.maximum(np.abs(weighted).max(axis=0), 1e-30)
+    weighted /= scale
+    best, best_error = np.zeros(len(scale)), np.inf
+    # With at most four terms every set of those that are not zero can be tried.
+    for size in range(1, len(scale) + 1):
+        for chosen in combinations(range(len(scale)), size):
+            part = list(chosen)
+            factors = np.linalg.lstsq(weighted[:, part], np.ones(len(weighted)), rcond=None)[0]
+            error = float(np.square(weighted[:, part] @ factors - 1).sum())
+            if (factors >= 0).all() and error < best_error - 1e-12:
+                best, best_error = np.zeros(len(scale)), error
+                best[part] = factors
+    fitted: list[float] = (best / scale).tolist()
+    return fitted
+
+
+def _fit_blend(profile: Profile, first_layer: int) -> BlendCost:
     """Fit what the layers behind the first check layer cost; the ones before it are known from full prefill."""
-    behind = profile.num_layers - first_layer
-    seconds = [
-        max(point.seconds - first_layer * profile.layer_s(point.tokens), 0.05 * point.seconds) for point in points
-    ]
-    columns = [
-        lambda _: 1.0,
-        lambda point: behind * point.tokens,
-        lambda point: behind * point.rows,
-        lambda point: behind * point.rows * point.tokens,
-    ]
-    return BlendCost(*fit_costs(columns, points, seconds))
+    behind, points = profile.num_layers - first_layer, profile.blend_points
+    seconds = [max(each.seconds - first_layer * profile.layer_s(each.tokens), 0.05 * each.seconds) for each in points]
+    amounts = [(1, behind * each.tokens, behind * each.rows, behind * each.rows * each.tokens) for each in points]
+    return BlendCost(*fit_costs(amounts, seconds))

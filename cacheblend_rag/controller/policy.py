@@ -1,4 +1,4 @@
-"""Choosing the recompute ratio, the tier, and whether to blend at all, from a measured profile.
+"""What was measured of a model on a machine, and what follows: the recompute ratio, the tier, whether to blend at all.
 
 CacheBlend (section 5) has two delay estimators: how long recomputing takes at a ratio, and how long loading takes from a
 device. Here both are fitted to measurements (`Profile`), and put together by playing the pipeline through: the loader is a
@@ -7,15 +7,24 @@ bounded number of layers ahead, each layer waits for its KV. Everything in this 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
-from cacheblend_rag.controller.profile import Profile
+from pydantic import Field
+
 from cacheblend_rag.errors import ConfigError
 
 __all__ = [
     "SLACK",
+    "BlendCost",
+    "BlendPoint",
     "Choice",
+    "LoadCost",
+    "PrefillCost",
+    "PrefillPoint",
+    "Profile",
     "StoredKV",
     "TierChoice",
     "Work",
@@ -34,6 +43,135 @@ SLACK = 0.02
 
 _RATIO_STEPS = 100
 _GIGABYTE = 1_000_000_000
+
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0)]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPoint:
+    """Full prefill of so many tokens, the least disturbed run of several."""
+
+    tokens: Count
+    seconds: Amount
+
+
+@dataclass(frozen=True, slots=True)
+class BlendPoint:
+    """Blended prefill without loading, so many rows computed of so many tokens, the least disturbed run of several."""
+
+    rows: Count
+    tokens: Count
+    seconds: Amount
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCost:
+    """Full prefill as a function of its length.
+
+    Attributes
+    ----------
+    fixed_s, per_token_s, per_pair_s : float
+        Seconds a prompt, a token, and a token times the prompt's tokens (attention).
+    """
+
+    fixed_s: Amount
+    per_token_s: Amount
+    per_pair_s: Amount
+
+    def seconds(self, tokens: int) -> float:
+        """Return the seconds of a prompt of so many tokens."""
+        return self.fixed_s + self.per_token_s * tokens + self.per_pair_s * tokens * tokens
+
+
+@dataclass(frozen=True, slots=True)
+class BlendCost:
+    """The blended part of a prefill, loading apart, for one layer; `fixed_s` for the whole prompt.
+
+    Attributes
+    ----------
+    fixed_s : float
+        Seconds a prompt: hooks, embedding, head.
+    per_token_s : float
+        Seconds a token of the prompt and layer, computed or not: merging fresh KV into stored KV, the check layer's probe.
+    per_row_s, per_pair_s : float
+        Seconds a computed row and layer, and a computed row times the prompt's tokens (attention).
+    """
+
+    fixed_s: Amount
+    per_token_s: Amount
+    per_row_s: Amount
+    per_pair_s: Amount
+
+    def layer_s(self, rows: int, tokens: int) -> float:
+        """Return the seconds of one layer that computes `rows` rows of a prompt of `tokens` tokens."""
+        return self.per_token_s * tokens + self.per_row_s * rows + self.per_pair_s * rows * tokens
+
+
+@dataclass(frozen=True, slots=True)
+class LoadCost:
+    """Loading from one tier in one codec: reading, decoding, and putting the layer together.
+
+    Attributes
+    ----------
+    tier, codec : str
+        Where the KV is, and how its tensors are compressed.
+    per_read_s, per_byte_s : float
+        Seconds a chunk and layer, and a stored byte.
+    overlap : float
+        Share of the loading that could hide behind computing, and does: 1 where the two do not slow each other.
+    bytes_per_token : float
+        Stored bytes of one token, all layers together.
+    """
+
+    tier: str
+    codec: str
+    per_read_s: Amount
+    per_byte_s: Amount
+    overlap: Annotated[float, Field(ge=0, le=1)]
+    bytes_per_token: Amount
+
+    def layer_s(self, chunks: int, layer_bytes: float) -> float:
+        """Return the seconds of loading one layer of so many chunks that has so many stored bytes in all."""
+        return self.per_read_s * chunks + self.per_byte_s * layer_bytes
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How long one model takes on one machine to compute and to load; times in seconds.
+
+    Attributes
+    ----------
+    identity : dict
+        The model's architecture, device, threads, dtype and selector, by `profile_identity`: what the figures hold for.
+    num_layers : int
+        Decoder layers of the model.
+    prefill, blend : PrefillCost, BlendCost
+        Fitted to the points below.
+    prefill_points, blend_points : tuple
+        What was measured.
+    loads : tuple of LoadCost
+        One for each tier and codec measured.
+    measured_s : float
+        Seconds that the measuring took.
+    """
+
+    identity: dict[str, str]
+    num_layers: Annotated[int, Field(ge=1)]
+    prefill: PrefillCost
+    blend: BlendCost
+    prefill_points: tuple[PrefillPoint, ...]
+    blend_points: tuple[BlendPoint, ...]
+    loads: tuple[LoadCost, ...]
+    measured_s: Amount
+
+    def load_cost(self, tier: str, codec: str) -> LoadCost | None:
+        """Return the cost of loading from a tier in a codec, or None where it was not measured."""
+        return next((cost for cost in self.loads if (cost.tier, cost.codec) == (tier, codec)), None)
+
+    def layer_s(self, tokens: int) -> float:
+        """Return the seconds of one layer of full prefill."""
+        return (self.prefill.seconds(tokens) - self.prefill.fixed_s) / self.num_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,17 +283,7 @@ def full_s(profile: Profile, prompt_tokens: int) -> float:
 
 
 def blend_s(profile: Profile, work: Work, ratio: float) -> float:
-    """Return the predicted seconds of a blended prefill.
-
-    Parameters
-    ----------
-    profile : Profile
-        What was measured.
-    work : Work
-        The prompt, and where its KV is. Tiers that the profile does not know load for nothing; `Profile.load_cost` tells.
-    ratio : float
-        The recompute ratio.
-    """
+    """Return the predicted seconds of a blended prefill; tiers that the profile does not know load for nothing."""
     behind = profile.num_layers - work.first_layer
     computes = [profile.layer_s(work.prompt_tokens)] * work.first_layer + [
         layer_compute_s(profile, work, ratio)
@@ -192,16 +320,8 @@ def layer_load_s(profile: Profile, work: Work) -> tuple[float, float]:
 def pipeline_s(computes: Sequence[float], loads: Sequence[float], first_layer: int, ahead: int) -> float:
     """Return when the last layer is computed if loading and computing do not slow each other.
 
-    Parameters
-    ----------
-    computes : sequence of float
-        Seconds of computing each layer.
-    loads : sequence of float
-        Seconds of loading each layer from `first_layer` on.
-    first_layer : int
-        The first layer that is loaded.
-    ahead : int
-        How many layers the loader may be ahead; it starts on another when one is taken from it.
+    Layers from `first_layer` on are loaded, at most `ahead` before the one that is computed; the loader starts on another when
+    one is taken from it.
     """
     computed = sum(computes[:first_layer])
     loaded = 0.0
@@ -217,48 +337,22 @@ def pipeline_s(computes: Sequence[float], loads: Sequence[float], first_layer: i
 def largest_hidden_ratio(profile: Profile, work: Work, quality_ratio: float) -> float:
     """Return the largest ratio whose recompute hides behind loading (CacheBlend, section 5).
 
-    Parameters
-    ----------
-    profile : Profile
-        What was measured.
-    work : Work
-        The prompt, and where its KV is.
-    quality_ratio : float
-        The quality floor r*, below which the ratio never falls.
-
-    Returns
-    -------
-    float
-        A hundredth under 1, or the floor itself: the largest at which the predicted prefill takes at most `SLACK` longer than
-        at the floor.
+    It is a hundredth under 1, or the quality floor r* itself: the largest at which the predicted prefill takes at most `SLACK`
+    longer than at the floor.
     """
     allowed = blend_s(profile, work, quality_ratio) * (1 + SLACK)
-    # Time never falls with the ratio, so the last step that is allowed can be searched for by halving.
-    low, high = int(quality_ratio * _RATIO_STEPS), _RATIO_STEPS - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if blend_s(profile, work, middle / _RATIO_STEPS) <= allowed:
-            low = middle
-        else:
-            high = middle - 1
-    return max(low / _RATIO_STEPS, quality_ratio)
+    # Time never falls with the ratio, so the steps that are allowed come first.
+    steps = range(int(quality_ratio * _RATIO_STEPS), _RATIO_STEPS)
+    fitting = bisect_right(steps, allowed, key=lambda step: blend_s(profile, work, step / _RATIO_STEPS))
+    return max((steps.start + fitting - 1) / _RATIO_STEPS, quality_ratio)
 
 
 def choose(profile: Profile, work: Work, quality_ratio: float) -> Choice:
     """Decide how a prompt is prefilled: blended at the largest ratio that adds no delay, or as a whole.
 
     Computing the whole prompt is the best quality there is, so it is taken wherever it is not slower than blending at the
-    quality floor; unless chunks remember their documents, which then would be forgotten. A recomputed token forgets too, so of
-    such prompts nothing is recomputed.
-
-    Parameters
-    ----------
-    profile : Profile
-        What was measured.
-    work : Work
-        The prompt, and where its KV is.
-    quality_ratio : float
-        The quality floor r*.
+    quality floor r*; unless chunks remember their documents, which then would be forgotten. A recomputed token forgets too, so
+    of such prompts nothing is recomputed.
     """
     whole, floor = full_s(profile, work.prompt_tokens), blend_s(profile, work, quality_ratio)
     if work.remembers:
@@ -266,7 +360,7 @@ def choose(profile: Profile, work: Work, quality_ratio: float) -> Choice:
     if quality_ratio >= 1 or whole <= floor * (1 + SLACK):
         reason = (
             f"full prefill of {work.prompt_tokens} tokens is predicted to be no slower than blending them "
-            f"({_milliseconds(whole)} against {_milliseconds(floor)})"
+            f"({1000 * whole:.3g} ms against {1000 * floor:.3g} ms)"
         )
         return Choice(1.0, floor, whole, reason)
     ratio = largest_hidden_ratio(profile, work, quality_ratio)
@@ -320,7 +414,3 @@ def cheapest_tier(profile: Profile, work: Work, ratio: float, prices: Mapping[st
         key=lambda offer: (offer[1], prices[offer[2].tier], offer[0]),
     )
     return TierChoice(cost.tier, cost.codec, seconds, fastest, price)
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:.3g} ms"

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.controller import LoadCost, Profile, profile_identity, save_profile
-from cacheblend_rag.controller.profile import BlendCost, PrefillCost
+from cacheblend_rag.controller.control import profile_identity, save_profile
+from cacheblend_rag.controller.policy import BlendCost, LoadCost, PrefillCost, Profile
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.store import KVReader
 from cacheblend_rag.store.ram import RamReader

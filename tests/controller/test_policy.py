@@ -9,8 +9,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cacheblend_rag.controller import (
+from cacheblend_rag.controller.policy import (
+    SLACK,
+    BlendCost,
     LoadCost,
+    PrefillCost,
     Profile,
     StoredKV,
     Work,
@@ -23,8 +26,6 @@ from cacheblend_rag.controller import (
     layer_load_s,
     pipeline_s,
 )
-from cacheblend_rag.controller.policy import SLACK
-from cacheblend_rag.controller.profile import BlendCost, PrefillCost
 from cacheblend_rag.errors import ConfigError
 
 LAYERS = 8

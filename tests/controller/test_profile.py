@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_rag.controller import LoadCost, Profile, load_profile, profile_identity, save_profile
-from cacheblend_rag.controller.profile import BlendCost, BlendPoint, PrefillCost, PrefillPoint, fit_costs
+from cacheblend_rag.controller.control import load_profile, profile_identity, save_profile
+from cacheblend_rag.controller.measure import fit_costs
+from cacheblend_rag.controller.policy import BlendCost, BlendPoint, LoadCost, PrefillCost, PrefillPoint, Profile
 from cacheblend_rag.model import inspect_model
 from tests.families import tiny_model
 
@@ -141,19 +142,17 @@ factors = st.floats(1e-3, 1e3)
 @given(factors, factors, factors)
 def test_the_fit_finds_what_made_the_figures(a: float, b: float, c: float) -> None:
     points = [1.0, 2.0, 5.0, 11.0, 30.0]
-    columns = [lambda _: 1.0, lambda x: x, lambda x: x * x]
+    amounts = [(1.0, x, x * x) for x in points]
     seconds = [a + b * x + c * x * x for x in points]
-    fitted = fit_costs(columns, points, seconds)
-    assert [sum(f * column(x) for f, column in zip(fitted, columns, strict=True)) for x in points] == pytest.approx(
-        seconds, rel=1e-3
-    )
+    fitted = fit_costs(amounts, seconds)
+    found = [sum(f * amount for f, amount in zip(fitted, row, strict=True)) for row in amounts]
+    assert found == pytest.approx(seconds, rel=1e-3)
     assert all(factor >= 0 for factor in fitted)
 
 
 @given(st.lists(st.floats(1e-6, 1e3), min_size=2, max_size=6))
 def test_no_fitted_factor_is_negative_whatever_was_measured(seconds: list[float]) -> None:
-    points = list(range(1, len(seconds) + 1))
-    fitted = fit_costs([lambda _: 1.0, float, lambda x: float(x * x)], points, seconds)
+    fitted = fit_costs([(1.0, x, x * x) for x in range(1, len(seconds) + 1)], seconds)
     assert all(0 <= factor < float("inf") for factor in fitted)
     assert any(fitted)
 
