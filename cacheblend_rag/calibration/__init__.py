@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from cacheblend_rag.calibration.agreement import CalibrationRow
-from cacheblend_rag.calibration.calibrate import Calibration, calibrate
-from cacheblend_rag.calibration.questions import read_questions, read_questions_and_answers
-from cacheblend_rag.calibration.settingsfile import write_settings
+from cacheblend_rag.calibration.calibrate import Calibration, CalibrationRow, calibrate
+from cacheblend_rag.calibration.files import read_questions, read_questions_and_answers, write_settings
 
 __all__ = [
     "Calibration",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from itertools import chain, repeat
+from statistics import NormalDist, fmean, median
 
 from cacheblend_rag.answers import exact_match, f1_score, holds_answer
-from cacheblend_rag.calibration.agreement import CalibrationRow, confirmed, explain, least_questions, lower_bound
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine, GenerationResult
@@ -15,9 +16,46 @@ from cacheblend_rag.engine.firsttoken import FirstLogits, TokenDistribution
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.selection import make_selector
 
-__all__ = ["DEFAULT_RATIOS", "Calibration", "calibrate"]
+__all__ = ["DEFAULT_RATIOS", "Calibration", "CalibrationRow", "calibrate"]
 
 DEFAULT_RATIOS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.25, 0.4, 0.6)
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationRow:
+    """What was measured at one ratio.
+
+    Attributes
+    ----------
+    recompute_ratio : float
+        The ratio.
+    charged_ratio : float
+        Average work on chunk tokens, selection included (`BlendReport.charged_ratio`).
+    questions : int
+        Prompts asked; fewer than there are where it was clear before the end that the target is not reached.
+    agreement : float
+        Share of them whose answer is full prefill's, both normalised.
+    agreement_low : float
+        Lower end of its one-sided interval.
+    f1 : float
+        Average F1 of the answers' words against full prefill's answers.
+    first_token_kl : float
+        Average Kullback-Leibler divergence of the first token's distribution from full prefill's, in nats.
+    ttft_ratio : float
+        Median time to the first token over that of full prefill, on the same prompts.
+    reached : bool
+        Whether `agreement_low` is at the target, with all prompts asked.
+    """
+
+    recompute_ratio: float
+    charged_ratio: float
+    questions: int
+    agreement: float
+    agreement_low: float
+    f1: float
+    first_token_kl: float
+    ttft_ratio: float
+    reached: bool
 
 
 @dataclass(frozen=True)
@@ -56,28 +94,15 @@ class Calibration:
 
 @dataclass(frozen=True, eq=False)
 class _Reference:
-    """What the answers to a prompt are compared with.
-
-    Attributes
-    ----------
-    prompt : BlendPrompt
-        The prompt.
-    text : str
-        Full prefill's answer, where chunks remember their documents that of the whole documents.
-    answer : str or None
-        The right answer, where it was given; it counts instead.
-    is_known : bool
-        Whether full prefill read all that the chunks remember.
-    first : TokenDistribution
-        What full prefill begins with.
-    ttft_s : float
-        When it did.
+    """What the answers to a prompt are compared with: full prefill's, where chunks remember their documents that of the whole
+    documents, or the right answer, where it was given.
     """
 
     prompt: BlendPrompt
     text: str
     answer: str | None
     is_known: bool
+    """Whether full prefill read all that the chunks remember."""
     first: TokenDistribution
     ttft_s: float
 
@@ -151,13 +176,12 @@ def calibrate(
             f"selector={name!r} recomputes the same tokens at every ratio; choose another one to calibrate"
         )
     each_confidence = 1 - (1 - confidence) / len(ladder)
-    blending = {ratio: config.replace(enabled=True, recompute_ratio=ratio) for ratio in ladder}
-    given = [*answers, *[None] * (len(prompts) - len(answers))]
-    ready = [
-        (prompt, answer)
-        for number, (prompt, answer) in enumerate(zip(prompts, given, strict=True), 1)
-        if _prepared(engine, prompt, config, number, say)
-    ]
+    configs = {ratio: config.replace(enabled=True, recompute_ratio=ratio) for ratio in ladder}
+    ready = []
+    for number, (prompt, answer) in enumerate(zip(prompts, chain(answers, repeat(None)), strict=False), 1):
+        say(f"preparing question {number}")
+        if _is_blended(engine, prompt, config):
+            ready.append((prompt, answer))
     skipped = len(prompts) - len(ready)
     needed = least_questions(agreement, each_confidence)
     if len(ready) < needed:
@@ -174,9 +198,9 @@ def calibrate(
             "agreement with them: give more questions, or take a model that answers them"
         )
     rows: list[CalibrationRow] = []
-    for ratio in ladder:
-        say(f"ratio {ratio:g}")
-        row = _measure(engine, references, blending[ratio], max_new_tokens, agreement, each_confidence)
+    for tried, blending in configs.items():
+        say(f"ratio {tried:g}")
+        row = _measure(engine, references, blending, max_new_tokens, agreement, each_confidence)
         rows.append(row)
         if len(rows) > 1 and rows[-2].reached and row.reached:
             break
@@ -189,16 +213,8 @@ def calibrate(
             f"Nothing is chosen: the chunks of {unknown} questions remember documents that do not fit the model's window, so "
             "that full prefill of the chunks knows less than they do; give the right answers to compare with."
         )
-    return Calibration(
-        name,
-        agreement,
-        confidence,
-        len(references),
-        skipped,
-        tuple(rows),
-        None if chosen is None else chosen.recompute_ratio,
-        reason,
-    )
+    ratio = None if chosen is None else chosen.recompute_ratio
+    return Calibration(name, agreement, confidence, len(references), skipped, tuple(rows), ratio, reason)
 
 
 def _checked(engine: BlendEngine, ratios: Sequence[float], agreement: float, confidence: float) -> list[float]:
@@ -216,17 +232,13 @@ def _checked(engine: BlendEngine, ratios: Sequence[float], agreement: float, con
     return ladder
 
 
-def _prepared(
-    engine: BlendEngine, prompt: BlendPrompt, config: BlendConfig, number: int, say: Callable[[str], None]
-) -> bool:
-    """Have the KV of a prompt's chunks stored; return whether the prompt is blended."""
-    say(f"preparing question {number}")
+def _is_blended(engine: BlendEngine, prompt: BlendPrompt, config: BlendConfig) -> bool:
+    """Return whether a prompt is blended, having had the KV of its chunks stored."""
     plain = config.replace(enabled=True, recompute_ratio=0.0)
-    # With encode_on="second_use" the first time stores nothing.
-    for _ in range(2):
+    report = engine.prefill(prompt, config=plain).report
+    if report.misses:
+        # With encode_on="second_use" the first time stores nothing.
         report = engine.prefill(prompt, config=plain).report
-        if not report.misses:
-            break
     return report.fallback_reason is None
 
 
@@ -293,4 +305,51 @@ def _measure(
         first_token_kl=fmean(kl),
         ttft_ratio=median(result.report.ttft_s for result in results) / full_s,
         reached=asked == len(references) and low >= agreement,
+    )
+
+
+def lower_bound(agreeing: int, count: int, confidence: float) -> float:
+    """Return the lower end of Wilson's one-sided interval of the share of `agreeing` in `count`, from 0 to 1."""
+    if count == 0:
+        return 0.0
+    z = NormalDist().inv_cdf(confidence)
+    share, square = agreeing / count, z * z / count
+    spread = z * math.sqrt(share * (1 - share) / count + square / (4 * count))
+    return max(0.0, (share + square / 2 - spread) / (1 + square))
+
+
+def least_questions(agreement: float, confidence: float) -> int:
+    """Return how many answers, all agreeing, it takes for the lower end of the interval to reach `agreement`."""
+    # Wilson's bound of a full share is count / (count + z^2), so that this is the least count but for rounding.
+    z = NormalDist().inv_cdf(confidence)
+    count = max(1, math.floor(z * z * agreement / (1 - agreement)))
+    while lower_bound(count, count, confidence) < agreement:
+        count += 1
+    return count
+
+
+def confirmed(rows: Sequence[CalibrationRow]) -> CalibrationRow | None:
+    """Return the first row that reached the target together with the next, or the last if that did; None if there is none."""
+    pairs = zip(rows, [*rows[1:], None], strict=True)
+    return next((row for row, above in pairs if row.reached and (above is None or above.reached)), None)
+
+
+def explain(rows: Sequence[CalibrationRow], chosen: CalibrationRow | None, agreement: float, confidence: float) -> str:
+    """Return in a sentence what was chosen of these rows, and why."""
+    if chosen is None:
+        best = max(rows, key=lambda row: (row.agreement_low, row.agreement))
+        return (
+            f"No ratio up to {rows[-1].recompute_ratio:g} is shown to agree with full prefill on {agreement:.1%} of such "
+            f"questions; the best, {best.recompute_ratio:g}, agrees on {best.agreement:.1%} of the {best.questions} asked."
+        )
+    above = next((row for row in rows if row.recompute_ratio > chosen.recompute_ratio), None)
+    beside = f", and {above.recompute_ratio:g} does too" if above is not None else ""
+    alone = [row for row in rows if row.reached and row.recompute_ratio < chosen.recompute_ratio]
+    unsure = (
+        f" {alone[-1].recompute_ratio:g} also did, but not the next larger one, so it may be luck." if alone else ""
+    )
+    return (
+        f"{chosen.recompute_ratio:g} is the smallest ratio tried whose answers are full prefill's on at least {agreement:.1%} of "
+        f"such questions, with a confidence of {confidence:.1%} (here on {chosen.agreement:.1%} of {chosen.questions}){beside}."
+        f"{unsure}"
     )

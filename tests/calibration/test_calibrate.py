@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.calibration import calibrate
-from cacheblend_rag.calibration.agreement import CalibrationRow, confirmed, explain, least_questions, lower_bound
+from cacheblend_rag.calibration.calibrate import CalibrationRow, confirmed, explain, least_questions, lower_bound
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.lab.training.corpus import eval_examples
 from cacheblend_rag.reference.prompt import DEFAULT_FORMAT, FORMATS

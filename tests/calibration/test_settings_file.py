@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.calibration import read_questions, write_settings
-from cacheblend_rag.calibration.settingsfile import edit_settings
+from cacheblend_rag.calibration.files import edit_settings
 from cacheblend_rag.errors import ConfigError
 
 KEYS = st.sampled_from(["recompute_ratio", "selector", "enabled", "quality_ratio"])
@@ -195,9 +195,9 @@ def test_any_bytes_give_questions_or_one_clear_error(tmp_path_factory: pytest.Te
     [
         ("q.txt", " \n\n", "holds no question"),
         ("q.jsonl", '"a"\n{"text": "b"}', "line 2 of .* holds no question"),
-        ("q.jsonl", "[1", "line 1 of .* is no JSON"),
+        ("q.jsonl", "[1", "line 1 of .* is not JSON"),
         ("q.jsonl", '{"question": 3}', "line 1 of .* holds no question"),
-        ("q.jsonl", "[" * 100_000, "line 1 of .* is no JSON"),
+        ("q.jsonl", "[" * 100_000, "line 1 of .* is not JSON"),
     ],
 )
 def test_bad_questions(tmp_path: Path, name: str, text: str, message: str) -> None:

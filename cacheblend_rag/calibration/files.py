@@ -1,11 +1,9 @@
-"""Changing settings in a YAML file that somebody wrote by hand."""
+"""The files of a calibration: a user's own questions, and settings in YAML that somebody wrote by hand."""
 
 from __future__ import annotations
 
+import json
 import math
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,11 @@ import yaml
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.files import replace_text
 
-__all__ = ["edit_settings", "write_settings"]
+__all__ = ["edit_settings", "read_questions", "read_questions_and_answers", "write_settings"]
+
+_FIELDS = ("question", "query")
 
 Scalar = bool | int | float | str
 
@@ -42,26 +43,9 @@ def write_settings(path: str | Path, changes: Mapping[str, Scalar]) -> None:
         raise ConfigError(f"settings file {path} cannot be read: {error}") from error
     edited = edit_settings(text, changes, name=str(path))
     BlendConfig(**{str(name): value for name, value in yaml.safe_load(edited).items()})
-    temporary = None
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", newline="", dir=target.parent, prefix=f".{target.name}.", delete=False
-        ) as file:
-            temporary = Path(file.name)
-            file.write(edited)
-            file.flush()
-            os.fsync(file.fileno())
-        if target.exists():
-            shutil.copymode(target, temporary)
-        else:
-            # A temporary file is its owner's alone; a settings file is made like any other.
-            mask = os.umask(0)
-            os.umask(mask)
-            temporary.chmod(0o666 & ~mask)
-        temporary.replace(target)
+        replace_text(target, edited)
     except OSError as error:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
         raise ConfigError(f"settings file {path} cannot be written: {error.strerror}") from error
 
 
@@ -72,19 +56,7 @@ def edit_settings(text: str, changes: Mapping[str, Scalar], *, name: str = "sett
     written. Where that would not mean what it should (a value that others refer to, a mapping in braces that gets a new key), the
     mapping is written anew, without comments.
 
-    Parameters
-    ----------
-    text : str
-        One YAML mapping, or nothing.
-    changes : mapping of str to bool, int, float or str
-        Keys and their new values.
-    name : str
-        What messages call the text.
-
-    Raises
-    ------
-    ConfigError
-        If the text is no YAML mapping.
+    `name` is what messages call the text.
     """
     try:
         values = yaml.safe_load(text)
@@ -147,3 +119,59 @@ def _dumped(values: dict[Any, Any]) -> str:
     # A few characters that YAML takes for line breaks do not survive unless they are escaped.
     readable = _items(yaml.safe_load(text)) == _items(values)
     return text if readable else yaml.safe_dump(values, sort_keys=False, width=math.inf)
+
+
+def read_questions(path: str | Path) -> list[str]:
+    """Read questions; see `read_questions_and_answers`."""
+    return list(read_questions_and_answers(path))
+
+
+def read_questions_and_answers(path: str | Path) -> dict[str, str | None]:
+    """Read questions, one a line; empty lines are skipped, and a question that recurs counts once.
+
+    Parameters
+    ----------
+    path : str or Path
+        A text file; or, if its name ends in ``.jsonl``, lines of JSON, each a string or an object whose `question` (or `query`)
+        is one; an object may have the right `answer` too, a text or a number. UTF-8.
+
+    Returns
+    -------
+    dict of (str, str or None)
+        The questions, in order, without white space around them, with the answers where they are given.
+
+    Raises
+    ------
+    ConfigError
+        If the file cannot be read, a line is none of this, or there is no question.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"questions file {path} cannot be read: {error}") from error
+    structured = path.suffix.lower() == ".jsonl"
+    questions: dict[str, str | None] = {}
+    # Not splitlines, which also splits at characters that may stand inside a JSON string.
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            question, answer = _question(line, f"line {number} of {path}") if structured else (line, None)
+            questions.setdefault(question.strip(), answer)
+    if not questions:
+        raise ConfigError(f"questions file {path} holds no question; write one a line")
+    return questions
+
+
+def _question(line: str, place: str) -> tuple[str, str | None]:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{place} is not JSON ({error}); name the file .txt if it holds plain questions") from error
+    answer = value.get("answer") if isinstance(value, dict) else None
+    # What other programs keep there, a list for example, is no single right answer.
+    answer = str(answer).strip() or None if isinstance(answer, str | int | float) else None
+    if isinstance(value, dict):
+        value = next((value[name] for name in _FIELDS if name in value), None)
+    if not isinstance(value, str) or not value.strip():
+        raise ConfigError(f'{place} holds no question; write {{"question": "..."}} or a string')
+    return value, answer
