@@ -23,7 +23,7 @@ from cacheblend_rag.cli.options import (
     in_a_folder,
 )
 from cacheblend_rag.cli.output import console, parse_ratios, progress_bar, say_seconds, show_table, write_json
-from cacheblend_rag.cli.warm import CHUNK_TOKENS, passages_of, warmed
+from cacheblend_rag.cli.warm import CHUNK_TOKENS, needs_documents, passages_of, warmed
 
 if TYPE_CHECKING:
     from cacheblend_rag.calibration import Calibration
@@ -144,6 +144,7 @@ def _read(
     """Read documents into a store that is there for as long as they are asked about."""
     from cacheblend_rag.documents import Embedding, kv_folder, open_library, passage_config
 
+    needs_documents()
     with tempfile.TemporaryDirectory(prefix="cacheblend-calibrate-") as name:
         folder = Path(name)
         # What is removed afterwards should not be left in a remote tier, nor be looked for there.

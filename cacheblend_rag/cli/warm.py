@@ -24,6 +24,7 @@ from cacheblend_rag.cli.output import (
     write_json,
 )
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.extras import needs_extra
 
 if TYPE_CHECKING:
     from cacheblend_rag.config import BlendConfig
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.documents.splitter import Passage
     from cacheblend_rag.engine import BlendEngine
 
-__all__ = ["CHUNK_TOKENS", "passages_of", "warm", "warmed"]
+__all__ = ["CHUNK_TOKENS", "needs_documents", "passages_of", "warm", "warmed"]
 
 CHUNK_TOKENS = 256
 """Most tokens of a passage, unless the store or an option says otherwise."""
@@ -72,10 +73,12 @@ def warm(
         finder.name,
         chunk_tokens or (known.chunk_tokens if known else CHUNK_TOKENS),
     )
-    if not estimate and known is None:
-        # First, so that a model which cannot be had leaves no half-made store behind.
-        make_quiet()
-        _ = finder.model
+    if not estimate:
+        # First, so that what cannot be had leaves no half-made store behind.
+        needs_documents()
+        if known is None:
+            make_quiet()
+            _ = finder.model
     # Asking what it would take must leave nothing behind, so a store that is not there is not made for it.
     folder = kv_folder(store) if kv_folder(store).is_dir() or not estimate else None
     with open_engine(settings.model, store=folder, config=passage_config()) as engine:
@@ -105,6 +108,13 @@ def warm(
             err=True,
         )
         raise typer.Exit(1)
+
+
+def needs_documents() -> None:
+    """See that what finds and keeps passages is installed, before a model is loaded."""
+    with needs_extra("documents", "a library of documents"):
+        import chromadb  # noqa: F401
+        import sentence_transformers  # noqa: F401
 
 
 def passages_of(paths: Sequence[Path], engine: BlendEngine, chunk_tokens: int) -> list[Passage]:
@@ -143,6 +153,7 @@ def warmed(
     known = LibrarySettings.load(store)
     if known is None or not is_library(store):
         raise ConfigError(f"nothing was warmed into {store}; run: cacheblend-rag warm PATH --store {store}")
+    needs_documents()
     name = model or known.model
     with (
         open_engine(name, store=kv_folder(store), config=passage_config(config), **settings) as engine,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import shlex
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -268,6 +269,18 @@ def test_a_damaged_settings_file_is_an_error_of_one_line(run: Command, store: Pa
     result = run("ask", "Where?", "--store", store, code=1)
     assert "library.json cannot be read" in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("package", ["chromadb", "sentence_transformers"])
+def test_a_missing_package_is_named(
+    run: Command, warm: Any, documents: Path, store: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    result = run("warm", documents, "--store", store, code=1)
+    assert f'({package}): pip install "cacheblend-rag[documents]"' in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not store.exists()
+    assert warm("--estimate")["to_encode"] == 8
 
 
 def test_the_readmes_commands_answer_the_readmes_question(
