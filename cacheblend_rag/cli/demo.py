@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -53,21 +52,21 @@ def demo(
             context_chunks=context_chunks,
             progress=lambda text: status.update(text),
         )
-    for framework, question in dict.fromkeys((row.framework, row.question) for row in rows):
-        chosen = [row for row in rows if (row.framework, row.question) == (framework, question)]
+    for framework, question in dict.fromkeys((row["framework"], row["question"]) for row in rows):
+        chosen = [row for row in rows if (row["framework"], row["question"]) == (framework, question)]
         lines = [
             (
-                row.method,
-                row.answer,
-                "yes" if row.match else "no",
-                say_seconds(row.ttft_s),
-                f"{row.speedup:.1f}x",
-                None if row.hits is None else f"{row.hits}/{row.chunks}",
+                row["method"],
+                row["answer"],
+                "yes" if row["match"] else "no",
+                say_seconds(row["ttft_s"]),
+                f"{row['speedup']:.1f}x",
+                None if row["hits"] is None else f"{row['hits']}/{row['chunks']}",
             )
             for row in chosen
         ]
-        note = "" if chosen[0].supported else "; not all it needs was retrieved"
-        title = f"{framework}: {question} ({chosen[0].kind}; {chosen[0].gold}{note})"
+        note = "" if chosen[0]["supported"] else "; not all it needs was retrieved"
+        title = f"{framework}: {question} ({chosen[0]['kind']}; {chosen[0]['gold']}{note})"
         show_table(title, ("method", "answer", "right", "first token", "speedup", "hits"), lines, text_columns=2)
     summaries = summarize(rows)
     summary_lines = [
@@ -95,7 +94,7 @@ def demo(
     write_json(
         json_file,
         "demo",
-        [asdict(row) for row in rows],
+        rows,
         model=model,
         context_chunks=context_chunks,
         seconds=seconds,

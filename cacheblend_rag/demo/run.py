@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Protocol
@@ -24,7 +24,7 @@ from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.extras import needs_extra
 from cacheblend_rag.reference.prompt import value_of
 
-__all__ = ["DemoEngine", "DemoRow", "Framework", "run_demo", "summarize"]
+__all__ = ["DemoEngine", "Framework", "run_demo", "summarize"]
 
 _MAX_NEW_TOKENS = 64
 
@@ -66,56 +66,6 @@ class Framework(Protocol):
         """Return the answer from chunks, and the engine's report as the framework hands it on."""
 
 
-@dataclass(frozen=True, slots=True)
-class DemoRow:
-    """One question, asked by one method through one framework.
-
-    Attributes
-    ----------
-    framework, question, kind, method, answer, gold : str
-        What was asked, how, what came back, and the value that is right.
-    match : bool
-        Whether the answer gives that value.
-    same_as_full : bool
-        Whether it is word for word the answer of full prefill.
-    supported : bool
-        Whether all chunks that the question needs were retrieved; without them no method can know.
-    ttft_s : float
-        Median over the rounds, from handing the framework what was retrieved to the first output id.
-    speedup : float
-        Full prefill's `ttft_s` over this one.
-    hits : int or None
-        Chunks served from stored KV; None where none is used.
-    chunks : int
-        Chunks in the prompt.
-    selector : str
-        Who chose the recomputed tokens.
-    recompute_ratio, charged_ratio : float or None
-        The ratio asked for, and the work done on chunk tokens over (chunk tokens x layers).
-    prompt_tokens, context_tokens : int
-        Tokens of the prompt, and of its chunks.
-    """
-
-    framework: str
-    question: str
-    kind: str
-    method: str
-    answer: str
-    gold: str
-    match: bool
-    same_as_full: bool
-    supported: bool
-    ttft_s: float
-    speedup: float
-    hits: int | None
-    chunks: int
-    selector: str
-    recompute_ratio: float | None
-    charged_ratio: float
-    prompt_tokens: int
-    context_tokens: int
-
-
 def run_demo(
     folder: Path,
     engine: DemoEngine,
@@ -125,7 +75,7 @@ def run_demo(
     rounds: int,
     context_chunks: int,
     progress: Callable[[str], None],
-) -> tuple[list[dict[str, Any]], list[DemoRow]]:
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Ingest the documents through both frameworks and ask every question by full prefill and blend.
 
     Parameters
@@ -150,8 +100,11 @@ def run_demo(
     list of dict
         For each `framework` its number of `chunks`, how many were `encoded`, and the `seconds` of embedding, indexing and
         encoding.
-    list of DemoRow
-        One for each framework, question and method.
+    list of dict
+        One for each framework, question and method. `match` says whether the answer gives the right value (`gold`),
+        `same_as_full` whether it is word for word full prefill's, `supported` whether all chunks that the question needs were
+        retrieved: without them no method can know. `ttft_s` is the median over the rounds, from handing the framework what was
+        retrieved to the first output id, and `speedup` full prefill's over it; `hits` is None where no stored KV is used.
 
     Raises
     ------
@@ -170,7 +123,7 @@ def run_demo(
             methods[f"blend {ratio:g}"] = blend.replace(recompute_ratio=ratio)
     asked = demo_questions(questions)
     ingestions: list[dict[str, Any]] = []
-    rows: list[DemoRow] = []
+    rows: list[dict[str, Any]] = []
     with open_chroma(folder) as client:
         for name, kind in (("llama_index", LlamaIndexDemo), ("langchain", LangChainDemo)):
             collection = client.get_or_create_collection(
@@ -190,23 +143,20 @@ def run_demo(
     return ingestions, rows
 
 
-def summarize(rows: Sequence[DemoRow]) -> list[dict[str, Any]]:
+def summarize(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return for each framework and method, in the order of the rows, shares and medians over the questions."""
-    groups: dict[tuple[str, str], list[DemoRow]] = {}
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
-        groups.setdefault((row.framework, row.method), []).append(row)
+        groups.setdefault((row["framework"], row["method"]), []).append(row)
     return [
         {
             "framework": framework,
             "method": method,
             "questions": len(chosen),
-            "match": fmean(row.match for row in chosen),
-            "same_as_full": fmean(row.same_as_full for row in chosen),
-            "ttft_s": median(row.ttft_s for row in chosen),
-            "speedup": median(row.speedup for row in chosen),
-            "charged_ratio": fmean(row.charged_ratio for row in chosen),
-            "hits": None if method == "full" else sum(row.hits or 0 for row in chosen),
-            "chunks": sum(row.chunks for row in chosen),
+            **{name: fmean(row[name] for row in chosen) for name in ("match", "same_as_full", "charged_ratio")},
+            **{name: median(row[name] for row in chosen) for name in ("ttft_s", "speedup")},
+            "hits": None if method == "full" else sum(row["hits"] for row in chosen),
+            "chunks": sum(row["chunks"] for row in chosen),
         }
         for (framework, method), chosen in groups.items()
     ]
@@ -231,43 +181,39 @@ def _ask(
     methods: dict[str, BlendConfig],
     rounds: int,
     warm_up: bool,
-) -> list[DemoRow]:
+) -> list[dict[str, Any]]:
     sizes = [len(document.chunks) for document in demo_documents()]
     documents = best_documents(framework.search(question.text, context_chunks), sizes, context_chunks)
     retrieved = framework.read(documents)
     places = [number for number, chunk in enumerate(demo_chunks(name)) if chunk.metadata["document"] in documents]
     times: dict[str, list[float]] = {method: [] for method in methods}
-    answers: dict[str, tuple[str, dict[str, Any]]] = {}
-    order = list(methods)
+    answers: dict[str, tuple[str, dict[str, Any]]] = dict.fromkeys(methods, ("", {}))
+    order = deque(methods)
     for number in range(-int(warm_up), rounds):
         # Each round begins with another method, so that none always follows the same one.
-        first = number % len(order)
-        for method in (*order[first:], *order[:first]):
+        order.rotate(-1)
+        for method in order:
             started = time.perf_counter()
             answers[method] = framework.answer(question.text, retrieved, methods[method])
             if number >= 0:
                 times[method].append(engine.called_at - started + float(answers[method][1]["ttft_s"]))
     return [
-        DemoRow(
-            framework=name,
-            question=question.text,
-            kind=question.kind,
-            method=method,
-            answer=answer,
-            gold=question.answer,
-            match=exact_match(value_of(answer), question.answer),
-            same_as_full=answer == answers["full"][0],
-            supported=set(question.support) <= set(places),
-            ttft_s=median(times[method]),
-            speedup=median(times["full"]) / median(times[method]),
-            hits=None if method == "full" else report["hits"],
-            chunks=len(retrieved),
-            selector=report["selector"],
-            recompute_ratio=None if method == "full" else report["recompute_ratio"],
-            charged_ratio=report["charged_ratio"],
-            prompt_tokens=report["prompt_tokens"],
-            context_tokens=report["context_tokens"],
-        )
-        for method in order
-        for answer, report in [answers[method]]
+        {
+            "framework": name,
+            "question": question.text,
+            "kind": question.kind,
+            "method": method,
+            "answer": answer,
+            "gold": question.answer,
+            "match": exact_match(value_of(answer), question.answer),
+            "same_as_full": answer == answers["full"][0],
+            "supported": set(question.support) <= set(places),
+            "ttft_s": median(times[method]),
+            "speedup": median(times["full"]) / median(times[method]),
+            "hits": None if method == "full" else report["hits"],
+            "chunks": len(retrieved),
+            "recompute_ratio": None if method == "full" else report["recompute_ratio"],
+            **{key: report[key] for key in ("selector", "charged_ratio", "prompt_tokens", "context_tokens")},
+        }
+        for method, (answer, report) in answers.items()
     ]
