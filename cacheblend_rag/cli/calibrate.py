@@ -117,22 +117,9 @@ def calibrate(
     changes = _changes(found, config, selector, disable)
     if write:
         _write(config_file, changes)
-    write_json(
-        json_file,
-        "calibrate",
-        [asdict(row) for row in found.rows],
-        model=name,
-        embedding=embedded,
-        top_k=top_k,
-        selector=found.selector,
-        agreement=found.target,
-        confidence=found.confidence,
-        questions=found.questions,
-        skipped=found.skipped,
-        recompute_ratio=found.recompute_ratio,
-        reason=found.reason,
-        changes=changes,
-    )
+    facts = asdict(found)
+    rows, facts["agreement"] = facts.pop("rows"), facts.pop("target")
+    write_json(json_file, "calibrate", rows, model=name, embedding=embedded, top_k=top_k, **facts, changes=changes)
     if not changes:
         raise typer.Exit(1)
 

@@ -31,7 +31,6 @@ from cacheblend_rag.reference.prompt import FORMATS
 from cacheblend_rag.store import open_store
 
 if TYPE_CHECKING:
-    from chromadb import Collection
     from chromadb.api.client import Client
 
 __all__ = [
@@ -235,7 +234,19 @@ class Library:
         self._folder = folder
         self._engine = engine
         self.embedding = embedding
-        self._passages = self._open(client)
+        self._passages = client.get_or_create_collection(
+            PASSAGES,
+            embedding_function=None,
+            # A wide search: the passages found should not depend on the order in which they were warmed.
+            configuration={"hnsw": {"space": "cosine", "ef_search": 200}},
+            metadata={"embedding": embedding.name},
+        )
+        filled_by = (self._passages.metadata or {}).get("embedding")
+        if filled_by != embedding.name:
+            raise ConfigError(
+                f"the passages in {folder} were embedded by {filled_by}, not by {embedding.name}; name that one with "
+                "--embedding, or warm into another folder"
+            )
 
     def __len__(self) -> int:
         return self._passages.count()
@@ -322,27 +333,6 @@ class Library:
             prefix, _, suffix = rendered.partition(_CONTEXT)
         chunks = [Chunk(match.passage.text, match.passage.id) for match in matches]
         return BlendPrompt(prefix, chunks, suffix, separator=form.separator)
-
-    def _open(self, client: Client) -> Collection:
-        from chromadb.errors import NotFoundError
-
-        try:
-            passages = client.get_collection(PASSAGES, embedding_function=None)
-        except NotFoundError:
-            # A wide search: the passages found should not depend on the order in which they were warmed.
-            return client.create_collection(
-                PASSAGES,
-                embedding_function=None,
-                configuration={"hnsw": {"space": "cosine", "ef_search": 200}},
-                metadata={"embedding": self.embedding.name},
-            )
-        filled_by = (passages.metadata or {}).get("embedding")
-        if filled_by != self.embedding.name:
-            raise ConfigError(
-                f"the passages in {self._folder} were embedded by {filled_by}, not by {self.embedding.name}; name that one with "
-                "--embedding, or warm into another folder"
-            )
-        return passages
 
     def _shown(self) -> dict[str, tuple[str, int]]:
         """Return source and position of every passage in Chroma, by id."""
