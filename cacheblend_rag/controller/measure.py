@@ -173,7 +173,8 @@ class Measurement:
                 seconds.append(self._least(partial(self._load, layout, open_readers), share))
                 if left == 1:
                     piped = self._least(partial(self._loaded_blend, layout, open_readers), until, most=3)
-        cost = LoadCost(tier, codec, *fit_costs(amounts, seconds), 1.0, packed / layout.context_tokens)
+        per_read_s, per_byte_s = fit_costs(amounts, seconds)
+        cost = LoadCost(tier, codec, per_read_s, per_byte_s, 1.0, packed / layout.context_tokens)
         return replace(cost, overlap=self._overlap(profile, cost, layout, piped))
 
     def _overlap(self, profile: Profile, cost: LoadCost, layout: PromptLayout, piped_s: float) -> float:

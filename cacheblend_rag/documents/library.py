@@ -13,11 +13,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk
 from cacheblend_rag.config import BlendConfig
@@ -102,12 +102,13 @@ def open_chroma(folder: Path) -> Iterator[Client]:
         return StoreError(f"Chroma in {chroma} failed: {reason}; if it is damaged, remove that folder and warm again")
 
     try:
-        client = chromadb.PersistentClient(str(folder / "chroma"), settings=Settings(anonymized_telemetry=False))
+        settings = Settings(anonymized_telemetry=False)
+        client = cast("Client", chromadb.PersistentClient(str(folder / "chroma"), settings=settings))
     except Exception as error:
         # Of any type: where opening fails, cleaning up after it fails too, and hides the reason.
         raise failure(error.__context__ or error) from error
     try:
-        yield cast("Client", client)
+        yield client
     except ChromaError as error:
         raise failure(error) from error
     finally:
@@ -375,7 +376,9 @@ class Library:
 
     def _show(self, passages: list[Passage], shown: dict[str, tuple[str, int]]) -> None:
         """Put passages into Chroma, and correct the place of those that moved within their file."""
-        places = {passage.id: {"source": passage.source, "position": passage.position} for passage in passages}
+        places: dict[str, Mapping[str, Any]] = {
+            passage.id: {"source": passage.source, "position": passage.position} for passage in passages
+        }
         new = [passage for passage in passages if passage.id not in shown]
         if new:
             texts = [passage.text for passage in new]

@@ -113,9 +113,9 @@ def demo_corpus() -> str:
     rng = random.Random(f"demo-questions:{_DEMO_SEED}")
     questions = _questions(rng, world, "held_out", EVAL_STYLE)
     picked = _pick(rng, questions, EVAL_STYLE.kinds, len(questions))
-    parts = {"documents": world.documents, "questions": picked}
+    parts = {"documents": map(asdict, world.documents), "questions": map(asdict, picked)}
     # One a line, for people to read and for changes to be seen.
-    lists = (f'"{name}": [\n' + ",\n".join(json.dumps(asdict(each)) for each in part) for name, part in parts.items())
+    lists = (f'"{name}": [\n' + ",\n".join(map(json.dumps, part)) for name, part in parts.items())
     return "{" + "\n], ".join(lists) + "\n]}\n"
 
 
