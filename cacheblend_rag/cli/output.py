@@ -35,15 +35,7 @@ __all__ = [
 
 _POWERS = ("", "K", "M", "G", "T")
 _SIZE = re.compile(r"\s*(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGT]?)(?P<binary>I?)B?\s*", re.IGNORECASE)
-_REPORTED_PACKAGES = (
-    "cacheblend-rag",
-    "torch",
-    "transformers",
-    "chromadb",
-    "sentence-transformers",
-    "llama-index-core",
-    "langchain-core",
-)
+_PACKAGES = "cacheblend-rag torch transformers chromadb sentence-transformers llama-index-core langchain-core".split()
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -158,7 +150,7 @@ def write_json(path: Path | None, command: str, rows: Sequence[dict[str, Any]], 
 
 
 def _versions() -> Iterator[tuple[str, str]]:
-    for name in _REPORTED_PACKAGES:
+    for name in _PACKAGES:
         with suppress(PackageNotFoundError):
             yield name, version(name)
 

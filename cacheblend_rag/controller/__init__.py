@@ -12,11 +12,8 @@ from cacheblend_rag.controller.control import (
     whole_plan,
 )
 from cacheblend_rag.controller.policy import (
-    Choice,
-    LoadCost,
     Profile,
     StoredKV,
-    TierChoice,
     Work,
     cheapest_tier,
     choose,
@@ -25,13 +22,10 @@ from cacheblend_rag.controller.policy import (
 )
 
 __all__ = [
-    "Choice",
     "Controller",
-    "LoadCost",
     "Plan",
     "Profile",
     "StoredKV",
-    "TierChoice",
     "Work",
     "cheapest_tier",
     "check_attention",

@@ -31,7 +31,6 @@ __all__ = [
     "blend_s",
     "cheapest_tier",
     "choose",
-    "full_s",
     "largest_hidden_ratio",
     "layer_compute_s",
     "layer_load_s",
@@ -176,19 +175,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class StoredKV:
-    """Chunks of one prompt that come from one tier in one codec.
-
-    Attributes
-    ----------
-    tier : str
-        Where they are.
-    codec : str
-        How their tensors are compressed.
-    chunks : int
-        How many there are.
-    kv_bytes : int
-        Their stored bytes, all layers together.
-    """
+    """Chunks of one prompt that come from one tier in one codec; `kv_bytes` is what they take there, all layers together."""
 
     tier: str
     codec: str
@@ -277,17 +264,11 @@ class TierChoice:
     price: float
 
 
-def full_s(profile: Profile, prompt_tokens: int) -> float:
-    """Return the predicted seconds of computing a whole prompt."""
-    return profile.prefill.seconds(prompt_tokens)
-
-
 def blend_s(profile: Profile, work: Work, ratio: float) -> float:
     """Return the predicted seconds of a blended prefill; tiers that the profile does not know load for nothing."""
     behind = profile.num_layers - work.first_layer
-    computes = [profile.layer_s(work.prompt_tokens)] * work.first_layer + [
-        layer_compute_s(profile, work, ratio)
-    ] * behind
+    computes = [profile.layer_s(work.prompt_tokens)] * work.first_layer
+    computes += [layer_compute_s(profile, work, ratio)] * behind
     load_s, overlap = layer_load_s(profile, work)
     serial = profile.blend.fixed_s + sum(computes) + behind * load_s
     if not load_s or not work.threaded:
@@ -354,7 +335,7 @@ def choose(profile: Profile, work: Work, quality_ratio: float) -> Choice:
     quality floor r*; unless chunks remember their documents, which then would be forgotten. A recomputed token forgets too, so
     of such prompts nothing is recomputed.
     """
-    whole, floor = full_s(profile, work.prompt_tokens), blend_s(profile, work, quality_ratio)
+    whole, floor = profile.prefill.seconds(work.prompt_tokens), blend_s(profile, work, quality_ratio)
     if work.remembers:
         return Choice(0.0, blend_s(profile, work, 0.0), whole)
     if quality_ratio >= 1 or whole <= floor * (1 + SLACK):

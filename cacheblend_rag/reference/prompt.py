@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = [
     "ASSISTANT",
@@ -80,10 +80,6 @@ def chat(inner: PromptFormat, system: str | None = None) -> PromptFormat:
     return PromptFormat(f"{opening}{USER}\n{inner.head}", inner.separator, inner.middle, f"{inner.tail}\n{ASSISTANT}\n")
 
 
-def _with_separator(inner: PromptFormat, separator: str) -> PromptFormat:
-    return PromptFormat(inner.head, separator, inner.middle, inner.tail)
-
-
 # The default templates of LlamaIndex (text_qa_template and its system prompt for chat models) and LangChain's usual one.
 _LLAMA_INDEX = PromptFormat(
     "Context information is below.\n---------------------\n",
@@ -106,10 +102,10 @@ _LANGCHAIN_ANSWER = PromptFormat(
 
 DEFAULT_FORMAT = "chat"
 FORMATS: dict[str, PromptFormat] = {
-    "chat": chat(_with_separator(_LANGCHAIN, "\n")),
+    "chat": chat(replace(_LANGCHAIN, separator="\n")),
     "chat_blank_line": chat(_LANGCHAIN),
     "plain": _LANGCHAIN,
-    "plain_answer": _with_separator(_LANGCHAIN_ANSWER, "\n"),
+    "plain_answer": replace(_LANGCHAIN_ANSWER, separator="\n"),
     "llama_index": _LLAMA_INDEX,
     "llama_index_chat": chat(_LLAMA_INDEX),
     "llama_index_system": chat(_LLAMA_INDEX, _LLAMA_INDEX_SYSTEM),

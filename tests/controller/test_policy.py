@@ -20,7 +20,6 @@ from cacheblend_rag.controller.policy import (
     blend_s,
     cheapest_tier,
     choose,
-    full_s,
     largest_hidden_ratio,
     layer_compute_s,
     layer_load_s,
@@ -133,7 +132,7 @@ def test_the_choice_is_within_the_slack_of_the_fastest_of_sufficient_quality(
     profile: Profile, work: Work, floor: float
 ) -> None:
     choice = choose(profile, work, floor)
-    whole = full_s(profile, work.prompt_tokens)
+    whole = profile.prefill.seconds(work.prompt_tokens)
     taken = whole if choice.fallback_reason else blend_s(profile, work, choice.ratio)
     tried = [blend_s(profile, work, ratio) for ratio in [floor, *(step / 100 for step in range(100))] if ratio >= floor]
     if floor < 1:
