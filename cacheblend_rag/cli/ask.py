@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,14 +10,12 @@ import typer
 
 from cacheblend_rag.cli.models import open_engine
 from cacheblend_rag.cli.options import AnswerTokensOption, CompareOption, JsonOption, StoreOption, StreamOption
-from cacheblend_rag.cli.output import console, say_seconds, show_table, write_json
+from cacheblend_rag.cli.output import console, print_answer, say_seconds, show_table, write_json
 from cacheblend_rag.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cacheblend_rag.chunk import BlendPrompt
-    from cacheblend_rag.config import BlendConfig
     from cacheblend_rag.documents import Match
-    from cacheblend_rag.engine import BlendEngine, GenerationResult
+    from cacheblend_rag.engine import GenerationResult
 
 __all__ = ["ask"]
 
@@ -76,8 +73,7 @@ def ask(
         if compare:
             # Whoever comes first pays for the first use of the model's kernels.
             engine.generate(prompt, max_new_tokens=1, config=engine.config.replace(enabled=False))
-        shown = sys.stdout.isatty() if stream is None else stream
-        results = {"blend": _answer(engine, prompt, max_new_tokens, shown)}
+        results = {"blend": print_answer(engine, prompt, max_new_tokens, stream)}
         if compare:
             plain = engine.config.replace(enabled=False)
             results["full"] = engine.generate(prompt, max_new_tokens=max_new_tokens, config=plain)
@@ -89,20 +85,6 @@ def ask(
         )
     rows = [_row(method, question, result, found) for method, result in results.items()]
     write_json(json_file, "ask", rows, model=name, embedding=known.embedding, top_k=top_k)
-
-
-def _answer(
-    engine: BlendEngine, prompt: BlendPrompt, max_new_tokens: int, shown: bool, config: BlendConfig | None = None
-) -> GenerationResult:
-    if not shown:
-        result = engine.generate(prompt, max_new_tokens=max_new_tokens, config=config)
-        typer.echo(result.text)
-        return result
-    pieces = engine.stream(prompt, max_new_tokens=max_new_tokens, config=config)
-    for piece in pieces:
-        typer.echo(piece, nl=False)
-    typer.echo()
-    return pieces.result()
 
 
 def _show(results: dict[str, GenerationResult], found: list[Match]) -> None:

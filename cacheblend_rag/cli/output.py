@@ -12,13 +12,18 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from cacheblend_rag.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cacheblend_rag.chunk import BlendPrompt
+    from cacheblend_rag.engine import BlendEngine, GenerationResult
+    from cacheblend_rag.pml import Prompt
 
 __all__ = [
     "console",
@@ -29,6 +34,7 @@ __all__ = [
     "parse_names",
     "parse_ratios",
     "plain_values",
+    "print_answer",
     "progress_bar",
     "say_bytes",
     "say_seconds",
@@ -169,6 +175,25 @@ def parse_capacities(text: str) -> tuple[int | float, ...]:
                 f"{part.strip()!r} in {text!r} is no number; write shares of the context like 0.25, or numbers of tokens like 512"
             ) from None
     return tuple(capacities)
+
+
+def print_answer(
+    engine: BlendEngine,
+    prompt: BlendPrompt | Prompt,
+    max_new_tokens: int,
+    stream: bool | None,
+    **generation_kwargs: Any,
+) -> GenerationResult:
+    """Answer a prompt and print the answer, word by word if `stream`, or where it is None and this is a terminal."""
+    if not (sys.stdout.isatty() if stream is None else stream):
+        result = engine.generate(prompt, max_new_tokens, **generation_kwargs)
+        print(result.text)
+        return result
+    pieces = engine.stream(prompt, max_new_tokens, **generation_kwargs)
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print()
+    return pieces.result()
 
 
 def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, text_columns: int = 1) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from cacheblend_rag.chunk import BlendPrompt, Chunk
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine, GenerationResult
-from cacheblend_rag.pml.prompt import Prompt
+from cacheblend_rag.pml import Prompt
 
 __all__ = ["DemoEngine", "Framework", "FrameworkAnswer"]
 

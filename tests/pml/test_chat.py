@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from cacheblend_rag import reference
 from cacheblend_rag.errors import PMLError
 from cacheblend_rag.pml import Import, Schema, SchemaLayout, Tokens, Turn, lay_out
-from cacheblend_rag.pml.tokens import Message
+from cacheblend_rag.pml.chat import Message
 from tests.pml.naive import tokenize
 
 CHATML = (

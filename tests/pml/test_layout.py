@@ -62,7 +62,7 @@ def check_prompt(children: list, items: list) -> None:
     found = lay_out(layout, prompt)
     tokens = {}
     for segment in found.segments:
-        kind = "cached" if segment.is_cached else "argument" if segment.parameter else "text"
+        kind = "cached" if segment.is_cached else "argument" if segment.param else "text"
         for offset, token in enumerate(segment.token_ids):
             tokens[segment.position + offset] = (token, kind)
         if segment.part is not None:
