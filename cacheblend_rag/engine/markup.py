@@ -154,7 +154,7 @@ class Schemas:
         if last is not None and last.is_cached:
             pieces[-1:] = [replace(last, token_ids=last.token_ids[:-1])] if len(last) > 1 else []
             pieces.append(Piece(last.token_ids[-1:], last.stop - 1))
-        chunks = [self._chunk_of(name, part) for part in laid_out.parts]
+        chunks = {key: self._chunk_of(name, part) for key, part in laid_out.parts.items()}
         segments: list[Segment] = []
         for piece in pieces:
             if piece.part is None:

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import chain, count, groupby
 
 from cacheblend_rag.pml.chat import ChatFrame, Tokens
-from cacheblend_rag.pml.nodes import Import, Module, NewText, Node, Param, Role, Scaffold, Text, Turn, Union, walk
+from cacheblend_rag.pml.nodes import Import, Module, Node, Param, Role, Scaffold, Text, Turn, Union, walk
 from cacheblend_rag.pml.schema import Prompt, Schema
 
 __all__ = ["LaidOutPrompt", "Part", "Piece", "SchemaLayout", "Slot", "lay_out"]
@@ -19,23 +19,9 @@ __all__ = ["LaidOutPrompt", "Part", "Piece", "SchemaLayout", "Slot", "lay_out"]
 class Piece:
     """Tokens that follow each other without gaps and come from one place, of a schema or of a prompt.
 
-    Attributes
-    ----------
-    token_ids : tuple of int
-        The tokens that the model reads; those of a schema's parameter are fillers.
-    position : int
-        The position of the first one; the others follow by one.
-    module : str or None
-        The module that they belong to, also for arguments; None for anonymous text and new text.
-    param : Param or None
-        The parameter that it is, or that it is an argument for.
-    text : str
-        The text, if it is one.
-    part : int or None
-        What they are encoded with: of a schema, the number of the part; of a prompt, its index in `LaidOutPrompt.parts`. None for
-        tokens that are computed: new text, arguments, the BOS.
-    row : int
-        Of a prompt's tokens that are served from KV: the row of the first one in the part.
+    Those of a schema's parameter are fillers. `part` is what they are encoded with: the name of a module, or the number of an
+    anonymous text or a scaffold; None for tokens of a prompt that are computed: new text, arguments, the BOS. In a prompt those
+    that are not begin at `row` of their part.
     """
 
     token_ids: tuple[int, ...]
@@ -43,7 +29,7 @@ class Piece:
     module: str | None = None
     param: Param | None = None
     text: str = ""
-    part: int | None = None
+    part: int | str | None = None
     row: int = 0
 
     def __len__(self) -> int:
@@ -74,22 +60,9 @@ class Slot:
 class Part:
     """Tokens that are encoded together and apart from all others, and whose KV is kept.
 
-    A part is the own tokens of one module (those of the modules nested in it are parts of their own), an anonymous text, or
-    what a prompt imports of a scaffold.
-
-    Attributes
-    ----------
-    name : str
-        The module's name; ``"#1"``, ``"#2"`` ... for anonymous texts in reading order; for a scaffold the names of what is
-        in it, joined by ``"+"``.
-    token_ids : tuple of int
-        Its tokens in order of position, parameters as filler tokens.
-    positions : tuple of int
-        The position of each token in the schema, ascending. Where other modules stand between a module's texts there are gaps.
-    slots : tuple of Slot
-        Its parameters, ascending.
-    is_scaffold : bool
-        Whether several modules are encoded together.
+    A part is the own tokens of one module, those of the modules nested in it being parts of their own; an anonymous text, named
+    ``"#1"``, ``"#2"`` ... in reading order; or what a prompt imports of a scaffold, named by what is in it, joined by ``"+"``.
+    Its tokens stand in order of their `positions` in the schema, between which other modules may leave gaps.
     """
 
     name: str
@@ -108,27 +81,23 @@ class Part:
 class LaidOutPrompt:
     """A prompt as the model reads it.
 
-    Attributes
-    ----------
-    segments : tuple of Piece
-        In order of position, not overlapping, none empty. The first one holds the BOS, where the tokenizer has one. The last
-        one is computed, unless the prompt ends with a module and there is no chat template.
-    parts : tuple of Part
-        The parts that cached segments are cut from, each once. Rows of a part that no segment takes are filler tokens.
+    The segments stand in order of position and do not overlap; none is empty. The first one holds the BOS, where the tokenizer
+    has one. The last one is computed, unless the prompt ends with a module and there is no chat template. Rows of a part that
+    no segment takes are filler tokens.
     """
 
     segments: tuple[Piece, ...]
-    parts: tuple[Part, ...]
+    parts: dict[int | str, Part]
 
     @cached_property
     def token_ids(self) -> tuple[int, ...]:
         """All tokens in order."""
-        return tuple(chain.from_iterable(segment.token_ids for segment in self.segments))
+        return _token_ids(self.segments)
 
     @cached_property
     def positions(self) -> tuple[int, ...]:
         """The position of each token, ascending."""
-        return tuple(chain.from_iterable(range(segment.position, segment.stop) for segment in self.segments))
+        return _positions(self.segments)
 
     @property
     def cached_tokens(self) -> int:
@@ -143,19 +112,8 @@ class SchemaLayout:
     behind the union starts behind its largest member. A module that is nested in another one stands where it is written, between
     the other's own texts. A parameter takes as many positions as it is long.
 
-    Parameters
-    ----------
-    schema : Schema
-        The schema.
-    tokens : Tokens
-        The model's tokenizer.
-
     Attributes
     ----------
-    schema, tokens
-        What it was made of.
-    frame : ChatFrame
-        The words of the model's chat template.
     pieces : list of Piece
         Every text and parameter that has tokens, in reading order.
     extents : dict of str to range
@@ -178,9 +136,8 @@ class SchemaLayout:
         self.pieces: list[Piece] = []
         self.extents: dict[str, range] = {}
         self.reading_order: list[str | Piece] = []
-        self._numbers = count(1)
-        self._scaffolds: dict[int, Scaffold] = {}
-        self._anonymous: dict[int, str] = {}
+        self._anonymous = count(1)
+        self._scaffolds: dict[int | str, Scaffold] = {}
         nodes = _without_roles(schema.children, iter(self.frame.heads))
         self.size = self._walk(nodes, len(tokens.bos_ids), None, None)
 
@@ -201,35 +158,35 @@ class SchemaLayout:
         """Return the pieces of a prompt that imports these modules, ascending."""
         return [piece for piece in self.pieces if piece.module is None or piece.module in imported]
 
-    def parts_of(self, pieces: Iterable[Piece]) -> dict[int, Part]:
-        """Return the parts that these pieces make up by their numbers, in order of position."""
-        groups: dict[int, list[Piece]] = {}
+    def parts_of(self, pieces: Iterable[Piece]) -> dict[int | str, Part]:
+        """Return the parts that these pieces make up, in order of position."""
+        groups: dict[int | str, list[Piece]] = {}
         for piece in pieces:
             assert piece.part is not None
             groups.setdefault(piece.part, []).append(piece)
-        made = {number: self._part(number, group) for number, group in groups.items()}
-        return dict(sorted(made.items(), key=lambda each: (each[1].positions[0], each[0])))
+        made = {key: self._part(key, group) for key, group in groups.items()}
+        return dict(sorted(made.items(), key=lambda each: each[1].positions[0]))
 
-    def _part(self, number: int, pieces: Sequence[Piece]) -> Part:
+    def _part(self, key: int | str, pieces: Sequence[Piece]) -> Part:
         slots: list[Slot] = []
         row = 0
         for piece in pieces:
             if piece.param is not None:
                 slots.append(Slot(piece.module, piece.param.name, row, row + len(piece)))
             row += len(piece)
-        whole = LaidOutPrompt(tuple(pieces), ())
         names = dict.fromkeys(piece.module for piece in pieces if piece.module is not None)
-        name = "+".join(names) or self._anonymous[number]
-        return Part(name, whole.token_ids, whole.positions, tuple(slots), number in self._scaffolds)
+        return Part(
+            "+".join(names) or f"#{key}", _token_ids(pieces), _positions(pieces), tuple(slots), key in self._scaffolds
+        )
 
-    def _walk(self, nodes: Iterable[Node], position: int, module: str | None, part: int | None) -> int:
+    def _walk(self, nodes: Iterable[Node], position: int, module: str | None, part: int | str | None) -> int:
         """Add the pieces of `nodes` from `position` on; return the position behind them."""
         for node in nodes:
             if isinstance(node, Text):
                 ids = self._ids(node.text, position)
                 if ids:
-                    number = self._next_anonymous() if part is None else part
-                    self.pieces.append(Piece(ids, position, module, text=node.text, part=number))
+                    key = next(self._anonymous) if part is None else part
+                    self.pieces.append(Piece(ids, position, module, text=node.text, part=key))
                     if module is None:
                         self.reading_order.append(self.pieces[-1])
                 position += len(ids)
@@ -240,14 +197,13 @@ class SchemaLayout:
             elif isinstance(node, Module):
                 self.reading_order.append(node.name)
                 # In a scaffold everything is encoded together; elsewhere each module for itself.
-                number = part if part in self._scaffolds else next(self._numbers)
-                stop = self._walk(node.children, position, node.name, number)
+                stop = self._walk(node.children, position, node.name, part if part in self._scaffolds else node.name)
                 self.extents[node.name] = range(position, stop)
                 position = stop
             elif isinstance(node, Union):
                 position = max(self._walk([member], position, module, part) for member in node.children)
             elif isinstance(node, Scaffold):
-                number = self._next_anonymous()
+                number = next(self._anonymous)
                 self._scaffolds[number] = node
                 position = self._walk(node.children, position, module, number)
         return position
@@ -258,10 +214,13 @@ class SchemaLayout:
         # The BOS has its own place before the schema; chat templates write it as well.
         return ids[len(bos) :] if bos and position == len(bos) and ids[: len(bos)] == bos else ids
 
-    def _next_anonymous(self) -> int:
-        number = next(self._numbers)
-        self._anonymous[number] = f"#{len(self._anonymous) + 1}"
-        return number
+
+def _token_ids(pieces: Iterable[Piece]) -> tuple[int, ...]:
+    return tuple(chain.from_iterable(piece.token_ids for piece in pieces))
+
+
+def _positions(pieces: Iterable[Piece]) -> tuple[int, ...]:
+    return tuple(chain.from_iterable(range(piece.position, piece.stop) for piece in pieces))
 
 
 def _without_roles(nodes: Iterable[Node], heads: Iterator[str]) -> Iterator[Node]:
@@ -293,13 +252,6 @@ def lay_out(layout: SchemaLayout, prompt: Prompt) -> LaidOutPrompt:
     everything. New text before that takes the first free positions behind the import before it: those of modules that are not
     imported, or what a union's member leaves of the union's size.
 
-    Parameters
-    ----------
-    layout : SchemaLayout
-        The schema, in the tokens of the model.
-    prompt : Prompt
-        A prompt for that schema.
-
     Raises
     ------
     PMLError
@@ -313,13 +265,12 @@ def lay_out(layout: SchemaLayout, prompt: Prompt) -> LaidOutPrompt:
         )
     used = layout.used(prompt.imports)
     parts = layout.parts_of(used)
-    index = {number: place for place, number in enumerate(parts)}
     rows = dict.fromkeys(parts, 0)
     segments = [Piece(layout.tokens.bos_ids, 0)]
     for piece in used:
         assert piece.part is not None
         if piece.param is None:
-            segments.append(replace(piece, part=index[piece.part], row=rows[piece.part]))
+            segments.append(replace(piece, row=rows[piece.part]))
         else:
             segments.append(replace(piece, part=None, token_ids=_argument(layout, prompt, piece, piece.param)))
         rows[piece.part] += len(piece)
@@ -327,7 +278,7 @@ def lay_out(layout: SchemaLayout, prompt: Prompt) -> LaidOutPrompt:
     gaps.fill(prompt.children[: prompt.body_length], len(layout.tokens.bos_ids), None)
     segments += [*gaps.texts, _tail(layout, prompt, used, gaps.end)]
     segments.sort(key=lambda segment: segment.position)
-    return LaidOutPrompt(tuple(segment for segment in segments if segment.token_ids), tuple(parts.values()))
+    return LaidOutPrompt(tuple(segment for segment in segments if segment.token_ids), parts)
 
 
 def _argument(layout: SchemaLayout, prompt: Prompt, piece: Piece, param: Param) -> tuple[int, ...]:
@@ -347,10 +298,10 @@ def _argument(layout: SchemaLayout, prompt: Prompt, piece: Piece, param: Param) 
 def _tail(layout: SchemaLayout, prompt: Prompt, used: Sequence[Piece], position: int) -> Piece:
     """What stands behind everything: the prompt's last text, its messages, the template's words before the answer."""
     behind = prompt.children[prompt.body_length :]
-    text = "".join(node.text for node in behind if isinstance(node, NewText))
+    text = "".join(node.text for node in behind if isinstance(node, Text))
     turns = [node for node in behind if isinstance(node, Turn)]
     if turns or layout.schema.roles:
-        place = next((node.place for node in [*turns, *behind] if isinstance(node, Turn | NewText)), prompt.place)
+        place = next((node.place for node in [*turns, *behind] if isinstance(node, Turn | Text)), prompt.place)
         messages = [{"role": turn.role, "content": turn.text} for turn in turns]
         text = layout.frame.tail(text, messages, place, ends_line=not used or used[-1].text[-1:].isspace())
     return Piece(layout.tokens.tokenize(text), position)
@@ -376,7 +327,7 @@ class _Gaps:
         end = cursor
         behind: str | None = None
         for number, node in enumerate(nodes):
-            if isinstance(node, NewText):
+            if isinstance(node, Text):
                 following = next((each.name for each in nodes[number + 1 :] if isinstance(each, Import)), None)
                 cursor = self._put(node, cursor, behind, following, parent)
             elif isinstance(node, Import):
@@ -387,7 +338,7 @@ class _Gaps:
             end = max(end, cursor)
         return end
 
-    def _put(self, node: NewText, cursor: int, behind: str | None, following: str | None, parent: str | None) -> int:
+    def _put(self, node: Text, cursor: int, behind: str | None, following: str | None, parent: str | None) -> int:
         ids = self._layout.tokens.tokenize(node.text)
         if not ids:
             return cursor

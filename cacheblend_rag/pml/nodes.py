@@ -15,7 +15,6 @@ __all__ = [
     "Import",
     "MaxTokens",
     "Module",
-    "NewText",
     "Node",
     "Param",
     "Place",
@@ -67,7 +66,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Text as the model reads it."""
+    """Text as the model reads it; in a prompt, text that the schema does not have."""
 
     text: str
     place: Place = field(default=Place(), compare=False)
@@ -144,14 +143,6 @@ class MaxTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class NewText:
-    """Text of a prompt that the schema does not have; it is computed."""
-
-    text: str
-    place: Place = field(default=Place(), compare=False)
-
-
-@dataclass(frozen=True, slots=True)
 class Turn:
     """A message of the chat that the schema does not have; it is computed.
 
@@ -178,7 +169,7 @@ class Import:
         The module's name.
     arguments : mapping of str to str
         A text for each of its parameters; an empty one leaves the parameter out.
-    children : sequence of (Import, NewText or str)
+    children : sequence of (Import, Text or str)
         The modules to take of those nested in it, and new text among them.
     """
 
@@ -195,15 +186,15 @@ class Import:
         return hash((self.name, tuple(sorted(self.arguments.items())), self.children))
 
 
-PromptNode: TypeAlias = "Import | NewText | Turn"
+PromptNode: TypeAlias = "Import | Text | Turn"
 
 
 def prompt_nodes(children: Sequence[PromptNode | str]) -> tuple[PromptNode, ...]:
     """Return the children of a prompt or an import, strings as new text."""
     for child in children:
-        if not isinstance(child, str | Import | NewText | Turn):
+        if not isinstance(child, str | Import | Text | Turn):
             raise PMLError(f"a prompt holds {child!r:.40}, a {type(child).__name__}; give Import, Turn or text")
-    return tuple(NewText(child) if isinstance(child, str) else child for child in children)
+    return tuple(Text(child) if isinstance(child, str) else child for child in children)
 
 
 def walk_imports(nodes: Sequence[PromptNode | str]) -> Iterator[Import]:

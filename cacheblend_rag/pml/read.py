@@ -16,7 +16,6 @@ from cacheblend_rag.pml.nodes import (
     ROLES,
     Import,
     Module,
-    NewText,
     Node,
     Param,
     Place,
@@ -28,7 +27,7 @@ from cacheblend_rag.pml.nodes import (
     Turn,
     Union,
 )
-from cacheblend_rag.pml.xml import Element, RawText, ends_its_line, parse, tidy
+from cacheblend_rag.pml.xml import Element, ends_its_line, parse, tidy
 
 __all__ = ["SchemaReader", "parse_prompt", "read_text"]
 
@@ -77,8 +76,8 @@ class SchemaReader:
 
     def _children(self, element: Element, *, strip: bool = False) -> Iterator[Node]:
         for item in tidy(element, _PARAMS, strip=strip):
-            if isinstance(item, RawText):
-                yield Text(item.text, item.place)
+            if isinstance(item, Text):
+                yield item
             elif item.tag == "include":
                 yield from self._include(item)
             else:
@@ -196,8 +195,8 @@ def read_text(path: Path) -> str:
 
 def _prompt_nodes(element: Element, *, strip: bool = False) -> Iterator[PromptNode]:
     for item in tidy(element, strip=strip):
-        if isinstance(item, RawText):
-            yield NewText(item.text, item.place)
+        if isinstance(item, Text):
+            yield item
         elif item.tag in ROLES:
             yield _turn(item)
         else:

@@ -17,7 +17,6 @@ from cacheblend_rag.pml.nodes import (
     ROLES,
     Import,
     Module,
-    NewText,
     Node,
     Param,
     Place,
@@ -246,7 +245,7 @@ class Prompt:
     ----------
     schema : Schema
         The schema.
-    children : sequence of (Import, NewText, Turn or str)
+    children : sequence of (Import, Text, Turn or str)
         Imports and new text, in order; messages stand last.
 
     Raises
@@ -409,7 +408,7 @@ def _check_prompt(prompt: Prompt) -> None:
             if child.role not in ROLES:
                 raise child.place.error(f"{child.role!r} is no role; take one of {', '.join(ROLES)}")
             turn = child
-        elif turn is not None and isinstance(child, Import | NewText):
+        elif turn is not None and isinstance(child, Import | Text):
             what = f"<{child.name}>" if isinstance(child, Import) else "text"
             raise child.place.error(
                 f"{what} stands behind the <{turn.role}> at {turn.place}; a prompt's own messages come last, behind all imports "

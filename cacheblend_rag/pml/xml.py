@@ -9,9 +9,9 @@ from typing import TypeAlias
 from xml.parsers import expat
 
 from cacheblend_rag.errors import PMLError
-from cacheblend_rag.pml.nodes import MAX_DEPTH, Place
+from cacheblend_rag.pml.nodes import MAX_DEPTH, Place, Text
 
-__all__ = ["Element", "RawText", "ends_its_line", "parse", "tidy"]
+__all__ = ["Element", "ends_its_line", "parse", "tidy"]
 
 _PRESERVE = "xml:space"
 _LEADING = re.compile(r"\A\s*\n")
@@ -34,17 +34,12 @@ _EXPECTED = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class RawText:
-    """Text between two tags, white space included; its place is that of its first word."""
-
-    text: str
-    place: Place
-
-
 @dataclass(slots=True)
 class Element:
-    """A tag, its attributes without ``xml:space``, and what stands in it; no two texts follow each other."""
+    """A tag, its attributes without ``xml:space``, and what stands in it; no two texts follow each other.
+
+    The place of a text is that of its first word.
+    """
 
     tag: str
     attributes: dict[str, str]
@@ -53,7 +48,7 @@ class Element:
     children: list[Item] = field(default_factory=list)
 
 
-Item: TypeAlias = "Element | RawText"
+Item: TypeAlias = "Element | Text"
 
 
 def parse(text: str, source: str | None = None) -> Element:
@@ -125,7 +120,7 @@ class _Parser:
 
     def _flush(self) -> None:
         if self._pending and self._open:
-            text = RawText("".join(self._pending), self._first_word or self._here())
+            text = Text("".join(self._pending), self._first_word or self._here())
             self._open[-1].children.append(text)
         self._pending.clear()
         self._first_word = None
@@ -194,7 +189,7 @@ def ends_its_line(element: Element, parent: Element) -> bool:
         return False
     place = next(number for number, child in enumerate(parent.children) if child is element)
     return any(
-        isinstance(each, RawText) and _REST_OF_LINE.match(each.text) for each in parent.children[place + 1 : place + 2]
+        isinstance(each, Text) and _REST_OF_LINE.match(each.text) for each in parent.children[place + 1 : place + 2]
     )
 
 

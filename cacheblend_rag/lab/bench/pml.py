@@ -19,7 +19,7 @@ from cacheblend_rag.lab.bench.rounds import in_rounds
 from cacheblend_rag.lab.bench.setting import NO_LIMIT, ModelSetting, check_least
 from cacheblend_rag.lab.bench.shapes import make_model
 from cacheblend_rag.lab.bench.words import RandomWords
-from cacheblend_rag.pml import Import, Module, NewText, Param, Prompt, Schema, Text
+from cacheblend_rag.pml import Import, Module, Param, Prompt, Schema, Text
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.selection import make_selector
 
@@ -148,7 +148,7 @@ class PMLBench:
         )
         argument = {"argument": words.text(setting.argument_tokens)} if setting.argument_tokens else {}
         imports = [Import(name, {} if number else argument) for number, name in enumerate(names)]
-        question = NewText(words.text(setting.new_tokens - setting.argument_tokens))
+        question = Text(words.text(setting.new_tokens - setting.argument_tokens))
         self.prompt = Prompt(schema, (*imports, question))
         self.engine.load_schema(schema)
         self.layout = self.engine.prompt_layout(self.prompt)
