@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.pml.nodes import Import, Module, Node, Param, PromptNode, Text
@@ -41,14 +41,8 @@ class PMLText(str):
         return text
 
 
-class _Message(Protocol):
-    """What the messages of both frameworks have."""
-
-    additional_kwargs: dict[str, Any]
-
-
-def prompt_in(given: str | Sequence[_Message]) -> Prompt | None:
-    """Return the prompt of a schema that a text or messages carry, if they do.
+def prompt_in(given: str | Sequence[Any]) -> Prompt | None:
+    """Return the prompt of a schema that a text or messages of either framework carry, if they do.
 
     Raises
     ------

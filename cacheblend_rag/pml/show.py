@@ -20,24 +20,11 @@ _LEGEND = {_CACHED: "KV is kept", _SLOT: "parameter", _EXTENT: "nested, or not u
 
 @dataclass(frozen=True, slots=True)
 class LayoutRow:
-    """One module or anonymous text, or one segment of a prompt.
+    """One module, anonymous text or segment of a prompt, all in positions.
 
-    Attributes
-    ----------
-    name : str
-        What it is called; anonymous texts are called by their first words.
-    kind : str
-        "text", "module", "member" (of a union), "argument", "new text" or "BOS".
-    extent : range
-        The positions that it takes, with all that is nested in it.
-    cached : tuple of range
-        The positions whose KV is kept: its own texts.
-    slots : tuple of range
-        The positions of its parameters; of a segment, where it holds an argument.
-    depth : int
-        How many modules it is nested in.
-    scaffold : str
-        The name of the scaffold that it is encoded with, if it is in one.
+    Its `kind` is "text", "module", "member" (of a union), "argument", "new text" or "BOS". The `extent` includes what is nested
+    in it; `cached` are its own texts, whose KV is kept, `slots` its parameters, or the argument that it is. `scaffold` is the name
+    of the one that it is encoded with, if it is in one.
     """
 
     name: str

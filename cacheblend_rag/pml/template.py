@@ -67,20 +67,10 @@ class Condition:
 
 @dataclass(slots=True)
 class Block:
-    """Text that becomes a module: the whole, a message, a branch or another template.
+    """Text that becomes a module: the whole, a message with its `role`, another template, or a branch.
 
-    Attributes
-    ----------
-    label : str
-        What its module is called, if no other one is.
-    items : sequence of Item
-        What it says, in order.
-    condition : Condition or None
-        When a branch is taken; None for an else.
-    role : str or None
-        Whose message it is, if it is one.
-    module : str
-        The name of its module; empty if it says nothing.
+    A branch is taken on its `condition`, an else without one. The module has the `label` for its name if no other one has; that
+    name is `module`, which is empty for a block that says nothing.
     """
 
     label: str
@@ -103,17 +93,7 @@ Item: TypeAlias = "str | Variable | Choice | Block"
 
 @dataclass(frozen=True)
 class Plan:
-    """How values choose among the modules of a schema that was a template.
-
-    Attributes
-    ----------
-    blocks : sequence of Block
-        What every prompt says.
-    variables : tuple of str
-        The names of all values that are needed.
-    defaults : dict of str to Any
-        Values where none are given.
-    """
+    """How values choose among the modules of a schema that was a template; every prompt says its `blocks`."""
 
     blocks: Sequence[Block]
     variables: tuple[str, ...]
