@@ -22,9 +22,9 @@ _LEGEND = {_CACHED: "KV is kept", _SLOT: "parameter", _EXTENT: "nested, or not u
 class LayoutRow:
     """One module, anonymous text or segment of a prompt, all in positions.
 
-    Its `kind` is "text", "module", "member" (of a union), "argument", "new text" or "BOS". The `extent` includes what is nested
-    in it; `cached` are its own texts, whose KV is kept, `slots` its parameters, or the argument that it is. `scaffold` is the name
-    of the one that it is encoded with, if it is in one.
+    `kind` is "text", "module", "member" (of a union), "argument", "new text" or "BOS". The `extent` includes what is nested
+    in it; `cached` are its own texts, whose KV is kept, `slots` its parameters, or the argument that it is. `scaffold` names
+    the one that it is encoded with, if it is in one.
     """
 
     name: str
