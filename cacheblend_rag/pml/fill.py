@@ -51,10 +51,11 @@ def prompt_in(given: str | Sequence[Any]) -> Prompt | None:
     """
     if isinstance(given, str):
         return given.prompt if isinstance(given, PMLText) else None
-    found = [message.additional_kwargs[PROMPT_KEY] for message in given if PROMPT_KEY in message.additional_kwargs]
+    messages: Sequence[Any] = given
+    found = [each.additional_kwargs[PROMPT_KEY] for each in messages if PROMPT_KEY in each.additional_kwargs]
     if not found:
         return None
-    if len(given) > 1 or not isinstance(found[0], Prompt):
+    if len(messages) > 1 or not isinstance(found[0], Prompt):
         raise PromptError(
             "a schema's prompt is a whole conversation; put other messages, and a system prompt that the model was given, into "
             "the schema or the prompt, as <system>, <user> and <assistant>"

@@ -99,9 +99,9 @@ def draw_layout(title: str, rows: Sequence[LayoutRow]) -> str:
         f'<text x="{_MARGIN}" y="22" font-size="14" font-weight="bold">{escape(title)}</text>',
     ]
     for number, (colour, meaning) in enumerate(_LEGEND.items()):
-        x = _LABELS + _MARGIN + 150 * number
-        parts.append(f'<rect x="{x}" y="13" width="12" height="12" fill="{colour}"/>')
-        parts.append(f'<text x="{x + 17}" y="23" font-size="11">{meaning}</text>')
+        left = _LABELS + _MARGIN + 150 * number
+        parts.append(f'<rect x="{left}" y="13" width="12" height="12" fill="{colour}"/>')
+        parts.append(f'<text x="{left + 17}" y="23" font-size="11">{meaning}</text>')
     step = next(each for power in range(12) for each in (10**power, 2 * 10**power, 5 * 10**power) if end / each <= 8)
     for position in range(0, end + 1, step):
         x = _x(position, end)
