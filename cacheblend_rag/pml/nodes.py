@@ -124,7 +124,7 @@ class Role:
     place: Place = field(default=Place(), compare=False)
 
 
-Node: TypeAlias = "Text | Param | Module | Union | Scaffold | Role"
+Node: TypeAlias = Text | Param | Module | Union | Scaffold | Role
 
 
 def walk(nodes: Sequence[Node], above: tuple[Node, ...] = ()) -> Iterator[tuple[Node, tuple[Node, ...]]]:
@@ -186,7 +186,7 @@ class Import:
         return hash((self.name, tuple(sorted(self.arguments.items())), self.children))
 
 
-PromptNode: TypeAlias = "Import | Text | Turn"
+PromptNode: TypeAlias = Import | Text | Turn
 
 
 def prompt_nodes(children: Sequence[PromptNode | str]) -> tuple[PromptNode, ...]:

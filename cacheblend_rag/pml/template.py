@@ -88,7 +88,7 @@ class Choice:
     place: Place = field(default=Place())
 
 
-Item: TypeAlias = "str | Variable | Choice | Block"
+Item: TypeAlias = str | Variable | Choice | Block
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class Element:
     children: list[Item] = field(default_factory=list)
 
 
-Item: TypeAlias = "Element | Text"
+Item: TypeAlias = Element | Text
 
 
 def parse(text: str, source: str | None = None) -> Element:
