@@ -142,7 +142,7 @@ def run(
     selector: Annotated[
         str,
         typer.Option(
-            help="Which module tokens to recompute: none, as in Prompt Cache, or auto, hkvd, query, ingest, query_ingest, a3, "
+            help="Which module tokens to recompute: none, as in Prompt Cache, or auto, hkvd, query, a3, "
             "boundary, random, full."
         ),
     ] = "none",
