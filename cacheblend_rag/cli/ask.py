@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,13 +17,12 @@ from cacheblend_rag.cli.options import (
     StoreOption,
     StreamOption,
 )
-from cacheblend_rag.cli.output import console, say_seconds, show_table, write_json
+from cacheblend_rag.cli.output import console, print_answer, say_seconds, show_table, write_json
 from cacheblend_rag.cli.warm import warmed
 
 if TYPE_CHECKING:
-    from cacheblend_rag.chunk import BlendPrompt
     from cacheblend_rag.documents.library import Match
-    from cacheblend_rag.engine import BlendEngine, GenerationResult
+    from cacheblend_rag.engine import GenerationResult
 
 __all__ = ["ask"]
 
@@ -53,8 +51,7 @@ def ask(
         if compare:
             # Whoever comes first pays for the first use of the model's kernels.
             engine.generate(prompt, max_new_tokens=1, config=whole)
-        shown = sys.stdout.isatty() if stream is None else stream
-        results = {"blend": _answer(engine, prompt, max_new_tokens, shown)}
+        results = {"blend": print_answer(engine, prompt, max_new_tokens, stream)}
         if compare:
             results["full"] = engine.generate(prompt, max_new_tokens=max_new_tokens, config=whole)
         embedding = library.embedding.name
@@ -84,18 +81,6 @@ def ask(
         for method, result in results.items()
     ]
     write_json(json_file, "ask", rows, model=name, embedding=embedding, top_k=top_k)
-
-
-def _answer(engine: BlendEngine, prompt: BlendPrompt, max_new_tokens: int, shown: bool) -> GenerationResult:
-    if not shown:
-        result = engine.generate(prompt, max_new_tokens=max_new_tokens)
-        typer.echo(result.text)
-        return result
-    pieces = engine.stream(prompt, max_new_tokens=max_new_tokens)
-    for piece in pieces:
-        typer.echo(piece, nl=False)
-    typer.echo()
-    return pieces.result()
 
 
 def _show(results: dict[str, GenerationResult], found: list[Match]) -> None:

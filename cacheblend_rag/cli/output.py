@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -20,12 +20,18 @@ from rich.table import Table
 
 from cacheblend_rag.errors import ConfigError
 
+if TYPE_CHECKING:
+    from cacheblend_rag.chunk import BlendPrompt
+    from cacheblend_rag.engine import BlendEngine, GenerationResult
+    from cacheblend_rag.pml import Prompt
+
 __all__ = [
     "console",
     "make_quiet",
     "parse_bytes",
     "parse_names",
     "parse_ratios",
+    "print_answer",
     "progress_bar",
     "say_bytes",
     "say_seconds",
@@ -114,6 +120,25 @@ def parse_ratios(text: str) -> tuple[float, ...]:
 def parse_names(text: str) -> tuple[str, ...]:
     """Return the names of a comma-separated list; one that is empty is among them, to be refused as any other unknown one."""
     return tuple(name.strip() for name in text.split(","))
+
+
+def print_answer(
+    engine: BlendEngine,
+    prompt: BlendPrompt | Prompt,
+    max_new_tokens: int,
+    stream: bool | None,
+    **generation_kwargs: Any,
+) -> GenerationResult:
+    """Answer a prompt and print the answer, word by word if `stream`, or where it is None and this is a terminal."""
+    if not (sys.stdout.isatty() if stream is None else stream):
+        result = engine.generate(prompt, max_new_tokens, **generation_kwargs)
+        print(result.text)
+        return result
+    pieces = engine.stream(prompt, max_new_tokens, **generation_kwargs)
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print()
+    return pieces.result()
 
 
 def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, text_columns: int = 1) -> None:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
 import typer
 
-from cacheblend_rag.cli.pml_layout import check, show
-from cacheblend_rag.cli.pml_run import run
+from cacheblend_rag.cli.models import open_engine
+from cacheblend_rag.cli.options import AnswerTokensOption, CompareOption, JsonOption, ModelOption, StreamOption
+from cacheblend_rag.cli.output import console, print_answer, say_bytes, say_seconds, show_table, write_json
+from cacheblend_rag.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cacheblend_rag.pml import Prompt, Schema
+    from cacheblend_rag.pml.show import LayoutRow
 
 __all__ = ["pml_app"]
 
@@ -14,5 +23,232 @@ pml_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-for command in (check, show, run):
-    pml_app.command()(command)
+
+_FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="A schema.")]
+_PromptsOption = Annotated[
+    list[Path] | None, typer.Option("--prompt", metavar="FILE", help="A prompt for this schema; may be given again.")
+]
+_RootOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--root",
+        metavar="DIR",
+        exists=True,
+        file_okay=False,
+        help="The folder that src= counts from and must not leave; by default the schema's own.",
+    ),
+]
+
+
+@pml_app.command()
+def check(
+    file: _FileArgument,
+    prompts: _PromptsOption = None,
+    root: _RootOption = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="NAME",
+            help="Also see whether its chat template, the lengths of arguments and new text, and the model's window allow it.",
+        ),
+    ] = None,
+) -> None:
+    """Say whether a schema and prompts for it are valid; if not, in which line and column, and what was expected."""
+    schema, read = _read(file, prompts, root)
+    params = sum(len(module.params) for module in schema.modules.values())
+    counts = (len(schema.modules), "module"), (len(schema.unions), "union"), (params, "parameter")
+    notes = [
+        f"{schema.name}: a valid schema with {', '.join(_count(*each) for each in counts)}",
+        *(f"{path.name}: a prompt with {_count(len(prompt.imports), 'import')}" for path, prompt in read),
+    ]
+    if model is not None:
+        from cacheblend_rag.pml import SchemaLayout, Tokens, lay_out
+
+        with open_engine(model) as engine:
+            layout = SchemaLayout(schema, Tokens.of(engine.tokenizer))
+            notes[0] += f", {layout.size} positions"
+            _check_window(schema.name, layout.size, engine.window)
+            for number, (path, prompt) in enumerate(read, 1):
+                placed = lay_out(layout, prompt)
+                _check_window(path.name, placed.positions[-1] + 1, engine.window)
+                tokens = _count(len(placed.token_ids), "token")
+                notes[number] += f", {tokens}, {placed.cached_tokens} of them from kept KV"
+    typer.echo("\n".join(notes))
+
+
+@pml_app.command()
+def show(
+    file: _FileArgument,
+    prompts: _PromptsOption = None,
+    root: _RootOption = None,
+    model: ModelOption = "reference",
+    svg: Annotated[
+        Path | None,
+        typer.Option(
+            "--svg",
+            metavar="FILE",
+            dir_okay=False,
+            writable=True,
+            help="Draw it to FILE too; of the last prompt, if one is given.",
+        ),
+    ] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Print where the modules of a schema stand, their tokens and the bytes of their KV; and the same of prompts."""
+    from cacheblend_rag.pml import SchemaLayout, Tokens, lay_out
+    from cacheblend_rag.pml.show import draw_layout, layout_rows, segment_rows
+
+    schema, read = _read(file, prompts, root)
+    with open_engine(model) as engine:
+        token_bytes = engine.decoder.kv_bytes_per_token if engine.decoder is not None else None
+        layout = SchemaLayout(schema, Tokens.of(engine.tokenizer))
+    title, rows = f"{schema.name}, in tokens of {Path(model).name}", layout_rows(layout)
+    found = _show_rows(title, "schema", rows, token_bytes)
+    kept = sum(row.cached_tokens for row in rows)
+    total = f"{_count(layout.size, 'position')}; {_count(kept, 'token')} of KV"
+    console().print(total if token_bytes is None else f"{total}, {say_bytes(kept * token_bytes)}")
+    for path, prompt in read:
+        placed = lay_out(layout, prompt)
+        title, rows = f"{path.name}, a prompt for {schema.name}", segment_rows(layout, placed)
+        found += _show_rows(title, path.name, rows, token_bytes)
+        tokens, cached = len(placed.token_ids), placed.cached_tokens
+        console().print(f"{_count(tokens, 'token')}, {cached} from kept KV and {tokens - cached} computed")
+    write_json(json_file, "pml show", found, model=model)
+    if svg is not None:
+        try:
+            svg.write_text(draw_layout(title, rows), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--svg {svg} cannot be written: {error.strerror}") from error
+
+
+@pml_app.command()
+def run(
+    file: Annotated[Path, typer.Argument(metavar="PROMPT", help='A file that holds <prompt schema="...">.')],
+    schema: Annotated[
+        Path | None,
+        typer.Option(
+            "--schema", metavar="FILE", help="The schema; by default the file of its name in the prompt's folder."
+        ),
+    ] = None,
+    root: _RootOption = None,
+    model: ModelOption = "reference",
+    store: Annotated[
+        Path | None,
+        typer.Option(
+            "--store", metavar="DIR", help="Keep the KV of the modules there; by default in RAM for this run."
+        ),
+    ] = None,
+    selector: Annotated[
+        str,
+        typer.Option(
+            help="Which module tokens to recompute: none, as in Prompt Cache, or auto, hkvd, query, a3, "
+            "boundary, random, full."
+        ),
+    ] = "none",
+    ratio: Annotated[float, typer.Option(min=0, max=1, help="Share of them, for selectors other than none.")] = 0.15,
+    max_new_tokens: AnswerTokensOption = 128,
+    compare: CompareOption = False,
+    stream: StreamOption = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Load a schema and answer a prompt of it; what has not changed since the last run is taken from the store."""
+    from cacheblend_rag.pml import Schema
+    from cacheblend_rag.pml.read import schema_beside
+
+    of = Schema.from_file(schema_beside(file) if schema is None else schema, root=root)
+    prompt = of.read_prompt(file)
+    recompute = 0.0 if selector == "none" else ratio
+    with open_engine(model, store=store, selector=selector, recompute_ratio=recompute, min_tokens=0) as engine:
+        loaded = engine.load_schema(of)
+        whole = engine.config.replace(enabled=False)
+        if compare:
+            # Whoever comes first pays for the first use of the model's kernels.
+            engine.generate(prompt, max_new_tokens=1, config=whole, do_sample=False)
+        results = {"cached": print_answer(engine, prompt, max_new_tokens, stream, do_sample=False)}
+        if compare:
+            results["full"] = engine.generate(prompt, max_new_tokens, config=whole, do_sample=False)
+    notes = [f"schema {loaded.name}: {loaded.encoded} of {loaded.parts} parts encoded, {loaded.tokens} tokens in all"]
+    for method, result in results.items():
+        report = result.report
+        how = report.fallback_reason or (
+            f"{report.hits} of {report.hits + report.misses} parts from stored KV, {report.recomputed_tokens} of "
+            f"{report.context_tokens} tokens recomputed, {report.prompt_tokens - report.context_tokens} new"
+        )
+        notes.append(f"{method}: first token after {say_seconds(report.ttft_s)}; {how}")
+    if compare:
+        same = results["full"].text == results["cached"].text
+        faster = results["full"].report.ttft_s / results["cached"].report.ttft_s
+        answer = "the same answer" if same else f"its answer: {results['full'].text}"
+        notes.append(f"{faster:.1f}x as fast as full prefill; {answer}")
+    for note in notes:
+        console().print(f"[dim]{note}[/dim]")
+    lines = [
+        (
+            (chunk.id or "").rpartition("/")[2],
+            chunk.tokens,
+            chunk.recomputed_tokens,
+            "hit" if chunk.hit else chunk.reason,
+        )
+        for chunk in results["cached"].report.chunks
+    ]
+    show_table("modules", ("module", "tokens", "recomputed", "KV"), lines)
+    rows = [{"method": name, "answer": result.text, **result.report.to_dict()} for name, result in results.items()]
+    write_json(json_file, "pml run", rows, model=model, schema=loaded.name)
+
+
+def _read(file: Path, prompts: list[Path] | None, root: Path | None) -> tuple[Schema, list[tuple[Path, Prompt]]]:
+    from cacheblend_rag.pml import Schema
+
+    schema = Schema.from_file(file, root=root)
+    return schema, [(path, schema.read_prompt(path)) for path in prompts or []]
+
+
+def _show_rows(title: str, of: str, rows: list[LayoutRow], token_bytes: int | None) -> list[dict[str, Any]]:
+    """Print rows as a table; return them for the JSON file."""
+    scaffolds = any(row.scaffold for row in rows)
+    columns = ("", "kind", "positions", "tokens", "cached", "parameters", "bytes") + ("encoded with",) * scaffolds
+    lines, found = [], []
+    for row in rows:
+        first, stop, kept = row.extent.start, row.extent.stop, row.cached_tokens
+        kept_bytes = None if token_bytes is None else kept * token_bytes
+        lines.append(
+            (
+                "  " * row.depth + row.name,
+                row.kind,
+                f"{first}-{stop - 1}" if row.extent else "-",
+                len(row.extent),
+                kept or None,
+                sum(map(len, row.slots)) or None,
+                say_bytes(kept_bytes) if kept_bytes else None,
+                *((row.scaffold or None,) * scaffolds),
+            )
+        )
+        found.append(
+            {
+                "of": of,
+                "name": row.name,
+                "kind": row.kind,
+                "depth": row.depth,
+                "start": first,
+                "stop": stop,
+                "cached_tokens": kept,
+                "cached_bytes": kept_bytes,
+                "slots": [[slot.start, slot.stop] for slot in row.slots],
+                "scaffold": row.scaffold or None,
+            }
+        )
+    show_table(title, columns, lines, text_columns=2)
+    return found
+
+
+def _check_window(name: str, positions: int, window: int | None) -> None:
+    if window is not None and positions >= window:
+        raise ConfigError(
+            f"{name} takes {positions} positions, and the model's window is {window}, one of which is needed for the answer; "
+            "make it shorter, or put modules that exclude each other into a union"
+        )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

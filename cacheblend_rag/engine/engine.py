@@ -50,8 +50,7 @@ from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.keys import HEAD_PREFIX
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import Capability, WeightsWatch, capability, model_window, num_decoder_layers
-from cacheblend_rag.pml.nodes import SchemaTree
-from cacheblend_rag.pml.prompt import Prompt
+from cacheblend_rag.pml import Prompt, Schema
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.selection import make_selector
 from cacheblend_rag.store import KVStore, NameChanges, NodeRecord
@@ -540,7 +539,7 @@ class BlendEngine:
         """Most tokens that the model can read and write, or None if its configuration does not say."""
         return model_window(self.model)
 
-    def load_schema(self, schema: SchemaTree, *, ttl_s: float | None = None) -> LoadedSchema:
+    def load_schema(self, schema: Schema, *, ttl_s: float | None = None) -> LoadedSchema:
         """Encode the modules of a schema and keep them (Prompt Cache, section 3.3).
 
         A schema of the same name is replaced: what has not changed is not encoded again, and what is gone is forgotten. Its

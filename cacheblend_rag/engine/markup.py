@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import groupby
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkPart, Segment
 from cacheblend_rag.engine.assembler import Assembler
@@ -15,12 +12,7 @@ from cacheblend_rag.engine.background import AddResult
 from cacheblend_rag.engine.ingest import Ingest
 from cacheblend_rag.engine.prefetch import Prefetcher
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.pml.layout import SchemaLayout
-from cacheblend_rag.pml.nodes import SchemaTree
-from cacheblend_rag.pml.parts import Part, PromptSegment
-from cacheblend_rag.pml.place import lay_out
-from cacheblend_rag.pml.prompt import Prompt
-from cacheblend_rag.pml.tokens import Tokens
+from cacheblend_rag.pml import Part, Piece, Prompt, Schema, SchemaLayout, Tokens, lay_out
 from cacheblend_rag.store import KVStore
 
 __all__ = ["SCHEMA_PREFIX", "LoadedSchema", "Schemas"]
@@ -29,7 +21,6 @@ SCHEMA_PREFIX = "pml/"
 """What the ids of schemas' parts begin with, and no other chunk's."""
 
 _MOST_LAYOUTS = 64
-"""Layouts kept of schemas that were not loaded, such as those made of retrieved documents."""
 _MOST_TEXTS = 4096
 
 
@@ -64,17 +55,6 @@ class Schemas:
     A part of a schema is an ordinary chunk. Its id, ``pml/<schema>/<part>``, is its name while the schema is loaded; its key is
     made of its tokens and the gaps between them, and of its position only where the model's positions are learned. So a module
     that moves because another has grown keeps its KV, and a module that is a stored document has it already.
-
-    Parameters
-    ----------
-    assembler : Assembler
-        Tokenises, and knows where names are.
-    ingest : Ingest
-        Encodes parts.
-    store : KVStore
-        Where they are kept.
-    prefetcher : Prefetcher
-        Brings what may be asked for next into memory.
     """
 
     def __init__(self, assembler: Assembler, ingest: Ingest, store: KVStore, prefetcher: Prefetcher) -> None:
@@ -85,19 +65,19 @@ class Schemas:
         tokens = Tokens.of(assembler.tokenizer)
         # Schemas that are made for one prompt, of retrieved documents, have most of their texts in common.
         self._tokens = replace(tokens, tokenize=lru_cache(_MOST_TEXTS)(tokens.tokenize))
-        self._lock = threading.Lock()
-        self._layouts: OrderedDict[str, SchemaLayout] = OrderedDict()
+        # By the names of the schemas, the least recently used first.
+        self._layouts: dict[str, SchemaLayout] = {}
+        # Of each loaded schema its chunks by the names of their parts, and for the id of each member of a union the keys of the
+        # others.
         self._loaded: dict[str, dict[str, Chunk]] = {}
-        # Of each schema, for the id of each member of a union, where the KV of the others is.
         self._siblings: dict[str, dict[str, list[str]]] = {}
 
     @property
     def names(self) -> list[str]:
         """The names of the schemas that are loaded."""
-        with self._lock:
-            return sorted(self._loaded)
+        return sorted(list(self._loaded))
 
-    def layout(self, schema: SchemaTree) -> SchemaLayout:
+    def layout(self, schema: Schema) -> SchemaLayout:
         """Return a schema in the tokens of this model, made once for each version of it.
 
         Raises
@@ -105,51 +85,44 @@ class Schemas:
         PMLError
             If the model's chat template cannot be used with its messages.
         """
-        with self._lock:
-            known = self._layouts.get(schema.name)
-            if known is not None and known.schema == schema:
-                self._layouts.move_to_end(schema.name)
-                return known
-        made = SchemaLayout(schema, self._tokens)
-        with self._lock:
-            self._layouts[schema.name] = made
-            self._layouts.move_to_end(schema.name)
-            idle = [name for name in self._layouts if name not in self._loaded]
-            for name in idle[: max(0, len(idle) - _MOST_LAYOUTS)]:
-                del self._layouts[name]
-        return made
+        layout = self._layouts.pop(schema.name, None)
+        if layout is None or layout.schema != schema:
+            layout = SchemaLayout(schema, self._tokens)
+        self._layouts[schema.name] = layout
+        for name in list(self._layouts)[:-_MOST_LAYOUTS]:
+            self._layouts.pop(name, None)
+        return layout
 
-    def load(self, schema: SchemaTree, ttl_s: float | None = None, *, prefetch: bool = True) -> LoadedSchema:
+    def load(self, schema: Schema, ttl_s: float | None = None, *, prefetch: bool = True) -> LoadedSchema:
         """Encode what is not stored yet of a schema, name all of it, and forget what an earlier version had.
 
         Parameters
         ----------
-        schema : SchemaTree
+        schema : Schema
             The schema.
         ttl_s : float, optional
             Seconds that its KV lives.
         prefetch : bool
             Whether the members of its unions are brought into memory in the background, and what is served in parts.
         """
-        layout = self.layout(schema)
-        chunks = {part.name: self._chunk(schema.name, part, is_named=True) for part in layout.parts}
+        parts = self.layout(schema).parts
+        chunks = {part.name: _chunk(schema.name, part, is_named=True) for part in parts}
         done = self._ingest.add(chunks.values(), None, ttl_s) if chunks else AddResult(0, 0, 0, 0)
         removed = self._forget(schema.name, {chunk.id for chunk in chunks.values()})
         keys = {name: self._assembler.record(chunk).key for name, chunk in chunks.items()}
-        siblings = {
-            str(chunks[name].id): [keys[other] for other in union if other in keys and other != name]
-            for union in schema.unions
+        unions = [[name for name in union if name in chunks] for union in schema.unions]
+        self._siblings[schema.name] = {
+            str(chunks[name].id): [keys[other] for other in union if other != name]
+            for union in unions
             for name in union
-            if name in chunks
         }
-        with self._lock:
-            self._loaded[schema.name], self._siblings[schema.name] = chunks, siblings
+        self._loaded[schema.name] = chunks
         if prefetch:
-            members = {name for union in schema.unions for name in union}
             # What is served in parts does not rise to a faster tier on its way through a prompt.
-            cut = {part.name for part in layout.parts if part.slots or not part.is_contiguous}
-            self._prefetcher.begin(keys[name] for name in chunks if name in members | cut)
-        tokens = sum(len(part) for part in layout.parts)
+            cut = [part.name for part in parts if part.slots or not part.is_contiguous]
+            wanted = {name for names in (*unions, cut) for name in names}
+            self._prefetcher.begin(keys[name] for name in chunks if name in wanted)
+        tokens = sum(len(part.token_ids) for part in parts)
         return LoadedSchema(schema.name, len(chunks), tokens, done.encoded, done.unchanged, removed)
 
     def unload(self, name: str) -> int:
@@ -161,33 +134,35 @@ class Schemas:
             If neither this engine nor its store knows it.
         """
         removed = self._forget(name, set())
-        with self._lock:
-            known = self._loaded.pop(name, None)
-            self._siblings.pop(name, None)
-            self._layouts.pop(name, None)
-        if known is None and not removed:
+        self._siblings.pop(name, None)
+        if self._loaded.pop(name, None) is None and not removed:
             raise ConfigError(f"no schema {name!r} is loaded; there are {', '.join(self.names) or 'none'}")
         return removed
 
     def blend_prompt(self, prompt: Prompt) -> BlendPrompt:
-        """Return a prompt of a schema as the engine serves it, loaded or not.
+        """Return a prompt of a schema as the engine serves it, loaded or not; whatever it ends with, its last token is computed.
 
         Raises
         ------
         PMLError
             If its arguments or its new text do not fit.
         """
-        schema = prompt.schema
-        laid_out = lay_out(self.layout(schema), prompt)
-        with self._lock:
-            loaded = self._loaded.get(schema.name, {})
-        chunks = [self._chunk_in(loaded, schema.name, part) for part in laid_out.parts]
+        name = prompt.schema.name
+        laid_out = lay_out(self.layout(prompt.schema), prompt)
+        pieces = _joined(laid_out.segments)
+        last = pieces[-1] if pieces else None
+        if last is not None and last.is_cached:
+            pieces[-1:] = [replace(last, token_ids=last.token_ids[:-1])] if len(last) > 1 else []
+            pieces.append(Piece(last.token_ids[-1:], last.stop - 1))
+        chunks = {key: self._chunk_of(name, part) for key, part in laid_out.parts.items()}
         segments: list[Segment] = []
-        positions: list[int] = []
-        for position, segment in _segments(laid_out.segments, chunks):
-            segments.append(segment)
-            positions.append(position)
-        return BlendPrompt(segments=segments, positions=positions)
+        for piece in pieces:
+            if piece.part is None:
+                segments.append(piece.token_ids)
+            else:
+                chunk, is_whole = chunks[piece.part], len(piece) == len(laid_out.parts[piece.part].token_ids)
+                segments.append(chunk if is_whole else ChunkPart(chunk, piece.row, piece.row + len(piece)))
+        return BlendPrompt(segments=segments, positions=[piece.position for piece in pieces])
 
     def read_ahead(self, used: Iterable[str | None]) -> None:
         """Bring into memory what the next prompt is likely to take: of each union the members beside the one that was used
@@ -198,54 +173,41 @@ class Schemas:
         used : iterable of (str or None)
             The ids of the chunks of a prompt that was answered.
         """
-        with self._lock:
+        if self._siblings:
             known = list(self._siblings.values())
-        keys = [key for id in used if id is not None for siblings in known for key in siblings.get(id, ())]
-        if keys:
-            self._prefetcher.begin(keys)
+            keys = [key for id in used if id is not None for siblings in known for key in siblings.get(id, ())]
+            if keys:
+                self._prefetcher.begin(keys)
 
-    def _chunk_in(self, loaded: dict[str, Chunk], schema: str, part: Part) -> Chunk:
-        known = loaded.get(part.name)
+    def _chunk_of(self, schema: str, part: Part) -> Chunk:
+        known = self._loaded.get(schema, {}).get(part.name)
         if known is not None and (known.token_ids, known.positions) == (part.token_ids, part.positions):
             return known
         # It has no name to be deleted by, so it is kept in RAM only, unless it is stored as something else.
-        return self._chunk(schema, part, is_named=False)
-
-    def _chunk(self, schema: str, part: Part, *, is_named: bool) -> Chunk:
-        label = f"{_prefix(schema)}{part.name}"
-        return Chunk(label, label if is_named else None, token_ids=part.token_ids, positions=part.positions)
+        return _chunk(schema, part, is_named=False)
 
     def _forget(self, schema: str, kept: set[str | None]) -> int:
-        namespace, prefix = self._assembler.namespace, _prefix(schema)
+        namespace, prefix = self._assembler.namespace, f"{SCHEMA_PREFIX}{schema}/"
         stale = [name for name in self._store.names(namespace) if name.startswith(prefix) and name not in kept]
         return self._store.forget(namespace, stale) if stale else 0
 
 
-def _prefix(schema: str) -> str:
-    return f"{SCHEMA_PREFIX}{schema}/"
+def _chunk(schema: str, part: Part, *, is_named: bool) -> Chunk:
+    label = f"{SCHEMA_PREFIX}{schema}/{part.name}"
+    return Chunk(label, label if is_named else None, token_ids=part.token_ids, positions=part.positions)
 
 
-def _segments(placed: Sequence[PromptSegment], chunks: Sequence[Chunk]) -> Iterator[tuple[int, Segment]]:
-    """The segments of a blended prompt, each with its position; whatever the prompt ends with, its last token is computed."""
-    follows: list[int] = []
-    for before, segment in zip((None, *placed), placed, strict=False):
-        is_next = (
-            before is not None
-            and before.part is not None
-            and (before.part, before.row + len(before), before.stop) == (segment.part, segment.row, segment.position)
-        )
-        follows.append((follows[-1] if follows else 0) + (not is_next))
-    for _, run in groupby(zip(follows, placed, strict=True), key=lambda each: each[0]):
-        parts = [segment for _, segment in run]
-        first, last = parts[0], parts[-1]
-        if first.part is None:
-            yield first.position, first.token_ids
-            continue
-        is_end = last is placed[-1]
-        start, stop = first.row, last.row + len(last) - is_end
-        chunk = chunks[first.part]
-        if stop > start:
-            whole = (start, stop) == (0, len(chunk.token_ids or ()))
-            yield first.position, chunk if whole else ChunkPart(chunk, start, stop)
-        if is_end:
-            yield last.stop - 1, last.token_ids[-1:]
+def _joined(segments: Iterable[Piece]) -> list[Piece]:
+    """Segments with those put together that follow each other in a part as they do in the prompt."""
+    joined: list[Piece] = []
+    for piece in segments:
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and last.is_cached
+            and (last.part, last.row + len(last), last.stop) == (piece.part, piece.row, piece.position)
+        ):
+            joined[-1] = replace(last, token_ids=last.token_ids + piece.token_ids)
+        else:
+            joined.append(piece)
+    return joined

@@ -9,13 +9,22 @@ from cacheblend_rag.model.attention import (
 )
 from cacheblend_rag.model.cache import KVCache
 from cacheblend_rag.model.capability import Capability, LayerCapability, capability
-from cacheblend_rag.model.configuration import model_window, num_decoder_layers
-from cacheblend_rag.model.decoder import Decoder, inspect_model, refusing_failures, text_decoder
+from cacheblend_rag.model.decoder import (
+    REACHES,
+    Decoder,
+    inspect_model,
+    layer_types,
+    model_window,
+    num_decoder_layers,
+    refusing_failures,
+    text_decoder,
+)
 from cacheblend_rag.model.fingerprint import WeightsWatch, model_fingerprint
-from cacheblend_rag.model.placing import takes_positions
+from cacheblend_rag.model.positions import takes_positions
 from cacheblend_rag.model.wrapping import past_adapters, uncompiled, unwrapped, watch_forward
 
 __all__ = [
+    "REACHES",
     "AttentionCall",
     "AttentionFunction",
     "Capability",
@@ -26,6 +35,7 @@ __all__ = [
     "attention_weights",
     "capability",
     "inspect_model",
+    "layer_types",
     "model_fingerprint",
     "model_window",
     "num_decoder_layers",

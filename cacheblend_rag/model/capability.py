@@ -11,13 +11,10 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.model.attention import AttentionCall, watch_attention
-from cacheblend_rag.model.configuration import layer_types, num_decoder_layers, rope_types
-from cacheblend_rag.model.decoder import Decoder, inspect_model
+from cacheblend_rag.model.decoder import REACHES, Decoder, inspect_model, layer_types, num_decoder_layers, rope_types
 from cacheblend_rag.rope import Rotation
 
 __all__ = ["Capability", "LayerCapability", "capability"]
-
-_REACHES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,26 +127,17 @@ def _attention_calls(decoder: Decoder) -> list[AttentionCall]:
 def _attention(model: PreTrainedModel, kind: str, call: AttentionCall | None) -> str:
     config = model.config.get_text_config(decoder=True)
     words = [kind.removesuffix("_attention").replace("_", " ")]
-    reach = getattr(config, _REACHES[kind], None) if kind in _REACHES else None
+    reach = getattr(config, REACHES[kind], None) if kind in REACHES else None
     if reach:
         words.append(f"of {reach}")
     if getattr(config, "kv_lora_rank", None):
         words.append("over latents")
     elif call is not None and call.key.shape[1] < call.query.shape[1]:
         words.append(f"with {call.query.shape[1]} heads on {call.key.shape[1]}")
-    extras = [] if call is None else _extras(call)
-    return " ".join(words) + "".join(f", {extra}" for extra in extras)
-
-
-def _extras(call: AttentionCall) -> list[str]:
-    extras = []
-    if call.softcap is not None:
-        extras.append("soft cap")
-    if call.sinks is not None:
-        extras.append("sinks")
-    if call.position_bias is not None:
-        extras.append("bias by distance")
-    return extras
+    extras = {"softcap": "soft cap", "sinks": "sinks", "position_bias": "bias by distance"}
+    return ", ".join(
+        [" ".join(words), *(said for name, said in extras.items() if getattr(call, name, None) is not None)]
+    )
 
 
 def _positions(decoder: Decoder, number: int) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-
-from cacheblend_rag.store.locks import ForkSafeLock, tell_after_fork
 
 __all__ = ["past_adapters", "uncompiled", "unwrapped", "watch_forward"]
 
@@ -65,48 +63,10 @@ def watch_forward(
         yield
 
 
-class _Stance:
-    """Has torch.compile run functions as they are written as long as anybody asks for it.
-
-    The stance is one for the process, and each block would restore what it found: it is set by the first and restored by the
-    last, since they end in any order, and in any thread.
-    """
-
-    def __init__(self) -> None:
-        self._lock = ForkSafeLock()
-        self._begun: Counter[int] = Counter()
-        self._set: Any = None
-        tell_after_fork(self)
-
-    def begin(self) -> int:
-        """Ask for it; return what to end it with."""
-        thread = threading.get_ident()
-        with self._lock:
-            if self._set is None:
-                self._set = torch.compiler.set_stance("force_eager")
-            self._begun[thread] += 1
-        return thread
-
-    def end(self, thread: int) -> None:
-        """Ask for it no longer."""
-        with self._lock:
-            self._begun[thread] -= 1
-            self._restore()
-
-    def after_fork(self) -> None:
-        """Forget what was asked for in threads that a forked child does not have."""
-        own = threading.get_ident()
-        self._begun = Counter({own: self._begun[own]})
-        self._restore()
-
-    def _restore(self) -> None:
-        if self._set is not None and not any(self._begun.values()):
-            self._begun.clear()
-            self._set.__exit__(None, None, None)
-            self._set = None
-
-
-_stance = _Stance()
+# torch.compile has one stance for the process: the first block sets it, and the last one to end, in any thread, restores it.
+_lock = threading.Lock()
+_in_blocks: list[int] = []
+_stance: Any = None
 
 
 @contextmanager
@@ -116,14 +76,39 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
     A compiled forward does not see hooks that come later, and every new number of rows would have it compiled anew. It holds for
     everything that torch compiles in this process, as long as any block is open in any thread.
     """
+    global _stance
     if not any(_is_compiled(module) for module in model.modules()):
         yield
         return
-    thread = _stance.begin()
+    thread = threading.get_ident()
+    with _lock:
+        if _stance is None:
+            _stance = torch.compiler.set_stance("force_eager")
+        _in_blocks.append(thread)
     try:
         yield
     finally:
-        _stance.end(thread)
+        with _lock:
+            _in_blocks.remove(thread)
+            _restore_stance()
+
+
+def _restore_stance() -> None:
+    global _stance
+    if _stance is not None and not _in_blocks:
+        _stance.__exit__(None, None, None)
+        _stance = None
+
+
+def _after_fork() -> None:
+    """End the blocks of threads that a forked child does not have."""
+    global _lock
+    _lock = threading.Lock()
+    _in_blocks[:] = [thread for thread in _in_blocks if thread == threading.get_ident()]
+    _restore_stance()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _is_compiled(module: nn.Module) -> bool:

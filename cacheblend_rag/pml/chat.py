@@ -1,18 +1,72 @@
-"""The words that a model's chat template puts around the messages of a schema and of its prompts."""
+"""What a layout needs of a model's tokenizer: its tokens, and the words of its chat template around messages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from jinja2 import TemplateError
 
 from cacheblend_rag.pml.nodes import Place, Role
-from cacheblend_rag.pml.tokens import Message, Tokens
 
-__all__ = ["ChatFrame"]
+__all__ = ["ChatFrame", "Message", "Tokens"]
+
+Message = dict[str, str]
+"""A message as chat templates read it: a role and a content."""
 
 # Characters that no language uses; the first that stands in no text of a prompt marks where a message's content belongs.
 _PRIVATE_USE = range(0xE000, 0xF8FF)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """How text becomes token ids.
+
+    Attributes
+    ----------
+    tokenize : callable
+        From a text to its ids, without special tokens added. Each text of a schema is tokenised on its own.
+    filler_id : int
+        The token that stands in a parameter's slot while its module is encoded.
+    bos_ids : tuple of int
+        What every prompt begins with; empty, or the BOS.
+    bos_text : str
+        How a chat template writes it.
+    chat : callable, optional
+        From messages to the prompt that the chat template makes of them, up to where the answer begins. None where the tokenizer
+        has no template.
+    """
+
+    tokenize: Callable[[str], tuple[int, ...]]
+    filler_id: int = 0
+    bos_ids: tuple[int, ...] = ()
+    bos_text: str = ""
+    chat: Callable[[Sequence[Message]], str] | None = None
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Tokens:
+        """Take what is needed from a Hugging Face tokenizer.
+
+        Fillers are unk tokens, as in the paper (section 3.3); pad tokens, or else EOS tokens, where a tokenizer knows no unk.
+        """
+
+        def tokenize(text: str) -> tuple[int, ...]:
+            return tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else ()
+
+        def chat(messages: Sequence[Message]) -> str:
+            text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            return text
+
+        fillers = (getattr(tokenizer, f"{kind}_token_id", None) for kind in ("unk", "pad", "eos"))
+        bos = getattr(tokenizer, "bos_token_id", None)
+        return cls(
+            tokenize,
+            next((token for token in fillers if token is not None), 0),
+            () if bos is None else (bos,),
+            getattr(tokenizer, "bos_token", None) or "",
+            chat if getattr(tokenizer, "chat_template", None) else None,
+        )
 
 
 class ChatFrame:
@@ -20,63 +74,29 @@ class ChatFrame:
 
     The template is run over messages whose contents are marks, and what comes out is cut at the marks. So it may write what it
     likes around a message, move the system message into the user's, or add one of its own. What stands before a mark is fixed
-    text of the schema. What stands behind the last one depends on how the prompt goes on, and is computed with each prompt. A
-    template that drops, repeats or reorders messages cannot be cut, nor one that words early messages differently because of
-    later ones.
-
-    Parameters
-    ----------
-    roles : sequence of Role
-        The schema's messages.
-    tokens : Tokens
-        Has the chat template.
-
-    Attributes
-    ----------
-    heads : tuple of str
-        The text before the content of each message; the first begins with the BOS if the template writes it.
-
-    Raises
-    ------
-    PMLError
-        If there is no template, it refuses the messages, or it cannot be cut.
+    text of the schema (`heads`; the first begins with the BOS if the template writes it). What stands behind the last one depends
+    on how the prompt goes on, and is computed with each prompt. A template that drops, repeats or reorders messages cannot be
+    cut, nor one that words early messages differently because of later ones: both raise `PMLError`.
     """
 
     def __init__(self, roles: Sequence[Role], tokens: Tokens) -> None:
-        self._roles = tuple(roles)
+        self._roles = roles
         self._tokens = tokens
         # A question is to follow. Some templates word the last answer of a chat differently.
         asked = [] if not roles or roles[-1].role == "user" else [{"role": "user", "content": "question"}]
-        self.heads = self._render(asked, "")[:-1] if roles else ()
+        self.heads = self._render(asked, "", roles[0].place)[:-1] if roles else []
 
-    def tail(self, text: str, messages: Sequence[Message], *, place: Place, ends_line: bool) -> str:
+    def tail(self, text: str, messages: Sequence[Message], place: Place, *, ends_line: bool) -> str:
         """Return what stands behind the schema's last message in one prompt, up to where the answer begins.
 
-        Parameters
-        ----------
-        text : str
-            Text of the prompt that is in no message. It goes on with the schema's last message where that is the user's; else
-            it is a user's message.
-        messages : sequence of Message
-            The prompt's own messages, behind it.
-        place : Place
-            Where the prompt stands, for messages.
-        ends_line : bool
-            Whether what stands before it ends with a line break or a space.
-
-        Raises
-        ------
-        PMLError
-            If the template refuses these messages, or words the schema's differently because of them.
+        `text` is the prompt's own text in no message. It goes on with the schema's last message where that is the user's, on a
+        line of its own unless what stands before it ends one; else it is a user's message. The prompt's `messages` stand behind.
         """
         more = ""
         if text and self._roles and self._roles[-1].role == "user":
             more = text if ends_line or text[0].isspace() else f"\n{text}"
         elif text:
             messages = [{"role": "user", "content": text}, *messages]
-        if not self._roles:
-            written = self._render(messages, "", place)[-1]
-            return written.removeprefix(self._tokens.bos_text)
         *heads, tail = self._render(messages, more, place)
         for head, was, role in zip(heads, self.heads, self._roles, strict=True):
             if head != was:
@@ -85,16 +105,10 @@ class ChatFrame:
                     f"{role.place}, and {was!r:.80} without them, so its KV cannot be reused; change the order of the "
                     "messages, or write the template's words yourself, without <system>, <user> and <assistant>"
                 )
-        return tail
+        return tail if self._roles else tail.removeprefix(self._tokens.bos_text)
 
-    def _render(self, messages: Sequence[Message], more: str, place: Place | None = None) -> tuple[str, ...]:
+    def _render(self, messages: Sequence[Message], more: str, place: Place) -> list[str]:
         """Return the text before each mark and, last, behind them; `more` goes on with the last message of the schema."""
-        place = place or (self._roles[0].place if self._roles else Place())
-        if self._tokens.chat is None:
-            raise place.error(
-                "<system>, <user> and <assistant> are written by the model's chat template, and its tokenizer has none; set "
-                "tokenizer.chat_template, or write the words yourself, without these elements"
-            )
         given = "".join([more, *(message["content"] for message in messages)])
         mark = next(chr(code) for code in _PRIVATE_USE if chr(code) not in given)
         marks = [f"{mark}{number}{mark}" for number in range(len(self._roles))]
@@ -112,10 +126,14 @@ class ChatFrame:
                     "<user> and <assistant>"
                 )
             cut.append(head)
-        return (*cut, text)
+        return [*cut, text]
 
-    def _write(self, messages: list[Message], place: Place) -> str:
-        assert self._tokens.chat is not None
+    def _write(self, messages: Sequence[Message], place: Place) -> str:
+        if self._tokens.chat is None:
+            raise place.error(
+                "<system>, <user> and <assistant> are written by the model's chat template, and its tokenizer has none; set "
+                "tokenizer.chat_template, or write the words yourself, without these elements"
+            )
         try:
             return self._tokens.chat(messages)
         except TemplateError as error:

@@ -1,29 +1,78 @@
-"""Prompts as templates: the same imports, with other texts and other documents."""
+"""Prompts as templates of frameworks: the same imports with other texts and other documents, and their way to a model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
-from cacheblend_rag.pml.nodes import Module, Node, Role, Scaffold, Text, Union, inside
-from cacheblend_rag.pml.prompt import Import, NewText, Prompt, Turn
-from cacheblend_rag.pml.schema import Schema
+from cacheblend_rag.errors import PromptError
+from cacheblend_rag.pml.nodes import Import, Module, Node, Param, PromptNode, Text
+from cacheblend_rag.pml.schema import Prompt, Schema
 
-__all__ = ["check_documents", "fill_texts", "plain_text", "prompt_texts", "put_documents"]
+__all__ = [
+    "PROMPT_KEY",
+    "PMLText",
+    "check_documents",
+    "fill_texts",
+    "plain_text",
+    "prompt_in",
+    "prompt_texts",
+    "put_documents",
+]
+
+PROMPT_KEY = "cacheblend_pml"
+"""Under what a message's ``additional_kwargs`` have the prompt whose plain text it holds."""
 
 
-def prompt_texts(prompt: Prompt) -> Iterator[str]:
-    """Yield what a prompt brings along: arguments and new text, in reading order."""
+class PMLText(str):
+    """The plain text of a schema's prompt, which carries the prompt itself to a model that reads it.
 
-    def visit(nodes: Iterable[object]) -> Iterator[str]:
-        for node in nodes:
-            if isinstance(node, Import):
-                yield from node.arguments.values()
-                yield from visit(node.children)
-            elif isinstance(node, NewText | Turn):
-                yield node.text
+    Frameworks hand models that are no chat models a string. This one is the prompt's words for whatever shows or caches it.
+    """
 
-    return visit(prompt.children)
+    prompt: Prompt
+
+    @classmethod
+    def of(cls, prompt: Prompt) -> PMLText:
+        """Return the text of a prompt."""
+        text = cls(plain_text(prompt))
+        text.prompt = prompt
+        return text
+
+
+def prompt_in(given: str | Sequence[Any]) -> Prompt | None:
+    """Return the prompt of a schema that a text or messages of either framework carry, if they do.
+
+    Raises
+    ------
+    PromptError
+        If there are other messages beside it.
+    """
+    if isinstance(given, str):
+        return given.prompt if isinstance(given, PMLText) else None
+    messages: Sequence[Any] = given
+    found = [each.additional_kwargs[PROMPT_KEY] for each in messages if PROMPT_KEY in each.additional_kwargs]
+    if not found:
+        return None
+    if len(messages) > 1 or not isinstance(found[0], Prompt):
+        raise PromptError(
+            "a schema's prompt is a whole conversation; put other messages, and a system prompt that the model was given, into "
+            "the schema or the prompt, as <system>, <user> and <assistant>"
+        )
+    return found[0]
+
+
+def prompt_texts(prompt: Prompt) -> list[str]:
+    """Return what a prompt brings along: arguments and new text, in reading order."""
+    found: list[str] = []
+
+    def note(text: str) -> str:
+        found.append(text)
+        return text
+
+    fill_texts(prompt, note)
+    return found
 
 
 def fill_texts(prompt: Prompt, fill: Callable[[str], str]) -> Prompt:
@@ -37,13 +86,12 @@ def fill_texts(prompt: Prompt, fill: Callable[[str], str]) -> Prompt:
         If the prompt does not fit its schema any more.
     """
 
-    def visit(node: Import | NewText | Turn | str) -> Import | NewText | Turn:
+    def visit(node: PromptNode | str) -> PromptNode | str:
         if isinstance(node, str):
-            return NewText(fill(node))
+            return fill(node)
         if isinstance(node, Import):
             arguments = {name: fill(text) for name, text in node.arguments.items()}
-            children = [child for child in map(visit, node.children) if not isinstance(child, Turn)]
-            return Import(node.name, arguments, children, node.place)
+            return replace(node, arguments=arguments, children=tuple(map(visit, node.children)))
         return replace(node, text=fill(node.text))
 
     return replace(prompt, children=tuple(map(visit, prompt.children)))
@@ -95,74 +143,62 @@ def put_documents(prompt: Prompt, module: str, texts: Sequence[str], separator: 
     PMLError
         If the prompt does not import the module, or it is a member of a union.
     """
-    schema = prompt.schema
     check_documents(prompt, module)
-    names = [f"{module}-{number}" for number in range(1, len(texts) + 1)]
+    schema = prompt.schema
     place = schema.modules[module].place
-    nodes: list[Node] = []
-    for name, text in zip(names, texts, strict=True):
-        nodes.append(Module(name, (Text(text, place),), place))
-        if separator:
-            nodes.append(Text(separator, place))
+    documents = [Module(f"{module}-{number}", (Text(text, place),), place) for number, text in enumerate(texts, 1)]
 
-    def in_schema(children: Sequence[Node]) -> tuple[Node, ...]:
-        made: list[Node] = []
-        for node in children:
-            if isinstance(node, Module) and node.name == module:
-                made += nodes
-            elif isinstance(node, Union):
-                members = [replace(member, children=in_schema(member.children)) for member in node.members]
-                made.append(replace(node, members=tuple(members)))
-            elif isinstance(node, Module | Scaffold | Role):
-                made.append(replace(node, children=in_schema(node.children)))
-            else:
-                made.append(node)
-        return tuple(made)
-
-    def in_prompt(children: Iterable[object]) -> Iterator[Import | NewText | Turn | str]:
-        for node in children:
-            if isinstance(node, Import) and node.name == module:
-                yield from (Import(name) for name in names)
-            elif isinstance(node, Import):
-                kept = [each for each in in_prompt(node.children) if not isinstance(each, Turn)]
-                yield replace(node, children=tuple(kept))
-            elif isinstance(node, NewText | Turn | str):
+    def in_schema(nodes: Sequence[Node]) -> Iterator[Node]:
+        for node in nodes:
+            if isinstance(node, Text | Param):
                 yield node
+            elif not isinstance(node, Module) or node.name != module:
+                yield replace(node, children=tuple(in_schema(node.children)))  # type: ignore[arg-type]
+            else:
+                for document in documents:
+                    yield document
+                    if separator:
+                        yield Text(separator, place)
 
-    with_documents = Schema(schema.name, in_schema(schema.children), schema.source)
-    return Prompt(with_documents, tuple(in_prompt(prompt.children)), prompt.place)  # type: ignore[arg-type]
+    def in_prompt(nodes: Sequence[PromptNode | str]) -> Iterator[PromptNode | str]:
+        for node in nodes:
+            if not isinstance(node, Import):
+                yield node
+            elif node.name != module:
+                yield replace(node, children=tuple(in_prompt(node.children)))
+            else:
+                yield from (Import(document.name) for document in documents)
+
+    with_documents = Schema(schema.name, tuple(in_schema(schema.children)), schema.source)
+    return Prompt(with_documents, tuple(in_prompt(prompt.children)), prompt.place)
 
 
 def plain_text(prompt: Prompt) -> str:
     """Return what a prompt says, for people and logs: without the words of a chat template, new text behind its import."""
     texts: list[tuple[str | None, str]] = []
 
-    def in_schema(nodes: Iterable[Node], module: str | None) -> None:
+    def in_schema(nodes: Sequence[Node], module: str | None) -> None:
         for node in nodes:
             if isinstance(node, Text):
                 texts.append((module, node.text))
-            elif isinstance(node, Module):
-                if node.name in prompt.imports:
-                    in_schema(node.children, node.name)
-            elif isinstance(node, Scaffold | Role | Union):
-                in_schema(inside(node), module)
-            elif module is not None:
-                texts.append((module, prompt.imports[module].arguments.get(node.name, "")))
+            elif isinstance(node, Param):
+                texts.append((module, prompt.imports[module or ""].arguments[node.name]))
+            elif not isinstance(node, Module):
+                in_schema(node.children, module)
+            elif node.name in prompt.imports:
+                in_schema(node.children, node.name)
 
-    in_schema(prompt.schema.children, None)
-
-    def in_prompt(nodes: Iterable[object], behind: int) -> int:
+    def in_prompt(nodes: Sequence[PromptNode | str], behind: int) -> int:
         for node in nodes:
             if isinstance(node, Import):
-                own = [number for number, (module, _) in enumerate(texts) if module == node.name]
-                behind = in_prompt(node.children, own[-1] + 1 if own else behind)
-            elif isinstance(node, NewText | Turn):
-                texts.insert(behind, (None, node.text))
+                own = [number for number, (module, _) in enumerate(texts, 1) if module == node.name]
+                behind = in_prompt(node.children, own[-1] if own else behind)
+            else:
+                texts.insert(behind, (None, node if isinstance(node, str) else node.text))
                 behind += 1
         return behind
 
-    body = list(prompt.children)
-    last = max((number for number, node in enumerate(body) if isinstance(node, Import)), default=-1)
-    in_prompt(body[: last + 1], 0)
-    in_prompt(body[last + 1 :], len(texts))
+    in_schema(prompt.schema.children, None)
+    in_prompt(prompt.children[: prompt.body_length], 0)
+    in_prompt(prompt.children[prompt.body_length :], len(texts))
     return "".join(text for _, text in texts)

@@ -1,66 +1,108 @@
-"""Where the modules of a schema stand (Prompt Cache, section 3.3)."""
+"""Where the modules of a schema and the tokens of a prompt stand (Prompt Cache, sections 3.3 and 3.4)."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+import bisect
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain, count, groupby
 
-from cacheblend_rag.pml.chat import ChatFrame
-from cacheblend_rag.pml.nodes import Module, Node, Param, Role, Scaffold, SchemaTree, Text, Union
-from cacheblend_rag.pml.parts import Part, Slot
-from cacheblend_rag.pml.tokens import Tokens
+from cacheblend_rag.pml.chat import ChatFrame, Tokens
+from cacheblend_rag.pml.nodes import Import, Module, Node, Param, Role, Scaffold, Text, Turn, Union, walk
+from cacheblend_rag.pml.schema import Prompt, Schema
 
-__all__ = ["Extent", "Piece", "SchemaLayout"]
+__all__ = ["LaidOutPrompt", "Part", "Piece", "SchemaLayout", "Slot", "lay_out"]
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A text or a parameter of a schema, in tokens, at its positions.
+    """Tokens that follow each other without gaps and come from one place, of a schema or of a prompt.
 
-    Attributes
-    ----------
-    token_ids : tuple of int
-        Its tokens; a parameter's are fillers.
-    position : int
-        The position of the first one.
-    part : int
-        The number of the part it is encoded with.
-    module : str or None
-        The module it belongs to; None for anonymous text.
-    param : Param or None
-        The parameter, if it is one.
-    text : str
-        The text, if it is one.
+    Those of a schema's parameter are fillers. `part` is what they are encoded with: the name of a module, or the number of an
+    anonymous text or a scaffold; None for tokens of a prompt that are computed: new text, arguments, the BOS. In a prompt those
+    that are not begin at `row` of their part.
     """
 
     token_ids: tuple[int, ...]
     position: int
-    part: int
-    module: str | None
+    module: str | None = None
     param: Param | None = None
     text: str = ""
+    part: int | str | None = None
+    row: int = 0
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
 
     @property
     def stop(self) -> int:
-        """The position behind its last token."""
+        """The position behind the last token."""
         return self.position + len(self.token_ids)
 
     @property
-    def ends_line(self) -> bool:
-        """Whether it ends with white space."""
-        return self.text[-1:].isspace()
+    def is_cached(self) -> bool:
+        """Whether the tokens are served from KV."""
+        return self.part is not None
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
-    """The half-open range of positions that a module takes, with all that is nested in it."""
+class Slot:
+    """The rows ``start`` to ``stop`` of a part that are fillers, whose positions an argument's tokens take over."""
 
+    module: str | None
+    parameter: str
     start: int
     stop: int
 
-    def __len__(self) -> int:
-        return self.stop - self.start
+
+@dataclass(frozen=True)
+class Part:
+    """Tokens that are encoded together and apart from all others, and whose KV is kept.
+
+    A part is the own tokens of one module, those of the modules nested in it being parts of their own; an anonymous text, named
+    ``"#1"``, ``"#2"`` ... in reading order; or what a prompt imports of a scaffold, named by what is in it, joined by ``"+"``.
+    Its tokens stand in order of their `positions` in the schema, between which other modules may leave gaps.
+    """
+
+    name: str
+    token_ids: tuple[int, ...]
+    positions: tuple[int, ...]
+    slots: tuple[Slot, ...] = ()
+    is_scaffold: bool = False
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its tokens follow each other without gaps."""
+        return self.positions[-1] - self.positions[0] == len(self.positions) - 1
+
+
+@dataclass(frozen=True)
+class LaidOutPrompt:
+    """A prompt as the model reads it.
+
+    The segments stand in order of position and do not overlap; none is empty. The first one holds the BOS, where the tokenizer
+    has one. The last one is computed, unless the prompt ends with a module and there is no chat template. Rows of a part that
+    no segment takes are filler tokens.
+    """
+
+    segments: tuple[Piece, ...]
+    parts: dict[int | str, Part]
+
+    @cached_property
+    def token_ids(self) -> tuple[int, ...]:
+        """All tokens in order."""
+        return _token_ids(self.segments)
+
+    @cached_property
+    def positions(self) -> tuple[int, ...]:
+        """The position of each token, ascending."""
+        return _positions(self.segments)
+
+    @property
+    def cached_tokens(self) -> int:
+        """How many tokens are served from KV."""
+        return sum(len(segment) for segment in self.segments if segment.is_cached)
 
 
 class SchemaLayout:
@@ -70,24 +112,13 @@ class SchemaLayout:
     behind the union starts behind its largest member. A module that is nested in another one stands where it is written, between
     the other's own texts. A parameter takes as many positions as it is long.
 
-    Parameters
-    ----------
-    schema : SchemaTree
-        The schema.
-    tokens : Tokens
-        The model's tokenizer.
-
     Attributes
     ----------
-    schema, tokens
-        What it was made of.
-    frame : ChatFrame
-        The words of the model's chat template.
-    pieces : tuple of Piece
+    pieces : list of Piece
         Every text and parameter that has tokens, in reading order.
-    extents : dict of str to Extent
-        The range of each module.
-    reading_order : tuple of (str or Piece)
+    extents : dict of str to range
+        The positions that each module takes, with all that is nested in it.
+    reading_order : list of (str or Piece)
         The names of all modules and the pieces of anonymous text, a module before what is nested in it.
     size : int
         The position behind the last one.
@@ -98,20 +129,17 @@ class SchemaLayout:
         If the chat template cannot be used with the schema's messages.
     """
 
-    def __init__(self, schema: SchemaTree, tokens: Tokens) -> None:
+    def __init__(self, schema: Schema, tokens: Tokens) -> None:
         self.schema = schema
         self.tokens = tokens
         self.frame = ChatFrame(schema.roles, tokens)
-        self.extents: dict[str, Extent] = {}
-        self._order: list[str | Piece] = []
-        self._scaffolds: dict[int, Scaffold] = {}
-        self._anonymous: dict[int, str] = {}
-        self._parts = 0
-        pieces: list[Piece] = []
-        nodes = tuple(_without_roles(schema.children, iter(self.frame.heads)))
-        self.size = self._walk(nodes, len(tokens.bos_ids), None, None, pieces)
-        self.pieces = tuple(pieces)
-        self.reading_order = tuple(self._order)
+        self.pieces: list[Piece] = []
+        self.extents: dict[str, range] = {}
+        self.reading_order: list[str | Piece] = []
+        self._anonymous = count(1)
+        self._scaffolds: dict[int | str, Scaffold] = {}
+        nodes = _without_roles(schema.children, iter(self.frame.heads))
+        self.size = self._walk(nodes, len(tokens.bos_ids), None, None)
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -119,122 +147,227 @@ class SchemaLayout:
 
         A scaffold that holds a union is left out: which of its members are encoded together is known with the prompt.
         """
-        return self.parts_of(
-            piece
-            for piece in self.pieces
-            if piece.part not in self._scaffolds or not _has_union(self._scaffolds[piece.part].children)
-        )
+        waiting = {
+            number
+            for number, scaffold in self._scaffolds.items()
+            if any(isinstance(node, Union) for node, _ in walk(scaffold.children))
+        }
+        return tuple(self.parts_of(piece for piece in self.pieces if piece.part not in waiting).values())
 
-    def used(self, imported: Collection[str]) -> tuple[Piece, ...]:
+    def used(self, imported: Collection[str]) -> list[Piece]:
         """Return the pieces of a prompt that imports these modules, ascending."""
-        return tuple(piece for piece in self.pieces if piece.module is None or piece.module in imported)
+        return [piece for piece in self.pieces if piece.module is None or piece.module in imported]
 
-    def parts_of(self, pieces: Iterable[Piece]) -> tuple[Part, ...]:
-        """Return the parts that these pieces make up, by their first positions."""
-        return tuple(part for _, part in self.numbered_parts(pieces))
-
-    def numbered_parts(self, pieces: Iterable[Piece]) -> list[tuple[int, Part]]:
-        """Return the parts that these pieces make up, each with its number in `Piece.part`, by their first positions."""
-        groups: dict[int, list[Piece]] = {}
+    def parts_of(self, pieces: Iterable[Piece]) -> dict[int | str, Part]:
+        """Return the parts that these pieces make up, in order of position."""
+        groups: dict[int | str, list[Piece]] = {}
         for piece in pieces:
+            assert piece.part is not None
             groups.setdefault(piece.part, []).append(piece)
-        made = [(number, self._part(number, group)) for number, group in groups.items()]
-        return sorted(made, key=lambda each: (each[1].start, each[0]))
+        made = {key: self._part(key, group) for key, group in groups.items()}
+        return dict(sorted(made.items(), key=lambda each: each[1].positions[0]))
 
-    def _part(self, number: int, pieces: list[Piece]) -> Part:
-        is_scaffold = number in self._scaffolds
-        ids: list[int] = []
-        positions: list[int] = []
+    def _part(self, key: int | str, pieces: Sequence[Piece]) -> Part:
         slots: list[Slot] = []
+        row = 0
         for piece in pieces:
             if piece.param is not None:
-                assert piece.module is not None
-                slots.append(Slot(piece.module, piece.param.name, len(ids), len(ids) + len(piece.token_ids)))
-            ids.extend(piece.token_ids)
-            positions.extend(range(piece.position, piece.stop))
-        names = list(dict.fromkeys(piece.module for piece in pieces if piece.module is not None))
-        name = "+".join(names) if names else self._anonymous[number]
-        return Part(name, tuple(ids), tuple(positions), tuple(slots), is_scaffold)
+                slots.append(Slot(piece.module, piece.param.name, row, row + len(piece)))
+            row += len(piece)
+        names = dict.fromkeys(piece.module for piece in pieces if piece.module is not None)
+        return Part(
+            "+".join(names) or f"#{key}", _token_ids(pieces), _positions(pieces), tuple(slots), key in self._scaffolds
+        )
 
-    def _walk(
-        self, nodes: Iterable[Node], position: int, module: str | None, part: int | None, pieces: list[Piece]
-    ) -> int:
+    def _walk(self, nodes: Iterable[Node], position: int, module: str | None, part: int | str | None) -> int:
         """Add the pieces of `nodes` from `position` on; return the position behind them."""
         for node in nodes:
             if isinstance(node, Text):
                 ids = self._ids(node.text, position)
                 if ids:
-                    number = self._next_anonymous() if part is None else part
-                    pieces.append(Piece(ids, position, number, module, text=node.text))
+                    key = next(self._anonymous) if part is None else part
+                    self.pieces.append(Piece(ids, position, module, text=node.text, part=key))
                     if module is None:
-                        self._order.append(pieces[-1])
+                        self.reading_order.append(self.pieces[-1])
                 position += len(ids)
             elif isinstance(node, Param):
-                assert part is not None
                 fillers = (self.tokens.filler_id,) * node.length
-                pieces.append(Piece(fillers, position, part, module, node))
+                self.pieces.append(Piece(fillers, position, module, node, part=part))
                 position += node.length
             elif isinstance(node, Module):
-                position = self._walk_module(node, position, part, pieces)
+                self.reading_order.append(node.name)
+                # In a scaffold everything is encoded together; elsewhere each module for itself.
+                stop = self._walk(node.children, position, node.name, part if part in self._scaffolds else node.name)
+                self.extents[node.name] = range(position, stop)
+                position = stop
             elif isinstance(node, Union):
-                position = max(self._walk_module(member, position, part, pieces) for member in node.members)
+                position = max(self._walk([member], position, module, part) for member in node.children)
             elif isinstance(node, Scaffold):
-                number = self._next_anonymous()
+                number = next(self._anonymous)
                 self._scaffolds[number] = node
-                position = self._walk(node.children, position, module, number, pieces)
+                position = self._walk(node.children, position, module, number)
         return position
 
-    def _walk_module(self, node: Module, position: int, part: int | None, pieces: list[Piece]) -> int:
-        # In a scaffold everything is encoded together; elsewhere each module for itself.
-        number = part if part in self._scaffolds else self._next_part()
-        self._order.append(node.name)
-        stop = self._walk(node.children, position, node.name, number, pieces)
-        self.extents[node.name] = Extent(position, stop)
-        return stop
-
     def _ids(self, text: str, position: int) -> tuple[int, ...]:
-        ids = self.tokens.tokenize(text) if text else ()
+        ids = self.tokens.tokenize(text)
         bos = self.tokens.bos_ids
         # The BOS has its own place before the schema; chat templates write it as well.
         return ids[len(bos) :] if bos and position == len(bos) and ids[: len(bos)] == bos else ids
 
-    def _next_anonymous(self) -> int:
-        number = self._next_part()
-        self._anonymous[number] = f"#{len(self._anonymous) + 1}"
-        return number
 
-    def _next_part(self) -> int:
-        self._parts += 1
-        return self._parts
+def _token_ids(pieces: Iterable[Piece]) -> tuple[int, ...]:
+    return tuple(chain.from_iterable(piece.token_ids for piece in pieces))
+
+
+def _positions(pieces: Iterable[Piece]) -> tuple[int, ...]:
+    return tuple(chain.from_iterable(range(piece.position, piece.stop) for piece in pieces))
 
 
 def _without_roles(nodes: Iterable[Node], heads: Iterator[str]) -> Iterator[Node]:
     """The children of a schema with messages as the template writes them; texts that meet become one."""
-    text: Text | None = None
-    for node in _spread(nodes, heads):
-        if isinstance(node, Text):
-            text = node if text is None else replace(text, text=text.text + node.text)
-            continue
-        if text is not None:
-            yield text
-            text = None
-        yield (
-            replace(node, children=tuple(_without_roles(node.children, heads))) if isinstance(node, Scaffold) else node
-        )
-    if text is not None:
-        yield text
 
+    def spread() -> Iterator[Node]:
+        for node in nodes:
+            if isinstance(node, Role):
+                yield Text(next(heads), node.place)
+                yield from node.children
+            elif isinstance(node, Scaffold):
+                yield replace(node, children=tuple(_without_roles(node.children, heads)))
+            else:
+                yield node
 
-def _spread(nodes: Iterable[Node], heads: Iterator[str]) -> Iterator[Node]:
-    for node in nodes:
-        if isinstance(node, Role):
-            yield Text(next(heads), node.place)
-            yield from node.children
+    for is_text, group in groupby(spread(), lambda node: isinstance(node, Text)):
+        if is_text:
+            texts = [node for node in group if isinstance(node, Text)]
+            yield replace(texts[0], text="".join(each.text for each in texts))
         else:
-            yield node
+            yield from group
 
 
-def _has_union(nodes: Iterable[Node]) -> bool:
-    return any(
-        isinstance(node, Union) or (isinstance(node, Module | Scaffold) and _has_union(node.children)) for node in nodes
-    )
+def lay_out(layout: SchemaLayout, prompt: Prompt) -> LaidOutPrompt:
+    """Give every token of a prompt its position.
+
+    Imported modules and the anonymous texts keep the positions that they have in the schema. An argument takes the first
+    positions of its parameter's slot, and the others of the slot hold nothing. New text behind the last import stands behind
+    everything. New text before that takes the first free positions behind the import before it: those of modules that are not
+    imported, or what a union's member leaves of the union's size.
+
+    Raises
+    ------
+    PMLError
+        If the prompt is for another schema; if an argument is longer than its parameter, or new text longer than the gap it
+        stands in: the message says by how many tokens; if the chat template cannot be used with the prompt's messages.
+    """
+    if prompt.schema != layout.schema:
+        raise prompt.place.error(
+            f"the prompt is for schema {prompt.schema.name!r}, and this is the layout of {layout.schema.name!r}"
+            + (", as it was before a change" if prompt.schema.name == layout.schema.name else "")
+        )
+    used = layout.used(prompt.imports)
+    parts = layout.parts_of(used)
+    rows = dict.fromkeys(parts, 0)
+    segments = [Piece(layout.tokens.bos_ids, 0)]
+    for piece in used:
+        assert piece.part is not None
+        if piece.param is None:
+            segments.append(replace(piece, row=rows[piece.part]))
+        else:
+            segments.append(replace(piece, part=None, token_ids=_argument(layout, prompt, piece, piece.param)))
+        rows[piece.part] += len(piece)
+    gaps = _Gaps(layout, used)
+    gaps.fill(prompt.children[: prompt.body_length], len(layout.tokens.bos_ids), None)
+    segments += [*gaps.texts, _tail(layout, prompt, used, gaps.end)]
+    segments.sort(key=lambda segment: segment.position)
+    return LaidOutPrompt(tuple(segment for segment in segments if segment.token_ids), parts)
+
+
+def _argument(layout: SchemaLayout, prompt: Prompt, piece: Piece, param: Param) -> tuple[int, ...]:
+    assert piece.module is not None
+    given = prompt.imports[piece.module]
+    text = given.arguments[param.name]
+    ids = layout.tokens.tokenize(text)
+    if len(ids) > param.length:
+        raise given.place.error(
+            f"the argument {param.name}={text!r:.60} of module {piece.module!r} has {len(ids)} tokens, "
+            f"{len(ids) - param.length} more than the {param.length} of its parameter; shorten it, or give the parameter a "
+            f'len of "{len(ids)}"'
+        )
+    return ids
+
+
+def _tail(layout: SchemaLayout, prompt: Prompt, used: Sequence[Piece], position: int) -> Piece:
+    """What stands behind everything: the prompt's last text, its messages, the template's words before the answer."""
+    behind = prompt.children[prompt.body_length :]
+    text = "".join(node.text for node in behind if isinstance(node, Text))
+    turns = [node for node in behind if isinstance(node, Turn)]
+    if turns or layout.schema.roles:
+        place = next((node.place for node in [*turns, *behind] if isinstance(node, Turn | Text)), prompt.place)
+        messages = [{"role": turn.role, "content": turn.text} for turn in turns]
+        text = layout.frame.tail(text, messages, place, ends_line=not used or used[-1].text[-1:].isspace())
+    return Piece(layout.tokens.tokenize(text), position)
+
+
+class _Gaps:
+    """The positions of one prompt that are free, and the new text that was put there."""
+
+    def __init__(self, layout: SchemaLayout, used: Sequence[Piece]) -> None:
+        self._layout = layout
+        # Half-open, ascending, not overlapping; new text is added as it finds its place.
+        self._taken = [(piece.position, piece.stop) for piece in used]
+        self._own_stop = {piece.module: piece.stop for piece in used}
+        self.texts: list[Piece] = []
+
+    @property
+    def end(self) -> int:
+        """The position behind all that is taken."""
+        return max((stop for _, stop in self._taken), default=len(self._layout.tokens.bos_ids))
+
+    def fill(self, nodes: Sequence[object], cursor: int, parent: str | None) -> int:
+        """Place the new text among `nodes` from `cursor` on; return where all of them end."""
+        end = cursor
+        behind: str | None = None
+        for number, node in enumerate(nodes):
+            if isinstance(node, Text):
+                following = next((each.name for each in nodes[number + 1 :] if isinstance(each, Import)), None)
+                cursor = self._put(node, cursor, behind, following, parent)
+            elif isinstance(node, Import):
+                behind = node.name
+                start = self._layout.extents[node.name].start
+                cursor = max(self.fill(node.children, start, node.name), self._own_stop.get(node.name, start))
+            # Imports may stand in another order than the schema's.
+            end = max(end, cursor)
+        return end
+
+    def _put(self, node: Text, cursor: int, behind: str | None, following: str | None, parent: str | None) -> int:
+        ids = self._layout.tokens.tokenize(node.text)
+        if not ids:
+            return cursor
+        extents = self._layout.extents
+        start, limits = self._gap(cursor)
+        if parent is not None:
+            limits.append(extents[parent].stop)
+        if following is not None and extents[following].start >= cursor:
+            limits.append(extents[following].start)
+        free = max(0, min(limits) - start) if limits else len(ids)
+        if len(ids) > free:
+            where = "before the first import" if behind is None else f"behind module {behind!r}"
+            if following is not None:
+                where += f" and before module {following!r}"
+            if parent is not None:
+                where = f"in module {parent!r}, {where}"
+            raise node.place.error(
+                f"the text {node.text.strip()!r:.60} has {len(ids)} tokens, {len(ids) - free} more than the {free} positions "
+                f"that are free {where}; shorten it, put it behind the last import, or give a module a parameter to hold it"
+            )
+        self.texts.append(Piece(ids, start))
+        bisect.insort(self._taken, (start, start + len(ids)))
+        return start + len(ids)
+
+    def _gap(self, cursor: int) -> tuple[int, list[int]]:
+        """The first free position from `cursor` on, and the taken one that ends the gap, if any does."""
+        start = cursor
+        for taken, stop in self._taken:
+            if taken > start:
+                return start, [taken]
+            start = max(start, stop)
+        return start, []

@@ -1,10 +1,9 @@
-"""The tree of a schema."""
+"""What schemas and prompts consist of."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Literal, TypeAlias, get_args
 
 from cacheblend_rag.errors import PMLError
@@ -12,17 +11,23 @@ from cacheblend_rag.errors import PMLError
 __all__ = [
     "MAX_DEPTH",
     "MAX_PARAM_LENGTH",
+    "ROLES",
+    "Import",
+    "MaxTokens",
     "Module",
     "Node",
     "Param",
     "Place",
+    "PromptNode",
     "Role",
     "RoleName",
-    "ROLES",
     "Scaffold",
-    "SchemaTree",
     "Text",
+    "Turn",
     "Union",
+    "prompt_nodes",
+    "walk",
+    "walk_imports",
 ]
 
 RoleName = Literal["system", "user", "assistant"]
@@ -61,7 +66,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Text as the model reads it."""
+    """Text as the model reads it; in a prompt, text that the schema does not have."""
 
     text: str
     place: Place = field(default=Place(), compare=False)
@@ -87,14 +92,18 @@ class Module:
     @property
     def params(self) -> tuple[Param, ...]:
         """The module's own parameters, those in scaffolds inside it included, those of nested modules not."""
-        return tuple(_params(self.children))
+        return tuple(
+            node
+            for node, above in walk(self.children)
+            if isinstance(node, Param) and all(isinstance(each, Scaffold) for each in above)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Union:
     """Modules of which a prompt imports one at most; they share a start position and the size of the largest."""
 
-    members: tuple[Module, ...]
+    children: tuple[Module, ...]
     place: Place = field(default=Place(), compare=False)
 
 
@@ -115,77 +124,82 @@ class Role:
     place: Place = field(default=Place(), compare=False)
 
 
-Node: TypeAlias = "Text | Param | Module | Union | Scaffold | Role"
+Node: TypeAlias = Text | Param | Module | Union | Scaffold | Role
+
+
+def walk(nodes: Sequence[Node], above: tuple[Node, ...] = ()) -> Iterator[tuple[Node, tuple[Node, ...]]]:
+    """Yield every node in reading order with those that it stands in, outermost first."""
+    for node in nodes:
+        yield node, above
+        if isinstance(node, Module | Union | Scaffold | Role):
+            yield from walk(node.children, (*above, node))
+
+
+@dataclass(frozen=True, slots=True)
+class MaxTokens:
+    """How many tokens the value of a template's parameter has at most: ``duration: Annotated[str, MaxTokens(5)]``."""
+
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A message of the chat that the schema does not have; it is computed.
+
+    Parameters
+    ----------
+    role : str
+        "system", "user" or "assistant".
+    text : str
+        What is said.
+    """
+
+    role: RoleName
+    text: str
+    place: Place = field(default=Place(), compare=False)
 
 
 @dataclass(frozen=True)
-class SchemaTree:
-    """A validated schema.
+class Import:
+    """A module that a prompt takes from its schema.
 
-    Attributes
+    Parameters
     ----------
     name : str
-        Its name, by which prompts say which schema they are for.
-    children : tuple of Node
-        What it consists of.
-    source : str or None
-        Where its text came from.
+        The module's name.
+    arguments : mapping of str to str
+        A text for each of its parameters; an empty one leaves the parameter out.
+    children : sequence of (Import, Text or str)
+        The modules to take of those nested in it, and new text among them.
     """
 
     name: str
-    children: tuple[Node, ...]
-    source: str | None = field(default=None, compare=False)
+    arguments: Mapping[str, str] = field(default_factory=dict)
+    children: Sequence[PromptNode | str] = ()
+    place: Place = field(default=Place(), compare=False)
 
-    @cached_property
-    def modules(self) -> dict[str, Module]:
-        """All modules by their names, in reading order, nested ones included."""
-        return {node.name: node for node in _walk(self.children) if isinstance(node, Module)}
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "arguments", dict(self.arguments))
+        object.__setattr__(self, "children", prompt_nodes(self.children))
 
-    @cached_property
-    def parents(self) -> dict[str, str | None]:
-        """The name of the module that each module is nested in, None for those at the top."""
-        found: dict[str, str | None] = {}
-
-        def visit(children: tuple[Node, ...], parent: str | None) -> None:
-            for node in children:
-                if isinstance(node, Module):
-                    found[node.name] = parent
-                    visit(node.children, node.name)
-                else:
-                    visit(inside(node), parent)
-
-        visit(self.children, None)
-        return found
-
-    @cached_property
-    def unions(self) -> tuple[tuple[str, ...], ...]:
-        """The names of each union's members, in reading order."""
-        return tuple(
-            tuple(member.name for member in node.members) for node in _walk(self.children) if isinstance(node, Union)
-        )
-
-    @cached_property
-    def roles(self) -> tuple[Role, ...]:
-        """The messages in reading order."""
-        return tuple(node for node in _walk(self.children) if isinstance(node, Role))
+    def __hash__(self) -> int:
+        return hash((self.name, tuple(sorted(self.arguments.items())), self.children))
 
 
-def inside(node: Node) -> tuple[Node, ...]:
-    """Return what stands in a node."""
-    if isinstance(node, Module | Scaffold | Role):
-        return node.children
-    return node.members if isinstance(node, Union) else ()
+PromptNode: TypeAlias = Import | Text | Turn
 
 
-def _walk(children: tuple[Node, ...]) -> Iterator[Node]:
-    for node in children:
-        yield node
-        yield from _walk(inside(node))
+def prompt_nodes(children: Sequence[PromptNode | str]) -> tuple[PromptNode, ...]:
+    """Return the children of a prompt or an import, strings as new text."""
+    for child in children:
+        if not isinstance(child, str | Import | Text | Turn):
+            raise PMLError(f"a prompt holds {child!r:.40}, a {type(child).__name__}; give Import, Turn or text")
+    return tuple(Text(child) if isinstance(child, str) else child for child in children)
 
 
-def _params(children: tuple[Node, ...]) -> Iterator[Param]:
-    for node in children:
-        if isinstance(node, Param):
+def walk_imports(nodes: Sequence[PromptNode | str]) -> Iterator[Import]:
+    """Yield every import of a prompt in reading order."""
+    for node in nodes:
+        if isinstance(node, Import):
             yield node
-        elif isinstance(node, Scaffold):
-            yield from _params(node.children)
+            yield from walk_imports(node.children)

@@ -1,32 +1,52 @@
-"""A schema, and the prompts that are made of it."""
+"""Schemas, and the prompts that are made of them: what both mean, and what is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.errors import PMLError
-from cacheblend_rag.pml.files import Files
-from cacheblend_rag.pml.nodes import SchemaTree
-from cacheblend_rag.pml.plan import Plan
-from cacheblend_rag.pml.prompt import Import, NewText, Prompt, Turn
-from cacheblend_rag.pml.read import SchemaReader, read_prompt
-from cacheblend_rag.pml.template import read_template
-from cacheblend_rag.pml.validate import check_schema
+from cacheblend_rag.pml.nodes import (
+    MAX_DEPTH,
+    MAX_PARAM_LENGTH,
+    ROLES,
+    Import,
+    Module,
+    Node,
+    Param,
+    Place,
+    PromptNode,
+    Role,
+    Scaffold,
+    Text,
+    Turn,
+    Union,
+    prompt_nodes,
+    walk,
+    walk_imports,
+)
+from cacheblend_rag.pml.read import SchemaReader, parse_prompt, read_text
+from cacheblend_rag.pml.template import Plan, read_template
 
-__all__ = ["Schema"]
+__all__ = ["Prompt", "Schema"]
+
+_PARAM_NAME = re.compile(r"[^\W\d][\w.-]*")
+_MAX_NAME_LENGTH = 200
 
 
 @dataclass(frozen=True)
-class Schema(SchemaTree):
+class Schema:
     """A validated schema: prompt modules, where they stand to each other, and which of them exclude each other.
 
     Parameters
     ----------
     name : str
-        Its name.
+        Its name, by which prompts say which schema they are for.
     children : sequence of Node
         What it consists of.
     source : str, optional
@@ -37,14 +57,18 @@ class Schema(SchemaTree):
     Raises
     ------
     PMLError
-        If it is not valid: two modules of one name, for example.
+        If two modules have one name, or two parameters of a module; if a name, a length or a nesting has no meaning; if a module,
+        a union or the schema is empty; if there are messages, and something stands outside of them.
     """
 
+    name: str
+    children: tuple[Node, ...]
+    source: str | None = field(default=None, compare=False)
     plan: Plan | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "children", tuple(self.children))
-        check_schema(self)
+        _check_schema(self)
 
     @classmethod
     def from_file(cls, path: str | Path, *, root: str | Path | None = None) -> Schema:
@@ -57,20 +81,14 @@ class Schema(SchemaTree):
         root : str or Path, optional
             The folder below which ``src=`` may name files, from which their paths count; by default the file's own.
 
-        Returns
-        -------
-        Schema
-            The schema.
-
         Raises
         ------
         PMLError
             If the file cannot be read, or the schema is wrong; the message says where.
         """
         path = Path(path)
-        files = Files(path.parent if root is None else Path(root))
-        text = read_text(path)
-        return cls._checked(SchemaReader(files).read(text, path.name, path))
+        reader = SchemaReader(path.parent if root is None else Path(root))
+        return cls(*reader.read(read_text(path), path.name, path), path.name)
 
     @classmethod
     def from_text(cls, text: str, *, root: str | Path | None = None, source: str | None = None) -> Schema:
@@ -85,18 +103,12 @@ class Schema(SchemaTree):
         source : str, optional
             What the text is called in messages.
 
-        Returns
-        -------
-        Schema
-            The schema.
-
         Raises
         ------
         PMLError
             If the schema is wrong; the message says where.
         """
-        files = None if root is None else Files(Path(root))
-        return cls._checked(SchemaReader(files).read(text, source))
+        return cls(*SchemaReader(None if root is None else Path(root)).read(text, source), source)
 
     @classmethod
     def from_template(
@@ -126,11 +138,6 @@ class Schema(SchemaTree):
             ``Annotated[str, MaxTokens(5)]``.
         format : str, optional
             "jinja" or "f-string", for a string.
-
-        Returns
-        -------
-        Schema
-            The schema.
 
         Raises
         ------
@@ -166,7 +173,7 @@ class Schema(SchemaTree):
             )
         return self.prompt(*self.plan.imports(values or {}), *more)
 
-    def prompt(self, *parts: Import | NewText | Turn | str) -> Prompt:
+    def prompt(self, *parts: PromptNode | str) -> Prompt:
         """Make a prompt of imports and new text.
 
         Parameters
@@ -174,17 +181,12 @@ class Schema(SchemaTree):
         *parts : Import, Turn or str
             What the prompt consists of, in order. A string is text and never markup, wherever it comes from. Messages stand last.
 
-        Returns
-        -------
-        Prompt
-            The prompt, checked against the schema.
-
         Raises
         ------
         PMLError
             If the prompt does not fit the schema.
         """
-        return Prompt(self, parts)  # type: ignore[arg-type]
+        return Prompt(self, parts)
 
     def parse_prompt(self, text: str, *, source: str | None = None) -> Prompt:
         """Read a prompt from markup.
@@ -196,40 +198,264 @@ class Schema(SchemaTree):
         source : str, optional
             What the text is called in messages.
 
-        Returns
-        -------
-        Prompt
-            The prompt, checked against the schema.
-
         Raises
         ------
         PMLError
             If the document is not well-formed, or does not fit the schema; the message says where.
         """
-        nodes, root = read_prompt(text, self.name, source)
-        return Prompt(self, nodes, root.place)
+        return Prompt(self, *parse_prompt(text, self.name, source))
 
     def read_prompt(self, path: str | Path) -> Prompt:
         """Read a prompt from a file of markup; see `parse_prompt`."""
         path = Path(path)
         return self.parse_prompt(read_text(path), source=path.name)
 
-    @classmethod
-    def _checked(cls, tree: SchemaTree) -> Schema:
-        return cls(tree.name, tree.children, tree.source)
+    @cached_property
+    def modules(self) -> dict[str, Module]:
+        """All modules by their names, in reading order, nested ones included."""
+        return {node.name: node for node, _ in walk(self.children) if isinstance(node, Module)}
+
+    @cached_property
+    def parents(self) -> dict[str, str | None]:
+        """The name of the module that each module is nested in, None for those at the top."""
+        return {
+            node.name: next((each.name for each in reversed(above) if isinstance(each, Module)), None)
+            for node, above in walk(self.children)
+            if isinstance(node, Module)
+        }
+
+    @cached_property
+    def unions(self) -> tuple[tuple[str, ...], ...]:
+        """The names of each union's members, in reading order."""
+        return tuple(
+            tuple(member.name for member in node.children) for node, _ in walk(self.children) if isinstance(node, Union)
+        )
+
+    @cached_property
+    def roles(self) -> tuple[Role, ...]:
+        """The messages in reading order."""
+        return tuple(node for node, _ in walk(self.children) if isinstance(node, Role))
 
 
-def read_text(path: Path) -> str:
-    """Return the text of a file that somebody named.
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt that has been checked against its schema, but not against a model.
+
+    Parameters
+    ----------
+    schema : Schema
+        The schema.
+    children : sequence of (Import, Text, Turn or str)
+        Imports and new text, in order; messages stand last.
 
     Raises
     ------
     PMLError
-        If it cannot be read, or is not UTF-8.
+        If it imports a module that the schema does not have, or has elsewhere, or twice; two members of a union; if an argument
+        is missing, or for no parameter; if an import stands behind a message.
     """
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise PMLError(f"this is not UTF-8 (byte {error.start}); convert it", source=path.name) from None
-    except OSError as error:
-        raise PMLError(f"{path} cannot be read: {error.strerror}") from error
+
+    schema: Schema
+    children: Sequence[PromptNode | str]
+    place: Place = field(default=Place(), compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "children", prompt_nodes(self.children))
+        _check_prompt(self)
+
+    @cached_property
+    def imports(self) -> dict[str, Import]:
+        """What it imports, by name, nested imports included."""
+        return {each.name: each for each in walk_imports(self.children)}
+
+    @property
+    def body_length(self) -> int:
+        """How many of its children stand up to the last import; new text and messages follow."""
+        imports = [number for number, node in enumerate(self.children, 1) if isinstance(node, Import)]
+        return imports[-1] if imports else 0
+
+
+def _check_schema(schema: Schema) -> None:
+    place = Place(schema.source)
+    if not isinstance(schema.name, str) or not schema.name.strip():
+        raise place.error(f"the schema's name is {schema.name!r}; give it a name")
+    if not schema.children:
+        raise place.error(f"schema {schema.name!r} is empty; put text or modules into it")
+    modules: dict[str, Module] = {}
+    for node, above in walk(schema.children):
+        if not isinstance(node, Text | Param | Module | Union | Scaffold | Role):
+            raise place.error(f"a schema holds {node!r:.40}, a {type(node).__name__}, which is no node of a schema")
+        if len(above) >= MAX_DEPTH:
+            raise node.place.error(f"the schema is nested deeper than {MAX_DEPTH}; flatten it")
+        if isinstance(node, Text):
+            if not isinstance(node.text, str):
+                raise node.place.error(f"a text is the {type(node.text).__name__} {node.text!r:.40}; give a string")
+        elif isinstance(node, Param):
+            _check_param(node, above)
+        elif isinstance(node, Module):
+            _check_module(node, modules)
+        elif not node.children and not isinstance(node, Role):
+            raise node.place.error(f"the {type(node).__name__.lower()} is empty; put modules into it")
+        elif isinstance(node, Union):
+            for member in node.children:
+                if not isinstance(member, Module):
+                    raise member.place.error(
+                        f"{_called(member)} stands in a union; only modules stand there: expected <module>, or </union>"
+                    )
+        elif isinstance(node, Scaffold):
+            outer = next((each for each in above if isinstance(each, Scaffold)), None)
+            if outer is not None:
+                raise node.place.error(
+                    f"the scaffold stands in the one at {outer.place}; all that is in a scaffold is encoded together anyway"
+                )
+        else:
+            _check_role(node, above)
+    if schema.roles:
+        _check_messages(schema)
+
+
+def _check_param(node: Param, above: Sequence[Node]) -> None:
+    owner = next((each for each in reversed(above) if not isinstance(each, Scaffold)), None)
+    if not isinstance(owner, Module):
+        raise node.place.error(
+            f"parameter {node.name!r} stands in no module; a prompt gives arguments to the modules that it imports, so put a "
+            "<module> around it"
+        )
+    if not isinstance(node.name, str) or not _PARAM_NAME.fullmatch(node.name):
+        raise node.place.error(
+            f"{node.name!r:.60} is no name for a parameter; it begins with a letter or _, and has letters, digits, _, - and ."
+        )
+    if not isinstance(node.length, int) or not 1 <= node.length <= MAX_PARAM_LENGTH:
+        raise node.place.error(
+            f"parameter {node.name!r} has the length {node.length!r:.40}; give the most tokens an argument may have, from 1 "
+            f"to {MAX_PARAM_LENGTH}"
+        )
+    twin = next(each for each in owner.params if each.name == node.name)
+    if twin is not node:
+        raise node.place.error(
+            f"module {owner.name!r} has a parameter {node.name!r} already, at {twin.place}; give each a name of its own"
+        )
+
+
+def _check_module(node: Module, modules: dict[str, Module]) -> None:
+    if not isinstance(node.name, str) or not node.name.strip() or len(node.name) > _MAX_NAME_LENGTH:
+        raise node.place.error(
+            f"{node.name!r:.60} is no name for a module; give 1 to {_MAX_NAME_LENGTH} characters, not all of them blank"
+        )
+    twin = modules.setdefault(node.name, node)
+    if twin is not node:
+        raise node.place.error(
+            f"there is a module {node.name!r} already, at {twin.place}; prompts import modules by name, so each needs a name of "
+            "its own in the whole schema"
+        )
+    if all(isinstance(child, Text) and not child.text for child in node.children):
+        raise node.place.error(f"module {node.name!r} is empty; put text into it, or leave it out")
+
+
+def _check_role(node: Role, above: Sequence[Node]) -> None:
+    if node.role not in ROLES:
+        raise node.place.error(f"{node.role!r} is no role; take one of {', '.join(ROLES)}")
+    owner = next((each for each in above if not isinstance(each, Scaffold)), None)
+    if owner is not None:
+        raise node.place.error(
+            f"<{node.role}> stands in {_called(owner)}; messages stand at the schema's top, and modules in them, since a chat "
+            "template must see every message"
+        )
+
+
+def _check_messages(schema: Schema) -> None:
+    first = schema.roles[0]
+    for node, above in walk(schema.children):
+        if not isinstance(node, Role | Scaffold) and all(isinstance(each, Scaffold) for each in above):
+            raise node.place.error(
+                f"{_called(node)} stands outside of the messages; this schema has <{first.role}> at {first.place}, and a chat "
+                "template knows no words outside of messages: put it into one of them"
+            )
+
+
+def _called(node: Node) -> str:
+    if isinstance(node, Module):
+        return f"module {node.name!r}"
+    if isinstance(node, Role):
+        return f"<{node.role}>"
+    if isinstance(node, Text):
+        return f"text {node.text.strip()!r:.40}"
+    return f"a {type(node).__name__.lower()}"
+
+
+def _check_prompt(prompt: Prompt) -> None:
+    schema = prompt.schema
+    taken: dict[str, Import] = {}
+    for node, parent in _with_parents(prompt.children, None):
+        _check_name(schema, node, parent)
+        if node.name in taken:
+            raise node.place.error(
+                f"module {node.name!r} was imported at {taken[node.name].place}; a prompt imports a module once"
+            )
+        taken[node.name] = node
+        _check_arguments(schema, node)
+    for members in schema.unions:
+        # In the order of the prompt, so that the one is named that should not have been added.
+        both = [one for name, one in taken.items() if name in members]
+        if len(both) > 1:
+            raise both[1].place.error(
+                f"module {both[1].name!r} and module {both[0].name!r} are members of one union, of which a prompt imports one at "
+                f"most; leave one of them out. The members are {', '.join(members[:8])}{', ...' if len(members) > 8 else ''}"
+            )
+    turn: Turn | None = None
+    for child in prompt.children:
+        if isinstance(child, Turn):
+            if child.role not in ROLES:
+                raise child.place.error(f"{child.role!r} is no role; take one of {', '.join(ROLES)}")
+            turn = child
+        elif turn is not None and isinstance(child, Import | Text):
+            what = f"<{child.name}>" if isinstance(child, Import) else "text"
+            raise child.place.error(
+                f"{what} stands behind the <{turn.role}> at {turn.place}; a prompt's own messages come last, behind all imports "
+                "and text"
+            )
+
+
+def _with_parents(nodes: Sequence[PromptNode | str], parent: str | None) -> Iterator[tuple[Import, str | None]]:
+    """Every import with the name of the one that it stands in."""
+    for node in nodes:
+        if isinstance(node, Turn) and parent is not None:
+            raise node.place.error(f"<{node.role}> stands in the import of {parent!r}; put it behind all imports")
+        if isinstance(node, Import):
+            yield node, parent
+            yield from _with_parents(node.children, node.name)
+
+
+def _check_name(schema: Schema, node: Import, parent: str | None) -> None:
+    if node.name not in schema.modules:
+        near = difflib.get_close_matches(node.name, schema.modules, n=1)
+        names = ", ".join(list(schema.modules)[:8]) + (", ..." if len(schema.modules) > 8 else "")
+        hint = f"did you mean {near[0]!r}?" if near else f"it has {names}" if names else "it has no modules"
+        raise node.place.error(f"schema {schema.name!r} has no module {node.name!r:.60}; {hint}")
+    owner = schema.parents[node.name]
+    if owner == parent:
+        return
+    if owner is None:
+        raise node.place.error(f"module {node.name!r} is not nested in {parent!r}; import it outside of it")
+    shown, above = f"<{node.name}/>", schema.parents[node.name]
+    while above is not None:
+        shown, above = f"<{above}>{shown}", schema.parents[above]
+    raise node.place.error(f"module {node.name!r} is nested in module {owner!r}; import it inside of that: {shown}...")
+
+
+def _check_arguments(schema: Schema, node: Import) -> None:
+    params = {param.name: param for param in schema.modules[node.name].params}
+    for name, value in node.arguments.items():
+        if name not in params:
+            known = f"it has {', '.join(params)}" if params else "it has none"
+            raise node.place.error(f"module {node.name!r} has no parameter {name!r:.60}; {known}")
+        if not isinstance(value, str):
+            raise node.place.error(
+                f"the argument for {name!r} of module {node.name!r} is the {type(value).__name__} {value!r:.40}; give a text"
+            )
+    for name, param in params.items():
+        if name not in node.arguments:
+            raise node.place.error(
+                f"module {node.name!r} has the parameter {name!r}, for which the import has no argument; write "
+                f'{name}="..." with at most {param.length} tokens, or {name}="" to leave it out'
+            )

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from cacheblend_rag import reference
 from cacheblend_rag.errors import PMLError
 from cacheblend_rag.pml import Import, Schema, SchemaLayout, Tokens, Turn, lay_out
-from cacheblend_rag.pml.tokens import Message
+from cacheblend_rag.pml.chat import Message
 from tests.pml.naive import tokenize
 
 CHATML = (
@@ -97,7 +97,7 @@ def test_text_goes_on_with_the_users_message_where_that_is_the_last(name: str) -
     expected = tokens.chat([{"role": "user", "content": "Read: AAA\nWhy?"}])  # type: ignore[misc]
     assert said(schema, tokens, Import("a"), "Why?") == expected
     cached = lay_out(SchemaLayout(schema, tokens), schema.prompt(Import("a"), "Why?")).parts
-    assert [part.name for part in cached] == ["#1", "a"]
+    assert [part.name for part in cached.values()] == ["#1", "a"]
 
 
 def test_the_bos_of_a_template_is_not_counted_twice() -> None:

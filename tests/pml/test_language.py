@@ -115,7 +115,7 @@ def refusal(markup: str) -> str:
         ("<zzz/>", "expected one of <module>, <union>, <param>"),
         ("<union/>", "the union is empty"),
         ("<union>\n  text</union>", "line 2, column 3: text 'text' stands in a union"),
-        ("<union><union><module name='a'>x</module></union></union>", "only modules stand in a union; expected <module>"),
+        ("<union><union><module name='a'>x</module></union></union>", "a union stands in a union; only modules stand there"),
         ("<param name='p' len='3'/>", "parameter 'p' stands in no module"),
         ("<module name='a'><param len='3'/></module>", '<param> needs name="..."'),
         ("<module name='a'><param name='p'/></module>", '<param> needs len="..."'),

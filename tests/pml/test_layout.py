@@ -62,7 +62,7 @@ def check_prompt(children: list, items: list) -> None:
     found = lay_out(layout, prompt)
     tokens = {}
     for segment in found.segments:
-        kind = "cached" if segment.is_cached else "argument" if segment.parameter else "text"
+        kind = "cached" if segment.is_cached else "argument" if segment.param else "text"
         for offset, token in enumerate(segment.token_ids):
             tokens[segment.position + offset] = (token, kind)
         if segment.part is not None:
@@ -73,8 +73,10 @@ def check_prompt(children: list, items: list) -> None:
     assert tokens == expected
     assert list(found.positions) == sorted(expected)
     assert found.cached_tokens == sum(kind == "cached" for _, kind in expected.values())
-    slots = [slot for part in found.parts for slot in part.slots]
-    assert all(set(part.token_ids[slot.start : slot.stop]) == {FILLER} for part in found.parts for slot in part.slots)
+    slots = [slot for part in found.parts.values() for slot in part.slots]
+    assert all(
+        set(part.token_ids[slot.start : slot.stop]) == {FILLER} for part in found.parts.values() for slot in part.slots
+    )
     assert len({(slot.module, slot.parameter) for slot in slots}) == len(slots)
 
 
@@ -122,7 +124,7 @@ def test_unused_positions_of_a_parameter_vanish() -> None:
         '<prompt schema="s"><m time="3 days"/></prompt>',
     )
     assert shown(found) == [(1, "for "), (5, "3 days"), (14, "!")]
-    assert [slot.stop - slot.start for slot in found.parts[0].slots] == [9]
+    assert [slot.stop - slot.start for slot in found.parts["m"].slots] == [9]
 
 
 def test_new_text_takes_the_place_of_what_is_left_out() -> None:
@@ -168,8 +170,8 @@ def test_a_scaffold_is_one_part_of_what_is_imported() -> None:
     assert [part.name for part in layout.parts] == ["#1", "a+b+c", "d"]
     assert [part.is_scaffold for part in layout.parts] == [False, True, False]
     some = lay_out(layout, schema.prompt(Import("a"), Import("b"), Import("d"), "?"))
-    assert [part.name for part in some.parts] == ["#1", "a+b", "d"]
-    assert some.parts[1].positions == (5, 6, 7, 8, 9)
+    assert [part.name for part in some.parts.values()] == ["#1", "a+b", "d"]
+    assert some.parts[2].positions == (5, 6, 7, 8, 9)
 
 
 def test_the_texts_of_a_module_are_one_part_around_what_is_nested() -> None:
@@ -185,8 +187,8 @@ def test_a_union_in_a_scaffold_waits_for_the_prompt() -> None:
     )
     layout = SchemaLayout(schema, TOKENS)
     assert layout.parts == ()
-    assert [part.name for part in lay_out(layout, schema.prompt(Import("b"))).parts] == ["b"]
-    assert [part.name for part in lay_out(layout, schema.prompt("?")).parts] == ["#1"]
+    assert [part.name for part in lay_out(layout, schema.prompt(Import("b"))).parts.values()] == ["b"]
+    assert [part.name for part in lay_out(layout, schema.prompt("?")).parts.values()] == ["#1"]
 
 
 def test_an_argument_that_is_too_long_says_by_how_much() -> None:
@@ -207,4 +209,4 @@ def test_a_prompt_of_another_schema_is_refused() -> None:
 def test_a_schema_without_tokens_of_its_own_begins_with_the_bos() -> None:
     found = laid_out('<schema name="s"><module name="a">a</module></schema>', '<prompt schema="s">ask</prompt>')
     assert found.token_ids == (BOS, *tokenize("ask"))
-    assert found.parts == ()
+    assert not found.parts

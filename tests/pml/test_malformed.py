@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from cacheblend_rag.errors import PMLError
 from cacheblend_rag.pml import Import, Schema, SchemaLayout, Tokens, lay_out
-from cacheblend_rag.pml.tokens import Message
+from cacheblend_rag.pml.chat import Message
 from tests.pml.naive import tokenize
 
 SEEDS = [

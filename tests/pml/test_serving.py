@@ -12,8 +12,7 @@ import torch
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.lab.families import tiny_config, tiny_model
-from cacheblend_rag.pml.nodes import Module, Param, Scaffold, SchemaTree, Text, Union
-from cacheblend_rag.pml.prompt import Import, Prompt
+from cacheblend_rag.pml import Import, Module, Param, Prompt, Scaffold, Schema, Text, Union
 from tests.families import tiny_tokenizer, words
 from tests.pml.dense import own_logits
 
@@ -46,19 +45,19 @@ def wait_for_ram(engine: BlendEngine, id: str) -> None:
         time.sleep(0.01)
 
 
-def trip() -> SchemaTree:
+def trip() -> Schema:
     """Anonymous texts, a parameter, a union of members of different sizes, a module nested in one of them."""
     plan = Module("plan", (Text(words(6, 1)), Param("days", 5), Text(words(4, 2))))
     overseas = module("overseas", 7, module("tokyo", 5), Text(words(3, 8)))
-    return SchemaTree("trip", (Text(words(8, 3)), plan, Union((module("home", 4), overseas)), Text(words(5, 4))))
+    return Schema("trip", (Text(words(8, 3)), plan, Union((module("home", 4), overseas)), Text(words(5, 4))))
 
 
-def some_prompt(schema: SchemaTree, days: str = "t5 t6") -> Prompt:
+def some_prompt(schema: Schema, days: str = "t5 t6") -> Prompt:
     return Prompt(schema, (Import("plan", {"days": days}), Import("overseas", {}, (Import("tokyo"),)), words(4, 9)))
 
 
 def test_with_all_encoded_together_logits_are_the_models_own(engine: BlendEngine) -> None:
-    schema = SchemaTree(
+    schema = Schema(
         "together",
         (
             Scaffold(
@@ -119,8 +118,8 @@ def test_an_argument_takes_the_first_positions_of_its_slot_and_the_others_vanish
 
 
 def test_changing_one_module_of_twenty_encodes_one() -> None:
-    def schema(changed: int) -> SchemaTree:
-        return SchemaTree("twenty", tuple(module(f"m{n}", 5 + 3 * (n == changed)) for n in range(20)))
+    def schema(changed: int) -> Schema:
+        return Schema("twenty", tuple(module(f"m{n}", 5 + 3 * (n == changed)) for n in range(20)))
 
     with make() as engine:
         assert engine.load_schema(schema(-1)).encoded == 20
@@ -128,7 +127,7 @@ def test_changing_one_module_of_twenty_encodes_one() -> None:
         # The others move by three positions, and keep their KV.
         after = engine.load_schema(schema(4))
         assert (after.encoded, after.unchanged, after.removed) == (1, 19, 0)
-        fewer = SchemaTree("twenty", schema(4).children[:19])
+        fewer = Schema("twenty", schema(4).children[:19])
         assert engine.load_schema(fewer).removed == 1
         assert len(engine.store.names(engine.namespace)) == 19 and engine.ids() == []
         with pytest.raises(ConfigError, match="give the chunk another one"):
@@ -140,13 +139,13 @@ def test_changing_one_module_of_twenty_encodes_one() -> None:
 
 
 def test_where_positions_are_learned_what_has_moved_is_encoded_again() -> None:
-    def schema(first: int) -> SchemaTree:
-        return SchemaTree("three", (module("a", first), module("b", 6), module("c", 7)))
+    def schema(first: int) -> Schema:
+        return Schema("three", (module("a", first), module("b", 6), module("c", 7)))
 
     with make("gpt2") as engine:
         assert engine.load_schema(schema(5)).encoded == 3
         assert engine.load_schema(schema(8)).encoded == 3
-        same = SchemaTree("three", (Module("a", (Text(words(8, 77)),)), *schema(8).children[1:]))
+        same = Schema("three", (Module("a", (Text(words(8, 77)),)), *schema(8).children[1:]))
         assert engine.load_schema(same).encoded == 1
 
 
@@ -154,7 +153,7 @@ def test_a_module_that_is_a_stored_chunk_has_its_kv_already() -> None:
     text = words(12, 5)
     with make() as engine:
         engine.add([Chunk(text, "node")])
-        schema = SchemaTree("documents", (module("head", 5), Module("doc", (Text(text),))))
+        schema = Schema("documents", (module("head", 5), Module("doc", (Text(text),))))
         report = engine.prefill(Prompt(schema, (Import("doc"), "t4 t5"))).report
         assert [chunk.hit for chunk in report.chunks] == [True]
         assert engine.load_schema(schema).encoded == 1
@@ -176,7 +175,7 @@ def test_generate_and_stream_answer_alike() -> None:
 
 
 def test_a_prompt_that_ends_with_a_module_computes_its_last_token_alone() -> None:
-    schema = SchemaTree("ends", (module("a", 6), module("b", 7)))
+    schema = Schema("ends", (module("a", 6), module("b", 7)))
     with make() as engine:
         engine.load_schema(schema)
         result = engine.prefill(Prompt(schema, (Import("a"), Import("b"))))
@@ -186,7 +185,7 @@ def test_a_prompt_that_ends_with_a_module_computes_its_last_token_alone() -> Non
 
 def test_union_members_are_read_into_ram_ahead(tmp_path: Path) -> None:
     members = tuple(module(f"u{n}", 12 + n) for n in range(4))
-    schema = SchemaTree("ahead", (module("head", 5), Union(members)))
+    schema = Schema("ahead", (module("head", 5), Union(members)))
     config = REUSE.replace(ram_bytes=1 << 24)
     with make(store=tmp_path, config=config) as engine:
         engine.load_schema(schema)
@@ -198,7 +197,7 @@ def test_union_members_are_read_into_ram_ahead(tmp_path: Path) -> None:
 
 
 def test_members_of_a_union_in_use_are_read_ahead_for_the_next_prompt(tmp_path: Path) -> None:
-    schema = SchemaTree("ahead", (Union(tuple(module(f"u{n}", 12 + n) for n in range(3))),))
+    schema = Schema("ahead", (Union(tuple(module(f"u{n}", 12 + n) for n in range(3))),))
     with make(store=tmp_path) as engine:
         engine.load_schema(schema)
     with make(store=tmp_path) as engine:

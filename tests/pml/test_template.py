@@ -16,7 +16,7 @@ from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PR
 
 from cacheblend_rag.errors import PMLError
 from cacheblend_rag.pml import MaxTokens, Prompt, Schema, SchemaLayout, Tokens, lay_out
-from cacheblend_rag.pml.tokens import Message
+from cacheblend_rag.pml.chat import Message
 from tests.pml.naive import tokenize
 
 

@@ -18,8 +18,7 @@ from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.model import AttentionCall, inspect_model, watch_attention
 from cacheblend_rag.selection import FixedSelection
-from cacheblend_rag.snapkv import Eviction
-from cacheblend_rag.snapkv.choose import choose_tokens, context_attention
+from cacheblend_rag.snapkv import Eviction, choose_tokens, context_attention
 from tests.core.dense import own_kv
 from tests.families import CASES, tiny_model
 from tests.snapkv.dense import dense_decode, kept_rows, naive_choice

@@ -19,8 +19,7 @@ from cacheblend_rag.lab.bench.rounds import in_rounds
 from cacheblend_rag.lab.bench.setting import NO_LIMIT, ModelSetting, check_least
 from cacheblend_rag.lab.bench.shapes import make_model
 from cacheblend_rag.lab.bench.words import RandomWords
-from cacheblend_rag.pml.nodes import Module, Param, SchemaTree, Text
-from cacheblend_rag.pml.prompt import Import, NewText, Prompt
+from cacheblend_rag.pml import Import, Module, Param, Prompt, Schema, Text
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.selection import make_selector
 
@@ -140,7 +139,7 @@ class PMLBench:
         self.engine = BlendEngine(model, tokenizer, config=config, store=location)
         words = RandomWords(tokenizer, setting.seed)
         names = [f"module-{number}" for number in range(setting.modules)]
-        schema = SchemaTree(
+        schema = Schema(
             "bench",
             tuple(
                 Module(name, self._children(words, has_parameter=bool(setting.argument_tokens and not number)))
@@ -149,7 +148,7 @@ class PMLBench:
         )
         argument = {"argument": words.text(setting.argument_tokens)} if setting.argument_tokens else {}
         imports = [Import(name, {} if number else argument) for number, name in enumerate(names)]
-        question = NewText(words.text(setting.new_tokens - setting.argument_tokens))
+        question = Text(words.text(setting.new_tokens - setting.argument_tokens))
         self.prompt = Prompt(schema, (*imports, question))
         self.engine.load_schema(schema)
         self.layout = self.engine.prompt_layout(self.prompt)

@@ -17,7 +17,7 @@ from cacheblend_rag.lab.eval.journal import Answer
 from cacheblend_rag.lab.eval.methods import PROMPT_CACHE, EvalMethod
 from cacheblend_rag.lab.eval.prefix import PrefixAnswer, PrefixCache
 from cacheblend_rag.model import num_decoder_layers
-from cacheblend_rag.pml import Import, Module, NewText, Node, Param, Prompt, SchemaTree, Text
+from cacheblend_rag.pml import Import, Module, Node, Param, Prompt, Schema, Text
 
 __all__ = ["Way", "make_way"]
 
@@ -159,7 +159,7 @@ class _PromptCache(_Engine):
                 nodes.append(Text(task.separator))
             nodes.append(Module(f"document-{number}", (Text(text),)))
             imports.append(Import(f"document-{number}"))
-        return Prompt(SchemaTree("documents", tuple(nodes)), (*imports, NewText(inquiry.tail)))
+        return Prompt(Schema("documents", tuple(nodes)), (*imports, inquiry.tail))
 
 
 class _OneByOne(ABC):

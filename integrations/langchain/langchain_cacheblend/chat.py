@@ -23,7 +23,7 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 from cacheblend_rag import BlendPrompt
 from cacheblend_rag.chunk import Segment
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.pml.carried import prompt_in
+from cacheblend_rag.pml.fill import prompt_in
 from langchain_cacheblend.answer import Answer, Call
 from langchain_cacheblend.fixed import fixed_head
 from langchain_cacheblend.guide import Guide, json_grammar

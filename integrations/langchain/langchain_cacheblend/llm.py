@@ -16,7 +16,7 @@ from pydantic import PrivateAttr
 
 from cacheblend_rag import BlendPrompt, Chunk, FixedText
 from cacheblend_rag.chunk import Segment
-from cacheblend_rag.pml.carried import PMLText
+from cacheblend_rag.pml.fill import PMLText
 from langchain_cacheblend.answer import Answer, Call
 from langchain_cacheblend.documents import as_chunks
 from langchain_cacheblend.holes import PromptText, TextPromptValue

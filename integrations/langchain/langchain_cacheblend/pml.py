@@ -13,8 +13,15 @@ from pydantic import ConfigDict
 
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.pml import Prompt, Schema
-from cacheblend_rag.pml.carried import PROMPT_KEY, PMLText
-from cacheblend_rag.pml.fill import check_documents, fill_texts, plain_text, prompt_texts, put_documents
+from cacheblend_rag.pml.fill import (
+    PROMPT_KEY,
+    PMLText,
+    check_documents,
+    fill_texts,
+    plain_text,
+    prompt_texts,
+    put_documents,
+)
 
 __all__ = ["PMLPromptTemplate", "PMLPromptValue", "refuse_beside"]
 

@@ -29,7 +29,7 @@ from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine, BlendStream, Conversation, GenerationResult
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.pml.carried import prompt_in
+from cacheblend_rag.pml.fill import prompt_in
 from cacheblend_rag.stops import cut_at_stop
 from llama_index_cacheblend.construction import make_engine
 from llama_index_cacheblend.decoding import check_length, decoding_options, stop_list

@@ -14,8 +14,15 @@ from llama_index.core.schema import BaseNode, NodeWithScore
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.pml import Prompt, Schema
-from cacheblend_rag.pml.carried import PROMPT_KEY, PMLText
-from cacheblend_rag.pml.fill import check_documents, fill_texts, plain_text, prompt_texts, put_documents
+from cacheblend_rag.pml.fill import (
+    PROMPT_KEY,
+    PMLText,
+    check_documents,
+    fill_texts,
+    plain_text,
+    prompt_texts,
+    put_documents,
+)
 from llama_index_cacheblend.nodes import llm_text
 
 __all__ = ["CONTEXT", "PMLPromptTemplate"]

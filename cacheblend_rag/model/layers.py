@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.model.cache import KVCache
 
-__all__ = ["LayerCalls", "layer_parameters", "tensors_in", "watch_layer_calls"]
+__all__ = ["LayerCalls", "before_layers", "layer_parameters", "watch_layer_calls"]
 
 _FIRST_ROWS, _MORE_ROWS = 8, 5
 
@@ -26,15 +29,36 @@ def layer_parameters(layer: nn.Module) -> tuple[str, ...]:
     return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))[1:]
 
 
-def tensors_in(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in an argument of a layer, each with its path, such as ``position_embeddings.0``."""
+@contextmanager
+def before_layers(layers: Sequence[nn.Module], before: Callable[[int, dict[str, Any]], object]) -> Iterator[None]:
+    """Have `before` called at each call of a layer in a ``with`` block, with the layer's number and its arguments by their names.
+
+    Where it returns something true, the layer is called with the arguments as they are then.
+    """
+
+    def hook(number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names = layer_parameters(module)
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        if before(number, arguments):
+            return tuple(arguments.pop(name) for name in names[: len(args)]), arguments
+        return None
+
+    with ExitStack() as stack:
+        for number, layer in enumerate(layers):
+            stack.callback(layer.register_forward_pre_hook(partial(hook, number), with_kwargs=True).remove)
+        yield
+
+
+def _tensors_in(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in an argument of a layer, each with its path, such as ``position_embeddings.0``."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, tuple | list):
         for index, item in enumerate(value):
-            yield from tensors_in(f"{name}.{index}", item)
+            yield from _tensors_in(f"{name}.{index}", item)
 
 
+@dataclass
 class LayerCalls:
     """What was seen of a model's decoder layers.
 
@@ -55,13 +79,12 @@ class LayerCalls:
         Whether the model fails if its last layer returns some of the rows only.
     """
 
-    def __init__(self) -> None:
-        self.row_axes: dict[str, int | None] = {}
-        self.probe_share = 1.0
-        self.row_flops = 1
-        self.order: list[int] = []
-        self.updates: list[int] = []
-        self.restores_rows = False
+    row_axes: dict[str, int | None] = field(default_factory=dict)
+    probe_share: float = 1.0
+    row_flops: int = 1
+    order: list[int] = field(default_factory=list)
+    updates: list[int] = field(default_factory=list)
+    restores_rows: bool = False
 
 
 class _Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch annotates it in part
@@ -103,21 +126,7 @@ def watch_layer_calls(
     """Run a few tokens, and then a few more behind them, and see how the arguments of the layers grow.
 
     Of the second run's arguments, an axis as long as its tokens runs along the rows; one as long as all tokens so far does not.
-    What other threads run on the model meanwhile is neither seen nor changed.
-
-    Parameters
-    ----------
-    decoder : nn.Module
-        The part of a model that its head stands on.
-    layers : sequence of nn.Module
-        Its decoder layers.
-    ids : callable
-        Returns so many token ids, ``(1, count)``.
-
-    Returns
-    -------
-    LayerCalls
-        What was seen.
+    What other threads run on the model meanwhile is neither seen nor changed. `ids` returns so many token ids, ``(1, count)``.
 
     Raises
     ------
@@ -126,45 +135,33 @@ def watch_layer_calls(
     """
     flops = _Flops()
     cache = _Cache(len(layers), flops)
+    calls = LayerCalls()
     shapes: list[dict[str, set[tuple[int, ...]]]] = [{}, {}]
     starts: list[int] = []
     called: list[int] = []
     seen = shapes[0]
     thread = threading.get_ident()
 
-    def before(number: int, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if threading.get_ident() != thread:
-            return
-        called.append(number)
-        if len(starts) < 2:
+    def note(number: int, arguments: dict[str, Any]) -> None:
+        if threading.get_ident() == thread:
+            called.append(number)
             starts.append(flops.total)
-        arguments = dict(zip(layer_parameters(module), args, strict=False)) | dict(kwargs)
-        for argument, value in arguments.items():
-            for path, tensor in tensors_in(argument, value):
-                seen.setdefault(path, set()).add(tuple(tensor.shape))
+            for argument, value in arguments.items():
+                for path, tensor in _tensors_in(argument, value):
+                    seen.setdefault(path, set()).add(tuple(tensor.shape))
 
-    hooks = [
-        layer.register_forward_pre_hook(
-            lambda module, args, kwargs, number=number: before(number, module, args, kwargs), with_kwargs=True
-        )
-        for number, layer in enumerate(layers)
-    ]
-    try:
+    with before_layers(layers, note):
         with flops:
             decoder(input_ids=ids(_FIRST_ROWS), past_key_values=cache, use_cache=True)
-        calls = LayerCalls()
         calls.order, calls.updates = list(called), [number for number, _ in cache.at_update]
         if calls.order != list(range(len(layers))) or not calls.updates:
             return calls
         seen = shapes[1]
         decoder(input_ids=ids(_MORE_ROWS), past_key_values=cache, use_cache=True)
-        calls.row_axes = {path: _row_axis(path, shapes[0].get(path, set()), after) for path, after in seen.items()}
-        calls.restores_rows = _fails_on_some_rows(decoder, layers, ids, calls)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if len(starts) == 2 and starts[1] > starts[0] and cache.at_update:
-        whole = starts[1] - starts[0]
+    calls.row_axes = {path: _row_axis(path, shapes[0].get(path, set()), after) for path, after in seen.items()}
+    calls.restores_rows = _fails_on_some_rows(decoder, layers, ids, calls)
+    whole = starts[1] - starts[0]
+    if whole > 0:
         calls.probe_share = (cache.at_update[0][1] - starts[0]) / whole
         calls.row_flops = max(whole // _FIRST_ROWS, 1)
     return calls
@@ -176,7 +173,6 @@ def _fails_on_some_rows(
     axis = calls.row_axes.get(layer_parameters(layers[-1])[0])
     if axis is None:
         return False
-
     thread = threading.get_ident()
 
     def drop_rows(module: nn.Module, args: Any, output: Any) -> Any:

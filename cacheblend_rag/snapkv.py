@@ -9,17 +9,24 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import UnsupportedModelError
-from cacheblend_rag.model import AttentionCall, KVCache, watch_attention, watch_forward
-from cacheblend_rag.snapkv.choose import choose_tokens, context_attention
+from cacheblend_rag.model import (
+    REACHES,
+    AttentionCall,
+    KVCache,
+    attention_weights,
+    layer_types,
+    watch_attention,
+    watch_forward,
+)
 
-__all__ = ["Eviction"]
+__all__ = ["Eviction", "choose_tokens", "context_attention"]
 
 _FULL_ATTENTION = "full_attention"
-_WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
 
 class Eviction:
@@ -91,16 +98,16 @@ class Eviction:
 
     def _evictable(self, end: int) -> list[int]:
         config = self._model.config.get_text_config(decoder=True)
-        types = _layer_types(config, len(self._cache.kv_layers))
+        types = layer_types(self._model, len(self._cache.kv_layers))
         layers, kept = [], []
         for number, kind in enumerate(types):
-            reach = getattr(config, _WINDOWS[kind], None) if kind in _WINDOWS else None
+            reach = getattr(config, REACHES[kind], None) if kind in REACHES else None
             if kind == _FULL_ATTENTION or (reach is not None and reach >= end):
                 layers.append(number)
             else:
                 kept.append(f"{kind} of {reach} tokens" if reach else kind)
             # transformers makes one mask for each type of layer, by the length of the first layer of that type.
-            self._cache.kv_layers[number].is_sliding = kind in _WINDOWS
+            self._cache.kv_layers[number].is_sliding = kind in REACHES
         if kept:
             self.kept_reason = f"{len(kept)} of {len(types)} layers are kept whole: {', '.join(sorted(set(kept)))}"
         return layers
@@ -160,12 +167,50 @@ class Eviction:
             )
 
 
-def _layer_types(config: Any, count: int) -> list[str]:
-    """Return each layer's type, as transformers' own caches derive it."""
-    types = getattr(config, "layer_types", None)
-    if types is not None:
-        return list(types)[:count]
-    for kind, name in _WINDOWS.items():
-        if getattr(config, name, None) is not None:
-            return [kind] * count
-    return [_FULL_ATTENTION] * count
+def context_attention(call: AttentionCall, window: int, start: int, stop: int) -> torch.Tensor:
+    """Return the attention that the last rows pay to the context, computed from the layer's own queries and keys.
+
+    Parameters
+    ----------
+    call : AttentionCall
+        The layer's attention call, of one sequence, whose last rows are the last tokens of the prompt.
+    window : int
+        How many of the last rows observe; no more than stand behind the context.
+    start, stop : int
+        The half-open range of the context's rows.
+
+    Returns
+    -------
+    torch.Tensor
+        Attention weights summed over the observing rows and over the query heads that share a key head (SnapKV, section 4),
+        float32, ``(num_kv_heads, stop - start)``.
+    """
+    weights = attention_weights(call, window)[..., start:stop]
+    # Query heads that share a key head stand next to each other.
+    return weights.sum(dim=1).view(call.key.shape[1], -1, stop - start).sum(dim=1)
+
+
+def choose_tokens(attention: torch.Tensor, capacity: int, kernel: int) -> torch.Tensor:
+    """Return the tokens that each head keeps.
+
+    A token counts as much as the most attended one within the pooling window around it: what is attended to is kept with what
+    surrounds it. Among equals, those that are attended to more themselves come first, then the earlier ones.
+
+    Parameters
+    ----------
+    attention : torch.Tensor
+        What `context_attention` returned, ``(num_kv_heads, context_len)``.
+    capacity : int
+        Tokens that each head keeps, at most `context_len`.
+    kernel : int
+        Length of the pooling window, odd.
+
+    Returns
+    -------
+    torch.Tensor
+        Indices into the context, ascending, int64, ``(num_kv_heads, capacity)``.
+    """
+    pooled = functional.max_pool1d(attention, kernel, stride=1, padding=kernel // 2)
+    order = attention.argsort(dim=1, descending=True, stable=True)
+    order = order.gather(1, pooled.gather(1, order).argsort(dim=1, descending=True, stable=True))
+    return order[:, :capacity].sort(dim=1).values

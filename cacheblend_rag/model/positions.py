@@ -1,0 +1,246 @@
+"""What a model's KV and scores owe to the position of a token, and how to run tokens at a position of choice.
+
+Model families differ in the pairing of dimensions, in how much of a head is rotated, in scaling, and in which layers rotate at
+all, and the code that says so is spread over their files. The keys themselves tell: a token that stands alone attends to itself
+only, so between two positions nothing but the rotation changes.
+
+Models with ALiBi add to their scores what depends on the distance of two tokens; they count the tokens in their cache and take no
+positions. What they add is linear in the column, which is also how it is recognised; the table is moved to the true position of
+each column (Prompt Cache, section 4.2).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.model.cache import KVCache
+from cacheblend_rag.model.layers import before_layers
+from cacheblend_rag.rope import Rotation, shift_keys
+
+__all__ = ["biases_at", "column_biases", "find_rotations", "kv_at", "takes_positions"]
+
+_LAYOUTS: tuple[Literal["half", "interleaved"], ...] = ("half", "interleaved")
+_DEFAULT_BASE = 10000.0
+# Of what is tried on a bias: so many tokens. ALiBi is made in bfloat16 by some.
+_TOKENS, _TOLERANCE = 7, 2e-2
+
+
+def takes_positions(decoder: nn.Module) -> bool:
+    """Return whether positions are an argument of a decoder's forward; else it counts the tokens in its cache."""
+    return "position_ids" in inspect.signature(decoder.forward).parameters
+
+
+@torch.no_grad()
+def kv_at(decoder: nn.Module, num_layers: int, ids: torch.Tensor, position: int) -> list[LayerKV]:
+    """Return the KV of tokens, ``(batch, seq_len)``, that see each other and nothing else, the first of them at `position`.
+
+    Layers that have none are left out.
+    """
+    cache = KVCache(num_layers)
+    if takes_positions(decoder):
+        positions = position + torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        decoder(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+        return cache.kv()
+    # Such a model counts; what stands before the tokens is masked as padding is.
+    before = ids[:, :1].expand(-1, position)
+    mask = torch.ones(len(ids), position + ids.shape[1], dtype=torch.int64, device=ids.device)
+    mask[:, :position] = 0
+    decoder(input_ids=torch.cat((before, ids), dim=1), attention_mask=mask, past_key_values=cache, use_cache=True)
+    return [LayerKV(*(part[:, :, position:] for part in kv)) for kv in cache.kv()]
+
+
+def find_rotations(
+    model: PreTrainedModel, singles: Mapping[int, Sequence[LayerKV]]
+) -> tuple[Rotation | None, ...] | None:
+    """Return how each layer rotates its keys.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The model; its rotary frequencies are the buffers whose names end in ``inv_freq``, or those of the usual formula.
+    singles : mapping of int to sequence of LayerKV
+        The KV of the same tokens, each run alone, at several positions; 0 must be among them.
+
+    Returns
+    -------
+    tuple of (Rotation or None), or None
+        One for each layer, equal ones being the same object; None where a layer's KV does not depend on the position. None
+        instead of the tuple if that of some layer depends on it in another way: positions are learned, for example.
+    """
+    candidates = [*_own(model), *_usual(model, singles[0])]
+    positions = [position for position in singles if position]
+    found: list[Rotation | None] = []
+    for layer, origin in enumerate(singles[0]):
+        there = {position: singles[position][layer] for position in positions}
+        tolerance = 1e-3 if origin.keys.dtype == torch.float32 else 5e-2
+        moving = [
+            part
+            for part, name in enumerate(LayerKV._fields)
+            if any(_distance(origin[part], kv[part]) > tolerance for kv in there.values())
+        ]
+        if not moving:
+            found.append(None)
+            continue
+        best = _best(candidates, origin[moving[0]], {at: kv[moving[0]] for at, kv in there.items()}, tolerance)
+        if len(moving) > 1 or best is None:
+            return None
+        found.append(best if moving[0] == 0 else _of_values(best, found))
+    return tuple(found)
+
+
+def _best(
+    candidates: Sequence[Rotation], origin: torch.Tensor, there: Mapping[int, torch.Tensor], tolerance: float
+) -> Rotation | None:
+    """Return the rotation that takes `origin` nearest to what it is at other positions, if that is near enough."""
+    errors = [
+        max(_distance(_shifted(origin, rotation, at), moved) for at, moved in there.items()) for rotation in candidates
+    ]
+    best = min(range(len(errors)), key=errors.__getitem__, default=None)
+    return None if best is None or errors[best] > tolerance else candidates[best]
+
+
+def _of_values(rotation: Rotation, known: Sequence[Rotation | None]) -> Rotation:
+    for each in known:
+        if each is not None and each.inv_freq is rotation.inv_freq and each.layout == rotation.layout:
+            return each
+    return Rotation(rotation.inv_freq, rotation.layout, "values")
+
+
+def _own(model: PreTrainedModel) -> list[Rotation]:
+    """Return rotations by the frequencies that the model holds."""
+    frequencies: list[torch.Tensor] = []
+    for name, buffer in model.named_buffers():
+        leaf = name.rpartition(".")[2]
+        if not leaf.endswith("inv_freq") or "original" in leaf or buffer.ndim != 1:
+            continue
+        if not any(torch.equal(buffer, known) for known in frequencies):
+            frequencies.append(buffer)
+    # Copies: with "longrope" scaling a model changes its own in place.
+    return _rotations([frequency.detach().float().cpu().clone() for frequency in frequencies])
+
+
+def _usual(model: PreTrainedModel, kv: Sequence[LayerKV]) -> list[Rotation]:
+    """Return rotations by the usual formula, for models that hold tables of sines instead of frequencies (GPT-J)."""
+    config = model.config.get_text_config(decoder=True)
+    widths = {part.shape[-1] for layer in kv for part in layer} | {getattr(config, "rotary_dim", None) or 0}
+    base = float(getattr(config, "rope_theta", None) or _DEFAULT_BASE)
+    return _rotations(
+        [
+            base ** -(torch.arange(0, width, 2, dtype=torch.float64) / width).float()
+            for width in sorted(widths)
+            if width and width % 2 == 0
+        ]
+    )
+
+
+def _rotations(frequencies: Sequence[torch.Tensor]) -> list[Rotation]:
+    return [
+        Rotation(sign * frequency, layout)
+        for frequency in frequencies
+        for sign in (1, -1)  # NanoChat turns backwards
+        for layout in _LAYOUTS
+    ]
+
+
+def _shifted(keys: torch.Tensor, rotation: Rotation, distance: int) -> torch.Tensor:
+    if rotation.rotary_dim > keys.shape[-1]:
+        return torch.full_like(keys, torch.inf)
+    moved = keys.to(torch.float32, copy=True)
+    shift_keys(moved, rotation.table(torch.tensor([distance]), keys.device))
+    return moved
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Largest difference relative to the scale of `b`."""
+    scale = b.float().abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
+    return float((a.float() - b.float()).abs().amax() / scale)
+
+
+@torch.no_grad()
+def column_biases(
+    decoder: nn.Module, layers: Sequence[nn.Module], ids: Callable[[int], torch.Tensor]
+) -> tuple[str, ...]:
+    """Return the arguments of a model's decoder layers that are added to scores and linear in the column."""
+    found: list[str] = []
+
+    def note(number: int, arguments: dict[str, Any]) -> None:
+        found.extend(name for name, value in arguments.items() if _is_linear(value))
+
+    with before_layers(layers[:1], note):
+        decoder(input_ids=ids(_TOKENS), past_key_values=KVCache(len(layers)), use_cache=True)
+    return tuple(found)
+
+
+@contextmanager
+def biases_at(
+    layers: Sequence[nn.Module], names: Sequence[str], cache: KVCache, positions: Sequence[int]
+) -> Iterator[None]:
+    """Add for the duration of a ``with`` block what belongs to the true positions; calls with another cache are left alone.
+
+    The arguments with `names`, from `column_biases`, are moved for the one sequence in `cache`: its first tokens stand at
+    `positions`, and those behind follow the last one without gaps.
+    """
+    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def move(number: int, arguments: dict[str, Any]) -> bool:
+        if not any(value is cache for value in arguments.values()):
+            return False
+        held = cache.kv_layers[number].get_seq_length()
+        for name in names:
+            bias = arguments.get(name)
+            if bias is None:
+                continue
+            # Most models hand one object to all their layers; the one kept here keeps its id from being given to another.
+            known = moved.get(id(bias))
+            if known is None:
+                if len(moved) > len(layers) * len(names):
+                    moved.clear()
+                known = moved[id(bias)] = (bias, _moved(bias, held + 1 if held else len(positions), positions))
+            arguments[name] = known[1]
+        return True
+
+    # Columns that are all shifted alike leave the attention as it is.
+    is_needed = bool(names) and any(place - number != positions[0] for number, place in enumerate(positions))
+    with before_layers(layers if is_needed else (), move):
+        yield
+
+
+def _moved(bias: torch.Tensor, columns: int, positions: Sequence[int]) -> torch.Tensor:
+    if bias.shape[-1] < columns:
+        raise UnsupportedModelError(
+            f"a bias of {bias.shape[-1]} columns cannot be placed in a prompt with gaps that has {columns} tokens"
+        )
+    bias = bias[..., -columns:]
+    count = min(len(positions), columns)
+    distances = [positions[number] - number for number in range(count)]
+    distances += [distances[-1]] * (columns - count)
+    slope = _slopes(bias, columns)
+    offsets = torch.tensor(distances, dtype=torch.float32, device=bias.device)
+    return (bias.float() + slope * offsets).to(bias.dtype) if columns > 1 else bias
+
+
+def _slopes(bias: torch.Tensor, columns: int) -> torch.Tensor:
+    """Return what the last row, of which no column is masked, grows by from one column to the next, ``(..., 1, 1)``."""
+    last = bias[..., -1:, -columns:].float()
+    return (last[..., -1:] - last[..., :1]) / max(columns - 1, 1)
+
+
+def _is_linear(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.ndim < 3:
+        return False
+    if value.shape[-1] < _TOKENS:
+        return False
+    slopes = _slopes(value, _TOKENS)
+    last = value[..., -1:, -_TOKENS:].float()
+    line = last[..., :1] + slopes * torch.arange(_TOKENS, device=value.device)
+    size = slopes.abs().amax()
+    return bool(torch.isfinite(last).all() and size > 0 and ((last - line).abs() <= _TOLERANCE * size * _TOKENS).all())
