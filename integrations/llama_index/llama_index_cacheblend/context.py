@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
-from llama_index.core.prompts import BasePromptTemplate
+from llama_index.core.prompts import BasePromptTemplate, ChatPromptTemplate, PromptTemplate, SelectorPromptTemplate
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk, FixedText, Segment, text_hash
 from cacheblend_rag.errors import PromptTooLongError
 from cacheblend_rag.pml.fill import plain_text
-from llama_index_cacheblend.fixed import is_fixed
 from llama_index_cacheblend.llm import BlendLLM
 from llama_index_cacheblend.nodes import SEPARATOR
 from llama_index_cacheblend.pml import PMLPromptTemplate
@@ -106,13 +106,18 @@ def make_context_prompt(
     # The template is filled twice: where a mark that nobody can have written comes out, the context comes out too.
     mark = f"CACHEBLEND-{uuid.uuid4().hex}"
     parts = llm.render(template, structured, **values, **{variable: mark})[0].split(mark)
-    kept, left_over, dropped = _fitting(llm, parts, chunks, limit, refines)
-    context = SEPARATOR.join(chunk.text for chunk in kept)
+    context = SEPARATOR.join(chunk.text for chunk in chunks)
     text, messages = llm.render(template, structured, **values, **{variable: context})
+    kept, left_over, dropped = chunks, (), ()
+    # A token has a byte at least, so most prompts need not be counted.
+    if limit is not None and len(text.encode("utf-8", "surrogatepass")) >= limit and len(parts) > 1 and chunks:
+        kept, left_over, dropped = _fitting(llm, parts, chunks, limit, refines)
+        context = SEPARATOR.join(chunk.text for chunk in kept)
+        text, messages = llm.render(template, structured, **values, **{variable: context})
     # A template's function, output parser or prompt function may change the context instead of just placing it.
     if len(parts) > 1 and context.join(parts) == text:
         segments = _segments(parts, kept)
-        if keeps_head and kept and parts[0] and is_fixed(llm, template, values, variable, structured, parts[0]):
+        if keeps_head and kept and parts[0] and _is_fixed(llm, template, values, variable, structured, parts[0]):
             segments[0] = FixedText(parts[0])
         return ContextPrompt(text, messages, context, BlendPrompt(segments=segments), left_over, dropped)
     what = f"changes {{{variable}}}" if len(parts) > 1 else f"has no {{{variable}}}, or changes it"
@@ -180,12 +185,10 @@ def _segments(parts: Sequence[str], chunks: Sequence[Chunk]) -> list[Segment]:
 
 
 def _fitting(
-    llm: BlendLLM, parts: Sequence[str], chunks: Sequence[Chunk], limit: int | None, refines: bool
+    llm: BlendLLM, parts: Sequence[str], chunks: Sequence[Chunk], limit: int, refines: bool
 ) -> tuple[Sequence[Chunk], tuple[Chunk, ...], tuple[Chunk, ...]]:
     """Return the chunks for which a prompt of `limit` tokens has room beside its other text, those that wait, and the others."""
     times = len(parts) - 1
-    if limit is None or not times or not chunks:
-        return chunks, (), ()
     ids = llm.engine.tokenizer
     around = 1 + sum(len(ids(part, add_special_tokens=False)["input_ids"]) for part in parts if part)
     room = limit - around
@@ -232,3 +235,30 @@ def _sizes(llm: BlendLLM, chunks: Sequence[Chunk]) -> list[int]:
         else:
             sizes.append(len(llm.engine.tokenizer(chunk.text, add_special_tokens=False)["input_ids"]))
     return sizes
+
+
+def _is_fixed(
+    llm: BlendLLM, template: BasePromptTemplate, variables: Iterable[str], context: str, structured: bool, head: str
+) -> bool:
+    """Return whether all that a prompt begins with, up to its context, is written by its template and nobody else.
+
+    It is where the template, filled with marks instead of values, begins with just that. What stands before the context in a
+    template that works otherwise than by variables, or has messages of a conversation there, may be anybody's words.
+    """
+    chosen = template.select(llm) if isinstance(template, SelectorPromptTemplate) else template
+    if type(chosen) not in (PromptTemplate, ChatPromptTemplate) or chosen.function_mappings:
+        return False
+    # What was filled in beforehand is a value too.
+    names = {*variables, *template.kwargs, *chosen.kwargs, context}
+    marks = {name: f"CACHEBLEND-{uuid.uuid4().hex}" for name in names}
+    mark = marks[context]
+    try:
+        text, _ = llm.render(template, structured, **marks)
+    except Exception:  # a template may want numbers, and raise what it likes
+        return False
+    if not text.startswith(head + mark):
+        return False
+    if not isinstance(chosen, ChatPromptTemplate):
+        return True
+    before = takewhile(lambda message: mark not in (message.content or ""), chosen.format_messages(llm=llm, **marks))
+    return all(message.role == MessageRole.SYSTEM for message in before)

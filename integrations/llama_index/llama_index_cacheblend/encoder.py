@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -12,9 +12,7 @@ from llama_index.core.schema import BaseNode, NodeRelationship
 from cacheblend_rag.chunk import Chunk, text_hash
 from cacheblend_rag.engine import AddJob, AddResult, BlendEngine
 from cacheblend_rag.errors import ConfigError, PromptError, StoreError
-from llama_index_cacheblend.boundary import Boundary
-from llama_index_cacheblend.nodes import TextOf, llm_text, node_chunks
-from llama_index_cacheblend.places import placed, related
+from llama_index_cacheblend.nodes import Boundary, TextOf, llm_text, node_chunks, placed, related
 
 __all__ = ["EncodedNodes", "NodeEncoder", "Progress"]
 
@@ -60,12 +58,7 @@ class NodeEncoder:
         Names the documents that nodes are pieces of; by default every node is encoded alone.
     """
 
-    def __init__(
-        self,
-        engine: BlendEngine,
-        text_of: TextOf | None = None,
-        boundary: Boundary | None = None,
-    ) -> None:
+    def __init__(self, engine: BlendEngine, text_of: TextOf | None = None, boundary: Boundary | None = None) -> None:
         self.engine = engine
         self.text_of = llm_text if text_of is None else text_of
         self.boundary = boundary
@@ -118,7 +111,10 @@ class NodeEncoder:
         for node in nodes:
             try:
                 for chunk in node_chunks([node], self.text_of):
-                    chunks.append(self._placed(chunk, node, followers))
+                    is_own = self.text_of is llm_text or chunk.text == node.get_content().strip()
+                    if self.boundary is not None and is_own:
+                        chunk = placed(chunk, node, self.boundary, followers)
+                    chunks.append(chunk)
             except (ConfigError, PromptError) as error:
                 failed[node.node_id] = str(error)
         self._awaited = followers - {node.node_id for node in nodes}
@@ -127,11 +123,6 @@ class NodeEncoder:
                 "%d of %d nodes are stored without KV: %s", len(failed), len(nodes), next(iter(failed.values()))
             )
         return chunks, failed
-
-    def _placed(self, chunk: Chunk, node: BaseNode, followers: Container[str]) -> Chunk:
-        if self.boundary is None or (self.text_of is not llm_text and chunk.text != node.get_content().strip()):
-            return chunk
-        return placed(chunk, node, self.boundary, followers)
 
     def _refused(self, chunks: Sequence[Chunk]) -> dict[str, str]:
         """Return the chunks that the engine takes from nobody, and why; what their ids stood for before is deleted."""
