@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -54,41 +54,6 @@ class _SliceHashes:
         return (self._sums[stops] - self._sums[starts]) * self._inverses[starts]
 
 
-class _Lengths:
-    """How many known texts of each length begin with the same characters."""
-
-    __slots__ = ("_counts", "_sorted")
-
-    def __init__(self) -> None:
-        self._counts: Counter[int] = Counter()
-        self._sorted: NDArray[np.int64] | None = None
-
-    def add(self, length: int) -> None:
-        self._counts[length] += 1
-        self._sorted = None
-
-    def remove(self, length: int) -> bool:
-        """Take one away, and return whether none is left."""
-        self._counts[length] -= 1
-        if not self._counts[length]:
-            del self._counts[length]
-        self._sorted = None
-        return not self._counts
-
-    def __len__(self) -> int:
-        return len(self._counts)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._counts)
-
-    def between(self, least: int, most: int) -> NDArray[np.int64]:
-        """Return the lengths within these bounds."""
-        if self._sorted is None:
-            self._sorted = np.sort(np.fromiter(self._counts, np.int64, len(self._counts)))
-        first, last = np.searchsorted(self._sorted, [least, most + 1])
-        return self._sorted[first:last]
-
-
 class ChunkFinder:
     """Finds every known text that stands verbatim in a longer one; not safe for several threads at once.
 
@@ -101,7 +66,9 @@ class ChunkFinder:
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
         self._ids: dict[int, dict[str, None]] = {}
-        self._lengths: dict[int, _Lengths] = {}
+        # How many texts of each length begin with the same characters, and these lengths in order where they are many.
+        self._lengths: dict[int, Counter[int]] = {}
+        self._sorted: dict[int, NDArray[np.int64]] = {}
         self._heads = np.zeros(1 << _FILTER_BITS, np.bool_)
         self._wholes = np.zeros(1 << _FILTER_BITS, np.bool_)
 
@@ -125,7 +92,8 @@ class ChunkFinder:
         for (id, text), head, whole in zip(pairs, heads.tolist(), wholes.tolist(), strict=True):
             self._entries[id] = _Entry(head, whole, len(text), text_hash(text))
             self._ids.setdefault(whole, {})[id] = None
-            self._lengths.setdefault(head, _Lengths()).add(len(text))
+            self._lengths.setdefault(head, Counter())[len(text)] += 1
+            self._sorted.pop(head, None)
 
     def remove(self, ids: Iterable[str]) -> None:
         """Make texts unknown; ids that are not known do no harm."""
@@ -137,7 +105,12 @@ class ChunkFinder:
             del self._ids[entry.whole][id]
             if not self._ids[entry.whole]:
                 del self._ids[entry.whole]
-            if self._lengths[entry.head].remove(entry.length):
+            lengths = self._lengths[entry.head]
+            lengths[entry.length] -= 1
+            if not lengths[entry.length]:
+                del lengths[entry.length]
+                self._sorted.pop(entry.head, None)
+            if not lengths:
                 del self._lengths[entry.head]
 
     def digest(self, id: str) -> str | None:
@@ -177,7 +150,10 @@ class ChunkFinder:
                 continue
             most = len(text) - start
             if len(lengths) > _FEW_LENGTHS:
-                stops = lengths.between(min_chars, most) + start
+                if head not in self._sorted:
+                    self._sorted[head] = np.sort(np.fromiter(lengths, np.int64, len(lengths)))
+                first, last = np.searchsorted(self._sorted[head], [min_chars, most + 1])
+                stops = self._sorted[head][first:last] + start
                 found += self._matches(text, np.full_like(stops, start), stops, hashes)
             else:
                 places += [(start, start + length) for length in lengths if min_chars <= length <= most]

@@ -1,4 +1,4 @@
-"""Generation options, by the names of LangChain and of transformers."""
+"""What users give: an engine, and generation options by the names of LangChain and of transformers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError
 from transformers import GenerationConfig
 
-from cacheblend_rag import BlendConfig
+from cacheblend_rag import BlendConfig, BlendEngine
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["DecodingFields", "check_options", "explain", "generation_options", "stop_strings", "with_objects"]
+__all__ = [
+    "DecodingFields",
+    "check_engine",
+    "check_options",
+    "explain",
+    "generation_options",
+    "stop_strings",
+    "with_objects",
+]
 
 # LangChain's name, where it differs from that of transformers.
 _MAX_TOKENS = "max_tokens"
@@ -48,6 +56,16 @@ class DecodingFields(BaseModel):
             return dict(given) | DecodingFields(**named).model_dump(include=set(named))
         except ValidationError as error:
             raise ConfigError(explain(error)) from error
+
+
+def check_engine(engine: Any) -> None:
+    """Raise `ConfigError` for what is no engine."""
+    if not isinstance(engine, BlendEngine):
+        held = isinstance(getattr(engine, "engine", None), BlendEngine)
+        raise ConfigError(
+            f"engine is a {type(engine).__name__}, no BlendEngine; give "
+            + ("its .engine" if held else "that of the model, llm.engine")
+        )
 
 
 def check_options(options: Iterable[str]) -> None:

@@ -18,8 +18,7 @@ from langchain_core.messages import (
 
 from cacheblend_rag import Chunk
 from cacheblend_rag.errors import ConfigError, PromptError
-from langchain_cacheblend.content import parts_of
-from langchain_cacheblend.documents import as_chunks, documents_to_blocks
+from langchain_cacheblend.documents import as_chunks, documents_to_blocks, parts_of
 from langchain_cacheblend.holes import Holes, PromptText
 
 __all__ = ["knows_tools", "render_chat", "render_text"]
@@ -153,7 +152,14 @@ def _is_about_tools(message: BaseMessage) -> bool:
 
 
 def _turn(message: BaseMessage, holes: Holes, names: dict[str | None, str]) -> dict[str, Any]:
-    turn: dict[str, Any] = {"role": _role(message), "content": holes.text(parts_of(message))}
+    role = message.role if isinstance(message, ChatMessage) else None
+    for kind, name in _ROLES:
+        role = role or (name if isinstance(message, kind) else None)
+    if role is None:
+        raise PromptError(
+            f"a {type(message).__name__} is no part of a conversation that ChatBlend can show to its model"
+        )
+    turn: dict[str, Any] = {"role": role, "content": holes.text(parts_of(message))}
     if isinstance(message, ToolMessage):
         turn["tool_call_id"] = message.tool_call_id
         name = message.name or names.get(message.tool_call_id)
@@ -165,12 +171,3 @@ def _turn(message: BaseMessage, holes: Holes, names: dict[str | None, str]) -> d
             for call in message.tool_calls
         ]
     return turn
-
-
-def _role(message: BaseMessage) -> str:
-    if isinstance(message, ChatMessage):
-        return message.role
-    for kind, role in _ROLES:
-        if isinstance(message, kind):
-            return role
-    raise PromptError(f"a {type(message).__name__} is no part of a conversation that ChatBlend can show to its model")

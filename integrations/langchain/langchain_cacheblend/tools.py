@@ -16,7 +16,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_core.utils.json import parse_partial_json
 
 from cacheblend_rag.errors import ConfigError
-from langchain_cacheblend.guide import json_grammar
+from langchain_cacheblend.structured import json_grammar
 
 __all__ = ["ToolGate", "ToolReply", "as_functions", "call_grammar", "chosen_tools", "parse_calls", "unreadable"]
 
