@@ -22,15 +22,7 @@ _TOKENS_PER_CHAR = 4
 
 
 class StopStrings(StoppingCriteria):
-    """Ends a generation whose own text, not counting the prompt, holds a stop string.
-
-    Parameters
-    ----------
-    tokenizer : Any
-        Decodes the tokens.
-    stop : sequence of str
-        The stop strings.
-    """
+    """Ends a generation whose own text, not counting the prompt, holds a stop string."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
         self._tokenizer = tokenizer
@@ -49,18 +41,7 @@ class StopStrings(StoppingCriteria):
 
 
 class Deadline(StoppingCriteria):
-    """Ends a generation at the first token after a time limit.
-
-    Parameters
-    ----------
-    timeout_s : float
-        Seconds from now.
-
-    Raises
-    ------
-    ConfigError
-        If that is no positive number.
-    """
+    """Ends a generation at the first token that is later than `timeout_s` from now."""
 
     def __init__(self, timeout_s: float) -> None:
         if not isinstance(timeout_s, int | float) or not timeout_s > 0:
@@ -84,13 +65,7 @@ class Deadline(StoppingCriteria):
 
 
 class EndWhenSet(StoppingCriteria):
-    """Ends a generation at the first token after an event is set.
-
-    Parameters
-    ----------
-    event : threading.Event
-        The event.
-    """
+    """Ends a generation at the first token after an event is set."""
 
     def __init__(self, event: threading.Event) -> None:
         self._event = event
@@ -102,19 +77,7 @@ class EndWhenSet(StoppingCriteria):
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the engine: what is asked, and how the answer ends.
-
-    Attributes
-    ----------
-    prompt : BlendPrompt
-        The prompt.
-    stop : tuple of str
-        Strings that end the answer.
-    options : dict
-        Keyword arguments of `BlendEngine.generate`.
-    deadline : Deadline, optional
-        When the answer has to be there.
-    """
+    """One call of the engine: the prompt, the strings that end the answer, options of `BlendEngine.generate`, a time limit."""
 
     prompt: BlendPrompt
     stop: tuple[str, ...]
@@ -124,17 +87,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer, cut at the first stop string.
-
-    Attributes
-    ----------
-    text : str
-        What to show.
-    finish_reason : str
-        "stop" at an end token or a stop string, else "length".
-    report : BlendReport
-        What it cost.
-    """
+    """An answer, cut at the first stop string; `finish_reason` is "stop" at an end token or a stop string, else "length"."""
 
     text: str
     finish_reason: str

@@ -22,13 +22,7 @@ _NOT_SHOWN_OF_ANSWERS = ("tool_call", "tool_call_chunk", "invalid_tool_call", "t
 
 
 def as_chunks(documents: Iterable[Document]) -> list[Chunk]:
-    """Make chunks of documents, leaving out those without text.
-
-    Raises
-    ------
-    ConfigError
-        If one of them is no `Document`, or they are one themselves.
-    """
+    """Make chunks of documents, leaving out those without text; `ConfigError` for what are no documents."""
     if isinstance(documents, Document):
         raise ConfigError(
             f"the documents are a single Document, {documents.page_content!r:.40}; give a list: [document]"
@@ -69,15 +63,10 @@ def chunk_block(chunk: Chunk, *, inline: bool = False) -> PlainTextContentBlock:
 
 
 def parts_of(message: BaseMessage) -> list[str | Chunk]:
-    """Return the content of a message as text and documents.
+    """Return the content of a message as text and documents; `PromptError` for anything else.
 
     A document is a block of type "text-plain", or a document among the artifact of a retriever's tool message, where the
     message's text holds it. A blank line parts a block from what stands beside it.
-
-    Raises
-    ------
-    PromptError
-        If the message holds something else than text and documents.
     """
     if isinstance(message.content, str):
         if isinstance(message, ToolMessage):

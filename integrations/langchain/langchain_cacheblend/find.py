@@ -123,17 +123,10 @@ class ChunkFinder:
         return set(self._entries)
 
     def find(self, text: str, min_chars: int = HEAD_CHARS) -> list[Match]:
-        """Return the places in `text` where known texts stand, in order and without overlap.
+        """Return the places in `text` where known texts of `min_chars` or more stand, in order and without overlap.
 
         Where known texts overlap or contain each other, those are chosen that together cover the most characters, and of two
         equal choices the one with fewer and longer texts.
-
-        Parameters
-        ----------
-        text : str
-            What to look through.
-        min_chars : int
-            Known texts shorter than this are passed over.
         """
         if len(text) < HEAD_CHARS or not self._entries:
             return []

@@ -103,13 +103,7 @@ class Holes:
             )
 
     def fill(self, text: str) -> list[str | Chunk]:
-        """Return a text with the chunks in their places.
-
-        Raises
-        ------
-        PromptError
-            If a chunk stands nowhere.
-        """
+        """Return a text with the chunks in their places; `PromptError` if a chunk stands nowhere."""
         parts = self.split(text)
         self.check()
         return parts

@@ -27,39 +27,19 @@ _BATCH = 500
 
 
 class Inventory:
-    """Says which ids and documents a vector store has; the store itself is asked, since others may write to it too.
-
-    Parameters
-    ----------
-    store : VectorStore
-        The store.
-    """
+    """Says which ids and documents a vector store has; the store itself is asked, since others may write to it too."""
 
     def __init__(self, store: VectorStore) -> None:
         self._store = store
 
     def present(self, ids: Sequence[str]) -> list[str]:
-        """Return those of the ids that the store has.
-
-        Raises
-        ------
-        ConfigError
-            If the store cannot say.
-        """
+        """Return those of the ids that the store has; `ConfigError` if it cannot say."""
         return [document.id for document in self._by_ids(ids) if document.id]
 
     def documents(self, ids: Sequence[str] | None = None) -> list[Document]:
-        """Return the store's documents, with their ids.
+        """Return the store's documents with these ids, or all of them.
 
-        Parameters
-        ----------
-        ids : sequence of str, optional
-            Only these; by default all, in stores that can list what they have: Chroma and those like it, InMemory and FAISS.
-
-        Raises
-        ------
-        ConfigError
-            If the store cannot list its documents.
+        Stores that can list what they have are Chroma and those like it, InMemory and FAISS; `ConfigError` of others.
         """
         if ids is not None:
             return list(self._by_ids(ids))
@@ -99,20 +79,8 @@ class Inventory:
 class Siblings:
     """The other vector stores of this process over an engine; two objects around one inner store are no others to each other.
 
-    Parameters
-    ----------
-    inner : VectorStore
-        What this store wraps.
-    engine : BlendEngine
-        Its engine, whose other stores will know of it from now on.
-    name : str, optional
-        What tells its documents from those of other stores, in other processes too; by default its collection, in stores that say
-        which one that is, else a name of this process's own.
-
-    Attributes
-    ----------
-    name : str
-        The same.
+    `name` tells a store's documents from those of other stores, in other processes too; by default it is its collection, in
+    stores that say which one that is, else a name of this process's own.
     """
 
     _of: ClassVar[weakref.WeakKeyDictionary[BlendEngine, weakref.WeakSet[Siblings]]] = weakref.WeakKeyDictionary()
@@ -171,19 +139,7 @@ class Siblings:
 
 
 class ChunkKeeper:
-    """Encodes what a vector store was given, and forgets what it has no longer.
-
-    Parameters
-    ----------
-    inner : VectorStore
-        The store.
-    engine : BlendEngine
-        The engine.
-    places : DocumentPlaces
-        Which text is a piece of which document.
-    siblings : Siblings
-        The other stores over the engine.
-    """
+    """Encodes what a vector store was given, and forgets what it has no longer."""
 
     def __init__(self, inner: VectorStore, engine: BlendEngine, places: DocumentPlaces, siblings: Siblings) -> None:
         self._engine = engine

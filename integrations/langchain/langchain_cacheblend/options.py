@@ -44,13 +44,7 @@ class DecodingFields(BaseModel):
 
     @staticmethod
     def checked(given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options of a call with those among them checked as they are when an object is made.
-
-        Raises
-        ------
-        ConfigError
-            If a value has no meaning.
-        """
+        """Return the options of a call with those among them checked as they are when an object is made."""
         named = {name: given[name] for name in DecodingFields.model_fields if name in given}
         try:
             return dict(given) | DecodingFields(**named).model_dump(include=set(named))
@@ -85,23 +79,7 @@ def check_options(options: Iterable[str]) -> None:
 
 
 def generation_options(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge options into those of transformers' ``generate``.
-
-    Parameters
-    ----------
-    *layers : mapping
-        Options by name, the later ones winning; None stands for "not given".
-
-    Returns
-    -------
-    dict
-        The options.
-
-    Raises
-    ------
-    ConfigError
-        If a name is unknown.
-    """
+    """Merge options into those of transformers' ``generate``; later layers win, None stands for "not given"."""
     options: dict[str, Any] = {}
     for layer in layers:
         for name, value in layer.items():
@@ -119,13 +97,7 @@ def generation_options(*layers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stop_strings(stop: Iterable[str] | None) -> tuple[str, ...]:
-    """Return the stop strings of a call.
-
-    Raises
-    ------
-    ConfigError
-        If one is empty or no string, or they are a string themselves.
-    """
+    """Return the stop strings of a call; `ConfigError` if one is empty or no string, or they are a string themselves."""
     if isinstance(stop, str):
         raise ConfigError(f"stop is the string {stop[:40]!r}; give a list of strings")
     if not isinstance(stop, Iterable | None):
@@ -142,13 +114,7 @@ def stop_strings(stop: Iterable[str] | None) -> tuple[str, ...]:
 
 
 def with_objects(options: Mapping[str, Any], name: str, *added: Any) -> list[Any]:
-    """Return the objects that an option holds, and those added.
-
-    Raises
-    ------
-    ConfigError
-        If the option is no list.
-    """
+    """Return the objects that an option holds, and those added; `ConfigError` if the option is no list."""
     given = options.get(name) or ()
     if not isinstance(given, list | tuple):
         raise ConfigError(f"{name} is the {type(given).__name__} {given!r:.40}; give a list of such objects")

@@ -29,13 +29,7 @@ _SHOWN = "\n\nAnswer with JSON of this schema and nothing else:\n"
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """What an answer has to be.
-
-    Parameters
-    ----------
-    schema : type or dict
-        A pydantic model, a TypedDict, or a JSON schema.
-    """
+    """What an answer has to be: a pydantic model, a TypedDict, or a JSON schema."""
 
     schema: Any
 
@@ -54,13 +48,7 @@ class AnswerForm:
         return schema
 
     def parse(self, message: BaseMessage) -> Any:
-        """Return an answer as an object of the pydantic model, or as a dict.
-
-        Raises
-        ------
-        OutputParserException
-            If the answer is no such JSON; the message shows it and says why.
-        """
+        """Return an answer as an object of the pydantic model, or as a dict; `OutputParserException` says why not."""
         text = _unfenced(message.text)
         try:
             return self._read(json.loads(text))
@@ -86,13 +74,7 @@ class AnswerForm:
 
 
 def requested_schema(response_format: Any) -> dict[str, Any]:
-    """Return the JSON schema that OpenAI's ``response_format`` asks for.
-
-    Raises
-    ------
-    ConfigError
-        If it is of no known form.
-    """
+    """Return the JSON schema that OpenAI's ``response_format`` asks for; `ConfigError` if it is of no known form."""
     kind = response_format.get("type") if isinstance(response_format, dict) else None
     if kind == "json_object":
         return {"type": "object"}
@@ -125,19 +107,9 @@ def _unfenced(text: str) -> str:
 
 
 def json_grammar(schema: dict[str, Any], before: str = "", after: str = "") -> str:
-    """Return the grammar of the JSON texts that fit a schema.
+    """Return the grammar of the JSON texts that fit a schema, with `before` and `after` around them.
 
-    Parameters
-    ----------
-    schema : dict
-        A JSON schema.
-    before, after : str
-        What stands around the JSON.
-
-    Raises
-    ------
-    ConfigError
-        If the schema holds what cannot be enforced.
+    `ConfigError` if the schema holds what cannot be enforced.
     """
     # Compact but for one blank behind separators, as models write JSON; endless whitespace would be JSON too.
     schema = _closed(schema) | {
@@ -154,17 +126,7 @@ def json_grammar(schema: dict[str, Any], before: str = "", after: str = "") -> s
 class Guide(LogitsProcessor):
     """Lets a generation write only what a grammar allows, and end only where it may end.
 
-    Parameters
-    ----------
-    engine : BlendEngine
-        Whose model writes.
-    grammar : str
-        The grammar, as `json_grammar` makes it.
-
-    Raises
-    ------
-    ConfigError
-        If the tokenizer's tokens cannot be taken apart into bytes.
+    `ConfigError` if the tokenizer's tokens cannot be taken apart into bytes.
     """
 
     def __init__(self, engine: BlendEngine, grammar: str) -> None:

@@ -45,24 +45,10 @@ def render_chat(
     tools: Sequence[dict[str, Any]] = (),
     documents: Sequence[Document] = (),
 ) -> list[str | Chunk]:
-    """Render messages by the tokenizer's chat template, up to where the answer begins.
+    """Render messages by the tokenizer's chat template, up to where the answer begins, as text and documents.
 
-    Parameters
-    ----------
-    tokenizer : Any
-        The model's tokenizer.
-    messages : sequence of BaseMessage
-        The conversation.
-    tools : sequence of dict
-        Tools in OpenAI's form.
-    documents : sequence of Document
-        Documents beside the conversation. They stand where the template shows documents, or else, where it knows none, before
-        the text of the last message of the user.
-
-    Returns
-    -------
-    list of str or Chunk
-        Text, and the documents.
+    `documents` are those beside the conversation. They stand where the template shows documents, or else, where it knows none,
+    before the text of the last message of the user.
 
     Raises
     ------
@@ -102,17 +88,7 @@ def render_chat(
 def render_text(messages: Sequence[BaseMessage], documents: Sequence[Document] = ()) -> PromptText:
     """Write messages as one text, as LangChain does it for models that take a string, without losing documents.
 
-    Parameters
-    ----------
-    messages : sequence of BaseMessage
-        The conversation.
-    documents : sequence of Document
-        Documents, which stand before the text of the last message of the user.
-
-    Raises
-    ------
-    PromptError
-        If a message holds something else than text and documents.
+    `documents` stand before the text of the last message of the user.
     """
     holes = Holes()
     if as_chunks(documents):

@@ -28,22 +28,10 @@ logger = logging.getLogger(__name__)
 class ContextPrompt:
     """A question and its context, ready for the model.
 
-    Attributes
-    ----------
-    text : str
-        The whole prompt as text, as an unblended call would give it to the model.
-    messages : list of ChatMessage or None
-        The messages it was written from, if the model is a chat model.
-    context : str
-        What was filled in for the context.
-    blend : BlendPrompt
-        The same prompt with its chunks told apart.
-    left_over : tuple of Chunk
-        Chunks for further prompts, if there are to be some: from the first for which there was no room on.
-    dropped : tuple of Chunk
-        Chunks for which there is no room, in further prompts either.
-    fallback_reason : str or None
-        Why the chunks could not be told apart, in which case the prompt is computed as a whole.
+    `text` is the whole prompt as an unblended call would give it to the model, `messages` what it was written from if that is a
+    chat model, `context` what was filled in for the context, and `blend` the same prompt with its chunks told apart. Where
+    `fallback_reason` says why they could not be, the prompt is computed as a whole. `left_over` are the chunks from the first on
+    for which there was no room, if there are to be further prompts; for `dropped` there is no room in those either.
     """
 
     text: str
@@ -67,34 +55,11 @@ def make_context_prompt(
     structured: bool = False,
     keeps_head: bool = False,
 ) -> ContextPrompt:
-    """Fill a template with chunks as its context.
+    """Fill a template with chunks, the most important first, as its context; `values` are its other variables.
 
-    Parameters
-    ----------
-    llm : BlendLLM
-        The model, whose chat template counts.
-    template : BasePromptTemplate
-        A template with a variable for the context.
-    chunks : sequence of Chunk
-        The context, the most important chunk first.
-    values : dict
-        The template's other variables.
-    variable : str
-        The variable for the context.
-    limit : int, optional
-        Most tokens of the prompt.
-    refines : bool
-        Whether further prompts take, in order, what this one has no room for.
-    structured : bool
-        Whether the template asks for an object.
-    keeps_head : bool
-        Whether what stands before the context is declared fixed, where it is certain that the template alone writes it.
-
-    Returns
-    -------
-    ContextPrompt
-        The prompt. It holds all chunks for which there is room, whole and in their order; where it `refines`, those up to the
-        first that has to wait for the next prompt.
+    The prompt holds all chunks for which there is room in `limit` tokens, whole and in their order; where it `refines`, those up
+    to the first that has to wait for the next prompt. With `keeps_head`, what stands before the context is declared fixed, where
+    it is certain that the template alone writes it.
 
     Raises
     ------

@@ -24,16 +24,9 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class EncodedNodes:
-    """What encoding some nodes came to.
+    """What encoding some nodes came to: what the engine did, or will have done in the background; None if it stored less.
 
-    Attributes
-    ----------
-    done : AddResult, AddJob or None
-        What the engine did, or will have done in the background; None if it stored less than it was given.
-    without_text : tuple of str
-        Ids of nodes that show the language model nothing.
-    failed : dict of str to str
-        Ids of the other nodes that have no KV, and why.
+    `without_text` are the nodes that show the language model nothing, `failed` the others without KV, and why.
     """
 
     done: AddResult | AddJob | None
@@ -45,17 +38,8 @@ class NodeEncoder:
     """Has an engine compute the KV of nodes, under their ids.
 
     Nothing that is wrong with a node, or with the place where KV is kept, is an error here: the node is computed when it is
-    retrieved, and a warning says so.
-
-    Parameters
-    ----------
-    engine : BlendEngine
-        The engine.
-    text_of : callable, optional
-        What the language model is shown of a node; by default its text and metadata as LlamaIndex writes them. A node of which it
-        is shown something else is encoded alone: nobody says where in the document that stands.
-    boundary : Boundary, optional
-        Names the documents that nodes are pieces of; by default every node is encoded alone.
+    retrieved, and a warning says so. A node of which the model is shown something else than LlamaIndex writes (`text_of`) is
+    encoded alone, since nobody says where in the document that stands; without a `boundary`, every node is.
     """
 
     def __init__(self, engine: BlendEngine, text_of: TextOf | None = None, boundary: Boundary | None = None) -> None:
@@ -68,21 +52,9 @@ class NodeEncoder:
     def encode(
         self, nodes: Sequence[BaseNode], *, progress: Progress | None = None, background: bool = False
     ) -> EncodedNodes:
-        """Encode those nodes that are not stored exactly so.
+        """Encode those nodes that are not stored exactly so; `progress` counts those with text.
 
-        Parameters
-        ----------
-        nodes : sequence of BaseNode
-            The nodes.
-        progress : callable, optional
-            Called with the number of nodes with text that are finished, and of all of them.
-        background : bool
-            Whether to return when they are named, and encode them when no prompt waits for the model.
-
-        Returns
-        -------
-        EncodedNodes
-            What was done.
+        In the background it returns when they are named, and they are encoded when no prompt waits for the model.
         """
         chunks, failed = self._read(nodes)
         with_text = {chunk.id for chunk in chunks}

@@ -50,13 +50,7 @@ class Inventory:
         ]
 
     def nodes(self) -> list[BaseNode]:
-        """Return all nodes, from a store that keeps them.
-
-        Raises
-        ------
-        NotImplementedError
-            If the store cannot list them.
-        """
+        """Return all nodes, from a store that keeps them; `NotImplementedError` if it cannot list them."""
         [query] = _queries(self._store.get_nodes, None)
         return list(self._store.get_nodes(**query))
 
@@ -67,21 +61,9 @@ class Inventory:
         filters: MetadataFilters | None = None,
         document: str | None = None,
     ) -> list[str] | None:
-        """Return the ids of nodes, in no order.
+        """Return the ids of nodes, in no order; None if nobody can say.
 
-        Parameters
-        ----------
-        node_ids : sequence of str, optional
-            Only those of these that are there.
-        filters : MetadataFilters, optional
-            Only those that pass.
-        document : str, optional
-            Only those of this document.
-
-        Returns
-        -------
-        list of str or None
-            The ids; None if nobody can say.
+        Only those of `node_ids` that are there, of nodes that pass `filters`, and of nodes of this document.
         """
         if isinstance(self._store, SimpleVectorStore):
             return self._in_simple_store(self._store.data, node_ids, filters, document)

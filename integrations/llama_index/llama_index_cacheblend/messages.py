@@ -31,27 +31,10 @@ R = TypeVar("R", ChatResponse, CompletionResponse)
 
 
 def render_messages(tokenizer: Any, messages: Sequence[ChatMessage]) -> str:
-    """Write chat messages as one prompt, up to where the assistant's answer begins.
+    """Write chat messages as one prompt, up to where the assistant's answer begins, with the BOS if the template writes one.
 
     Some templates know no system message, or only one. Those get the system messages as one, or at the head of the first user
-    message.
-
-    Parameters
-    ----------
-    tokenizer : Any
-        A tokenizer with a chat template.
-    messages : sequence of ChatMessage
-        The messages.
-
-    Returns
-    -------
-    str
-        The prompt, with the BOS if the template writes one.
-
-    Raises
-    ------
-    PromptError
-        If a message holds something other than text, or the template refuses the messages.
+    message. `PromptError` if a message holds something other than text, or the template refuses the messages.
     """
     plain = []
     for message in messages:

@@ -70,17 +70,9 @@ def node_chunks(nodes: Iterable[BaseNode], text_of: TextOf = llm_text) -> list[C
 
 
 class Boundary:
-    """Names the document that a node is a piece of: nodes with different values of some metadata are of different documents.
+    """Names the document that a node is a piece of.
 
-    Parameters
-    ----------
-    keys : sequence of str
-        Those metadata.
-
-    Raises
-    ------
-    ConfigError
-        If `keys` is no sequence of names.
+    Nodes with different values of the metadata named by `keys` are of different documents; `ConfigError` if these are no names.
     """
 
     def __init__(self, keys: Sequence[str] = ()) -> None:
@@ -121,21 +113,8 @@ class Boundary:
 def placed(chunk: Chunk, node: BaseNode, boundary: Boundary, followers: Container[str]) -> Chunk:
     """Return the chunk of a node with its place in its document.
 
-    Parameters
-    ----------
-    chunk : Chunk
-        What the language model is shown of the node: its own text, and perhaps metadata before or behind it.
-    node : BaseNode
-        The node.
-    boundary : Boundary
-        Names the document.
-    followers : container of str
-        The ids that nodes added before, or with it, name as the next in their documents.
-
-    Returns
-    -------
-    Chunk
-        The same chunk with a place; as it is where the node comes from no document, or its own text is not in what is shown.
+    It stays as it is where the node comes from no document, or its own text is not in what the language model is shown of it.
+    `followers` are the ids that nodes added before, or with it, name as the next in their documents.
     """
     document = boundary.document(node)
     content = node.get_content(metadata_mode=MetadataMode.NONE)
