@@ -90,9 +90,10 @@ class SearchesInner(VectorStore):
             logger.warning(
                 "a search filters by %s, which is not declared as a boundary. The KV of a chunk carries traces of the document "
                 "it stands in, so an answer from chunks that a reader may see can show something of others, in the same "
-                "document, which the filter keeps from that reader. If that is what the filter is for, make the store with boundary=[...] "
-                'naming the metadata key (no chunk is then encoded behind one of another value) or with context="none", and '
-                "add or warm the documents again; else nothing is to be done (this is said once for each key)",
+                "document, which the filter keeps from that reader. If that is what the filter is for, make the store with "
+                "boundary=[...] naming the metadata key (no chunk is then encoded behind one of another value) or with "
+                'context="none", and add or warm the documents again; else nothing is to be done (this is said once for each '
+                "key)",
                 key,
             )
 
