@@ -22,7 +22,7 @@ _FILTERS = ("filter", "pre_filter", "where")
 def _through(name: str) -> Any:
     """Return a method that searches the inner store by its own method of that name."""
 
-    @wraps(getattr(VectorStore, name))
+    @wraps(getattr(VectorStore, name), updated=())
     def search(self: SearchesInner, *args: Any, **kwargs: Any) -> Any:
         # Behind query and k stands the filter, where there is no `fetch_k`.
         place = 2 if "marginal" not in name else 4
