@@ -59,7 +59,8 @@ class TextPromptValue(StringPromptValue):
         plain = [part.text if isinstance(part, FixedText) else part for part in self.parts]
         message = HumanMessage(content=as_content(plain))
         is_fixed = bool(self.parts) and isinstance(self.parts[0], FixedText)
-        return declare_fixed(ChatPromptValue(messages=[message]), said_first([message]) if is_fixed else None).messages
+        digest = said_first([message]) if is_fixed else None
+        return list(declare_fixed(ChatPromptValue(messages=[message]), digest).messages)
 
 
 def as_content(parts: Sequence[str | Chunk]) -> list[str | dict[str, Any]]:

@@ -128,7 +128,7 @@ class BlendModel(AnswersTogether, DecodingFields):
             )
         name = engine.model_name if model is None else str(model)
         try:
-            super().__init__(model=name, engine=engine, blend_config=config, **fields)
+            super().__init__(model=name, engine=engine, blend_config=config, **fields)  # type: ignore[call-arg]
         except ValidationError as error:
             if loads:
                 engine.close()
@@ -151,7 +151,8 @@ class BlendModel(AnswersTogether, DecodingFields):
     def _call(self, prompt: BlendPrompt, stop: Sequence[str] | None, kwargs: Mapping[str, Any]) -> Call:
         """Merge the options of this object and of one call, which wins."""
         given = dict(kwargs)
-        config = _config(given.pop("blend_config", None)) or self.blend_config
+        asked = given.pop("blend_config", None)
+        config = self.blend_config if asked is None else _config(asked)
         timeout = given.pop("timeout", None)
         timeout = self.timeout if timeout is None else timeout
         model = given.pop("model", None)

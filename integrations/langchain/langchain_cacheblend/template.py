@@ -67,7 +67,7 @@ def render_chat(
         )
     holes = Holes()
     variables: dict[str, Any] = {"tools": list(tools)} if tools else {}
-    chunks = as_chunks(documents)
+    chunks = as_chunks(documents) if documents else []
     if chunks and _shows_probe(tokenizer, documents=[{"title": "", "text": _PROBE}]):
         titles = [str(document.metadata.get("title", "")) for document in documents if document.page_content]
         variables["documents"] = [
@@ -128,9 +128,8 @@ def _is_about_tools(message: BaseMessage) -> bool:
 
 
 def _turn(message: BaseMessage, holes: Holes, names: dict[str | None, str]) -> dict[str, Any]:
-    role = message.role if isinstance(message, ChatMessage) else None
-    for kind, name in _ROLES:
-        role = role or (name if isinstance(message, kind) else None)
+    named = (name for kind, name in _ROLES if isinstance(message, kind))
+    role = message.role if isinstance(message, ChatMessage) else next(named, None)
     if role is None:
         raise PromptError(
             f"a {type(message).__name__} is no part of a conversation that ChatBlend can show to its model"

@@ -41,7 +41,7 @@ class _Turn:
     def complete(self, response: R) -> R:
         """Give the chat engine's response the metadata and source nodes of the synthesizer's."""
         if self.answered is not None:
-            response.metadata = self.answered.metadata  # type: ignore[union-attr]
+            response.metadata = self.answered.metadata  # type: ignore[attr-defined]
             response.source_nodes = self.answered.source_nodes
         if isinstance(response, StreamingAgentChatResponse):
             _end_when_cancelled(response)
@@ -258,7 +258,7 @@ class _BlendChat:
         )
 
 
-class BlendContextChatEngine(_BlendChat, ContextChatEngine):
+class BlendContextChatEngine(_BlendChat, ContextChatEngine):  # type: ignore[misc]
     """LlamaIndex's `ContextChatEngine`, whose context is blended and whose turns reuse what was computed before.
 
     Each message retrieves a context, which stands in the system message before the history. Tokens that stand where they stood
@@ -283,7 +283,7 @@ class BlendContextChatEngine(_BlendChat, ContextChatEngine):
     """
 
 
-class BlendCondensePlusContextChatEngine(_BlendChat, CondensePlusContextChatEngine):
+class BlendCondensePlusContextChatEngine(_BlendChat, CondensePlusContextChatEngine):  # type: ignore[misc]
     """LlamaIndex's `CondensePlusContextChatEngine`, whose context is blended and whose turns reuse what was computed before.
 
     As `BlendContextChatEngine`, but a message is first made a question of its own, by the model and the history, and that

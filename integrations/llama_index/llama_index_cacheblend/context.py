@@ -73,7 +73,9 @@ def make_context_prompt(
     parts = llm.render(template, structured, **values, **{variable: mark})[0].split(mark)
     context = SEPARATOR.join(chunk.text for chunk in chunks)
     text, messages = llm.render(template, structured, **values, **{variable: context})
-    kept, left_over, dropped = chunks, (), ()
+    kept = chunks
+    left_over: tuple[Chunk, ...] = ()
+    dropped: tuple[Chunk, ...] = ()
     # A token has a byte at least, so most prompts need not be counted.
     if limit is not None and len(text.encode("utf-8", "surrogatepass")) >= limit and len(parts) > 1 and chunks:
         kept, left_over, dropped = _fitting(llm, parts, chunks, limit, refines)

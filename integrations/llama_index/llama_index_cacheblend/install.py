@@ -106,7 +106,7 @@ def _patch(undo: ExitStack, owner: type, name: str, method: Any) -> None:
 def _check() -> None:
     ours = "llm text_qa_template refine_template output_cls callback_manager streaming response_mode prompt_helper"
     synthesize = "query nodes additional_source_nodes response_kwargs"
-    for owner, name, names in (
+    replaced: list[tuple[Any, str, str]] = [
         (factory, _NAME, ours),
         (RetrieverQueryEngine, "from_args", "retriever response_mode response_synthesizer"),
         (
@@ -117,7 +117,8 @@ def _check() -> None:
         (BaseSynthesizer, "synthesize", synthesize),
         (BaseSynthesizer, "asynthesize", synthesize),
         *((engine, "from_defaults", "retriever chat_history memory llm") for engine in CHAT_ENGINES),
-    ):
+    ]
+    for owner, name, names in replaced:
         # What it defines itself, since that is what is replaced.
         found = getattr(owner, name) if name in vars(owner) else None
         parameters = inspect.signature(found).parameters if found else {}

@@ -230,8 +230,8 @@ class BlendSynthesizer(BaseSynthesizer):
             rounds.refine(prompt, response, self._read(response))
         answer: str | BaseModel | Generator[str, None, None]
         if prompt is None:
-            answer = self._given_up(rounds)
-            answer = _in_one_piece(answer) if self._streams else answer
+            given = self._given_up(rounds)
+            answer = _in_one_piece(given) if self._streams else given
         elif self._streams:
             # The model begins at once, and errors appear here and not when the first piece is read.
             answer = self._pieces(rounds, prompt, self._call(prompt, "stream_"))
@@ -258,8 +258,8 @@ class BlendSynthesizer(BaseSynthesizer):
             rounds.refine(prompt, response, self._read(response))
         answer: str | BaseModel | AsyncGenerator[str, None]
         if prompt is None:
-            answer = self._given_up(rounds)
-            answer = _ain_one_piece(answer) if self._streams else answer
+            given = self._given_up(rounds)
+            answer = _ain_one_piece(given) if self._streams else given
         elif self._streams:
             answer = self._apieces(rounds, prompt, await self._call(prompt, "astream_"))
         else:

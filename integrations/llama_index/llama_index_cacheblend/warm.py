@@ -273,8 +273,9 @@ def _nodes(index: BaseIndex[Any]) -> list[BaseNode]:
             return Inventory(inner).nodes()
         except NotImplementedError:
             pass
-    struct = index.index_struct
-    node_ids = getattr(struct, "nodes_dict", None) or getattr(struct, "nodes", None) or getattr(struct, "node_ids", ())
+    struct: Any = index.index_struct
+    node_ids: Any = getattr(struct, "nodes_dict", None) or getattr(struct, "nodes", None)
+    node_ids = node_ids or getattr(struct, "node_ids", ())
     if isinstance(node_ids, dict):
         # A node that was deleted may be left in the docstore; it cannot be retrieved then.
         held = set(Inventory(inner).find() or ()) if isinstance(inner, SimpleVectorStore) else node_ids
