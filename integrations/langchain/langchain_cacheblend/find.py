@@ -21,6 +21,8 @@ HEAD_CHARS = 16
 _BASE = 0x9E3779B97F4A7C15
 _INVERSE = pow(_BASE, -1, 1 << 64)
 _FILTER_BITS = 22
+# Modulo a power of two the high bits are the mixed ones.
+_FILTER_SHIFT = np.uint64(64 - _FILTER_BITS)
 _FEW_LENGTHS = 16
 
 
@@ -87,8 +89,8 @@ class ChunkFinder:
         hashes = _SliceHashes("".join(text for _, text in pairs))
         heads = hashes.slices(starts, starts + HEAD_CHARS)
         wholes = hashes.slices(starts, stops)
-        self._heads[_filter_index(heads)] = True
-        self._wholes[_filter_index(wholes)] = True
+        self._heads[heads >> _FILTER_SHIFT] = True
+        self._wholes[wholes >> _FILTER_SHIFT] = True
         for (id, text), head, whole in zip(pairs, heads.tolist(), wholes.tolist(), strict=True):
             self._entries[id] = _Entry(head, whole, len(text), text_hash(text))
             self._ids.setdefault(whole, {})[id] = None
@@ -133,7 +135,7 @@ class ChunkFinder:
         hashes = _SliceHashes(text)
         starts = np.arange(len(text) - HEAD_CHARS + 1)
         heads = hashes.slices(starts, starts + HEAD_CHARS)
-        possible = np.flatnonzero(self._heads[_filter_index(heads)])
+        possible = np.flatnonzero(self._heads[heads >> _FILTER_SHIFT])
         found: list[Match] = []
         # Most heads are those of a few texts, which are compared in one go: numpy is slow on short arrays.
         places: list[tuple[int, int]] = []
@@ -161,7 +163,7 @@ class ChunkFinder:
         """Return the known texts among the slices ``text[start:stop]``."""
         found: list[Match] = []
         wholes = hashes.slices(starts, stops)
-        possible = self._wholes[_filter_index(wholes)]
+        possible = self._wholes[wholes >> _FILTER_SHIFT]
         for start, stop, whole in zip(
             starts[possible].tolist(), stops[possible].tolist(), wholes[possible].tolist(), strict=True
         ):
@@ -178,12 +180,6 @@ def _powers(base: int, count: int) -> NDArray[np.uint64]:
     powers[:1] = 1
     np.cumprod(powers, out=powers)
     return powers
-
-
-def _filter_index(hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    # Modulo a power of two the high bits are the mixed ones.
-    index: NDArray[np.uint64] = hashes >> np.uint64(64 - _FILTER_BITS)
-    return index
 
 
 def _best_cover(matches: list[Match]) -> list[Match]:

@@ -60,7 +60,12 @@ def render_chat(
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError("this model's tokenizer has no chat template; set tokenizer.chat_template, or use BlendLLM")
-    if (tools or any(map(_is_about_tools, messages))) and not knows_tools(tokenizer):
+    is_about_tools = tools or any(
+        isinstance(each, ToolMessage)
+        or (isinstance(each, AIMessage) and bool(each.tool_calls or each.invalid_tool_calls))
+        for each in messages
+    )
+    if is_about_tools and not knows_tools(tokenizer):
         raise PromptError(
             "this model's chat template has no tools, so neither tools nor their calls and results can be shown to it; put what "
             "a tool returned into a message of the user, or take a model that has learnt to call tools"
@@ -119,12 +124,6 @@ def _with_documents(messages: Sequence[BaseMessage], documents: Sequence[Documen
             changed = message.model_copy(update={"content": [*documents_to_blocks(documents), *content]})
             return [*messages[:place], changed, *messages[place + 1 :]]
     raise PromptError("documents= needs a message of the user to stand in; there is none among the messages")
-
-
-def _is_about_tools(message: BaseMessage) -> bool:
-    return isinstance(message, ToolMessage) or (
-        isinstance(message, AIMessage) and bool(message.tool_calls or message.invalid_tool_calls)
-    )
 
 
 def _turn(message: BaseMessage, holes: Holes, names: dict[str | None, str]) -> dict[str, Any]:
