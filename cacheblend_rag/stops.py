@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Generator, Iterable, Sequence
 
-__all__ = ["StopCutter", "cut_at_stop"]
+__all__ = ["StopCutter", "acut_pieces", "cut_at_stop", "cut_pieces"]
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:
@@ -58,6 +58,26 @@ class StopCutter:
         """Return what of the text held back belongs to it, now that nothing follows."""
         held, self._held = self._held, ""
         return cut_at_stop(held, self._stops)
+
+
+def cut_pieces(pieces: Iterable[str], stops: Sequence[str]) -> Generator[str, None, None]:
+    """Yield pieces of a text up to the first stop string."""
+    cutter = StopCutter(stops)
+    for piece in pieces:
+        if shown := cutter.feed(piece):
+            yield shown
+    if shown := cutter.flush():
+        yield shown
+
+
+async def acut_pieces(pieces: AsyncIterable[str], stops: Sequence[str]) -> AsyncGenerator[str, None]:
+    """Do what `cut_pieces` does, on an event loop."""
+    cutter = StopCutter(stops)
+    async for piece in pieces:
+        if shown := cutter.feed(piece):
+            yield shown
+    if shown := cutter.flush():
+        yield shown
 
 
 def _begun(text: str, stop: str) -> int:

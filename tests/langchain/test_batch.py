@@ -21,7 +21,7 @@ from transformers import StoppingCriteria
 from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.errors import PromptTooLongError
 from langchain_cacheblend import BlendLLM, ChatBlend
-from langchain_cacheblend.meeting import AsyncMeeting, ThreadMeeting
+from langchain_cacheblend.batch import AsyncMeeting, ThreadMeeting
 
 TOKENS = 6
 KINDS = pytest.mark.parametrize("kind", [BlendLLM, ChatBlend])

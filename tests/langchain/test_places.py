@@ -24,7 +24,7 @@ from transformers import LlamaForCausalLM
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ConfigError
 from langchain_cacheblend import BlendLLM, BlendVectorStore, ChatBlend, warm
-from langchain_cacheblend.inventory import Inventory
+from langchain_cacheblend.keeper import Inventory
 from tests.langchain.asking import chunk_ids
 
 CONFIG = BlendConfig(self_check=False, separator="\n\n")

@@ -24,7 +24,7 @@ from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.chunk import text_hash
 from cacheblend_rag.errors import ConfigError, PromptError, StoreFullError
 from langchain_cacheblend import BlendLLM, BlendRetriever, BlendVectorStore, warm
-from langchain_cacheblend.inventory import Inventory
+from langchain_cacheblend.keeper import Inventory
 
 INNER: dict[str, Callable[[Embeddings], VectorStore]] = {
     "chroma": lambda embedding: Chroma(

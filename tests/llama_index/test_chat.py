@@ -38,7 +38,7 @@ from llama_index_cacheblend import (
     install,
     uninstall,
 )
-from llama_index_cacheblend.chat_memory import take_back
+from llama_index_cacheblend.chat import take_back
 
 from .conftest import EventLog, WordEmbedding
 from .corpus import corpus

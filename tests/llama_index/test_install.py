@@ -35,7 +35,6 @@ from llama_index_cacheblend import (
     BlendRetriever,
     BlendSynthesizer,
     BlendVectorStore,
-    chat_modes,
     install,
     uninstall,
 )
@@ -292,7 +291,7 @@ def test_an_install_that_cannot_be_finished_leaves_nothing_behind(
 ) -> None:
     before = holders(), vars(ContextChatEngine)["from_defaults"], vars(RetrieverQueryEngine)["from_args"]
     with monkeypatch.context() as patch:
-        patch.setitem(chat_modes.CHAT_ENGINES, engine, BlendContextChatEngine)
+        patch.setitem(sys.modules[install.__module__].CHAT_ENGINES, engine, BlendContextChatEngine)
         with pytest.raises(
             (ConfigError, TypeError), match=r"WithoutDefaults\.from_defaults is not there|cannot be set"
         ):

@@ -29,9 +29,7 @@ from llama_index.core.vector_stores import MetadataFilter, MetadataFilters
 
 from cacheblend_rag.chunk import Chunk
 from cacheblend_rag.errors import ConfigError
-from llama_index_cacheblend.boundary import Boundary
-from llama_index_cacheblend.nodes import node_chunks
-from llama_index_cacheblend.places import placed
+from llama_index_cacheblend.nodes import Boundary, node_chunks, placed
 
 TEXT = "# Crews\n\n" + " ".join(f"Crew {number} sails at {number} in the morning." for number in range(9))
 TEXT += "\n\n## Ships\n\n" + " ".join(f"Ship {number} was built in Lisbon. " for number in range(9))

@@ -6,8 +6,7 @@ from langchain_cacheblend.documents import documents_to_blocks
 from langchain_cacheblend.llm import BlendLLM
 from langchain_cacheblend.pml import PMLPromptTemplate
 from langchain_cacheblend.retriever import BlendRetriever
-from langchain_cacheblend.vectorstore import BlendVectorStore
-from langchain_cacheblend.warming import warm
+from langchain_cacheblend.vectorstore import BlendVectorStore, warm
 
 __all__ = [
     "BlendLLM",

@@ -39,25 +39,11 @@ class ChunkCatalog:
         self._lock = threading.Lock()
 
     def split(self, engine: BlendEngine, text: str, min_chars: int = HEAD_CHARS) -> list[Segment]:
-        """Split a text into the stored chunks that stand in it, and the text around them.
+        """Split a text into the stored chunks of `min_chars` or more that stand in it, and the text around them.
 
         A chunk that was deleted or replaced by then is text, and each chunk of the result carries its text, so that the engine
         can tell if that happens later still. Of a text that is stored in several documents, the chunk of the one that has most
         chunks here is taken; where two have as many, none of theirs: it is one that is encoded alone, with or without an id.
-
-        Parameters
-        ----------
-        engine : BlendEngine
-            Whose chunks.
-        text : str
-            A prompt, or a part of one.
-        min_chars : int
-            Chunks shorter than this are left to the text.
-
-        Returns
-        -------
-        list of Segment
-            Strings and `Chunk` objects, whose texts joined are `text`.
         """
         with self._lock:
             self._refresh(engine)

@@ -15,8 +15,7 @@ from langchain_core.runnables import Runnable, RunnableLambda
 
 from cacheblend_rag import Chunk, FixedText
 from cacheblend_rag.errors import ConfigError
-from langchain_cacheblend.fixed import declare_fixed, said_first, static_value
-from langchain_cacheblend.holes import Holes, TextPromptValue, as_content
+from langchain_cacheblend.holes import Holes, TextPromptValue, as_content, declare_fixed, said_first, static_value
 
 __all__ = ["create_blend_documents_chain"]
 

@@ -21,16 +21,14 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
 from cacheblend_rag import BlendPrompt
-from cacheblend_rag.chunk import Segment
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.pml.fill import prompt_in
-from langchain_cacheblend.answer import Answer, Call
-from langchain_cacheblend.fixed import fixed_head
-from langchain_cacheblend.guide import Guide, json_grammar
+from langchain_cacheblend.calls import Answer, Call
+from langchain_cacheblend.holes import fixed_head
 from langchain_cacheblend.model import BlendModel
 from langchain_cacheblend.options import with_objects
 from langchain_cacheblend.pml import refuse_beside
-from langchain_cacheblend.structured import AnswerForm, requested_schema, with_schema
+from langchain_cacheblend.structured import AnswerForm, Guide, json_grammar, requested_schema, with_schema
 from langchain_cacheblend.template import knows_tools, render_chat
 from langchain_cacheblend.tools import (
     ToolGate,
@@ -93,12 +91,9 @@ class ChatBlend(BlendModel, BaseChatModel):
         if prompt is not None:
             refuse_beside(tools=tools, documents=documents)
             return self.engine.schemas.blend_prompt(prompt)
-        shown = as_functions(tools)
-        segments: list[Segment] = []
+        shown = as_functions(tools) if tools else []
         parts = render_chat(self.engine.tokenizer, messages, tools=shown, documents=documents)
-        for part in fixed_head(messages, parts, documents):
-            segments += self._split(part) if isinstance(part, str) else [part]
-        return BlendPrompt(segments=segments)
+        return self._found_in(fixed_head(messages, parts, documents))
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Return how many tokens the model is given for a conversation, template included."""
@@ -251,8 +246,8 @@ class ChatBlend(BlendModel, BaseChatModel):
         options = dict(kwargs)
         documents = options.pop("documents", None) or ()
         response_format = options.pop("response_format", None)
-        offered = as_functions(options.pop("tools", None) or ())
-        tools, must_call = chosen_tools(offered, options.pop("tool_choice", None))
+        offered, choice = options.pop("tools", None), options.pop("tool_choice", None)
+        tools, must_call = chosen_tools(as_functions(offered or ()), choice) if offered or choice else ([], False)
         for name in ("strict", "parallel_tool_calls"):
             options.pop(name, None)
         grammar = None

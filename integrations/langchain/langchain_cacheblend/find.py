@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +21,8 @@ HEAD_CHARS = 16
 _BASE = 0x9E3779B97F4A7C15
 _INVERSE = pow(_BASE, -1, 1 << 64)
 _FILTER_BITS = 22
+# Modulo a power of two the high bits are the mixed ones.
+_FILTER_SHIFT = np.uint64(64 - _FILTER_BITS)
 _FEW_LENGTHS = 16
 
 
@@ -54,41 +56,6 @@ class _SliceHashes:
         return (self._sums[stops] - self._sums[starts]) * self._inverses[starts]
 
 
-class _Lengths:
-    """How many known texts of each length begin with the same characters."""
-
-    __slots__ = ("_counts", "_sorted")
-
-    def __init__(self) -> None:
-        self._counts: Counter[int] = Counter()
-        self._sorted: NDArray[np.int64] | None = None
-
-    def add(self, length: int) -> None:
-        self._counts[length] += 1
-        self._sorted = None
-
-    def remove(self, length: int) -> bool:
-        """Take one away, and return whether none is left."""
-        self._counts[length] -= 1
-        if not self._counts[length]:
-            del self._counts[length]
-        self._sorted = None
-        return not self._counts
-
-    def __len__(self) -> int:
-        return len(self._counts)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._counts)
-
-    def between(self, least: int, most: int) -> NDArray[np.int64]:
-        """Return the lengths within these bounds."""
-        if self._sorted is None:
-            self._sorted = np.sort(np.fromiter(self._counts, np.int64, len(self._counts)))
-        first, last = np.searchsorted(self._sorted, [least, most + 1])
-        return self._sorted[first:last]
-
-
 class ChunkFinder:
     """Finds every known text that stands verbatim in a longer one; not safe for several threads at once.
 
@@ -101,7 +68,9 @@ class ChunkFinder:
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
         self._ids: dict[int, dict[str, None]] = {}
-        self._lengths: dict[int, _Lengths] = {}
+        # How many texts of each length begin with the same characters, and these lengths in order where they are many.
+        self._lengths: dict[int, Counter[int]] = {}
+        self._sorted: dict[int, NDArray[np.int64]] = {}
         self._heads = np.zeros(1 << _FILTER_BITS, np.bool_)
         self._wholes = np.zeros(1 << _FILTER_BITS, np.bool_)
 
@@ -120,12 +89,13 @@ class ChunkFinder:
         hashes = _SliceHashes("".join(text for _, text in pairs))
         heads = hashes.slices(starts, starts + HEAD_CHARS)
         wholes = hashes.slices(starts, stops)
-        self._heads[_filter_index(heads)] = True
-        self._wholes[_filter_index(wholes)] = True
+        self._heads[heads >> _FILTER_SHIFT] = True
+        self._wholes[wholes >> _FILTER_SHIFT] = True
         for (id, text), head, whole in zip(pairs, heads.tolist(), wholes.tolist(), strict=True):
             self._entries[id] = _Entry(head, whole, len(text), text_hash(text))
             self._ids.setdefault(whole, {})[id] = None
-            self._lengths.setdefault(head, _Lengths()).add(len(text))
+            self._lengths.setdefault(head, Counter())[len(text)] += 1
+            self._sorted.pop(head, None)
 
     def remove(self, ids: Iterable[str]) -> None:
         """Make texts unknown; ids that are not known do no harm."""
@@ -137,7 +107,12 @@ class ChunkFinder:
             del self._ids[entry.whole][id]
             if not self._ids[entry.whole]:
                 del self._ids[entry.whole]
-            if self._lengths[entry.head].remove(entry.length):
+            lengths = self._lengths[entry.head]
+            lengths[entry.length] -= 1
+            if not lengths[entry.length]:
+                del lengths[entry.length]
+                self._sorted.pop(entry.head, None)
+            if not lengths:
                 del self._lengths[entry.head]
 
     def digest(self, id: str) -> str | None:
@@ -150,24 +125,17 @@ class ChunkFinder:
         return set(self._entries)
 
     def find(self, text: str, min_chars: int = HEAD_CHARS) -> list[Match]:
-        """Return the places in `text` where known texts stand, in order and without overlap.
+        """Return the places in `text` where known texts of `min_chars` or more stand, in order and without overlap.
 
         Where known texts overlap or contain each other, those are chosen that together cover the most characters, and of two
         equal choices the one with fewer and longer texts.
-
-        Parameters
-        ----------
-        text : str
-            What to look through.
-        min_chars : int
-            Known texts shorter than this are passed over.
         """
         if len(text) < HEAD_CHARS or not self._entries:
             return []
         hashes = _SliceHashes(text)
         starts = np.arange(len(text) - HEAD_CHARS + 1)
         heads = hashes.slices(starts, starts + HEAD_CHARS)
-        possible = np.flatnonzero(self._heads[_filter_index(heads)])
+        possible = np.flatnonzero(self._heads[heads >> _FILTER_SHIFT])
         found: list[Match] = []
         # Most heads are those of a few texts, which are compared in one go: numpy is slow on short arrays.
         places: list[tuple[int, int]] = []
@@ -177,7 +145,10 @@ class ChunkFinder:
                 continue
             most = len(text) - start
             if len(lengths) > _FEW_LENGTHS:
-                stops = lengths.between(min_chars, most) + start
+                if head not in self._sorted:
+                    self._sorted[head] = np.sort(np.fromiter(lengths, np.int64, len(lengths)))
+                first, last = np.searchsorted(self._sorted[head], [min_chars, most + 1])
+                stops = self._sorted[head][first:last] + start
                 found += self._matches(text, np.full_like(stops, start), stops, hashes)
             else:
                 places += [(start, start + length) for length in lengths if min_chars <= length <= most]
@@ -192,7 +163,7 @@ class ChunkFinder:
         """Return the known texts among the slices ``text[start:stop]``."""
         found: list[Match] = []
         wholes = hashes.slices(starts, stops)
-        possible = self._wholes[_filter_index(wholes)]
+        possible = self._wholes[wholes >> _FILTER_SHIFT]
         for start, stop, whole in zip(
             starts[possible].tolist(), stops[possible].tolist(), wholes[possible].tolist(), strict=True
         ):
@@ -209,12 +180,6 @@ def _powers(base: int, count: int) -> NDArray[np.uint64]:
     powers[:1] = 1
     np.cumprod(powers, out=powers)
     return powers
-
-
-def _filter_index(hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    # Modulo a power of two the high bits are the mixed ones.
-    index: NDArray[np.uint64] = hashes >> np.uint64(64 - _FILTER_BITS)
-    return index
 
 
 def _best_cover(matches: list[Match]) -> list[Match]:

@@ -14,10 +14,10 @@ from langchain_core.prompt_values import ChatPromptValue, PromptValue
 from langchain_core.runnables.config import run_in_executor
 from pydantic import PrivateAttr
 
-from cacheblend_rag import BlendPrompt, Chunk, FixedText
+from cacheblend_rag import BlendPrompt
 from cacheblend_rag.chunk import Segment
 from cacheblend_rag.pml.fill import PMLText
-from langchain_cacheblend.answer import Answer, Call
+from langchain_cacheblend.calls import Answer, Call
 from langchain_cacheblend.documents import as_chunks
 from langchain_cacheblend.holes import PromptText, TextPromptValue
 from langchain_cacheblend.model import BlendModel
@@ -61,14 +61,11 @@ class BlendLLM(BlendModel, BaseLLM):
         if isinstance(text, PMLText):
             refuse_beside(documents=documents)
             return self.engine.schemas.blend_prompt(text.prompt)
-        parts: list[str | Chunk | FixedText] = []
+        parts: list[Segment] = []
         for chunk in as_chunks(documents):
             parts += [chunk, "\n\n"]
         parts += text.parts if isinstance(text, PromptText) else [text]
-        segments: list[Segment] = []
-        for part in parts:
-            segments += self._split(part) if isinstance(part, str) else [part]
-        return BlendPrompt(segments=segments)
+        return self._found_in(parts)
 
     def generate_prompt(self, prompts: list[PromptValue], *args: Any, **kwargs: Any) -> LLMResult:
         return super().generate_prompt([self._convert_input(prompt) for prompt in prompts], *args, **kwargs)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,20 @@ from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, ValidationError
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, GenerationResult
 from cacheblend_rag.chunk import Segment
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.stops import StopCutter, cut_at_stop
-from langchain_cacheblend.answer import Answer, Call
+from cacheblend_rag.stops import acut_pieces, cut_at_stop, cut_pieces
 from langchain_cacheblend.batch import AnswersTogether
-from langchain_cacheblend.catalog import catalog_of
-from langchain_cacheblend.engines import check_engine
+from langchain_cacheblend.calls import Answer, Call, Deadline, StopStrings
+from langchain_cacheblend.catalog import ChunkCatalog, catalog_of
 from langchain_cacheblend.find import HEAD_CHARS
 from langchain_cacheblend.options import (
     DecodingFields,
+    check_engine,
     check_options,
     explain,
     generation_options,
     stop_strings,
     with_objects,
 )
-from langchain_cacheblend.stop import Deadline, StopStrings
 
 __all__ = ["BlendModel"]
 
@@ -86,6 +86,7 @@ class BlendModel(AnswersTogether, DecodingFields):
 
     # How the engine was loaded, where this object did it.
     _loaded: dict[str, Any] | None = PrivateAttr(default=None)
+    _catalog: ChunkCatalog = PrivateAttr()
 
     def __init__(
         self,
@@ -127,23 +128,31 @@ class BlendModel(AnswersTogether, DecodingFields):
             )
         name = engine.model_name if model is None else str(model)
         try:
-            super().__init__(model=name, engine=engine, blend_config=config, **fields)
+            super().__init__(model=name, engine=engine, blend_config=config, **fields)  # type: ignore[call-arg]
         except ValidationError as error:
             if loads:
                 engine.close()
             raise ConfigError(f"{type(self).__name__}: {explain(error)}") from error
+        self._catalog = catalog_of(engine)
         if loads:
             self._loaded = {"store": store, "model_kwargs": model_kwargs}
 
     # What is asked
 
-    def _split(self, text: str) -> list[Segment]:
-        return catalog_of(self.engine).split(self.engine, text, self.min_chunk_chars)
+    def _found_in(self, parts: Iterable[Segment]) -> BlendPrompt:
+        """Return the prompt of these parts, with the stored chunks told apart that stand in its text."""
+        segments: list[Segment] = []
+        for part in parts:
+            segments += (
+                self._catalog.split(self.engine, part, self.min_chunk_chars) if isinstance(part, str) else [part]
+            )
+        return BlendPrompt(segments=segments)
 
     def _call(self, prompt: BlendPrompt, stop: Sequence[str] | None, kwargs: Mapping[str, Any]) -> Call:
         """Merge the options of this object and of one call, which wins."""
         given = dict(kwargs)
-        config = _config(given.pop("blend_config", None)) or self.blend_config
+        asked = given.pop("blend_config", None)
+        config = self.blend_config if asked is None else _config(asked)
         timeout = given.pop("timeout", None)
         timeout = self.timeout if timeout is None else timeout
         model = given.pop("model", None)
@@ -152,8 +161,9 @@ class BlendModel(AnswersTogether, DecodingFields):
                 f"this object answers with the model {self.model!r}, and one call cannot take {model!r}; make another for it"
             )
         own = {name: getattr(self, name) for name in _OPTIONS}
-        options = generation_options(own, self.generation_kwargs, DecodingFields.checked(given))
-        ends = stop_strings(stop if stop is not None else self.stop)
+        options = generation_options(own, self.generation_kwargs, DecodingFields.checked(given) if given else {})
+        stop = self.stop if stop is None else stop
+        ends = () if stop is None else stop_strings(stop)
         deadline = Deadline(timeout) if timeout is not None else None
         criteria: list[Any] = [StopStrings(self.engine.tokenizer, ends)] if ends else []
         criteria += [deadline] if deadline is not None else []
@@ -181,15 +191,8 @@ class BlendModel(AnswersTogether, DecodingFields):
     def _pieces(self, call: Call) -> Iterator[str | Answer]:
         """Yield the answer piece by piece, and at the end as a whole."""
         stream = self.engine.stream(call.prompt, **call.options)
-        cutter = StopCutter(call.stop)
         try:
-            for piece in stream:
-                shown = cutter.feed(piece)
-                if shown:
-                    yield shown
-            rest = cutter.flush()
-            if rest:
-                yield rest
+            yield from cut_pieces(stream, call.stop)
             yield self._finished(call, stream.result())
         finally:
             stream.close()
@@ -197,15 +200,10 @@ class BlendModel(AnswersTogether, DecodingFields):
     async def _apieces(self, make_call: Callable[[], Call]) -> AsyncIterator[str | Answer]:
         call = await run_in_executor(None, make_call)
         stream = await run_in_executor(None, self.engine.stream, call.prompt, **call.options)
-        cutter = StopCutter(call.stop)
         try:
-            async for piece in stream:
-                shown = cutter.feed(piece)
-                if shown:
-                    yield shown
-            rest = cutter.flush()
-            if rest:
-                yield rest
+            async with aclosing(acut_pieces(stream, call.stop)) as pieces:
+                async for piece in pieces:
+                    yield piece
             yield self._finished(call, await stream.aresult())
         finally:
             stream.close()

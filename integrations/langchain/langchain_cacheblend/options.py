@@ -1,4 +1,4 @@
-"""Generation options, by the names of LangChain and of transformers."""
+"""What users give: an engine, and generation options by the names of LangChain and of transformers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError
 from transformers import GenerationConfig
 
-from cacheblend_rag import BlendConfig
+from cacheblend_rag import BlendConfig, BlendEngine
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["DecodingFields", "check_options", "explain", "generation_options", "stop_strings", "with_objects"]
+__all__ = [
+    "DecodingFields",
+    "check_engine",
+    "check_options",
+    "explain",
+    "generation_options",
+    "stop_strings",
+    "with_objects",
+]
 
 # LangChain's name, where it differs from that of transformers.
 _MAX_TOKENS = "max_tokens"
@@ -36,18 +44,22 @@ class DecodingFields(BaseModel):
 
     @staticmethod
     def checked(given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options of a call with those among them checked as they are when an object is made.
-
-        Raises
-        ------
-        ConfigError
-            If a value has no meaning.
-        """
+        """Return the options of a call with those among them checked as they are when an object is made."""
         named = {name: given[name] for name in DecodingFields.model_fields if name in given}
         try:
             return dict(given) | DecodingFields(**named).model_dump(include=set(named))
         except ValidationError as error:
             raise ConfigError(explain(error)) from error
+
+
+def check_engine(engine: Any) -> None:
+    """Raise `ConfigError` for what is no engine."""
+    if not isinstance(engine, BlendEngine):
+        held = isinstance(getattr(engine, "engine", None), BlendEngine)
+        raise ConfigError(
+            f"engine is a {type(engine).__name__}, no BlendEngine; give "
+            + ("its .engine" if held else "that of the model, llm.engine")
+        )
 
 
 def check_options(options: Iterable[str]) -> None:
@@ -67,23 +79,7 @@ def check_options(options: Iterable[str]) -> None:
 
 
 def generation_options(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge options into those of transformers' ``generate``.
-
-    Parameters
-    ----------
-    *layers : mapping
-        Options by name, the later ones winning; None stands for "not given".
-
-    Returns
-    -------
-    dict
-        The options.
-
-    Raises
-    ------
-    ConfigError
-        If a name is unknown.
-    """
+    """Merge options into those of transformers' ``generate``; later layers win, None stands for "not given"."""
     options: dict[str, Any] = {}
     for layer in layers:
         for name, value in layer.items():
@@ -101,13 +97,7 @@ def generation_options(*layers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stop_strings(stop: Iterable[str] | None) -> tuple[str, ...]:
-    """Return the stop strings of a call.
-
-    Raises
-    ------
-    ConfigError
-        If one is empty or no string, or they are a string themselves.
-    """
+    """Return the stop strings of a call; `ConfigError` if one is empty or no string, or they are a string themselves."""
     if isinstance(stop, str):
         raise ConfigError(f"stop is the string {stop[:40]!r}; give a list of strings")
     if not isinstance(stop, Iterable | None):
@@ -124,13 +114,7 @@ def stop_strings(stop: Iterable[str] | None) -> tuple[str, ...]:
 
 
 def with_objects(options: Mapping[str, Any], name: str, *added: Any) -> list[Any]:
-    """Return the objects that an option holds, and those added.
-
-    Raises
-    ------
-    ConfigError
-        If the option is no list.
-    """
+    """Return the objects that an option holds, and those added; `ConfigError` if the option is no list."""
     given = options.get(name) or ()
     if not isinstance(given, list | tuple):
         raise ConfigError(f"{name} is the {type(given).__name__} {given!r:.40}; give a list of such objects")

@@ -49,27 +49,10 @@ class DocumentPlaces:
     """Makes chunks of a store's texts, which say what document they are a piece of.
 
     A document is what has the same values of `keys` and of `boundary`, read in the order of ``start_index``, as splitters write
-    it with ``add_start_index=True``, or else in the order in which its pieces are added. Where ``start_index`` does not rise
-    within a call, another text of that source begins, which is a document of its own; it is named after how it begins, so that
-    it is the same one when it is added again.
-
-    Parameters
-    ----------
-    engine : BlendEngine
-        Knows the document of what was added before.
-    store : str
-        A name of the store: texts of other stores are pieces of other documents.
-    keys : sequence of str
-        Metadata that name a document: without the first a text stands alone, the others count where there are.
-    boundary : sequence of str
-        Metadata whose change divides a document.
-    context : {"document", "none"}
-        With "none" all texts stand alone.
-
-    Raises
-    ------
-    ConfigError
-        If one of them has no meaning.
+    it with ``add_start_index=True``, or else in the order in which its pieces are added; texts without the first of `keys`, and
+    all with `context` "none", stand alone. Where ``start_index`` does not rise within a call, another text of that source
+    begins, which is a document of its own; it is named after how it begins, so that it is the same one when it is added again.
+    `store` is a name of the store: texts of other stores are pieces of other documents.
     """
 
     def __init__(
@@ -95,15 +78,7 @@ class DocumentPlaces:
         return frozenset((*self._keys, *self._boundary, _ROW)) if self._remembers else None
 
     def chunks(self, ids: Sequence[str], texts: Sequence[str], metadatas: Sequence[Mapping[str, Any]]) -> list[Chunk]:
-        """Return a chunk for each text, of several with one id for the last.
-
-        Parameters
-        ----------
-        ids, texts : sequence of str
-            As many of one as of the other, no text empty.
-        metadatas : sequence of mapping
-            One for each text.
-        """
+        """Return a chunk for each text, none of which is empty; of several with one id for the last."""
         pieces: dict[str, tuple[str, str | None, int | None]] = {}
         for id, text, metadata in zip(ids, texts, metadatas, strict=True):
             pieces.pop(id, None)
@@ -175,18 +150,8 @@ class DocumentPlaces:
     def _document(self, source: str, known: str | None, text: str, start: int | None, ended: bool) -> str:
         """Return the document that a run of pieces of a source belongs to, by the first of them.
 
-        Parameters
-        ----------
-        source : str
-            The source.
-        known : str or None
-            The document that this piece is in already.
-        text : str
-            Its text.
-        start : int or None
-            Its place.
-        ended : bool
-            Whether another run of this source came before it in the same call.
+        `known` is the document that this piece is in already; `ended` says that another run of this source came before it in the
+        same call.
         """
         if known is not None and (known == source or known.startswith(f"{source}#")):
             return known

@@ -8,7 +8,8 @@ from langchain_core.documents import Document
 from langchain_core.messages import BaseMessage, HumanMessage
 from langchain_core.prompt_values import PromptValue
 from langchain_core.prompts import BasePromptTemplate
-from langchain_core.prompts.string import PromptTemplateFormat, formatter, get_template_variables
+from langchain_core.prompts.string import PromptTemplateFormat, get_template_variables
+from langchain_core.utils.formatting import formatter
 from pydantic import ConfigDict
 
 from cacheblend_rag.errors import ConfigError, PromptError
@@ -143,11 +144,11 @@ class PMLPromptTemplate(BasePromptTemplate[PMLPromptValue]):
         """Return the prompt for a model."""
         return self.format_prompt(**kwargs)
 
-    def format(self, **kwargs: Any) -> str:
+    def format(self, **kwargs: Any) -> str:  # type: ignore[override]  # as LangChain's own templates do
         """Return the prompt as plain text."""
         return self.format_prompt(**kwargs).to_string()
 
-    async def aformat(self, **kwargs: Any) -> str:
+    async def aformat(self, **kwargs: Any) -> str:  # type: ignore[override]
         """Return the prompt as plain text."""
         return self.format(**kwargs)
 

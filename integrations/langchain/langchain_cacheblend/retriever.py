@@ -13,13 +13,13 @@ from langchain_core.vectorstores import VectorStoreRetriever
 from pydantic import ConfigDict, Field
 
 from cacheblend_rag import BlendEngine
-from langchain_cacheblend.engines import check_engine
+from langchain_cacheblend.options import check_engine
 
 __all__ = ["BlendRetriever", "BlendVectorStoreRetriever"]
 
 
-def _prefetch(engine: BlendEngine, documents: Iterable[Document]) -> None:
-    engine.prefetch([document.id for document in documents if document.id])
+def _prefetch(holder: Any, documents: Iterable[Document]) -> None:
+    holder.engine.prefetch([document.id for document in documents if document.id])
 
 
 class BlendRetriever(BaseRetriever):
@@ -55,14 +55,14 @@ class BlendRetriever(BaseRetriever):
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
         documents = self.retriever.invoke(query, {"callbacks": run_manager.get_child()}, **kwargs)
-        _prefetch(self.engine, documents)
+        _prefetch(self, documents)
         return documents
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
         documents = await self.retriever.ainvoke(query, {"callbacks": run_manager.get_child()}, **kwargs)
-        await run_in_executor(None, _prefetch, self.engine, documents)
+        await run_in_executor(None, _prefetch, self, documents)
         return documents
 
 
@@ -73,17 +73,12 @@ class BlendVectorStoreRetriever(VectorStoreRetriever):
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
         documents = super()._get_relevant_documents(query, run_manager=run_manager, **kwargs)
-        _prefetch(self._engine, documents)
+        _prefetch(self.vectorstore, documents)
         return documents
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
         documents = await super()._aget_relevant_documents(query, run_manager=run_manager, **kwargs)
-        await run_in_executor(None, _prefetch, self._engine, documents)
+        await run_in_executor(None, _prefetch, self.vectorstore, documents)
         return documents
-
-    @property
-    def _engine(self) -> BlendEngine:
-        engine: BlendEngine = self.vectorstore.engine  # type: ignore[attr-defined]  # it is a BlendVectorStore
-        return engine

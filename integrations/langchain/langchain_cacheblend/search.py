@@ -1,19 +1,35 @@
-"""The searching half of a vector store around another."""
+"""The searching half of a vector store around another, with a warning of searches that show only some chunks of a document."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import VectorStore
 
-from langchain_cacheblend.filters import FilterWatch
-
 __all__ = ["SearchesInner"]
 
-_Scored = list[tuple[Document, float]]
+logger = logging.getLogger(__name__)
+
+# What stores call the argument, in their searches.
+_FILTERS = ("filter", "pre_filter", "where")
+
+
+def _through(name: str) -> Any:
+    """Return a method that searches the inner store by its own method of that name."""
+
+    @wraps(getattr(VectorStore, name), updated=())
+    def search(self: SearchesInner, *args: Any, **kwargs: Any) -> Any:
+        # Behind query and k stands the filter, where there is no `fetch_k`.
+        place = 2 if "marginal" not in name else 4
+        self._watch(kwargs | ({"filter": args[place]} if len(args) > place else {}))
+        return getattr(self.inner, name)(*args, **kwargs)
+
+    return search
 
 
 class SearchesInner(VectorStore):
@@ -24,12 +40,26 @@ class SearchesInner(VectorStore):
     inner : VectorStore
         The store that is searched.
     divides : frozenset of str or None
-        The metadata keys that a search may filter by without a warning; None: all.
+        The metadata keys that no document has two values of, by which a search may filter without a warning; None: all.
     """
 
     def __init__(self, inner: VectorStore, divides: frozenset[str] | None = None) -> None:
         self.inner = inner
-        self._filters = FilterWatch(divides)
+        self._divides = divides
+        self._warned: set[str] = set()
+
+    similarity_search = _through("similarity_search")
+    asimilarity_search = _through("asimilarity_search")
+    similarity_search_with_score = _through("similarity_search_with_score")
+    asimilarity_search_with_score = _through("asimilarity_search_with_score")
+    similarity_search_with_relevance_scores = _through("similarity_search_with_relevance_scores")
+    asimilarity_search_with_relevance_scores = _through("asimilarity_search_with_relevance_scores")
+    similarity_search_by_vector = _through("similarity_search_by_vector")
+    asimilarity_search_by_vector = _through("asimilarity_search_by_vector")
+    max_marginal_relevance_search = _through("max_marginal_relevance_search")
+    amax_marginal_relevance_search = _through("amax_marginal_relevance_search")
+    max_marginal_relevance_search_by_vector = _through("max_marginal_relevance_search_by_vector")
+    amax_marginal_relevance_search_by_vector = _through("amax_marginal_relevance_search_by_vector")
 
     @property
     def embeddings(self) -> Embeddings | None:
@@ -42,65 +72,42 @@ class SearchesInner(VectorStore):
     async def aget_by_ids(self, ids: Sequence[str], /) -> list[Document]:
         return await self.inner.aget_by_ids(ids)
 
-    def similarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
-        return self._searched(kwargs).similarity_search(query, k=k, **kwargs)
-
-    async def asimilarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
-        return await self._searched(kwargs).asimilarity_search(query, k=k, **kwargs)
-
-    def similarity_search_with_score(self, *args: Any, **kwargs: Any) -> _Scored:
-        return self._searched(kwargs, *args[2:]).similarity_search_with_score(*args, **kwargs)
-
-    async def asimilarity_search_with_score(self, *args: Any, **kwargs: Any) -> _Scored:
-        return await self._searched(kwargs, *args[2:]).asimilarity_search_with_score(*args, **kwargs)
-
-    def similarity_search_with_relevance_scores(self, query: str, k: int = 4, **kwargs: Any) -> _Scored:
-        return self._searched(kwargs).similarity_search_with_relevance_scores(query, k=k, **kwargs)
-
-    async def asimilarity_search_with_relevance_scores(self, query: str, k: int = 4, **kwargs: Any) -> _Scored:
-        return await self._searched(kwargs).asimilarity_search_with_relevance_scores(query, k=k, **kwargs)
-
-    def similarity_search_by_vector(self, embedding: list[float], k: int = 4, **kwargs: Any) -> list[Document]:
-        return self._searched(kwargs).similarity_search_by_vector(embedding, k=k, **kwargs)
-
-    async def asimilarity_search_by_vector(self, embedding: list[float], k: int = 4, **kwargs: Any) -> list[Document]:
-        return await self._searched(kwargs).asimilarity_search_by_vector(embedding, k=k, **kwargs)
-
-    def max_marginal_relevance_search(
-        self, query: str, k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
-    ) -> list[Document]:
-        return self._searched(kwargs).max_marginal_relevance_search(
-            query, k=k, fetch_k=fetch_k, lambda_mult=lambda_mult, **kwargs
-        )
-
-    async def amax_marginal_relevance_search(
-        self, query: str, k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
-    ) -> list[Document]:
-        return await self._searched(kwargs).amax_marginal_relevance_search(
-            query, k=k, fetch_k=fetch_k, lambda_mult=lambda_mult, **kwargs
-        )
-
-    def max_marginal_relevance_search_by_vector(
-        self, embedding: list[float], k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
-    ) -> list[Document]:
-        return self._searched(kwargs).max_marginal_relevance_search_by_vector(
-            embedding, k=k, fetch_k=fetch_k, lambda_mult=lambda_mult, **kwargs
-        )
-
-    async def amax_marginal_relevance_search_by_vector(
-        self, embedding: list[float], k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
-    ) -> list[Document]:
-        return await self._searched(kwargs).amax_marginal_relevance_search_by_vector(
-            embedding, k=k, fetch_k=fetch_k, lambda_mult=lambda_mult, **kwargs
-        )
-
     def _select_relevance_score_fn(self) -> Callable[[float], float]:
         return self.inner._select_relevance_score_fn()
 
     def _get_retriever_tags(self) -> list[str]:
         return [type(self).__name__, *self.inner._get_retriever_tags()]
 
-    def _searched(self, arguments: dict[str, Any], *more: Any) -> VectorStore:
-        """Return the inner store, to be searched with these arguments; behind query and k stands the filter."""
-        self._filters.see(arguments | ({"filter": more[0]} if more else {}))
-        return self.inner
+    def _watch(self, arguments: Mapping[str, Any]) -> None:
+        """Warn of a search that filters by something that does not divide documents, once for each key."""
+        given = [arguments[name] for name in _FILTERS if arguments.get(name) is not None]
+        if self._divides is None or not given:
+            return
+        for key in _keys(given):
+            if key in self._divides or key in self._warned:
+                continue
+            self._warned.add(key)
+            logger.warning(
+                "a search filters by %s, which is not declared as a boundary. The KV of a chunk carries traces of the document "
+                "it stands in, so an answer from chunks that a reader may see can show something of others, in the same "
+                "document, which the filter keeps from that reader. If that is what the filter is for, make the store with "
+                "boundary=[...] naming the metadata key (no chunk is then encoded behind one of another value) or with "
+                'context="none", and add or warm the documents again; else nothing is to be done (this is said once for each '
+                "key)",
+                key,
+            )
+
+
+def _keys(given: Any) -> Iterator[str]:
+    """Yield the metadata keys that a filter names, or a word for a filter that cannot be looked into."""
+    if isinstance(given, Mapping):
+        for key, value in given.items():
+            if not str(key).startswith("$"):
+                yield str(key)
+            else:
+                yield from _keys(value)
+    elif isinstance(given, list | tuple):
+        for each in given:
+            yield from _keys(each)
+    elif given is not None:
+        yield f"a {type(given).__name__}"

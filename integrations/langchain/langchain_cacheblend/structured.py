@@ -1,33 +1,35 @@
-"""Answers in a given form: the schema that is asked for, and how the answer is read."""
+"""Answers in a given form: the schema that is asked for, the grammar that holds an answer to it, and how it is read."""
 
 from __future__ import annotations
 
 import json
+import threading
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
 from langchain_core.exceptions import OutputParserException
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage
 from langchain_core.utils.function_calling import convert_to_json_schema
 from langchain_core.utils.pydantic import is_basemodel_subclass
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.hf import from_tokenizer
 from pydantic import BaseModel
+from transformers import LogitsProcessor
 
+from cacheblend_rag import BlendEngine
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["AnswerForm", "requested_schema", "with_schema"]
+__all__ = ["AnswerForm", "Guide", "json_grammar", "requested_schema", "with_schema"]
 
 _SHOWN = "\n\nAnswer with JSON of this schema and nothing else:\n"
 
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """What an answer has to be.
-
-    Parameters
-    ----------
-    schema : type or dict
-        A pydantic model, a TypedDict, or a JSON schema.
-    """
+    """What an answer has to be: a pydantic model, a TypedDict, or a JSON schema."""
 
     schema: Any
 
@@ -46,13 +48,7 @@ class AnswerForm:
         return schema
 
     def parse(self, message: BaseMessage) -> Any:
-        """Return an answer as an object of the pydantic model, or as a dict.
-
-        Raises
-        ------
-        OutputParserException
-            If the answer is no such JSON; the message shows it and says why.
-        """
+        """Return an answer as an object of the pydantic model, or as a dict; `OutputParserException` says why not."""
         text = _unfenced(message.text)
         try:
             return self._read(json.loads(text))
@@ -78,13 +74,7 @@ class AnswerForm:
 
 
 def requested_schema(response_format: Any) -> dict[str, Any]:
-    """Return the JSON schema that OpenAI's ``response_format`` asks for.
-
-    Raises
-    ------
-    ConfigError
-        If it is of no known form.
-    """
+    """Return the JSON schema that OpenAI's ``response_format`` asks for; `ConfigError` if it is of no known form."""
     kind = response_format.get("type") if isinstance(response_format, dict) else None
     if kind == "json_object":
         return {"type": "object"}
@@ -114,3 +104,95 @@ def _unfenced(text: str) -> str:
     lines = text.strip().split("\n")
     fenced = len(lines) > 2 and lines[0].startswith("```") and lines[-1].strip() == "```"
     return "\n".join(lines[1:-1]) if fenced else text.strip()
+
+
+def json_grammar(schema: dict[str, Any], before: str = "", after: str = "") -> str:
+    """Return the grammar of the JSON texts that fit a schema, with `before` and `after` around them.
+
+    `ConfigError` if the schema holds what cannot be enforced.
+    """
+    # Compact but for one blank behind separators, as models write JSON; endless whitespace would be JSON too.
+    schema = _closed(schema) | {
+        "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    }
+    around = [json.dumps(text) if text else "" for text in (before, after)]
+    grammar = LLMatcher.grammar_from_lark(f"start: {around[0]} json {around[1]}\njson: %json {json.dumps(schema)}")
+    problem = LLMatcher.validate_grammar(grammar)
+    if problem:
+        raise ConfigError(f"this JSON schema cannot be enforced: {problem}; leave that part out of the schema")
+    return grammar
+
+
+class Guide(LogitsProcessor):
+    """Lets a generation write only what a grammar allows, and end only where it may end.
+
+    `ConfigError` if the tokenizer's tokens cannot be taken apart into bytes.
+    """
+
+    def __init__(self, engine: BlendEngine, grammar: str) -> None:
+        self._vocabulary = _vocabulary(engine)
+        self._grammar = grammar
+        self._matchers: list[LLMatcher] = []
+        self._read = 0
+        self._prompt_len = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return the scores, ``(batch, vocab)``, with those of tokens that may not follow at minus infinity."""
+        if not self._matchers or input_ids.shape[1] <= self._prompt_len:
+            # The first token of an answer; after damaged KV the same prompt comes again.
+            self._matchers = [LLMatcher(self._vocabulary, self._grammar) for _ in range(input_ids.shape[0])]
+            self._prompt_len = self._read = input_ids.shape[1]
+        allowed = np.zeros((len(self._matchers), self._vocabulary.vocab_size), np.bool_)
+        for row, matcher in enumerate(self._matchers):
+            for token in input_ids[row, self._read :].tolist():
+                if not matcher.is_stopped():
+                    matcher.consume_token(token)
+            if matcher.is_stopped():
+                allowed[row, self._vocabulary.eos_tokens] = True
+            else:
+                bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+                allowed[row] = np.unpackbits(bits, bitorder="little")[: allowed.shape[1]]
+        self._read = input_ids.shape[1]
+        mask = torch.zeros(scores.shape, dtype=torch.bool)
+        width = min(scores.shape[1], allowed.shape[1])
+        mask[:, :width] = torch.from_numpy(allowed[:, :width])
+        return scores.masked_fill(~mask.to(scores.device), -torch.inf)
+
+
+def _closed(schema: Any) -> Any:
+    """Return a JSON schema whose objects have no other properties than those it names, unless it says that they may."""
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {
+        # Below these stand names of the user, and values.
+        name: {key: _closed(value) for key, value in each.items()}
+        if name in ("properties", "$defs", "definitions") and isinstance(each, dict)
+        else each
+        if name in ("const", "enum", "default", "examples")
+        else _closed(each)
+        for name, each in schema.items()
+    }
+    return {"additionalProperties": False} | closed if "properties" in schema else closed
+
+
+# Taking a vocabulary of 150,000 tokens apart takes about a second, so it is done once for each engine.
+_vocabularies: weakref.WeakKeyDictionary[BlendEngine, LLTokenizer] = weakref.WeakKeyDictionary()
+_vocabularies_lock = threading.Lock()
+
+
+def _vocabulary(engine: BlendEngine) -> LLTokenizer:
+    with _vocabularies_lock:
+        vocabulary = _vocabularies.get(engine)
+        if vocabulary is None:
+            ends = engine.model.generation_config.eos_token_id
+            try:
+                vocabulary = from_tokenizer(engine.tokenizer, eos_token=ends, slices=[])
+            except ValueError as error:
+                raise ConfigError(
+                    f"answers of this model cannot be held to a form: its tokenizer, a {type(engine.tokenizer).__name__}, cannot "
+                    f"be taken apart ({error}); ask for the form in words and parse the text"
+                ) from error
+            _vocabularies[engine] = vocabulary
+        return vocabulary

@@ -18,8 +18,7 @@ from langchain_core.messages import (
 
 from cacheblend_rag import Chunk
 from cacheblend_rag.errors import ConfigError, PromptError
-from langchain_cacheblend.content import parts_of
-from langchain_cacheblend.documents import as_chunks, documents_to_blocks
+from langchain_cacheblend.documents import as_chunks, documents_to_blocks, parts_of
 from langchain_cacheblend.holes import Holes, PromptText
 
 __all__ = ["knows_tools", "render_chat", "render_text"]
@@ -46,24 +45,10 @@ def render_chat(
     tools: Sequence[dict[str, Any]] = (),
     documents: Sequence[Document] = (),
 ) -> list[str | Chunk]:
-    """Render messages by the tokenizer's chat template, up to where the answer begins.
+    """Render messages by the tokenizer's chat template, up to where the answer begins, as text and documents.
 
-    Parameters
-    ----------
-    tokenizer : Any
-        The model's tokenizer.
-    messages : sequence of BaseMessage
-        The conversation.
-    tools : sequence of dict
-        Tools in OpenAI's form.
-    documents : sequence of Document
-        Documents beside the conversation. They stand where the template shows documents, or else, where it knows none, before
-        the text of the last message of the user.
-
-    Returns
-    -------
-    list of str or Chunk
-        Text, and the documents.
+    `documents` are those beside the conversation. They stand where the template shows documents, or else, where it knows none,
+    before the text of the last message of the user.
 
     Raises
     ------
@@ -75,14 +60,19 @@ def render_chat(
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError("this model's tokenizer has no chat template; set tokenizer.chat_template, or use BlendLLM")
-    if (tools or any(map(_is_about_tools, messages))) and not knows_tools(tokenizer):
+    is_about_tools = tools or any(
+        isinstance(each, ToolMessage)
+        or (isinstance(each, AIMessage) and bool(each.tool_calls or each.invalid_tool_calls))
+        for each in messages
+    )
+    if is_about_tools and not knows_tools(tokenizer):
         raise PromptError(
             "this model's chat template has no tools, so neither tools nor their calls and results can be shown to it; put what "
             "a tool returned into a message of the user, or take a model that has learnt to call tools"
         )
     holes = Holes()
     variables: dict[str, Any] = {"tools": list(tools)} if tools else {}
-    chunks = as_chunks(documents)
+    chunks = as_chunks(documents) if documents else []
     if chunks and _shows_probe(tokenizer, documents=[{"title": "", "text": _PROBE}]):
         titles = [str(document.metadata.get("title", "")) for document in documents if document.page_content]
         variables["documents"] = [
@@ -103,17 +93,7 @@ def render_chat(
 def render_text(messages: Sequence[BaseMessage], documents: Sequence[Document] = ()) -> PromptText:
     """Write messages as one text, as LangChain does it for models that take a string, without losing documents.
 
-    Parameters
-    ----------
-    messages : sequence of BaseMessage
-        The conversation.
-    documents : sequence of Document
-        Documents, which stand before the text of the last message of the user.
-
-    Raises
-    ------
-    PromptError
-        If a message holds something else than text and documents.
+    `documents` stand before the text of the last message of the user.
     """
     holes = Holes()
     if as_chunks(documents):
@@ -146,14 +126,14 @@ def _with_documents(messages: Sequence[BaseMessage], documents: Sequence[Documen
     raise PromptError("documents= needs a message of the user to stand in; there is none among the messages")
 
 
-def _is_about_tools(message: BaseMessage) -> bool:
-    return isinstance(message, ToolMessage) or (
-        isinstance(message, AIMessage) and bool(message.tool_calls or message.invalid_tool_calls)
-    )
-
-
 def _turn(message: BaseMessage, holes: Holes, names: dict[str | None, str]) -> dict[str, Any]:
-    turn: dict[str, Any] = {"role": _role(message), "content": holes.text(parts_of(message))}
+    named = (name for kind, name in _ROLES if isinstance(message, kind))
+    role = message.role if isinstance(message, ChatMessage) else next(named, None)
+    if role is None:
+        raise PromptError(
+            f"a {type(message).__name__} is no part of a conversation that ChatBlend can show to its model"
+        )
+    turn: dict[str, Any] = {"role": role, "content": holes.text(parts_of(message))}
     if isinstance(message, ToolMessage):
         turn["tool_call_id"] = message.tool_call_id
         name = message.name or names.get(message.tool_call_id)
@@ -165,12 +145,3 @@ def _turn(message: BaseMessage, holes: Holes, names: dict[str | None, str]) -> d
             for call in message.tool_calls
         ]
     return turn
-
-
-def _role(message: BaseMessage) -> str:
-    if isinstance(message, ChatMessage):
-        return message.role
-    for kind, role in _ROLES:
-        if isinstance(message, kind):
-            return role
-    raise PromptError(f"a {type(message).__name__} is no part of a conversation that ChatBlend can show to its model")

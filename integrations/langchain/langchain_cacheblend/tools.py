@@ -16,7 +16,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_core.utils.json import parse_partial_json
 
 from cacheblend_rag.errors import ConfigError
-from langchain_cacheblend.guide import json_grammar
+from langchain_cacheblend.structured import json_grammar
 
 __all__ = ["ToolGate", "ToolReply", "as_functions", "call_grammar", "chosen_tools", "parse_calls", "unreadable"]
 
@@ -30,17 +30,7 @@ _XML_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.
 
 @dataclass
 class ToolReply:
-    """A model's answer where it may call tools.
-
-    Attributes
-    ----------
-    text : str
-        What it says beside the calls.
-    calls : list of ToolCall
-        Its calls.
-    invalid : list of InvalidToolCall
-        What begins like a call and cannot be read.
-    """
+    """A model's answer where it may call tools: its text beside the calls, the calls, and what begins like one but is none."""
 
     text: str
     calls: list[ToolCall] = field(default_factory=list)
@@ -48,13 +38,7 @@ class ToolReply:
 
 
 def as_functions(tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return tools in OpenAI's form.
-
-    Raises
-    ------
-    ConfigError
-        If one is no function, but something that a provider of models runs by itself.
-    """
+    """Return tools in OpenAI's form; `ConfigError` if one is no function but run by a provider of models itself."""
     shown = [convert_to_openai_tool(tool) for tool in tools]
     for each in shown:
         if not isinstance(each.get("function"), dict):
@@ -66,19 +50,9 @@ def as_functions(tools: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def chosen_tools(tools: Sequence[dict[str, Any]], choice: Any) -> tuple[list[dict[str, Any]], bool]:
-    """Return which of the tools the model may call, and whether it has to call one.
+    """Return which of the tools the model may call, and whether it has to call one; `ConfigError` if there is none such.
 
-    Parameters
-    ----------
-    tools : sequence of dict
-        Tools in OpenAI's form.
-    choice : Any
-        "auto" or None, "none" or False, "any", "required" or True, or a tool: its name, or OpenAI's form of it.
-
-    Raises
-    ------
-    ConfigError
-        If there is no such tool.
+    `choice` is "auto" or None, "none" or False, "any", "required" or True, or a tool: its name, or OpenAI's form of it.
     """
     if choice is None or choice == "auto":
         return list(tools), False
@@ -116,24 +90,11 @@ def call_grammar(tools: Sequence[dict[str, Any]], template: str) -> str:
 
 
 def parse_calls(text: str, *, is_cut: bool = False, must_call: bool = False) -> ToolReply:
-    """Read the tool calls in an answer.
+    """Read the tool calls in an answer; where there are none, it is the text as it is.
 
     The forms are those that models write: JSON or XML between ``<tool_call>`` tags, JSON alone (one object, several with ``;``
     between them, or a list), with ``arguments`` or ``parameters``, ``[TOOL_CALLS]`` before a list, and a list of Python calls.
-
-    Parameters
-    ----------
-    text : str
-        The answer.
-    is_cut : bool
-        Whether it ended because it had as many tokens as it was allowed.
-    must_call : bool
-        Whether it had to be a call, so that whatever it is, it is no text.
-
-    Returns
-    -------
-    ToolReply
-        The calls and the text beside them; where there are none, the text as it is.
+    `is_cut` says that the answer had as many tokens as it was allowed, `must_call` that whatever it is, it is no text.
     """
     reply = _read(text, is_cut)
     if must_call and not reply.calls and not reply.invalid:

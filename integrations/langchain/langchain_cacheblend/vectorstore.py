@@ -14,14 +14,13 @@ from langchain_core.vectorstores import VectorStore
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.engine import AddJob, AddResult
 from cacheblend_rag.errors import ConfigError
-from langchain_cacheblend.engines import check_engine
-from langchain_cacheblend.keeper import ChunkKeeper
+from langchain_cacheblend.keeper import ChunkKeeper, Inventory, Siblings
+from langchain_cacheblend.options import check_engine
 from langchain_cacheblend.places import DOCUMENT_KEYS, DocumentPlaces
 from langchain_cacheblend.retriever import BlendVectorStoreRetriever
 from langchain_cacheblend.search import SearchesInner
-from langchain_cacheblend.siblings import Siblings
 
-__all__ = ["BlendVectorStore"]
+__all__ = ["BlendVectorStore", "warm"]
 
 
 class BlendVectorStore(SearchesInner):
@@ -139,12 +138,12 @@ class BlendVectorStore(SearchesInner):
 
     def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
         """Add documents to the inner store, then encode them; see `add_texts`."""
-        return self._encode_documents(self.inner.add_documents(documents, **kwargs), documents)
+        return self._encode(self.inner.add_documents(documents, **kwargs), *_of(documents))
 
     async def aadd_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
         """Add documents to the inner store, then encode them in another thread."""
         given = await self.inner.aadd_documents(documents, **kwargs)
-        return await run_in_executor(None, self._encode_documents, given, documents)
+        return await run_in_executor(None, self._encode, given, *_of(documents))
 
     def update_document(self, document_id: str, document: Document) -> None:
         """Replace a document, in stores that have this method."""
@@ -153,7 +152,7 @@ class BlendVectorStore(SearchesInner):
     def update_documents(self, ids: list[str], documents: list[Document]) -> None:
         """Replace documents, in stores that have this method."""
         self._inner_method("update_documents")(ids, documents)
-        self._encode_documents(ids, documents)
+        self._encode(ids, *_of(documents))
 
     @classmethod
     def from_texts(
@@ -314,15 +313,65 @@ class BlendVectorStore(SearchesInner):
             )
         return method
 
-    def _encode_documents(self, ids: list[str], documents: Sequence[Document]) -> list[str]:
-        texts = [document.page_content for document in documents]
-        return self._encode(ids, texts, [document.metadata for document in documents])
-
     def _encode(
         self, ids: list[str], texts: Sequence[str], metadatas: Sequence[dict[str, Any]] | None = None
     ) -> list[str]:
         if len(ids) != len(texts):
             name = type(self.inner).__name__
             raise ConfigError(f"{name} gave {len(ids)} ids for {len(texts)} texts, so the chunks cannot be named")
-        self.encode(ids, texts, metadatas)
+        self._keeper.encode(ids, texts, metadatas, None, background=self.background)
         return ids
+
+
+def _of(documents: Sequence[Document]) -> tuple[list[str], list[dict[str, Any]]]:
+    return [document.page_content for document in documents], [document.metadata for document in documents]
+
+
+def warm(
+    store: BlendVectorStore,
+    text_of: Callable[[Document], str] | None = None,
+    *,
+    ids: Sequence[str] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> AddResult | AddJob:
+    """Encode the documents that a vector store has already, or that came to it by another way.
+
+    What is encoded already is not encoded again, so it can be called at every start. Chunks of documents that the store has no
+    longer are no business of this.
+
+    Parameters
+    ----------
+    store : BlendVectorStore
+        The store; with ``background=True`` the documents are encoded in the background.
+    text_of : callable, optional
+        Gives the text that the model will see for a document, where that is another than its ``page_content``.
+    ids : sequence of str, optional
+        Only these documents; needed in stores that cannot list what they have (Chroma, InMemory and FAISS can).
+    progress : callable, optional
+        Called with the number of finished documents and of all, after each batch.
+
+    Returns
+    -------
+    AddResult or AddJob
+        What was done, or in the background what will say it.
+
+    Raises
+    ------
+    ConfigError
+        If the store is no `BlendVectorStore`, cannot list its documents, or documents have no ids.
+    """
+    if not isinstance(store, BlendVectorStore):
+        raise ConfigError(
+            f"warm takes a BlendVectorStore, and this is a {type(store).__name__}; wrap it: BlendVectorStore(store, engine=...)"
+        )
+    documents = store.places.in_reading_order(Inventory(store.inner).documents(ids))
+    nameless = sum(not document.id for document in documents)
+    if nameless:
+        raise ConfigError(
+            f"{nameless} of the {len(documents)} documents of this {type(store.inner).__name__} have no id, so that their chunks "
+            "cannot be named; add them again with ids"
+        )
+    texts, metadatas = _of(documents)
+    if text_of is not None:
+        texts = [text_of(document) for document in documents]
+    return store.encode([str(document.id) for document in documents], texts, metadatas, progress)

@@ -2,26 +2,106 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import asyncio
+from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
+from llama_index.core.async_utils import asyncio_run
 from llama_index.core.base.base_retriever import BaseRetriever
-from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.base.llms.types import ChatMessage, MessageRole
+from llama_index.core.base.response.schema import RESPONSE_TYPE, AsyncStreamingResponse, StreamingResponse
 from llama_index.core.chat_engine import CondensePlusContextChatEngine, ContextChatEngine
 from llama_index.core.chat_engine.types import AgentChatResponse, StreamingAgentChatResponse
 from llama_index.core.memory import BaseMemory, Memory
+from llama_index.core.schema import NodeWithScore, QueryType
 from llama_index.core.settings import Settings
+from llama_index.core.storage.chat_store.base_db import MessageStatus
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import Conversation
-from cacheblend_rag.errors import ConfigError
-from llama_index_cacheblend.chat_turn import Turn, TurnSynthesizer
+from cacheblend_rag.errors import CacheBlendError, ConfigError
 from llama_index_cacheblend.llm import BlendLLM
 from llama_index_cacheblend.retriever import BlendRetriever
+from llama_index_cacheblend.synthesizer import BlendSynthesizer
 
-__all__ = ["BlendCondensePlusContextChatEngine", "BlendContextChatEngine"]
+__all__ = ["BlendCondensePlusContextChatEngine", "BlendContextChatEngine", "take_back"]
+
+R = TypeVar("R", AgentChatResponse, StreamingAgentChatResponse)
+
+
+@dataclass
+class _Turn:
+    """One turn of a chat: its synthesizer's response, once it is there."""
+
+    answered: RESPONSE_TYPE | None = None
+
+    def complete(self, response: R) -> R:
+        """Give the chat engine's response the metadata and source nodes of the synthesizer's."""
+        if self.answered is not None:
+            response.metadata = self.answered.metadata  # type: ignore[attr-defined]
+            response.source_nodes = self.answered.source_nodes
+        if isinstance(response, StreamingAgentChatResponse):
+            _end_when_cancelled(response)
+        return response
+
+
+class _TurnSynthesizer(BlendSynthesizer):
+    """Answers one turn, and keeps the memory, into which LlamaIndex puts the message before a streamed answer begins, free of
+    messages without an answer.
+    """
+
+    # A chat engine makes the template of each turn of what was said before.
+    _keeps_head = False
+
+    def __init__(self, turn: _Turn, memory: BaseMemory, **options: Any) -> None:
+        super().__init__(**options)
+        self._turn = turn
+        self._memory = memory
+
+    def synthesize(
+        self,
+        query: QueryType,
+        nodes: list[NodeWithScore],
+        additional_source_nodes: Sequence[NodeWithScore] | None = None,
+        **response_kwargs: Any,
+    ) -> RESPONSE_TYPE:
+        response = super().synthesize(query, nodes, additional_source_nodes, **response_kwargs)
+        if isinstance(response, StreamingResponse):
+            response.response_gen = self._guarded(response.response_gen, str(query))
+        self._turn.answered = response
+        return response
+
+    async def asynthesize(
+        self,
+        query: QueryType,
+        nodes: list[NodeWithScore],
+        additional_source_nodes: Sequence[NodeWithScore] | None = None,
+        **response_kwargs: Any,
+    ) -> RESPONSE_TYPE:
+        response = await super().asynthesize(query, nodes, additional_source_nodes, **response_kwargs)
+        if isinstance(response, AsyncStreamingResponse):
+            response.response_gen = self._aguarded(response.response_gen, str(query))
+        self._turn.answered = response
+        return response
+
+    def _guarded(self, pieces: Generator[str, None, None], message: str) -> Generator[str, None, None]:
+        try:
+            yield from pieces
+        except BaseException:
+            take_back(self._memory, message)
+            raise
+
+    async def _aguarded(self, pieces: AsyncGenerator[str, None], message: str) -> AsyncGenerator[str, None]:
+        try:
+            async with aclosing(pieces):
+                async for piece in pieces:
+                    yield piece
+        except BaseException:
+            await _atake_back(self._memory, message)
+            raise
 
 
 class _BlendChat:
@@ -35,11 +115,14 @@ class _BlendChat:
         self, retriever: BaseRetriever, llm: Any, *args: Any, config: BlendConfig | None = None, **kwargs: Any
     ) -> None:
         model = _blend_llm(llm)
-        self._config = _checked(model, config)
+        if config is not None:
+            # A wrong setting is said now and not by the first message.
+            model.engine.check_config(config)
+        self._config = config
         self._conversation = model.engine.conversation()
         self._condensing = model.engine.conversation()
         self._talking = model.in_conversation(self._conversation)
-        self._turns: ContextVar[Turn] = ContextVar("turn")
+        self._turns: ContextVar[_Turn] = ContextVar("turn")
         if kwargs.get("node_postprocessors") and not isinstance(retriever, BlendRetriever):
             retriever = BlendRetriever(retriever, model)
         # What LlamaIndex asks the model besides the answer, for a condensed question, makes a conversation of its own.
@@ -83,6 +166,8 @@ class _BlendChat:
             If the language model cannot blend.
         """
         model = _blend_llm(Settings.llm if llm is None else llm)
+        if config is not None:
+            model.engine.check_config(config)
         if memory is None:
             window = model.metadata.context_window
             memory = Memory.from_defaults(
@@ -91,7 +176,7 @@ class _BlendChat:
                 tokenizer_fn=model.engine.tokenizer.encode,
             )
         made = super().from_defaults(retriever, chat_history=chat_history, memory=memory, llm=model, **kwargs)  # type: ignore[misc]
-        made._config = _checked(model, config)
+        made._config = config
         return made
 
     @property
@@ -151,17 +236,17 @@ class _BlendChat:
         self._condensing.reset()
 
     @contextmanager
-    def _turning(self) -> Iterator[Turn]:
-        turn = Turn()
+    def _turning(self) -> Iterator[_Turn]:
+        turn = _Turn()
         token = self._turns.set(turn)
         try:
             yield turn
         finally:
             self._turns.reset(token)
 
-    def _get_response_synthesizer(self, chat_history: list[ChatMessage], streaming: bool = False) -> TurnSynthesizer:
+    def _get_response_synthesizer(self, chat_history: list[ChatMessage], streaming: bool = False) -> _TurnSynthesizer:
         own = super()._get_response_synthesizer(chat_history, streaming)  # type: ignore[misc]
-        return TurnSynthesizer(
+        return _TurnSynthesizer(
             self._turns.get(),
             self._memory,  # type: ignore[attr-defined]
             llm=self._talking,
@@ -173,7 +258,7 @@ class _BlendChat:
         )
 
 
-class BlendContextChatEngine(_BlendChat, ContextChatEngine):
+class BlendContextChatEngine(_BlendChat, ContextChatEngine):  # type: ignore[misc]
     """LlamaIndex's `ContextChatEngine`, whose context is blended and whose turns reuse what was computed before.
 
     Each message retrieves a context, which stands in the system message before the history. Tokens that stand where they stood
@@ -198,19 +283,12 @@ class BlendContextChatEngine(_BlendChat, ContextChatEngine):
     """
 
 
-class BlendCondensePlusContextChatEngine(_BlendChat, CondensePlusContextChatEngine):
+class BlendCondensePlusContextChatEngine(_BlendChat, CondensePlusContextChatEngine):  # type: ignore[misc]
     """LlamaIndex's `CondensePlusContextChatEngine`, whose context is blended and whose turns reuse what was computed before.
 
     As `BlendContextChatEngine`, but a message is first made a question of its own, by the model and the history, and that
     question retrieves. Parameters and errors are the same, `CondensePlusContextChatEngine` in the place of `ContextChatEngine`.
     """
-
-
-def _checked(model: BlendLLM, config: BlendConfig | None) -> BlendConfig | None:
-    """Return settings, of which a wrong one is said now and not by the first message."""
-    if config is not None:
-        model.engine.check_config(config)
-    return config
 
 
 def _blend_llm(llm: Any) -> BlendLLM:
@@ -220,3 +298,51 @@ def _blend_llm(llm: Any) -> BlendLLM:
             'llm=BlendLLM(model="reference"), or set Settings.llm to one'
         )
     return llm
+
+
+def _end_when_cancelled(response: StreamingAgentChatResponse) -> None:
+    """Tell who reads a response that the task which writes it was cancelled; LlamaIndex would let them wait for ever."""
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if task.cancelled():
+            response.exception = CacheBlendError(
+                "the task that wrote this answer was cancelled, so the answer is not whole; ask again"
+            )
+            response.aput_in_queue("")
+
+    if response.awrite_response_to_history_task is not None:
+        response.awrite_response_to_history_task.add_done_callback(ended)
+
+
+def take_back(memory: BaseMemory, message: str) -> None:
+    """Remove the last message of a memory if it is this one of the user; what `Memory` has archived stays archived."""
+    if isinstance(memory, Memory):
+        asyncio_run(_remove_last(memory, message))
+        return
+    history = memory.get_all()
+    if _ends_with(history, message):
+        memory.set(history[:-1])
+
+
+async def _atake_back(memory: BaseMemory, message: str) -> None:
+    """Do what `take_back` does."""
+    if isinstance(memory, Memory):
+        await _remove_last(memory, message)
+        return
+    history = await memory.aget_all()
+    if _ends_with(history, message):
+        await memory.aset(history[:-1])
+
+
+async def _remove_last(memory: Memory, message: str) -> None:
+    # `Memory.set` would make active again what was archived for want of room, and the store removes no newest message.
+    active = await memory.aget_all(MessageStatus.ACTIVE)
+    if not _ends_with(active, message):
+        return
+    await memory.areset(MessageStatus.ACTIVE)
+    if active[:-1]:
+        await memory.sql_store.add_messages(memory.session_id, active[:-1], status=MessageStatus.ACTIVE)
+
+
+def _ends_with(history: Sequence[ChatMessage], message: str) -> bool:
+    return bool(history) and history[-1].role == MessageRole.USER and history[-1].content == message

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
-from llama_index.core.prompts import BasePromptTemplate
+from llama_index.core.prompts import BasePromptTemplate, ChatPromptTemplate, PromptTemplate, SelectorPromptTemplate
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk, FixedText, Segment, text_hash
 from cacheblend_rag.errors import PromptTooLongError
 from cacheblend_rag.pml.fill import plain_text
-from llama_index_cacheblend.fixed import is_fixed
 from llama_index_cacheblend.llm import BlendLLM
 from llama_index_cacheblend.nodes import SEPARATOR
 from llama_index_cacheblend.pml import PMLPromptTemplate
@@ -28,22 +28,10 @@ logger = logging.getLogger(__name__)
 class ContextPrompt:
     """A question and its context, ready for the model.
 
-    Attributes
-    ----------
-    text : str
-        The whole prompt as text, as an unblended call would give it to the model.
-    messages : list of ChatMessage or None
-        The messages it was written from, if the model is a chat model.
-    context : str
-        What was filled in for the context.
-    blend : BlendPrompt
-        The same prompt with its chunks told apart.
-    left_over : tuple of Chunk
-        Chunks for further prompts, if there are to be some: from the first for which there was no room on.
-    dropped : tuple of Chunk
-        Chunks for which there is no room, in further prompts either.
-    fallback_reason : str or None
-        Why the chunks could not be told apart, in which case the prompt is computed as a whole.
+    `text` is the whole prompt as an unblended call would give it to the model, `messages` what it was written from if that is a
+    chat model, `context` what was filled in for the context, and `blend` the same prompt with its chunks told apart. Where
+    `fallback_reason` says why they could not be, the prompt is computed as a whole. `left_over` are the chunks from the first on
+    for which there was no room, if there are to be further prompts; for `dropped` there is no room in those either.
     """
 
     text: str
@@ -67,34 +55,11 @@ def make_context_prompt(
     structured: bool = False,
     keeps_head: bool = False,
 ) -> ContextPrompt:
-    """Fill a template with chunks as its context.
+    """Fill a template with chunks, the most important first, as its context; `values` are its other variables.
 
-    Parameters
-    ----------
-    llm : BlendLLM
-        The model, whose chat template counts.
-    template : BasePromptTemplate
-        A template with a variable for the context.
-    chunks : sequence of Chunk
-        The context, the most important chunk first.
-    values : dict
-        The template's other variables.
-    variable : str
-        The variable for the context.
-    limit : int, optional
-        Most tokens of the prompt.
-    refines : bool
-        Whether further prompts take, in order, what this one has no room for.
-    structured : bool
-        Whether the template asks for an object.
-    keeps_head : bool
-        Whether what stands before the context is declared fixed, where it is certain that the template alone writes it.
-
-    Returns
-    -------
-    ContextPrompt
-        The prompt. It holds all chunks for which there is room, whole and in their order; where it `refines`, those up to the
-        first that has to wait for the next prompt.
+    The prompt holds all chunks for which there is room in `limit` tokens, whole and in their order; where it `refines`, those up
+    to the first that has to wait for the next prompt. With `keeps_head`, what stands before the context is declared fixed, where
+    it is certain that the template alone writes it.
 
     Raises
     ------
@@ -106,13 +71,20 @@ def make_context_prompt(
     # The template is filled twice: where a mark that nobody can have written comes out, the context comes out too.
     mark = f"CACHEBLEND-{uuid.uuid4().hex}"
     parts = llm.render(template, structured, **values, **{variable: mark})[0].split(mark)
-    kept, left_over, dropped = _fitting(llm, parts, chunks, limit, refines)
-    context = SEPARATOR.join(chunk.text for chunk in kept)
+    context = SEPARATOR.join(chunk.text for chunk in chunks)
     text, messages = llm.render(template, structured, **values, **{variable: context})
+    kept = chunks
+    left_over: tuple[Chunk, ...] = ()
+    dropped: tuple[Chunk, ...] = ()
+    # A token has a byte at least, so most prompts need not be counted.
+    if limit is not None and len(text.encode("utf-8", "surrogatepass")) >= limit and len(parts) > 1 and chunks:
+        kept, left_over, dropped = _fitting(llm, parts, chunks, limit, refines)
+        context = SEPARATOR.join(chunk.text for chunk in kept)
+        text, messages = llm.render(template, structured, **values, **{variable: context})
     # A template's function, output parser or prompt function may change the context instead of just placing it.
     if len(parts) > 1 and context.join(parts) == text:
         segments = _segments(parts, kept)
-        if keeps_head and kept and parts[0] and is_fixed(llm, template, values, variable, structured, parts[0]):
+        if keeps_head and kept and parts[0] and _is_fixed(llm, template, values, variable, structured, parts[0]):
             segments[0] = FixedText(parts[0])
         return ContextPrompt(text, messages, context, BlendPrompt(segments=segments), left_over, dropped)
     what = f"changes {{{variable}}}" if len(parts) > 1 else f"has no {{{variable}}}, or changes it"
@@ -180,12 +152,10 @@ def _segments(parts: Sequence[str], chunks: Sequence[Chunk]) -> list[Segment]:
 
 
 def _fitting(
-    llm: BlendLLM, parts: Sequence[str], chunks: Sequence[Chunk], limit: int | None, refines: bool
+    llm: BlendLLM, parts: Sequence[str], chunks: Sequence[Chunk], limit: int, refines: bool
 ) -> tuple[Sequence[Chunk], tuple[Chunk, ...], tuple[Chunk, ...]]:
     """Return the chunks for which a prompt of `limit` tokens has room beside its other text, those that wait, and the others."""
     times = len(parts) - 1
-    if limit is None or not times or not chunks:
-        return chunks, (), ()
     ids = llm.engine.tokenizer
     around = 1 + sum(len(ids(part, add_special_tokens=False)["input_ids"]) for part in parts if part)
     room = limit - around
@@ -232,3 +202,30 @@ def _sizes(llm: BlendLLM, chunks: Sequence[Chunk]) -> list[int]:
         else:
             sizes.append(len(llm.engine.tokenizer(chunk.text, add_special_tokens=False)["input_ids"]))
     return sizes
+
+
+def _is_fixed(
+    llm: BlendLLM, template: BasePromptTemplate, variables: Iterable[str], context: str, structured: bool, head: str
+) -> bool:
+    """Return whether all that a prompt begins with, up to its context, is written by its template and nobody else.
+
+    It is where the template, filled with marks instead of values, begins with just that. What stands before the context in a
+    template that works otherwise than by variables, or has messages of a conversation there, may be anybody's words.
+    """
+    chosen = template.select(llm) if isinstance(template, SelectorPromptTemplate) else template
+    if type(chosen) not in (PromptTemplate, ChatPromptTemplate) or chosen.function_mappings:
+        return False
+    # What was filled in beforehand is a value too.
+    names = {*variables, *template.kwargs, *chosen.kwargs, context}
+    marks = {name: f"CACHEBLEND-{uuid.uuid4().hex}" for name in names}
+    mark = marks[context]
+    try:
+        text, _ = llm.render(template, structured, **marks)
+    except Exception:  # a template may want numbers, and raise what it likes
+        return False
+    if not text.startswith(head + mark):
+        return False
+    if not isinstance(chosen, ChatPromptTemplate):
+        return True
+    before = takewhile(lambda message: mark not in (message.content or ""), chosen.format_messages(llm=llm, **marks))
+    return all(message.role == MessageRole.SYSTEM for message in before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -12,9 +12,7 @@ from llama_index.core.schema import BaseNode, NodeRelationship
 from cacheblend_rag.chunk import Chunk, text_hash
 from cacheblend_rag.engine import AddJob, AddResult, BlendEngine
 from cacheblend_rag.errors import ConfigError, PromptError, StoreError
-from llama_index_cacheblend.boundary import Boundary
-from llama_index_cacheblend.nodes import TextOf, llm_text, node_chunks
-from llama_index_cacheblend.places import placed, related
+from llama_index_cacheblend.nodes import Boundary, TextOf, llm_text, node_chunks, placed, related
 
 __all__ = ["EncodedNodes", "NodeEncoder", "Progress"]
 
@@ -26,16 +24,9 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class EncodedNodes:
-    """What encoding some nodes came to.
+    """What encoding some nodes came to: what the engine did, or will have done in the background; None if it stored less.
 
-    Attributes
-    ----------
-    done : AddResult, AddJob or None
-        What the engine did, or will have done in the background; None if it stored less than it was given.
-    without_text : tuple of str
-        Ids of nodes that show the language model nothing.
-    failed : dict of str to str
-        Ids of the other nodes that have no KV, and why.
+    `without_text` are the nodes that show the language model nothing, `failed` the others without KV, and why.
     """
 
     done: AddResult | AddJob | None
@@ -47,25 +38,11 @@ class NodeEncoder:
     """Has an engine compute the KV of nodes, under their ids.
 
     Nothing that is wrong with a node, or with the place where KV is kept, is an error here: the node is computed when it is
-    retrieved, and a warning says so.
-
-    Parameters
-    ----------
-    engine : BlendEngine
-        The engine.
-    text_of : callable, optional
-        What the language model is shown of a node; by default its text and metadata as LlamaIndex writes them. A node of which it
-        is shown something else is encoded alone: nobody says where in the document that stands.
-    boundary : Boundary, optional
-        Names the documents that nodes are pieces of; by default every node is encoded alone.
+    retrieved, and a warning says so. A node of which the model is shown something else than LlamaIndex writes (`text_of`) is
+    encoded alone, since nobody says where in the document that stands; without a `boundary`, every node is.
     """
 
-    def __init__(
-        self,
-        engine: BlendEngine,
-        text_of: TextOf | None = None,
-        boundary: Boundary | None = None,
-    ) -> None:
+    def __init__(self, engine: BlendEngine, text_of: TextOf | None = None, boundary: Boundary | None = None) -> None:
         self.engine = engine
         self.text_of = llm_text if text_of is None else text_of
         self.boundary = boundary
@@ -75,21 +52,9 @@ class NodeEncoder:
     def encode(
         self, nodes: Sequence[BaseNode], *, progress: Progress | None = None, background: bool = False
     ) -> EncodedNodes:
-        """Encode those nodes that are not stored exactly so.
+        """Encode those nodes that are not stored exactly so; `progress` counts those with text.
 
-        Parameters
-        ----------
-        nodes : sequence of BaseNode
-            The nodes.
-        progress : callable, optional
-            Called with the number of nodes with text that are finished, and of all of them.
-        background : bool
-            Whether to return when they are named, and encode them when no prompt waits for the model.
-
-        Returns
-        -------
-        EncodedNodes
-            What was done.
+        In the background it returns when they are named, and they are encoded when no prompt waits for the model.
         """
         chunks, failed = self._read(nodes)
         with_text = {chunk.id for chunk in chunks}
@@ -118,7 +83,10 @@ class NodeEncoder:
         for node in nodes:
             try:
                 for chunk in node_chunks([node], self.text_of):
-                    chunks.append(self._placed(chunk, node, followers))
+                    is_own = self.text_of is llm_text or chunk.text == node.get_content().strip()
+                    if self.boundary is not None and is_own:
+                        chunk = placed(chunk, node, self.boundary, followers)
+                    chunks.append(chunk)
             except (ConfigError, PromptError) as error:
                 failed[node.node_id] = str(error)
         self._awaited = followers - {node.node_id for node in nodes}
@@ -127,11 +95,6 @@ class NodeEncoder:
                 "%d of %d nodes are stored without KV: %s", len(failed), len(nodes), next(iter(failed.values()))
             )
         return chunks, failed
-
-    def _placed(self, chunk: Chunk, node: BaseNode, followers: Container[str]) -> Chunk:
-        if self.boundary is None or (self.text_of is not llm_text and chunk.text != node.get_content().strip()):
-            return chunk
-        return placed(chunk, node, self.boundary, followers)
 
     def _refused(self, chunks: Sequence[Chunk]) -> dict[str, str]:
         """Return the chunks that the engine takes from nobody, and why; what their ids stood for before is deleted."""

@@ -6,11 +6,12 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack
 from importlib.metadata import version
-from types import ModuleType
 from typing import Any
 
+from llama_index.core.chat_engine import CondensePlusContextChatEngine, ContextChatEngine
 from llama_index.core.indices.knowledge_graph.retrievers import KGTableRetriever, KnowledgeGraphRAGRetriever
 from llama_index.core.indices.property_graph import BasePGRetriever, PGRetriever
 from llama_index.core.indices.struct_store.sql_retriever import NLSQLRetriever
@@ -19,7 +20,7 @@ from llama_index.core.response_synthesizers import factory
 from llama_index.core.response_synthesizers.base import BaseSynthesizer
 
 from cacheblend_rag.errors import ConfigError
-from llama_index_cacheblend.chat_modes import CHAT_ENGINES, install_chat, uninstall_chat
+from llama_index_cacheblend.chat import BlendCondensePlusContextChatEngine, BlendContextChatEngine
 from llama_index_cacheblend.retriever import BlendRetriever
 from llama_index_cacheblend.synthesizer import BlendSynthesizer
 
@@ -37,9 +38,15 @@ _REFUSED = {
 _COMPOSED = (KGTableRetriever, KnowledgeGraphRAGRetriever, BasePGRetriever, PGRetriever, NLSQLRetriever)
 """Retrievers that write the text of their nodes anew for each query."""
 
-_original: Callable[..., BaseSynthesizer] | None = None
-_ours: Callable[..., BaseSynthesizer] | None = None
-_from_args: Any = None
+CHAT_ENGINES: dict[type, type] = {
+    ContextChatEngine: BlendContextChatEngine,
+    CondensePlusContextChatEngine: BlendCondensePlusContextChatEngine,
+}
+"""LlamaIndex's chat engines, and what blends in their place."""
+
+_installed: ExitStack | None = None
+"""Undoes what `install` did."""
+
 _lock = threading.Lock()
 
 
@@ -58,56 +65,48 @@ def install() -> None:
     ConfigError
         If the installed llama-index-core is not one this package can extend.
     """
-    global _original, _ours, _from_args
+    global _installed
     with _lock:
-        if _ours is not None:
+        if _installed is not None:
             return
         _check()
-        _original = factory.get_response_synthesizer
-        _ours = _extended(_original)
-        _from_args = vars(RetrieverQueryEngine)["from_args"]
-        try:
-            for module in _holders(_original):
-                setattr(module, _NAME, _ours)
-            install_chat(RESPONSE_MODE)
-            _set_from_args(_refusing(_from_args.__func__))
-        except BaseException:
-            _undo()
-            raise
+        with ExitStack() as undo:
+            original = factory.get_response_synthesizer
+            ours = _extended(original)
+            # Searched again then, because modules imported in the meantime have taken ours.
+            undo.callback(_replace, ours, original)
+            _replace(original, ours)
+            for theirs, our_engine in CHAT_ENGINES.items():
+                _patch(undo, theirs, "from_defaults", _or_ours(theirs, our_engine))
+            _patch(undo, RetrieverQueryEngine, "from_args", _refusing(vars(RetrieverQueryEngine)["from_args"].__func__))
+            _installed = undo.pop_all()
 
 
 def uninstall() -> None:
     """Undo `install`; without one before, nothing happens."""
+    global _installed
     with _lock:
-        if _ours is not None:
-            _undo()
+        if _installed is not None:
+            _installed.close()
+            _installed = None
 
 
-def _undo() -> None:
-    global _original, _ours, _from_args
-    assert _ours is not None
-    # Searched again, because modules imported in the meantime have taken ours.
-    for module in _holders(_ours):
-        setattr(module, _NAME, _original)
-    uninstall_chat()
-    _set_from_args(_from_args)
-    _original = _ours = _from_args = None
-
-
-def _holders(function: Callable[..., BaseSynthesizer]) -> Iterator[ModuleType]:
+def _replace(function: Callable[..., BaseSynthesizer], other: Callable[..., BaseSynthesizer]) -> None:
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "llama_index" and vars(module).get(_NAME) is function:
-            yield module
+            setattr(module, _NAME, other)
 
 
-def _set_from_args(function: Any) -> None:
-    RetrieverQueryEngine.from_args = function  # type: ignore[method-assign]
+def _patch(undo: ExitStack, owner: type, name: str, method: Any) -> None:
+    original = vars(owner)[name]
+    setattr(owner, name, method)
+    undo.callback(setattr, owner, name, original)
 
 
 def _check() -> None:
     ours = "llm text_qa_template refine_template output_cls callback_manager streaming response_mode prompt_helper"
     synthesize = "query nodes additional_source_nodes response_kwargs"
-    for owner, name, names in (
+    replaced: list[tuple[Any, str, str]] = [
         (factory, _NAME, ours),
         (RetrieverQueryEngine, "from_args", "retriever response_mode response_synthesizer"),
         (
@@ -118,7 +117,8 @@ def _check() -> None:
         (BaseSynthesizer, "synthesize", synthesize),
         (BaseSynthesizer, "asynthesize", synthesize),
         *((engine, "from_defaults", "retriever chat_history memory llm") for engine in CHAT_ENGINES),
-    ):
+    ]
+    for owner, name, names in replaced:
         # What it defines itself, since that is what is replaced.
         found = getattr(owner, name) if name in vars(owner) else None
         parameters = inspect.signature(found).parameters if found else {}
@@ -157,6 +157,19 @@ def _extended(original: Callable[..., BaseSynthesizer]) -> Callable[..., BaseSyn
         )
 
     return get_response_synthesizer
+
+
+def _or_ours(theirs: type, ours: Any) -> classmethod[Any, Any, Any]:
+    """Return a `from_defaults` that makes our chat engine where it is given our response mode, as `index.as_chat_engine` does."""
+    original = vars(theirs)["from_defaults"].__func__
+
+    @functools.wraps(original)
+    def from_defaults(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls is theirs and kwargs.get("response_mode") == RESPONSE_MODE:
+            return ours.from_defaults(*args, **kwargs)
+        return original(cls, *args, **kwargs)
+
+    return classmethod(from_defaults)
 
 
 def _refusing(original: Callable[..., RetrieverQueryEngine]) -> classmethod[RetrieverQueryEngine, Any, Any]:

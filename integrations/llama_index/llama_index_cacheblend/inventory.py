@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from llama_index.core.schema import BaseNode
-from llama_index.core.vector_stores.simple import SimpleVectorStore
+from llama_index.core.vector_stores.simple import SimpleVectorStore, SimpleVectorStoreData
 from llama_index.core.vector_stores.types import BasePydanticVectorStore, MetadataFilter, MetadataFilters
 from llama_index.core.vector_stores.utils import build_metadata_filter_fn
 
@@ -28,11 +28,6 @@ class Inventory:
 
     The store itself is asked, since only its answer survives a restart and sees what others did. For one that cannot list its
     nodes, what was added in this process is remembered.
-
-    Parameters
-    ----------
-    store : BasePydanticVectorStore
-        The store.
     """
 
     def __init__(self, store: BasePydanticVectorStore) -> None:
@@ -42,12 +37,6 @@ class Inventory:
     def note(self, nodes: Iterable[BaseNode]) -> None:
         """Remember nodes that were added."""
         self._documents.update({node.node_id: node.ref_doc_id for node in nodes})
-
-    def in_order(self, node_ids: Sequence[str]) -> list[str]:
-        """Return node ids in the order in which this process added them, behind those that it did not add."""
-        wanted = set(node_ids)
-        places = {node_id: place for place, node_id in enumerate(self._documents) if node_id in wanted}
-        return sorted(node_ids, key=lambda node_id: places.get(node_id, -1))
 
     def forget(self, node_ids: Iterable[str]) -> None:
         """Drop what was remembered of nodes."""
@@ -61,14 +50,9 @@ class Inventory:
         ]
 
     def nodes(self) -> list[BaseNode]:
-        """Return all nodes, from a store that keeps them.
-
-        Raises
-        ------
-        NotImplementedError
-            If the store cannot list them.
-        """
-        return list(self._store.get_nodes(None, None, **_limit(self._store.get_nodes, None)))
+        """Return all nodes, from a store that keeps them; `NotImplementedError` if it cannot list them."""
+        [query] = _queries(self._store.get_nodes, None)
+        return list(self._store.get_nodes(**query))
 
     def find(
         self,
@@ -77,30 +61,17 @@ class Inventory:
         filters: MetadataFilters | None = None,
         document: str | None = None,
     ) -> list[str] | None:
-        """Return the ids of nodes, in no order.
+        """Return the ids of nodes, in no order; None if nobody can say.
 
-        Parameters
-        ----------
-        node_ids : sequence of str, optional
-            Only those of these that are there.
-        filters : MetadataFilters, optional
-            Only those that pass.
-        document : str, optional
-            Only those of this document.
-
-        Returns
-        -------
-        list of str or None
-            The ids; None if nobody can say.
+        Only those of `node_ids` that are there, of nodes that pass `filters`, and of nodes of this document.
         """
-        wanted = _filters(filters, document)
         if isinstance(self._store, SimpleVectorStore):
-            return self._in_simple_store(node_ids, filters, document)
+            return self._in_simple_store(self._store.data, node_ids, filters, document)
         try:
             return [
                 node.node_id
-                for batch in _batches(node_ids)
-                for node in self._store.get_nodes(batch, wanted, **_limit(self._store.get_nodes, batch))
+                for query in _queries(self._store.get_nodes, node_ids, filters, document)
+                for node in self._store.get_nodes(**query)
             ]
         except Exception as error:
             return self._remembered(error, node_ids, filters, document)
@@ -113,24 +84,25 @@ class Inventory:
         document: str | None = None,
     ) -> list[str] | None:
         """Do what `find` does."""
-        wanted = _filters(filters, document)
         if isinstance(self._store, SimpleVectorStore):
-            return self._in_simple_store(node_ids, filters, document)
+            return self._in_simple_store(self._store.data, node_ids, filters, document)
         try:
             return [
                 node.node_id
-                for batch in _batches(node_ids)
-                for node in await self._store.aget_nodes(batch, wanted, **_limit(self._store.aget_nodes, batch))
+                for query in _queries(self._store.aget_nodes, node_ids, filters, document)
+                for node in await self._store.aget_nodes(**query)
             ]
         except Exception as error:
             return self._remembered(error, node_ids, filters, document)
 
+    @staticmethod
     def _in_simple_store(
-        self, node_ids: Sequence[str] | None, filters: MetadataFilters | None, document: str | None
+        data: SimpleVectorStoreData,
+        node_ids: Sequence[str] | None,
+        filters: MetadataFilters | None,
+        document: str | None,
     ) -> list[str]:
         """Return node ids of LlamaIndex's own store, which keeps no nodes but all their metadata."""
-        assert isinstance(self._store, SimpleVectorStore)
-        data = self._store.data
         # A store that was persisted by an old version has no metadata, and no filter passes there.
         passes = build_metadata_filter_fn(lambda node_id: data.metadata_dict.get(node_id, {}), filters)
         held = list(data.embedding_dict) if node_ids is None else [id for id in node_ids if id in data.embedding_dict]
@@ -152,18 +124,19 @@ class Inventory:
         return None if filters is not None or node_ids is not None else self.remembered(document)
 
 
-def _filters(filters: MetadataFilters | None, document: str | None) -> MetadataFilters | None:
-    return filters if document is None else MetadataFilters(filters=[MetadataFilter(key=_DOCUMENT, value=document)])
-
-
-def _batches(node_ids: Sequence[str] | None) -> list[Any]:
-    """Return ids in lists that every store can take; none where there are no ids, since an empty list would mean all nodes."""
+def _queries(
+    list_nodes: Callable[..., Any],
+    node_ids: Sequence[str] | None,
+    filters: MetadataFilters | None = None,
+    document: str | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Yield the arguments of a store's method that lists nodes: ids in lists that every store can take."""
+    if document is not None:
+        filters = MetadataFilters(filters=[MetadataFilter(key=_DOCUMENT, value=document)])
     if node_ids is None:
-        return [None]
-    return [list(node_ids[start : start + _BATCH]) for start in range(0, len(node_ids), _BATCH)]
-
-
-def _limit(list_nodes: Callable[..., Any], node_ids: Sequence[str] | None) -> dict[str, int]:
-    """Return the keyword that keeps a store from leaving nodes out, if it takes one."""
-    takes_it = node_ids is None and "limit" in inspect.signature(list_nodes).parameters
-    return {"limit": _MOST_NODES} if takes_it else {}
+        # The keyword that keeps a store from leaving nodes out, if it takes one.
+        limit = {"limit": _MOST_NODES} if "limit" in inspect.signature(list_nodes).parameters else {}
+        yield {"node_ids": None, "filters": filters, **limit}
+        return
+    for start in range(0, len(node_ids), _BATCH):
+        yield {"node_ids": list(node_ids[start : start + _BATCH]), "filters": filters}

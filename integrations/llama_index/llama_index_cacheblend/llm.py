@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
@@ -31,10 +32,8 @@ from cacheblend_rag.engine import BlendEngine, BlendStream, Conversation, Genera
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.pml.fill import prompt_in
 from cacheblend_rag.stops import cut_at_stop
-from llama_index_cacheblend.construction import make_engine
-from llama_index_cacheblend.decoding import check_length, decoding_options, stop_list
-from llama_index_cacheblend.messages import has_chat_template, render_messages
-from llama_index_cacheblend.responses import aresponses, as_chat, as_completion, responses
+from llama_index_cacheblend.engines import make_engine
+from llama_index_cacheblend.messages import aresponses, as_chat, as_completion, render_messages, responses
 from llama_index_cacheblend.structured import JSONAnswers
 
 __all__ = ["BlendLLM"]
@@ -115,15 +114,16 @@ class BlendLLM(JSONAnswers):
         output_parser: BaseOutputParser | None = None,
         pydantic_program_mode: PydanticProgramMode = PydanticProgramMode.DEFAULT,
     ) -> None:
-        stops = stop_list(stop)
-        decoding_options(temperature, stops, generation_kwargs or {})
-        check_length(max_new_tokens)
+        stops = _stop_list(stop)
+        _decoding_options(temperature, stops, generation_kwargs or {})
+        if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens={max_new_tokens!r} must be a whole number from 1 upwards")
         if model is None and engine is None and model_name is not None:
             raise ConfigError(
                 f"model_name only says what a model is called in logs; give BlendLLM(model={model_name!r}) to load it"
             )
-        computing = make_engine(model, tokenizer, engine, config, store, model_kwargs)
-        chat = has_chat_template(computing.tokenizer)
+        computing = make_engine(model, engine, config, tokenizer=tokenizer, store=store, model_kwargs=model_kwargs)
+        chat = bool(getattr(computing.tokenizer, "chat_template", None))
         values: dict[str, Any] = {
             "model_name": model_name or computing.model_name,
             "temperature": temperature,
@@ -184,16 +184,7 @@ class BlendLLM(JSONAnswers):
     def render(
         self, template: BasePromptTemplate, structured: bool = False, **values: Any
     ) -> tuple[str, list[ChatMessage] | None]:
-        """Fill a template as `predict` does.
-
-        Parameters
-        ----------
-        template : BasePromptTemplate
-            The template.
-        structured : bool
-            Fill it as `structured_predict` does instead, which has no use for this model's own output parser.
-        **values : Any
-            Its variables.
+        """Fill a template as `predict` does, or as `structured_predict`, which has no use for this model's own output parser.
 
         Returns
         -------
@@ -270,9 +261,9 @@ class BlendLLM(JSONAnswers):
         if prompt is None:
             prompt = BlendPrompt(segments=[given if isinstance(given, str) else self._written(given)])
         config = others.pop("blend_config", None)
-        stops = stop_list(others.pop("stop", self.stop))
-        length = check_length(others.pop("max_new_tokens", self.max_new_tokens))
-        options = decoding_options(others.pop("temperature", self.temperature), stops, others)
+        stops = _stop_list(others.pop("stop", self.stop))
+        length = others.pop("max_new_tokens", self.max_new_tokens)
+        options = _decoding_options(others.pop("temperature", self.temperature), stops, others)
         asked = {"prompt": prompt, "max_new_tokens": length, "config": config, "conversation": self._conversation}
         return asked | options, stops
 
@@ -295,3 +286,23 @@ class BlendLLM(JSONAnswers):
             return await stream.aresult(), stops
         finally:
             stream.close()
+
+
+def _stop_list(stop: str | Sequence[str] | None) -> list[str]:
+    stops = [stop] if isinstance(stop, str) else list(stop or ())
+    for each in stops:
+        if not isinstance(each, str) or not each:
+            raise ConfigError(f"stop={stop!r} holds {each!r}; give strings that are not empty")
+    return stops
+
+
+def _decoding_options(temperature: float, stops: Sequence[str], others: dict[str, Any]) -> dict[str, Any]:
+    """Return options of transformers' ``generate``; `others`, by their own names, win."""
+    if not math.isfinite(temperature) or temperature < 0:
+        raise ConfigError(f"temperature={temperature!r} must be a finite number from 0 (greedy) upwards")
+    options: dict[str, Any] = {"do_sample": temperature > 0}
+    # Greedy decoding has no use for the sampling settings that many checkpoints bring along.
+    options |= {"temperature": temperature} if temperature > 0 else {"temperature": 1.0, "top_p": 1.0, "top_k": 50}
+    if stops:
+        options["stop_strings"] = list(stops)
+    return options | others

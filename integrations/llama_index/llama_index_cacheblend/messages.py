@@ -1,93 +1,124 @@
-"""From chat messages to the prompt text that a tokenizer's chat template makes of them."""
+"""From chat messages to the prompt that a tokenizer's chat template makes of them, and from answers to LlamaIndex's responses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
 
 from jinja2 import TemplateError
 from llama_index.core.base.llms.types import (
     AudioBlock,
     ChatMessage,
+    ChatResponse,
+    CompletionResponse,
     DocumentBlock,
     ImageBlock,
     MessageRole,
     VideoBlock,
 )
 
+from cacheblend_rag.engine import BlendStream, GenerationResult
 from cacheblend_rag.errors import PromptError
+from cacheblend_rag.stops import acut_pieces, cut_pieces
 
-__all__ = ["has_chat_template", "render_messages"]
+__all__ = ["aresponses", "as_chat", "as_completion", "render_messages", "responses"]
 
 _UNREADABLE = (AudioBlock, DocumentBlock, ImageBlock, VideoBlock)
+_SYSTEM, _USER = MessageRole.SYSTEM.value, MessageRole.USER.value
 
-
-def has_chat_template(tokenizer: Any) -> bool:
-    """Whether a tokenizer says how chat messages are written."""
-    return bool(getattr(tokenizer, "chat_template", None))
+R = TypeVar("R", ChatResponse, CompletionResponse)
 
 
 def render_messages(tokenizer: Any, messages: Sequence[ChatMessage]) -> str:
-    """Write chat messages as one prompt, up to where the assistant's answer begins.
+    """Write chat messages as one prompt, up to where the assistant's answer begins, with the BOS if the template writes one.
 
     Some templates know no system message, or only one. Those get the system messages as one, or at the head of the first user
-    message.
-
-    Parameters
-    ----------
-    tokenizer : Any
-        A tokenizer with a chat template.
-    messages : sequence of ChatMessage
-        The messages.
-
-    Returns
-    -------
-    str
-        The prompt, with the BOS if the template writes one.
-
-    Raises
-    ------
-    PromptError
-        If a message holds something other than text, or the template refuses the messages.
+    message. `PromptError` if a message holds something other than text, or the template refuses the messages.
     """
-    plain = [_plain(message) for message in messages]
+    plain = []
+    for message in messages:
+        unreadable = next((block for block in message.blocks if isinstance(block, _UNREADABLE)), None)
+        if unreadable is not None:
+            raise PromptError(
+                f"a {message.role.value} message holds a {type(unreadable).__name__}, and BlendLLM reads text only; leave it out"
+            )
+        plain.append({"role": message.role.value, "content": message.content or ""})
     refusal: TemplateError | None = None
-    for attempt in (plain, _one_system_message(plain), _without_system_message(plain)):
+    for change in (None, _one_system_message, _without_system_message):
         try:
-            text: str = tokenizer.apply_chat_template(attempt, tokenize=False, add_generation_prompt=True)
+            turns = plain if change is None else change(plain)
+            return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
         except TemplateError as error:
             refusal = refusal or error
-        else:
-            return text
-    roles = [message["role"] for message in plain]
     raise PromptError(
-        f"the model's chat template refuses messages with the roles {roles}: {refusal}; change their order, or give BlendLLM a "
-        "messages_to_prompt of your own"
+        f"the model's chat template refuses messages with the roles {[each['role'] for each in plain]}: {refusal}; change their "
+        "order, or give BlendLLM a messages_to_prompt of your own"
     ) from refusal
 
 
-def _plain(message: ChatMessage) -> dict[str, str]:
-    for block in message.blocks:
-        if isinstance(block, _UNREADABLE):
-            raise PromptError(
-                f"a {message.role.value} message holds a {type(block).__name__}, and BlendLLM reads text only; leave it out"
-            )
-    return {"role": message.role.value, "content": message.content or ""}
-
-
 def _one_system_message(messages: list[dict[str, str]]) -> list[dict[str, str]]:
-    system = "\n\n".join(message["content"] for message in messages if message["role"] == MessageRole.SYSTEM.value)
-    others = [message for message in messages if message["role"] != MessageRole.SYSTEM.value]
-    return [{"role": MessageRole.SYSTEM.value, "content": system}, *others] if system else others
+    system = "\n\n".join(message["content"] for message in messages if message["role"] == _SYSTEM)
+    others = [message for message in messages if message["role"] != _SYSTEM]
+    return [{"role": _SYSTEM, "content": system}, *others] if system else others
 
 
 def _without_system_message(messages: list[dict[str, str]]) -> list[dict[str, str]]:
-    first, *others = _one_system_message(messages) or [{"role": MessageRole.USER.value, "content": ""}]
-    if first["role"] != MessageRole.SYSTEM.value:
+    first, *others = _one_system_message(messages) or [{"role": _USER, "content": ""}]
+    if first["role"] != _SYSTEM:
         return [first, *others]
-    if others and others[0]["role"] == MessageRole.USER.value:
-        return [
-            {"role": MessageRole.USER.value, "content": f"{first['content']}\n\n{others[0]['content']}"},
-            *others[1:],
-        ]
-    return [{"role": MessageRole.USER.value, "content": first["content"]}, *others]
+    if others and others[0]["role"] == _USER:
+        content = f"{first['content']}\n\n{others[0]['content']}"
+        return [{"role": _USER, "content": content}, *others[1:]]
+    return [{"role": _USER, "content": first["content"]}, *others]
+
+
+def as_completion(text: str, delta: str | None, result: GenerationResult | None) -> CompletionResponse:
+    """Return `text` as a completion; `result` is known when the answer is whole."""
+    return CompletionResponse(text=text, delta=delta, raw=result and _raw(result))
+
+
+def as_chat(text: str, delta: str | None, result: GenerationResult | None) -> ChatResponse:
+    """Return `text` as an assistant's message; `result` is known when the answer is whole."""
+    message = ChatMessage(role=MessageRole.ASSISTANT, content=text)
+    return ChatResponse(message=message, delta=delta, raw=result and _raw(result))
+
+
+def _raw(result: GenerationResult) -> dict[str, Any]:
+    """Return what LlamaIndex keeps as the raw response: token usage, the generated ids, and the blend report."""
+    report = result.report
+    usage = {"prompt_tokens": report.prompt_tokens, "completion_tokens": report.output_tokens}
+    usage["total_tokens"] = report.prompt_tokens + report.output_tokens
+    return {"usage": usage, "token_ids": list(result.token_ids), "blend": report.to_dict()}
+
+
+def responses(
+    stream: BlendStream, stops: Sequence[str], make: Callable[[str, str | None, GenerationResult | None], R]
+) -> Generator[R, None, None]:
+    """Yield a response for each piece of a stream up to the first stop string, and an empty one with the raw response at its end.
+
+    Closing the generator ends the generation.
+    """
+    text = ""
+    try:
+        for piece in cut_pieces(stream, stops):
+            text += piece
+            yield make(text, piece, None)
+    finally:
+        stream.close()
+    yield make(text, "", stream.result())
+
+
+async def aresponses(
+    stream: BlendStream, stops: Sequence[str], make: Callable[[str, str | None, GenerationResult | None], R]
+) -> AsyncGenerator[R, None]:
+    """Do what `responses` does, on an event loop: the generation ends soon when nobody reads any more."""
+    text = ""
+    try:
+        async with aclosing(acut_pieces(stream, stops)) as pieces:
+            async for piece in pieces:
+                text += piece
+                yield make(text, piece, None)
+    finally:
+        stream.close()
+    yield make(text, "", await stream.aresult())

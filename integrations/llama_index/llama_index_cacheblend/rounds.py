@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from llama_index.core.base.llms.types import ChatResponse, CompletionResponse
 from llama_index.core.bridge.pydantic import BaseModel
 
 from cacheblend_rag.chunk import Chunk
-from llama_index_cacheblend.calls import ModelResponse
 from llama_index_cacheblend.context import ContextPrompt
 
-__all__ = ["Rounds"]
+__all__ = ["ModelResponse", "Rounds"]
+
+ModelResponse = ChatResponse | CompletionResponse
 
 
 @dataclass
@@ -48,15 +50,12 @@ class Rounds:
     dropped: list[Chunk] = field(default_factory=list)
     last: str | BaseModel | None = None
 
-    @property
-    def variable(self) -> str:
-        """The variable for the context, in LlamaIndex's template of the next call."""
-        return "context_str" if self.answer is None else "context_msg"
-
-    def variables(self) -> dict[str, Any]:
-        """Return the other variables of the next call's template."""
-        existing = {} if self.answer is None else {"existing_answer": self.answer}
-        return {"query_str": self.query_str, **self.values, **existing}
+    def variables(self) -> tuple[str, dict[str, Any]]:
+        """Return the variable for the context in LlamaIndex's template of the next call, and the values of the others."""
+        values = {"query_str": self.query_str, **self.values}
+        if self.answer is None:
+            return "context_str", values
+        return "context_msg", values | {"existing_answer": self.answer}
 
     def refine(self, prompt: ContextPrompt, response: ModelResponse, answer: str | BaseModel) -> None:
         """Go on to the chunks that the last prompt left over."""
@@ -76,9 +75,7 @@ class Rounds:
         self._fill(self.earlier_calls.pop(), [*self.dropped, *self.chunks])
 
     def _fill(self, report: dict[str, Any], dropped: Sequence[Chunk]) -> None:
-        self.report.update(report)
-        self.report["dropped"] = [chunk.id for chunk in dropped]
-        self.report["earlier_calls"] = self.earlier_calls
+        self.report.update(report, dropped=[chunk.id for chunk in dropped], earlier_calls=self.earlier_calls)
 
 
 def _call_report(prompt: ContextPrompt, response: ModelResponse) -> dict[str, Any]:

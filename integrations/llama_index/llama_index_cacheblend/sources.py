@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from llama_index.core.base.response.schema import RESPONSE_TYPE, AsyncStreamingResponse, StreamingResponse
@@ -22,31 +24,16 @@ _KEYS = [ATTENTION_KEY, STATUS_KEY]
 def annotate(response: RESPONSE_TYPE, report: dict[str, Any]) -> RESPONSE_TYPE:
     """Write into the metadata of a response's source nodes what the report says of them; of a stream, when it ends.
 
-    The source nodes become copies: those of the index stay as they are. No model is shown what is written.
-
-    Parameters
-    ----------
-    response : Response, StreamingResponse, AsyncStreamingResponse or PydanticResponse
-        The response.
-    report : dict
-        The `BlendReport` as a dictionary, filled by the end of the response.
-
-    Returns
-    -------
-    RESPONSE_TYPE
-        The same response.
+    The source nodes become copies: those of the index stay as they are. No model is shown what is written. The report is filled
+    by the end of the response.
     """
     nodes = response.source_nodes = [_copy(each) for each in response.source_nodes]
-
-    def fill() -> None:
-        _fill(nodes, report)
-
     if isinstance(response, StreamingResponse):
-        response.response_gen = _then(response.response_gen, fill)
+        response.response_gen = _then(response.response_gen, partial(_fill, nodes, report))
     elif isinstance(response, AsyncStreamingResponse):
-        response.response_gen = _athen(response.response_gen, fill)
+        response.response_gen = _athen(response.response_gen, partial(_fill, nodes, report))
     else:
-        fill()
+        _fill(nodes, report)
     return response
 
 
@@ -82,9 +69,7 @@ def _then(pieces: Generator[str, None, None], fill: Callable[[], None]) -> Gener
 
 
 async def _athen(pieces: AsyncGenerator[str, None], fill: Callable[[], None]) -> AsyncGenerator[str, None]:
-    try:
+    async with aclosing(pieces):
         async for piece in pieces:
             yield piece
-        fill()
-    finally:
-        await pieces.aclose()
+    fill()

@@ -27,22 +27,10 @@ _SHOWN = 200
 
 
 class AnswerParser(PydanticOutputParser[M]):
-    """LlamaIndex's parser, whose errors say what the model wrote and what can be done.
-
-    Parameters
-    ----------
-    output_cls : type
-        The pydantic model of an answer.
-    """
+    """LlamaIndex's parser, whose errors say what the model wrote and what can be done."""
 
     def parse(self, text: str) -> M:
-        """Return the object that `text` holds as JSON.
-
-        Raises
-        ------
-        StructuredOutputError
-            If it holds none, or another one.
-        """
+        """Return the object that `text` holds as JSON; `StructuredOutputError` if it holds none, or another one."""
         try:
             answer: M = super().parse(text)
         except ValidationError as error:

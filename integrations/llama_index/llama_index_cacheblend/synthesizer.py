@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Generator, Sequence
-from functools import partial
+from contextlib import aclosing, closing
 from typing import Any, Literal
 
+from llama_index.core.base.llms.types import ChatResponse
 from llama_index.core.base.response.schema import RESPONSE_TYPE
 from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.callbacks import CallbackManager
 from llama_index.core.indices.prompt_helper import ChatPromptHelper, PromptHelper
 from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
+from llama_index.core.instrumentation.events.llm import (
+    LLMPredictEndEvent,
+    LLMPredictStartEvent,
+    LLMStructuredPredictEndEvent,
+    LLMStructuredPredictStartEvent,
+)
 from llama_index.core.instrumentation.events.synthesis import GetResponseEndEvent, GetResponseStartEvent
 from llama_index.core.llms.structured_llm import StructuredLLM
 from llama_index.core.prompts import BasePromptTemplate
@@ -23,18 +31,21 @@ from llama_index.core.settings import Settings
 
 from cacheblend_rag.chunk import Chunk
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.errors import ConfigError
-from llama_index_cacheblend.calls import Caller, ModelResponse, aor_instead, or_instead
-from llama_index_cacheblend.context import ContextPrompt
+from cacheblend_rag.errors import ConfigError, PromptTooLongError
+from llama_index_cacheblend.context import ContextPrompt, make_context_prompt
 from llama_index_cacheblend.llm import BlendLLM
 from llama_index_cacheblend.nodes import node_chunks
-from llama_index_cacheblend.prompting import Prompting
-from llama_index_cacheblend.rounds import Rounds
+from llama_index_cacheblend.rounds import ModelResponse, Rounds
 from llama_index_cacheblend.sources import annotate
+from llama_index_cacheblend.structured import AnswerParser, asking_for, check_mode
 
 __all__ = ["BlendSynthesizer"]
 
 dispatcher = get_dispatcher(__name__)
+logger = logging.getLogger(__name__)
+
+# Nodes that a warning names.
+_SHOWN = 5
 
 
 class BlendSynthesizer(BaseSynthesizer):
@@ -110,6 +121,14 @@ class BlendSynthesizer(BaseSynthesizer):
             raise ConfigError(f'overflow={overflow!r} is none of "drop" and "refine"')
         if config is not None:
             model.engine.check_config(config)
+        if output_cls is not None:
+            check_mode(model.pydantic_program_mode)
+        window = model.engine.window
+        if window is not None and model.max_new_tokens >= window:
+            raise ConfigError(
+                f"max_new_tokens={model.max_new_tokens} leaves no room for a prompt in the model's window of {window} tokens; "
+                "lower it"
+            )
         helper = prompt_helper or Settings._prompt_helper
         # Given so that LlamaIndex does not load a tokenizer of another model to count tokens with.
         tokenize = model.engine.tokenizer.encode
@@ -122,26 +141,20 @@ class BlendSynthesizer(BaseSynthesizer):
             output_cls=output_cls,
             empty_response=empty_response,
         )
-        self._caller = Caller(model, config)
+        self._model = model
+        self._config = config
         self._tells_sources = (config or model.engine.config).source_attention
-        self._prompting = Prompting(
-            model,
-            text_qa_template or DEFAULT_TEXT_QA_PROMPT_SEL,
-            refine_template or DEFAULT_REFINE_PROMPT_SEL,
-            output_cls=output_cls,
-            refines=(overflow or ("drop" if refine_template is None else "refine")) == "refine",
-            limited_by=helper,
-            keeps_head=self._keeps_head,
-        )
+        self._text_qa_template = text_qa_template or DEFAULT_TEXT_QA_PROMPT_SEL
+        self._refine_template = refine_template or DEFAULT_REFINE_PROMPT_SEL
+        self._refines = (overflow or ("drop" if refine_template is None else "refine")) == "refine"
+        self._limited_by = helper
 
     def _get_prompts(self) -> PromptDictType:
-        prompting = self._prompting
-        return {"text_qa_template": prompting.text_qa_template, "refine_template": prompting.refine_template}
+        return {"text_qa_template": self._text_qa_template, "refine_template": self._refine_template}
 
     def _update_prompts(self, prompts: PromptDictType) -> None:
-        prompting = self._prompting
-        prompting.text_qa_template = prompts.get("text_qa_template", prompting.text_qa_template)
-        prompting.refine_template = prompts.get("refine_template", prompting.refine_template)
+        self._text_qa_template = prompts.get("text_qa_template", self._text_qa_template)
+        self._refine_template = prompts.get("refine_template", self._refine_template)
 
     def synthesize(
         self,
@@ -212,17 +225,18 @@ class BlendSynthesizer(BaseSynthesizer):
         """
         dispatcher.event(GetResponseStartEvent(query_str=query_str, text_chunks=list(text_chunks)))
         rounds = self._rounds(query_str, text_chunks, prev_response, blend_nodes, blend_report, response_kwargs)
-        while (prompt := self._prompting.prompt(rounds)) is not None and prompt.left_over:
-            response = self._caller.call(prompt)
-            rounds.refine(prompt, response, self._prompting.answer(response))
+        while (prompt := self._prompt(rounds)) is not None and prompt.left_over:
+            response = self._call(prompt)
+            rounds.refine(prompt, response, self._read(response))
         answer: str | BaseModel | Generator[str, None, None]
         if prompt is None:
-            answer = self._given_up(rounds)
-            answer = _in_one_piece(answer) if self._streams else answer
+            given = self._given_up(rounds)
+            answer = _in_one_piece(given) if self._streams else given
         elif self._streams:
-            answer = or_instead(self._caller.stream(prompt, partial(rounds.end, prompt)), self._instead(rounds))
+            # The model begins at once, and errors appear here and not when the first piece is read.
+            answer = self._pieces(rounds, prompt, self._call(prompt, "stream_"))
         else:
-            answer = self._end(rounds, prompt, self._caller.call(prompt))
+            answer = self._end(rounds, prompt, self._call(prompt))
         dispatcher.event(GetResponseEndEvent())
         return answer
 
@@ -239,18 +253,17 @@ class BlendSynthesizer(BaseSynthesizer):
         """Do what `get_response` does."""
         dispatcher.event(GetResponseStartEvent(query_str=query_str, text_chunks=list(text_chunks)))
         rounds = self._rounds(query_str, text_chunks, prev_response, blend_nodes, blend_report, response_kwargs)
-        while (prompt := await asyncio.to_thread(self._prompting.prompt, rounds)) is not None and prompt.left_over:
-            response = await self._caller.acall(prompt)
-            rounds.refine(prompt, response, self._prompting.answer(response))
+        while (prompt := await asyncio.to_thread(self._prompt, rounds)) is not None and prompt.left_over:
+            response = await self._call(prompt, "a")
+            rounds.refine(prompt, response, self._read(response))
         answer: str | BaseModel | AsyncGenerator[str, None]
         if prompt is None:
-            answer = self._given_up(rounds)
-            answer = _ain_one_piece(answer) if self._streams else answer
+            given = self._given_up(rounds)
+            answer = _ain_one_piece(given) if self._streams else given
         elif self._streams:
-            pieces = await self._caller.astream(prompt, partial(rounds.end, prompt))
-            answer = aor_instead(pieces, self._instead(rounds))
+            answer = self._apieces(rounds, prompt, await self._call(prompt, "astream_"))
         else:
-            answer = self._end(rounds, prompt, await self._caller.acall(prompt))
+            answer = self._end(rounds, prompt, await self._call(prompt, "a"))
         dispatcher.event(GetResponseEndEvent())
         return answer
 
@@ -268,30 +281,130 @@ class BlendSynthesizer(BaseSynthesizer):
         report: dict[str, Any] | None,
         values: dict[str, Any],
     ) -> Rounds:
-        if self._streams and self._prompting.parses:
+        parsers = (self._model.output_parser, self._text_qa_template.output_parser, self._refine_template.output_parser)
+        if self._streams and any(parsers):
             raise ConfigError("an output parser needs the whole answer; leave it out, or set streaming=False")
         chunks = (
-            [Chunk(text=text.strip()) for text in text_chunks if text.strip()]
+            [Chunk(text.strip()) for text in text_chunks if text.strip()]
             if nodes is None
             else node_chunks(each.node for each in nodes)
         )
         return Rounds(query_str, chunks, values, prev_response, {} if report is None else report)
 
-    def _with_report(self, response: RESPONSE_TYPE, report: dict[str, Any] | None) -> RESPONSE_TYPE:
-        response.metadata = {**(response.metadata or {}), "blend": report}
-        return annotate(response, report) if self._tells_sources and report is not None else response
+    def _prompt(self, rounds: Rounds) -> ContextPrompt | None:
+        """Return the prompt of the next call; None where the answer so far leaves no room for any chunk that is left.
+
+        LlamaIndex's listeners are told what its own methods would tell them.
+        """
+        template = self._text_qa_template if rounds.answer is None else self._refine_template
+        variable, values = rounds.variables()
+        window = self._model.engine.window
+        limits = [] if window is None else [window - self._model.max_new_tokens]
+        if self._limited_by is not None:
+            limits.append(self._limited_by.context_window - self._limited_by.num_output)
+        try:
+            prompt = make_context_prompt(
+                self._model,
+                template if self._output_cls is None else asking_for(template, self._output_cls),
+                rounds.chunks,
+                values,
+                variable=variable,
+                limit=min(limits, default=None),
+                refines=self._refines,
+                structured=self._output_cls is not None,
+                keeps_head=self._keeps_head,
+            )
+        except PromptTooLongError:
+            if not rounds.earlier_calls:
+                raise
+            self._warn(rounds.chunks, rounds)
+            return None
+        if prompt.dropped:
+            self._warn(prompt.dropped, rounds)
+        shown = {**values, variable: prompt.context}
+        if self._output_cls is None:
+            dispatcher.event(LLMPredictStartEvent(template=template, template_args=shown))
+            self._model._log_template_data(template, **shown)
+        else:
+            dispatcher.event(
+                LLMStructuredPredictStartEvent(output_cls=self._output_cls, template=template, template_args=shown)
+            )
+        return prompt
+
+    def _call(self, prompt: ContextPrompt, form: str = "") -> Any:
+        """Give a prompt to the model, as messages if it is a chat model; `form` begins the name of its method."""
+        options: dict[str, Any] = {"blend_prompt": prompt.blend}
+        if self._config is not None:
+            options["blend_config"] = self._config
+        if prompt.messages is None:
+            return getattr(self._model, f"{form}complete")(prompt.text, True, **options)
+        return getattr(self._model, f"{form}chat")(prompt.messages, **options)
+
+    def _read(self, response: ModelResponse) -> str | BaseModel:
+        """Return what a call's response says: text, or the object that was asked for."""
+        text = (response.message.content or "") if isinstance(response, ChatResponse) else response.text
+        if self._output_cls is not None:
+            answer = AnswerParser(self._output_cls).parse(text)
+            dispatcher.event(LLMStructuredPredictEndEvent(output=answer))
+            return answer
+        output = self._model._parse_output(text)
+        dispatcher.event(LLMPredictEndEvent(output=output))
+        return output
 
     def _end(self, rounds: Rounds, prompt: ContextPrompt, response: ModelResponse) -> str | BaseModel:
         rounds.end(prompt, response)
-        return self._prompting.answer(response) or self._instead(rounds)
+        # Where the model wrote nothing: what was there before, or LlamaIndex's words for it.
+        return self._read(response) or rounds.answer or self._empty_response
 
-    def _instead(self, rounds: Rounds) -> str:
-        """Return the answer where the model wrote nothing: what was there before, or LlamaIndex's words for it."""
-        return rounds.answer or self._empty_response
+    def _pieces(
+        self, rounds: Rounds, prompt: ContextPrompt, responses: Generator[ModelResponse, None, None]
+    ) -> Generator[str, None, None]:
+        is_empty = True
+        with closing(responses):
+            for response in responses:
+                if response.raw is not None:
+                    rounds.end(prompt, response)
+                if response.delta:
+                    is_empty = False
+                    yield response.delta
+        if is_empty:
+            yield rounds.answer or self._empty_response
+
+    async def _apieces(
+        self, rounds: Rounds, prompt: ContextPrompt, responses: AsyncGenerator[ModelResponse, None]
+    ) -> AsyncGenerator[str, None]:
+        is_empty = True
+        async with aclosing(responses):
+            async for response in responses:
+                if response.raw is not None:
+                    rounds.end(prompt, response)
+                if response.delta:
+                    is_empty = False
+                    yield response.delta
+        if is_empty:
+            yield rounds.answer or self._empty_response
 
     def _given_up(self, rounds: Rounds) -> Any:
         rounds.give_up()
         return rounds.last or rounds.answer or self._empty_response
+
+    def _warn(self, dropped: Sequence[Chunk], rounds: Rounds) -> None:
+        ids = [chunk.id for chunk in dropped]
+        logger.warning(
+            "the prompt has no room for %d of %d chunks, %s%s; %s, or lower max_new_tokens=%d",
+            len(ids),
+            len(rounds.chunks),
+            ids[:_SHOWN],
+            f" and {len(ids) - _SHOWN} more" if len(ids) > _SHOWN else "",
+            "split documents into shorter chunks"
+            if self._refines
+            else 'retrieve fewer or shorter ones, give BlendSynthesizer overflow="refine"',
+            self._model.max_new_tokens,
+        )
+
+    def _with_report(self, response: RESPONSE_TYPE, report: dict[str, Any] | None) -> RESPONSE_TYPE:
+        response.metadata = {**(response.metadata or {}), "blend": report}
+        return annotate(response, report) if self._tells_sources and report is not None else response
 
 
 def _in_one_piece(answer: str) -> Generator[str, None, None]:

@@ -20,12 +20,11 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
-from llama_index_cacheblend.boundary import Boundary
-from llama_index_cacheblend.construction import find_engine
 from llama_index_cacheblend.encoder import NodeEncoder
+from llama_index_cacheblend.engines import find_engine
 from llama_index_cacheblend.inventory import Inventory
 from llama_index_cacheblend.llm import BlendLLM
-from llama_index_cacheblend.nodes import TextOf
+from llama_index_cacheblend.nodes import Boundary, TextOf
 
 __all__ = ["BlendVectorStore"]
 

@@ -14,12 +14,11 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from cacheblend_rag.engine import AddJob, AddResult, BlendEngine
 from cacheblend_rag.errors import ConfigError
-from llama_index_cacheblend.boundary import Boundary
-from llama_index_cacheblend.construction import find_engine
 from llama_index_cacheblend.encoder import EncodedNodes, NodeEncoder, Progress
+from llama_index_cacheblend.engines import find_engine
 from llama_index_cacheblend.inventory import Inventory
 from llama_index_cacheblend.llm import BlendLLM
-from llama_index_cacheblend.nodes import TextOf
+from llama_index_cacheblend.nodes import Boundary, TextOf
 from llama_index_cacheblend.vector_store import BlendVectorStore
 
 __all__ = ["WarmJob", "WarmResult", "warm_index"]
@@ -274,8 +273,9 @@ def _nodes(index: BaseIndex[Any]) -> list[BaseNode]:
             return Inventory(inner).nodes()
         except NotImplementedError:
             pass
-    struct = index.index_struct
-    node_ids = getattr(struct, "nodes_dict", None) or getattr(struct, "nodes", None) or getattr(struct, "node_ids", ())
+    struct: Any = index.index_struct
+    node_ids: Any = getattr(struct, "nodes_dict", None) or getattr(struct, "nodes", None)
+    node_ids = node_ids or getattr(struct, "node_ids", ())
     if isinstance(node_ids, dict):
         # A node that was deleted may be left in the docstore; it cannot be retrieved then.
         held = set(Inventory(inner).find() or ()) if isinstance(inner, SimpleVectorStore) else node_ids

@@ -1,4 +1,4 @@
-"""Making the engine behind a language model."""
+"""The engine behind a language model or a store."""
 
 from __future__ import annotations
 
@@ -16,17 +16,7 @@ __all__ = ["find_engine", "make_engine"]
 
 
 def find_engine(engine: Any) -> BlendEngine:
-    """Return the engine that an argument named ``engine`` means.
-
-    Parameters
-    ----------
-    engine : BlendEngine, BlendLLM or None
-        An engine, or what has one; None for that of ``Settings.llm``.
-
-    Returns
-    -------
-    BlendEngine
-        The engine.
+    """Return the engine that an argument named ``engine`` means: an engine, or what has one; None for that of ``Settings.llm``.
 
     Raises
     ------
@@ -46,35 +36,10 @@ def find_engine(engine: Any) -> BlendEngine:
     return found
 
 
-def make_engine(
-    model: Any,
-    tokenizer: Any,
-    engine: Any,
-    config: BlendConfig | None,
-    store: Any,
-    model_kwargs: dict[str, Any] | None,
-) -> BlendEngine:
-    """Return the engine that the arguments of `BlendLLM` describe.
+def make_engine(model: Any, engine: Any, config: BlendConfig | None, **loading: Any) -> BlendEngine:
+    """Return the engine that the arguments of `BlendLLM` describe; `loading` are tokenizer, store and model_kwargs.
 
-    Parameters
-    ----------
-    model : str, Path or PreTrainedModel, optional
-        "reference", a Hugging Face id, a folder, or a model object.
-    tokenizer : Any, optional
-        The tokenizer of a model object.
-    engine : BlendEngine or BlendLLM, optional
-        An engine to share, instead of all others.
-    config : BlendConfig, optional
-        Settings; where they say nothing of the separator, it is what stands between nodes in LlamaIndex's prompts.
-    store : KVStore, str, Path or None
-        Where KV is kept.
-    model_kwargs : dict, optional
-        How a model is loaded.
-
-    Returns
-    -------
-    BlendEngine
-        The engine.
+    Where the settings say nothing of the separator, it is what stands between nodes in LlamaIndex's prompts.
 
     Raises
     ------
@@ -86,17 +51,11 @@ def make_engine(
             'give BlendLLM either a model ("reference", a Hugging Face id, a folder, or an object) or an engine'
         )
     if engine is not None:
-        for name, value in (
-            ("tokenizer", tokenizer),
-            ("config", config),
-            ("store", store),
-            ("model_kwargs", model_kwargs),
-        ):
-            if value is not None:
-                raise ConfigError(
-                    f"{name} belongs to the engine; give it to BlendEngine, not to BlendLLM beside engine="
-                )
+        beside = next((name for name, value in {"config": config, **loading}.items() if value is not None), None)
+        if beside is not None:
+            raise ConfigError(f"{beside} belongs to the engine; give it to BlendEngine, not to BlendLLM beside engine=")
         return find_engine(engine)
+    tokenizer, store, model_kwargs = loading["tokenizer"], loading["store"], loading["model_kwargs"]
     config = BlendConfig.of(config)
     if "separator" not in config.model_fields_set:
         config = config.replace(separator=SEPARATOR)
