@@ -19,6 +19,16 @@ from cacheblend_rag.model import unwrapped
 __all__ = ["SchedulerLock", "scheduler_lock"]
 
 
+class _Line:
+    """The threads of one process that have or want a lock."""
+
+    def __init__(self, owner: int | None = None, depth: int = 0) -> None:
+        self.changed = threading.Condition()
+        self.owner = owner
+        self.depth = depth
+        self.waiting: deque[object] = deque()
+
+
 class SchedulerLock:
     """A lock on the model that threads get in the order in which they came; a thread that has it may take it again.
 
@@ -27,14 +37,26 @@ class SchedulerLock:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._owner: int | None = None
-        self._depth = 0
-        self._line: deque[object] = deque()
-        self._pid = os.getpid()
+        self._lines = {os.getpid(): _Line()}
+
+    @property
+    def _line(self) -> _Line:
+        """This process's line."""
+        pid = os.getpid()
+        if pid not in self._lines:
+            # The parent's other threads are gone; the one that forked is the main thread here. `setdefault` is one step.
+            before, main = next(reversed(self._lines.values())), threading.main_thread().ident
+            mine = _Line(before.owner, before.depth) if before.owner == main else _Line()
+            self._lines.setdefault(pid, mine)
+        return self._lines[pid]
 
     def __enter__(self) -> None:
         self._take(None)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave()
 
     @contextmanager
     def within(self, until: float | None) -> Iterator[None]:
@@ -56,68 +78,51 @@ class SchedulerLock:
         finally:
             self._leave()
 
-    def _take(self, until: float | None) -> None:
-        self._forget_parent()
-        left = None if until is None else min(until - time.perf_counter(), threading.TIMEOUT_MAX)
-        with self._changed:
-            if self._owner != threading.get_ident():
-                place = object()
-                self._line.append(place)
-                try:
-                    if not self._changed.wait_for(lambda: self._owner is None and self._line[0] is place, left):
-                        raise AnswerTimeoutError(
-                            "other calls had the model for all of the time that this one was given, so it is given up; give it "
-                            "more, or ask for less at a time"
-                        )
-                    self._owner = threading.get_ident()
-                finally:
-                    self._line.remove(place)
-                    self._changed.notify_all()
-            self._depth += 1
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._leave()
-
-    @property
-    def wanted(self) -> bool:
-        """Whether a thread waits in line."""
-        self._forget_parent()
-        return bool(self._line)
-
     @contextmanager
     def after_others(self) -> Iterator[None]:
         """Take the model when nobody else waits for it."""
-        self._forget_parent()
-        with self._changed:
-            if self._owner != threading.get_ident():
-                self._changed.wait_for(lambda: self._owner is None and not self._line)
-                self._owner = threading.get_ident()
-            self._depth += 1
+        line = self._line
+        with line.changed:
+            if line.owner != threading.get_ident():
+                line.changed.wait_for(lambda: line.owner is None and not line.waiting)
+                line.owner = threading.get_ident()
+            line.depth += 1
         try:
             yield
         finally:
             self._leave()
 
-    def _forget_parent(self) -> None:
-        """Free the lock in a forked child, unless the thread that forked has it: the parent's other threads are gone."""
-        if self._pid == os.getpid():
-            return
-        self._pid = os.getpid()
-        self._changed = threading.Condition()
-        self._line.clear()
-        # In the child that is the thread that forked.
-        if self._owner != threading.main_thread().ident:
-            self._owner, self._depth = None, 0
+    @property
+    def wanted(self) -> bool:
+        """Whether a thread waits in line."""
+        return bool(self._line.waiting)
+
+    def _take(self, until: float | None) -> None:
+        left = None if until is None else min(until - time.perf_counter(), threading.TIMEOUT_MAX)
+        line = self._line
+        with line.changed:
+            if line.owner != threading.get_ident():
+                place = object()
+                line.waiting.append(place)
+                try:
+                    if not line.changed.wait_for(lambda: line.owner is None and line.waiting[0] is place, left):
+                        raise AnswerTimeoutError(
+                            "other calls had the model for all of the time that this one was given, so it is given up; give it "
+                            "more, or ask for less at a time"
+                        )
+                    line.owner = threading.get_ident()
+                finally:
+                    line.waiting.remove(place)
+                    line.changed.notify_all()
+            line.depth += 1
 
     def _leave(self) -> None:
-        self._forget_parent()
-        with self._changed:
-            self._depth -= 1
-            if not self._depth:
-                self._owner = None
-                self._changed.notify_all()
+        line = self._line
+        with line.changed:
+            line.depth -= 1
+            if not line.depth:
+                line.owner = None
+                line.changed.notify_all()
 
 
 _locks: WeakKeyDictionary[PreTrainedModel, SchedulerLock] = WeakKeyDictionary()
