@@ -15,8 +15,7 @@ from typing import Literal
 
 import torch
 
-from cacheblend_rag.codec.base import PackedLayer, TensorForm
-from cacheblend_rag.codec.plain import form_of, keep_native
+from cacheblend_rag.codec.base import PackedLayer, TensorForm, form_of, keep_native
 from cacheblend_rag.kv import LayerKV
 
 __all__ = ["QuantizedCodec"]

@@ -26,12 +26,10 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from cacheblend_rag.errors import ChunkReadError, ConfigError
-from cacheblend_rag.store.encoded import EncodedChunk
+from cacheblend_rag.store.chunkfile import ByteSource, EncodedChunk, FileSource
 from cacheblend_rag.store.folder import valid_key
 from cacheblend_rag.store.locks import ForkSafeLock
-from cacheblend_rag.store.remote.base import MAX_CHUNK_BYTES, RemoteSettings, cut
-from cacheblend_rag.store.remote.guard import Guard
-from cacheblend_rag.store.source import ByteSource, FileSource
+from cacheblend_rag.store.remote.base import MAX_CHUNK_BYTES, Guard, RemoteSettings, cut
 
 __all__ = ["FsspecTier"]
 

@@ -25,10 +25,9 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from cacheblend_rag.errors import ChunkReadError, RemoteUnavailableError, StoreError
-from cacheblend_rag.store.encoded import EncodedChunk
+from cacheblend_rag.store.chunkfile import EncodedChunk
 from cacheblend_rag.store.folder import valid_key
-from cacheblend_rag.store.remote.base import MAX_CHUNK_BYTES, RemoteSettings, cut, part_sizes
-from cacheblend_rag.store.remote.guard import Guard
+from cacheblend_rag.store.remote.base import MAX_CHUNK_BYTES, Guard, RemoteSettings, cut, part_sizes
 
 __all__ = ["RedisTier"]
 
