@@ -207,21 +207,22 @@ class RamReader(KVReader):
 
     def __init__(self, kv: PackedKV | ChunkKV) -> None:
         packed = kv if isinstance(kv, PackedKV) else pack_kv(kv, make_codec("native"))
-        layers = packed.layers
-        super().__init__(packed.token_ids, packed.start, packed.context, len(layers), packed.codec, packed.nbytes)
-        self._layers = layers
+        super().__init__(
+            packed.token_ids, packed.start, packed.context, len(packed.layers), packed.codec, packed.nbytes
+        )
+        self._kv = packed
 
     @property
     def kv_bytes(self) -> int:
         """Size of all layers as they are unpacked."""
-        return sum(layer.kv_bytes for layer in self._layers)
+        return sum(layer.kv_bytes for layer in self._kv.layers)
 
     def packed_layer(self, index: int) -> PackedLayer:
         """Return one layer as it is packed."""
-        return self._layers[index]
+        return self._kv.layers[index]
 
     def layer(self, index: int) -> LayerKV:
-        return unpack_layer(self._layers[index])
+        return unpack_layer(self._kv.layers[index])
 
 
 class RamTier(LRUCache[PackedKV]):

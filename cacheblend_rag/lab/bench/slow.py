@@ -17,8 +17,8 @@ from cacheblend_rag.codec import make_codec
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.store import KVReader, KVStore
-from cacheblend_rag.store.probe import TierProbe, ram_probe
-from cacheblend_rag.store.reader import PassingReader
+from cacheblend_rag.store.base import TierProbe
+from cacheblend_rag.store.ram import ram_probe
 
 __all__ = ["SlowReader", "SlowStore", "device_rate"]
 
@@ -58,7 +58,7 @@ class _Line:
         time.sleep(max(arrives - time.perf_counter(), 0.0))
 
 
-class SlowReader(PassingReader[KVReader]):
+class SlowReader(KVReader):
     """Reads another reader's KV no faster than the device.
 
     Parameters
@@ -72,14 +72,12 @@ class SlowReader(PassingReader[KVReader]):
     """
 
     def __init__(self, reader: KVReader, tier: str, line: _Line) -> None:
-        super().__init__(reader)
-        self._tier = tier
+        super().__init__(
+            reader.token_ids, reader.start, reader.context, reader.num_layers, reader.codec, reader.packed_bytes
+        )
+        self.tier = tier
+        self._reader = reader
         self._line = line
-
-    @property
-    def tier(self) -> str:
-        """The name of the device."""
-        return self._tier
 
     def layer(self, index: int) -> LayerKV:
         """Return one layer, when it has come."""
