@@ -90,8 +90,8 @@ class FolderStore(KVStore):
         if found is None:
             return self._open_remote(key)
         file, entry = found
-        owner = {"tenant": entry.tenant, "expires_at": entry.expires_at}
-        return self._promoting(key, file, **owner, to_ram=partial(self._keep, key, **owner))
+        keep = partial(self._keep, key, tenant=entry.tenant, expires_at=entry.expires_at)
+        return self._promoting(key, file, entry.tenant, entry.expires_at, keep)
 
     def put(self, key: str, kv: ChunkKV, *, tenant: str = "", ttl_s: float | None = None) -> None:
         self._check(key)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from logging import getLogger
 from typing import Any, Generic, TypeVar
+
+import torch
 
 from cacheblend_rag.codec import Codec, PackedKV, PackedLayer, make_codec, pack_kv, unpack_layer
 from cacheblend_rag.kv import KV, ChunkKV, LayerKV
@@ -277,7 +279,7 @@ def _owned(kv: PackedKV) -> PackedKV:
     """Copy the tensors that are views into something larger, which would stay in memory uncounted."""
 
     # All parts of a layer may share one storage, as they do when read from a file.
-    def compact(layer: PackedLayer) -> dict[str, Any]:
+    def compact(layer: PackedLayer) -> dict[str, torch.Tensor]:
         room = layer.nbytes
         return {
             name: part.clone() if part.untyped_storage().nbytes() > room else part for name, part in layer.parts.items()
@@ -286,8 +288,9 @@ def _owned(kv: PackedKV) -> PackedKV:
     return _with_parts(kv, compact)
 
 
-def _with_parts(kv: PackedKV, parts: Callable[[PackedLayer], dict[str, Any]]) -> PackedKV:
-    return replace(kv, layers=tuple(replace(layer, parts=parts(layer)) for layer in kv.layers))
+def _with_parts(kv: PackedKV, parts: Callable[[PackedLayer], dict[str, torch.Tensor]]) -> PackedKV:
+    layers = [PackedLayer(layer.codec, layer.key_form, layer.value_form, parts(layer)) for layer in kv.layers]
+    return PackedKV(kv.token_ids, kv.start, layers, kv.context)
 
 
 @contextmanager

@@ -170,7 +170,9 @@ class RemoteWriter:
         self._numbers = count()
         self._closed = False
         self._is_out = False
-        self._begin()
+        self._figures = UploadStats()
+        self._uploads: dict[int, tuple[str, int, Future[None]]] = {}
+        self._pid, self._executor = os.getpid(), _executor()
 
     def put(self, key: str, nbytes: int, encode: Callable[[], EncodedChunk]) -> bool:
         """Have a chunk uploaded; never waits for the remote tier.
@@ -239,16 +241,11 @@ class RemoteWriter:
         self._executor.shutdown(wait=is_done)
         return is_done
 
-    def _begin(self) -> None:
-        self._pid = os.getpid()
-        self._figures = UploadStats()
-        self._uploads: dict[int, tuple[str, int, Future[None]]] = {}
-        self._executor = ThreadPoolExecutor(1, "cacheblend-remote-writer")
-
     def _after_fork(self) -> None:
         """Leave to the parent what it uploads; the lock is held."""
         if self._pid != os.getpid():
-            self._begin()
+            self._figures, self._uploads = UploadStats(), {}
+            self._pid, self._executor = os.getpid(), _executor()
 
     def _waiting_bytes(self) -> int:
         return sum(nbytes for _, nbytes, _ in self._uploads.values())
@@ -280,3 +277,7 @@ class RemoteWriter:
         if isinstance(failure, StoreError) and not (is_out and self._is_out):
             _log.warning("chunk KV %s… was not uploaded: %s", key[:12], failure)
         self._is_out = is_out
+
+
+def _executor() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "cacheblend-remote-writer")
