@@ -72,13 +72,7 @@ class KVReader:
     def keep(self, index: int, layer: LayerKV) -> None:
         """Copy a layer that was read, ``(num_kv_heads, seq_len, head_dim)``, to the device tier, if that wants it.
 
-        Parameters
-        ----------
-        index : int
-            The layer's number.
-        layer : LayerKV
-            The layer with its keys as they were stored, best on its device already. It is copied in the current stream, and may
-            be written to afterwards.
+        Its keys are as they were stored. It is copied in the current stream, and may be written to afterwards.
         """
 
     def finish(self) -> None:

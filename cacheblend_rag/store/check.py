@@ -11,7 +11,7 @@ from cacheblend_rag.errors import ChunkReadError, StoreError
 from cacheblend_rag.store.chunkfile import ChunkFile
 from cacheblend_rag.store.collect import is_orphan
 from cacheblend_rag.store.database import Database
-from cacheblend_rag.store.disk import DiskTier
+from cacheblend_rag.store.disk import DiskTier, flaw_of
 from cacheblend_rag.store.documents import Drafts, is_sound, read_document, read_pieces
 from cacheblend_rag.store.folder import StoreFolder, existing_store
 from cacheblend_rag.store.index import Entry, Index, counter
@@ -137,7 +137,7 @@ def _examine(folder: StoreFolder, database: Database, report: CheckReport) -> _F
     for path in folder.writers.leftovers():
         report.problems.append(f"{path.name} was left by a killed process; the next opening of the store removes it")
     for key, entry in index.entries():
-        flaw = _flaw(folder, key, entry)
+        flaw = flaw_of(folder, key, entry)
         if flaw is None:
             report.entries += 1
             report.bytes += entry.nbytes
@@ -166,19 +166,6 @@ def _examine(folder: StoreFolder, database: Database, report: CheckReport) -> _F
         report.problems.append(f"{strays} rows say where in a document something stands that is not there")
     report.names = index.share()[2]
     return findings
-
-
-def _flaw(folder: StoreFolder, key: str, entry: Entry) -> str | None:
-    try:
-        file = ChunkFile.open(folder.file_path(entry.file), key)
-        if file.digest != entry.digest:
-            return f"file {entry.file} is not the one that was written"
-        file.verify()
-    except FileNotFoundError:
-        return f"file {entry.file} is missing"
-    except StoreError as error:
-        return str(error)
-    return None
 
 
 def _miscounts(connection: sqlite3.Connection) -> list[str]:

@@ -70,13 +70,7 @@ _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
 def pack_tokens(token_ids: tuple[int, ...]) -> bytes:
-    """Return token ids as little-endian 32 bit integers.
-
-    Raises
-    ------
-    StoreError
-        If one is negative or does not fit.
-    """
+    """Return token ids as little-endian 32 bit integers; StoreError if one does not fit."""
     if any(not 0 <= token < 2**31 for token in token_ids):
         raise StoreError("token ids must be from 0 to 2**31 - 1 to be stored")
     return np.asarray(token_ids, dtype="<i4").tobytes()
@@ -94,17 +88,7 @@ def _digest_of(data: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class EncodedChunk:
-    """A chunk's file, not yet written.
-
-    Attributes
-    ----------
-    buffers : list of memoryview
-        The file's bytes in order; they share memory with the KV.
-    digest : bytes
-        The header digest, which tells this file from any other.
-    nbytes : int
-        Size of the file.
-    """
+    """A chunk's file, not yet written: its bytes in order, which share memory with the KV, its header digest, and its size."""
 
     buffers: list[memoryview]
     digest: bytes
@@ -112,19 +96,9 @@ class EncodedChunk:
 
 
 def encode_chunk(key: str, kv: ChunkKV | PackedKV) -> EncodedChunk:
-    """Lay out the file of one chunk.
+    """Lay out the file of one chunk, on the CPU; StoreError if a tensor is of a type that the format does not know.
 
-    Parameters
-    ----------
-    key : str
-        The store key, kept in the file so that a misplaced file is not mistaken for another chunk's.
-    kv : ChunkKV or PackedKV
-        The KV, on the CPU; as it is, or packed by any codec.
-
-    Raises
-    ------
-    StoreError
-        If a tensor is of a type that the format does not know.
+    The store key is kept in the file so that a misplaced file is not mistaken for another chunk's.
     """
     tokens = pack_tokens(kv.token_ids)
     packed = pack_kv(kv, make_codec("native")) if isinstance(kv, ChunkKV) else kv
@@ -198,28 +172,12 @@ class ByteSource(Protocol):
     def read_into(self, view: memoryview, offset: int) -> int:
         """Fill `view` with the bytes from `offset` on; return how many there were, fewer only where the bytes end.
 
-        Raises
-        ------
-        OSError
-            If they cannot be read.
+        An OSError says that they cannot be read.
         """
 
 
 class FileSource:
-    """A file, which stays readable when it is unlinked.
-
-    Parameters
-    ----------
-    path : str
-        The file.
-    tier : str
-        What the place is called.
-
-    Raises
-    ------
-    OSError
-        If it cannot be opened.
-    """
+    """A file, which stays readable when it is unlinked."""
 
     def __init__(self, path: str, tier: str = "disk") -> None:
         self.tier = tier
@@ -244,30 +202,10 @@ class FileSource:
 
 
 class ChunkFile(KVReader):
-    """Reads one chunk's stored bytes layer by layer.
+    """Reads one chunk's stored bytes layer by layer; ChunkReadError if they are damaged, cut short, or another key's.
 
-    Parameters
-    ----------
-    source : ByteSource
-        The bytes.
-    key : str
-        The store key they must carry.
-
-    Attributes
-    ----------
-    key : str
-        The store key.
-    digest : bytes
-        The header digest, which tells this file from any other.
-    file_bytes, kv_bytes : int
-        Size of the file, and of the KV that its layers are unpacked to.
-    codecs : tuple of str
-        The codec of each layer.
-
-    Raises
-    ------
-    ChunkReadError
-        If the head is damaged, the file is cut short, or it belongs to another key.
+    `digest` is the header digest, which tells this file from any other; `file_bytes` and `kv_bytes` are the sizes of the file,
+    and of the KV that its layers are unpacked to.
     """
 
     def __init__(self, source: ByteSource, key: str) -> None:
@@ -278,15 +216,7 @@ class ChunkFile(KVReader):
 
     @classmethod
     def open(cls, path: str | Path, key: str) -> ChunkFile:
-        """Open a file on disk; it stays readable when it is unlinked.
-
-        Raises
-        ------
-        FileNotFoundError
-            If there is no such file.
-        ChunkReadError
-            If it cannot be read or is not sound.
-        """
+        """Open a file on disk, which stays readable when it is unlinked; FileNotFoundError if there is none."""
         try:
             source = FileSource(str(path))
         except FileNotFoundError:
@@ -299,13 +229,7 @@ class ChunkFile(KVReader):
         return unpack_layer(self.packed_layer(index))
 
     def packed_layer(self, index: int) -> PackedLayer:
-        """Read one layer in one piece and verify it; its parts stay packed.
-
-        Raises
-        ------
-        ChunkReadError
-            If the bytes are gone, or do not match their checksum.
-        """
+        """Read one layer in one piece and verify it; its parts stay packed."""
         layer = self._layers[index]
         begin, nbytes = layer.begin, layer.nbytes
         buffer = torch.empty(nbytes, dtype=torch.uint8)
@@ -321,13 +245,7 @@ class ChunkFile(KVReader):
         return PackedLayer(layer.codec, layer.key_form, layer.value_form, parts)
 
     def verify(self) -> None:
-        """Read every layer.
-
-        Raises
-        ------
-        ChunkReadError
-            If one of them is damaged.
-        """
+        """Read every layer."""
         for index in range(self.num_layers):
             self.packed_layer(index)
 

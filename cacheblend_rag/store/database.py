@@ -126,18 +126,11 @@ END;
 
 
 class Database:
-    """One connection that reads and one that writes, so that no lookup waits for a commit.
+    """One connection that reads and one that writes, so that no lookup waits for a commit; in memory where no `path` is given.
 
     Both are closed before a fork and opened again when next they are needed, by parent and child. Abandoning them in the child
     would not do: SQLite keeps one account of file locks for a whole process, so that the child, with this account inherited and
     the locks not, would lock too little and lose what it writes when the parent closes.
-
-    Parameters
-    ----------
-    path : Path, optional
-        The database file, which exists; by default the database lives in memory.
-    read_only : bool
-        Whether the file and its folder may not be written.
     """
 
     def __init__(self, path: Path | None, read_only: bool = False) -> None:
@@ -188,12 +181,8 @@ class Database:
     def write(self, durable: bool = True, wait: bool = True) -> Iterator[sqlite3.Connection]:
         """Run one write transaction, rolled back if it ends by an error.
 
-        Parameters
-        ----------
-        durable : bool
-            Whether to return only when the disk has it. Otherwise it survives the process, but perhaps not the machine.
-        wait : bool
-            Whether to wait while another thread or process writes; if not, that is an error.
+        If not `durable` it survives the process, but perhaps not the machine. With `wait` False it is an error if another
+        thread or process is writing.
         """
         if self.read_only:
             raise StoreReadOnlyError(

@@ -22,15 +22,7 @@ _SPARE_SHARE = 8
 
 @dataclass(frozen=True, eq=False)
 class Upload:
-    """A layer on its way to a device, or there.
-
-    Attributes
-    ----------
-    layer : LayerKV
-        The device's tensors.
-    done : torch.cuda.Event or None
-        Recorded behind what writes them; None where that was over when the upload was made.
-    """
+    """A layer on its way to a device, or there; `done` is recorded behind what writes it, None if that was over already."""
 
     layer: LayerKV
     done: torch.cuda.Event | None

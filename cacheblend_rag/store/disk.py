@@ -23,7 +23,7 @@ from cacheblend_rag.store.folder import StoreFolder, valid_key
 from cacheblend_rag.store.index import Dropped, Entry, Index
 from cacheblend_rag.store.locks import ForkSafeLock
 
-__all__ = ["DiskTier", "disk_probe", "forget_pages"]
+__all__ = ["DiskTier", "disk_probe", "flaw_of", "forget_pages"]
 
 _log = getLogger(__name__)
 
@@ -40,18 +40,7 @@ class DiskTier:
 
     A file is written under a temporary name, synced, renamed, and only then given its entry; its name is never used again. A
     file that is dropped loses its entry first. In between, the index holds it as pending, and whoever opens the store next
-    finishes what a killed process had begun.
-
-    Parameters
-    ----------
-    path : Path
-        The folder.
-    limit_bytes : int, optional
-        Most bytes of files.
-    codec : Codec, optional
-        How KV is written; by default as it is. Files are read whatever their codec.
-    clock : StoreClock, optional
-        What tells when KV expires.
+    finishes what a killed process had begun. `codec` packs what is written; files are read whatever their codec.
     """
 
     def __init__(
@@ -120,25 +109,8 @@ class DiskTier:
     ) -> list[str]:
         """Write `kv` under `key`, unless it is held and its head is sound; return the keys whose copies are out of date.
 
-        Parameters
-        ----------
-        key : str
-            The key.
-        kv : ChunkKV or PackedKV
-            The KV.
-        tenant : str
-            Whose it is.
-        expires_at : float, optional
-            From when on it counts as a miss, by the store's time. What is held lives that long at least.
-        wanted : callable, optional
-            Called in the transaction that adds the entry; if it returns False, nothing is added.
-
-        Raises
-        ------
-        StoreFullError
-            If there is no room.
-        StoreReadOnlyError
-            If the folder may not be written.
+        `wanted` is called in the transaction that adds the entry; if it returns False, nothing is added. What is held already
+        lives until `expires_at` at least.
         """
         now = self.clock.now()
         held = self.index.entry(valid_key(key))
@@ -298,15 +270,23 @@ class DiskTier:
             self._unlink(files, forgiving=True)
 
 
+def flaw_of(folder: StoreFolder, key: str, entry: Entry) -> str | None:
+    """Return what is wrong with the file of an entry, every byte of it read, or None."""
+    try:
+        file = ChunkFile.open(folder.file_path(entry.file), key)
+        if file.digest != entry.digest:
+            return f"file {entry.file} is not the one that was written"
+        file.verify()
+    except FileNotFoundError:
+        return f"file {entry.file} is missing"
+    except StoreError as error:
+        return str(error)
+    return None
+
+
 @contextmanager
 def disk_probe(tier: DiskTier, chunks: Sequence[ChunkKV]) -> Iterator[OpenProbe]:
-    """Read chunks as the disk tier does, from files that the system's page cache does not hold; see `TierProbe`.
-
-    Raises
-    ------
-    StoreError
-        If they cannot be written.
-    """
+    """Read chunks as the disk tier does, from files that the system's page cache does not hold; see `TierProbe`."""
     key = "0" * 32
     paths = []
     try:

@@ -23,24 +23,9 @@ _log = getLogger(__name__)
 
 @dataclass(slots=True)
 class _Piece:
-    """A chunk of a document.
+    """A chunk of a document: the key that its name leads to, None where the name is new, and when its time to live is over.
 
-    Attributes
-    ----------
-    member : Member
-        Its tokens and its place.
-    text_hash : str
-        Digest of its text.
-    key : str or None
-        The key that its name leads to; None where the name is new.
-    expires_at : float or None
-        When its time to live is over, by the store's time.
-    is_changed : bool
-        Whether more is to be written of it than its key.
-    separator : tuple of int
-        The separator that its name was recorded with.
-    arrival : int
-        When it came, compared with the other chunks of the document.
+    More is to be written of it than its key where it `is_changed`.
     """
 
     member: Member
@@ -81,23 +66,9 @@ class NamedPiece(NamedTuple):
 
 
 class Drafts:
-    """The documents of a namespace that some changes touch, as these leave them.
+    """The documents of a namespace that some changes touch, as these leave them; `left` are the ids of chunks that leave theirs.
 
     Nothing is written before `save`, so that what changes would lead to can be found out beforehand, by a connection that reads.
-
-    Parameters
-    ----------
-    connection : sqlite3.Connection
-        Where a transaction has begun, or one that reads.
-    namespace : str
-        Where the names are.
-    now : float
-        The store's time.
-
-    Attributes
-    ----------
-    left : set of str
-        The ids of chunks that leave the documents that they are in.
     """
 
     def __init__(self, connection: sqlite3.Connection, namespace: str, now: float = 0.0) -> None:

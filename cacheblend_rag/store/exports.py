@@ -24,12 +24,9 @@ from logging import getLogger
 from pathlib import Path
 from typing import IO, Any
 
-from cacheblend_rag.errors import StoreError
 from cacheblend_rag.store.base import NodeRecord
-from cacheblend_rag.store.chunkfile import ChunkFile
-from cacheblend_rag.store.disk import DiskTier
+from cacheblend_rag.store.disk import DiskTier, flaw_of
 from cacheblend_rag.store.folder import existing_store, storing
-from cacheblend_rag.store.index import Entry
 from cacheblend_rag.store.names import Names
 
 __all__ = [
@@ -135,12 +132,13 @@ def _export(
     while batch := list(islice(entries, _BATCH)):
         listed = []
         for key, entry in batch:
-            if not _is_sound(tier, key, entry):
-                report.damaged += 1
-                continue
-            path = tier.folder.file_path(entry.file)
+            flaw = flaw_of(tier.folder, key, entry)
             try:
-                with open(path, "rb") as stream:
+                with open(tier.folder.file_path(entry.file), "rb") as stream:
+                    if flaw is not None:
+                        _log.warning("left out: %s", flaw)
+                        report.damaged += 1
+                        continue
                     writer.add(f"kv/{key}.safetensors", stream, entry.nbytes)
             except FileNotFoundError:
                 # Dropped by another process just now.
@@ -173,18 +171,6 @@ def _names(names: Names, wanted: Callable[[str, str], bool], now: float) -> Iter
 def _row(namespace: str, owner: str, record: NodeRecord) -> list[Any]:
     ids = [list(record.token_ids), list(record.separator)]
     return [namespace, owner, record.id, record.key, record.text_hash, *ids]
-
-
-def _is_sound(tier: DiskTier, key: str, entry: Entry) -> bool:
-    try:
-        file = ChunkFile.open(tier.folder.file_path(entry.file), key)
-        file.verify()
-    except FileNotFoundError:
-        return True
-    except StoreError as error:
-        _log.warning("left out: %s", error)
-        return False
-    return file.digest == entry.digest and file.file_bytes == entry.nbytes
 
 
 class _ArchiveWriter:

@@ -42,13 +42,7 @@ _FILE = re.compile(r"[0-9a-f]{8,128}\.[0-9a-f]{16}\.safetensors")
 
 
 def valid_key(key: str) -> str:
-    """Return `key` if it is one.
-
-    Raises
-    ------
-    StoreError
-        If it is not 8 to 128 lower-case hexadecimal digits.
-    """
+    """Return `key` if it is 8 to 128 lower-case hexadecimal digits; StoreError otherwise."""
     if not _KEY.fullmatch(key):
         raise StoreError(f"{key[:140]!r} is no store key; a key is 8 to 128 lower-case hexadecimal digits")
     return key
@@ -72,22 +66,7 @@ def storing(path: Path) -> Iterator[None]:
 
 
 class StoreFolder:
-    """A folder on disk that holds a store, made if there is none.
-
-    Parameters
-    ----------
-    path : Path
-        The folder.
-
-    Raises
-    ------
-    StoreFormatError
-        If it was written in a format that this version does not read. Nothing is changed in it.
-    StoreReadOnlyError
-        If it holds no store and may not be written.
-    StoreError
-        If it is something else than a store.
-    """
+    """A folder on disk that holds a store, made if there is none; nothing is changed in one of another format."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -155,13 +134,7 @@ class StoreFolder:
         return f"{valid_key(key)}.{secrets.token_hex(8)}.safetensors"
 
     def file_path(self, name: str) -> Path:
-        """Return where the file `name` lies.
-
-        Raises
-        ------
-        StoreError
-            If it is no file name of this store.
-        """
+        """Return where the file `name` lies; StoreError if it is no file name of this store."""
         if not _FILE.fullmatch(name):
             raise StoreError(
                 f"{name[:200]!r} is no file name of a store: the index of {self.path} is damaged; "
@@ -263,13 +236,7 @@ class StoreFolder:
 
 
 def existing_store(location: str | Path) -> StoreFolder:
-    """Return the folder of a store that is there.
-
-    Raises
-    ------
-    StoreError
-        If it is none.
-    """
+    """Return the folder of a store that is there; StoreError if it is none."""
     path = Path(location).expanduser()
     if not path.exists():
         raise StoreError(f"there is no folder {path}; name the folder of a store")
@@ -284,13 +251,6 @@ class Writers:
 
     A writer holds a lock file for as long as it lives; the system lets go of the lock when the process ends, however it ends. Its
     temporary files, and what the index says it was about to do, carry its name.
-
-    Parameters
-    ----------
-    path : Path
-        Where the lock files and temporary files lie.
-    read_only : bool
-        Whether nothing may be written there.
     """
 
     def __init__(self, path: Path, read_only: bool) -> None:

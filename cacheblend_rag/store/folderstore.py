@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import sqlite3
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from logging import getLogger
 
@@ -17,9 +16,8 @@ from cacheblend_rag.store.base import KVReader, NameChanges, NamedTarget, NodeRe
 from cacheblend_rag.store.device import DeviceReader, DeviceTier
 from cacheblend_rag.store.disk import DiskTier, disk_probe
 from cacheblend_rag.store.index import Dropped
-from cacheblend_rag.store.kvstore import KVStore, Result, end_of
+from cacheblend_rag.store.kvstore import Computed, KVStore, Result, end_of
 from cacheblend_rag.store.locks import ForkSafeLock
-from cacheblend_rag.store.names import name_waiting
 from cacheblend_rag.store.ram import RamReader, RamTier
 from cacheblend_rag.store.remote.offsite import Offsite
 
@@ -32,16 +30,8 @@ class FolderStore(KVStore):
     """A store over a folder on disk, which any number of processes may have open.
 
     KV is dropped on disk first and in memory second, and what was put or read whole is checked against the index once it is in
-    memory. So no deletion, by this process or another, leaves a copy.
-
-    Parameters
-    ----------
-    disk : DiskTier
-        The folder.
-    ram, device, offsite
-        As in `KVStore`.
-    write_back_bytes : int
-        Most bytes of KV that may wait to be written; with 0 nothing waits, and `put_later` is as durable as `put`.
+    memory. So no deletion, by this process or another, leaves a copy. At most `write_back_bytes` of KV wait to be written; with 0
+    `put_later` is as durable as `put`.
     """
 
     is_private = False
@@ -92,36 +82,6 @@ class FolderStore(KVStore):
         file, entry = found
         keep = partial(self._keep, key, tenant=entry.tenant, expires_at=entry.expires_at)
         return self._promoting(key, file, entry.tenant, entry.expires_at, keep)
-
-    def put(self, key: str, kv: ChunkKV, *, tenant: str = "", ttl_s: float | None = None) -> None:
-        self._check(key)
-        expires_at = self._expires_at(ttl_s)
-        # Packed once where both tiers use one codec.
-        packed = pack_kv(kv, self._ram.codec) if self._ram.codec == self._disk.codec else kv
-        self._drop_copies(self._disk.put(key, packed, tenant, expires_at))
-        self._keep(key, packed, tenant, expires_at)
-        self._send(key, kv, expires_at)
-
-    def put_later(
-        self,
-        key: str,
-        kv: ChunkKV | PackedKV,
-        namespace: str,
-        records: Sequence[NodeRecord],
-        known: Sequence[str] = (),
-        *,
-        tenant: str = "",
-        ttl_s: float | None = None,
-    ) -> bool:
-        self._check(key)
-        if self._disk.read_only:
-            # Says so by an error.
-            self._disk.put(key, kv)
-        chunk = _WaitingChunk(key, kv, namespace, tenant, list(records), list(known), self._expires_at(ttl_s))
-        if self._waiting.limit_bytes:
-            return self._waiting.offer(chunk)
-        self._write(chunk)
-        return True
 
     def settle(self) -> None:
         self._waiting.settle()
@@ -248,24 +208,33 @@ class FolderStore(KVStore):
         self._unpin_copies()
         self._deletions_seen = now
 
-    def _write(self, chunk: _WaitingChunk) -> None:
+    def _put(self, key: str, kv: ChunkKV, tenant: str, expires_at: float | None) -> None:
+        # Packed once where both tiers use one codec.
+        packed = pack_kv(kv, self._ram.codec) if self._ram.codec == self._disk.codec else kv
+        self._drop_copies(self._disk.put(key, packed, tenant, expires_at))
+        self._keep(key, packed, tenant, expires_at)
+
+    def _put_later(self, chunk: Computed) -> bool:
+        if self._disk.read_only:
+            # Says so by an error.
+            self._disk.put(chunk.key, chunk.kv)
+        if self._waiting.limit_bytes:
+            return self._waiting.offer(chunk)
+        self._write(chunk)
+        return True
+
+    def _write(self, chunk: Computed) -> None:
         """Write one chunk and its names, unless its last name is gone."""
-
-        def wanted(connection: sqlite3.Connection) -> bool:
-            names = chunk.namespace, chunk.tenant, chunk.key, chunk.records, chunk.known
-            return not chunk.cancelled and name_waiting(connection, *names)
-
-        self._drop_copies(self._disk.put(chunk.key, chunk.kv, chunk.tenant, chunk.expires_at, wanted))
+        self._drop_copies(self._disk.put(chunk.key, chunk.kv, chunk.tenant, chunk.expires_at, chunk.name))
         self._keep(chunk.key, chunk.kv, chunk.tenant, chunk.expires_at)
         if not chunk.is_copy and self._disk.holds([chunk.key])[0]:
             self._send(chunk.key, chunk.kv, chunk.expires_at)
 
     def _send(self, key: str, kv: ChunkKV | PackedKV, expires_at: float | None) -> None:
-        if self._offsite and expires_at is None:
-            self._offsite.put(key, kv)
-            if not self._disk.holds([key])[0]:
-                # Deleted between the two.
-                self._offsite.drop([key])
+        super()._send(key, kv, expires_at)
+        if self._offsite and expires_at is None and not self._disk.holds([key])[0]:
+            # Deleted between the two.
+            self._offsite.drop([key])
 
     def _bring_back(self, key: str, was_named: bool, kv: PackedKV) -> None:
         named = self._names.leading_to(key)
@@ -275,31 +244,7 @@ class FolderStore(KVStore):
             self._ram.put(key, kv)
         elif not self._disk.read_only:
             namespace, tenant, ids = named
-            self._waiting.offer(_WaitingChunk(key, kv, namespace, tenant, [], ids, None, is_copy=True))
-
-
-@dataclass(eq=False, slots=True)
-class _WaitingChunk:
-    """KV that waits to be written with the `records` of names nobody knew, and the names that were `known` to lead to it.
-
-    Attributes
-    ----------
-    is_copy : bool
-        Whether it came from the remote tier, and need not go there again.
-    cancelled : bool
-        Whether it is not to be written any more. Set before the transaction that deletes begins, read in the one that writes:
-        whichever comes second finds what the other did.
-    """
-
-    key: str
-    kv: ChunkKV | PackedKV
-    namespace: str
-    tenant: str
-    records: list[NodeRecord]
-    known: list[str]
-    expires_at: float | None
-    is_copy: bool = False
-    cancelled: bool = False
+            self._waiting.offer(Computed(key, kv, namespace, tenant, [], ids, None, is_copy=True))
 
 
 class _WriteBack:
@@ -309,7 +254,7 @@ class _WriteBack:
     first. A forked child does not write what its parent has waiting.
     """
 
-    def __init__(self, write: Callable[[_WaitingChunk], None], limit_bytes: int) -> None:
+    def __init__(self, write: Callable[[Computed], None], limit_bytes: int) -> None:
         self._write = write
         self.limit_bytes = limit_bytes
         self.refused = 0
@@ -319,7 +264,7 @@ class _WriteBack:
         self._error: StoreError | None = None
         self._begin()
 
-    def offer(self, chunk: _WaitingChunk) -> bool:
+    def offer(self, chunk: Computed) -> bool:
         """Have a chunk written; return False, and count it, if the queue is full."""
         with self._lock:
             self._after_fork()
@@ -338,7 +283,7 @@ class _WriteBack:
             )
         return is_taken
 
-    def find(self, key: str) -> _WaitingChunk | None:
+    def find(self, key: str) -> Computed | None:
         """Return what waits under `key`, or None."""
         return next((chunk for chunk in self._chunks() if chunk.key == key), None)
 
@@ -393,14 +338,14 @@ class _WriteBack:
             self._after_fork()
             return len(self._queue), self._bytes
 
-    def _chunks(self) -> list[_WaitingChunk]:
+    def _chunks(self) -> list[Computed]:
         if not self._queue:
             return []
         with self._lock:
             self._after_fork()
             return [chunk for chunk in self._queue if not chunk.cancelled]
 
-    def _work(self, chunk: _WaitingChunk) -> None:
+    def _work(self, chunk: Computed) -> None:
         error = None
         try:
             if not chunk.cancelled:
@@ -415,7 +360,7 @@ class _WriteBack:
 
     def _begin(self) -> None:
         self._pid = os.getpid()
-        self._queue: dict[_WaitingChunk, Future[None]] = {}
+        self._queue: dict[Computed, Future[None]] = {}
         self._bytes = 0
         self._executor = ThreadPoolExecutor(1, "cacheblend-write-back")
 

@@ -230,15 +230,7 @@ def _record(row: list[Any]) -> NodeRecord:
 
 
 def _read_archive(path: Path, stream: IO[bytes]) -> Iterator[tuple[str, bytes]]:
-    """Yield names and bytes of an exported file's members, and raise unless they are, to the end, what was exported.
-
-    Raises
-    ------
-    StoreFormatError
-        If the file is no export, or one of a later version.
-    StoreError
-        If it is damaged.
-    """
+    """Yield names and bytes of an exported file's members, and raise unless they are, to the end, what was exported."""
 
     def damaged(why: str) -> StoreError:
         return StoreError(f"export file {path} is damaged ({why}); nothing of it can be used, copy it again")

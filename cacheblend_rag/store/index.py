@@ -21,23 +21,7 @@ _COLUMNS = "file, bytes, digest, tenant, added_at, expires_at"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The KV of one chunk on disk.
-
-    Attributes
-    ----------
-    file : str
-        Its file's name.
-    nbytes : int
-        The file's size.
-    digest : bytes
-        The file's header digest.
-    tenant : str
-        Whose it is; "" for nobody's in particular.
-    added_at : float
-        When it was added, by the store's time.
-    expires_at : float or None
-        From when on it counts as a miss, by the store's time.
-    """
+    """The KV of one chunk on disk: its file, that file's size and header digest, whose it is, and since and until when."""
 
     file: str
     nbytes: int
@@ -64,15 +48,7 @@ class Dropped:
 
 
 class Index:
-    """The entries in a database; each method is one transaction.
-
-    Parameters
-    ----------
-    database : Database
-        Where they are kept.
-    writer : callable, optional
-        Returns the name of this process, which removes the files that it drops.
-    """
+    """The entries in a database; each method is one transaction. `writer` names this process, which removes what it drops."""
 
     def __init__(self, database: Database, writer: Callable[[], str] = str) -> None:
         self._database = database
@@ -131,28 +107,10 @@ class Index:
         now: float = 0.0,
         wanted: Callable[[sqlite3.Connection], bool] | None = None,
     ) -> Dropped:
-        """Give `key` its entry, and drop expired ones and the least recently used ones for room.
+        """Give `key` its entry, whose file was expected, and drop expired ones and the least recently used ones for room.
 
-        Parameters
-        ----------
-        key : str
-            The key.
-        entry : Entry
-            The entry, whose file lies in the folder and was expected.
-        replaced : Entry, optional
-            The damaged or expired entry that this one replaces. If another process has been quicker, its entry stays and this
-            one's file is among the dropped.
-        limit_bytes : int, optional
-            Most bytes that all entries together may have.
-        now : float
-            The store's time.
-        wanted : callable, optional
-            Called in the transaction; if it returns False nothing is added, and the file is among the dropped.
-
-        Raises
-        ------
-        StoreFullError
-            If so much is pinned that there is no room.
+        The damaged or expired entry that is `replaced` goes. If another process has been quicker, its entry stays, and this
+        one's file is among the dropped; so it is if `wanted`, called in the transaction, returns False.
         """
         dropped, writer = Dropped(), self._writer()
         with self._database.write() as connection:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sqlite3
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -20,14 +22,38 @@ from cacheblend_rag.store.database import Database
 from cacheblend_rag.store.device import DeviceTier, ResidentKV, device_probe
 from cacheblend_rag.store.folder import valid_key
 from cacheblend_rag.store.index import Dropped, Index
-from cacheblend_rag.store.names import Names
+from cacheblend_rag.store.names import Names, name_waiting
 from cacheblend_rag.store.promote import PromotingReader
 from cacheblend_rag.store.ram import RamReader, RamTier, ram_probe
 from cacheblend_rag.store.remote.offsite import Offsite
 
-__all__ = ["KVStore", "end_of"]
+__all__ = ["Computed", "KVStore", "end_of"]
 
 Result = TypeVar("Result")
+
+
+@dataclass(eq=False, slots=True)
+class Computed:
+    """KV that was computed for an answer, the `records` of names nobody knew, and the names that were `known` to lead to it.
+
+    What came from the remote tier is a copy, and need not go there again. `cancelled` is set before the transaction that deletes
+    begins, and read in the one that writes: whichever comes second finds what the other did.
+    """
+
+    key: str
+    kv: ChunkKV | PackedKV
+    namespace: str
+    tenant: str
+    records: list[NodeRecord]
+    known: list[str]
+    expires_at: float | None
+    is_copy: bool = False
+    cancelled: bool = False
+
+    def name(self, connection: sqlite3.Connection) -> bool:
+        """Record its names in a transaction that has begun; return whether any leads to it, or none does any more."""
+        names = self.namespace, self.tenant, self.key, self.records, self.known
+        return not self.cancelled and name_waiting(connection, *names)
 
 
 class KVStore(ABC):
@@ -102,7 +128,6 @@ class KVStore(ABC):
         KV that is seen to be damaged is dropped with a warning, and None returned. A reader stays good when its KV is dropped.
         """
 
-    @abstractmethod
     def put(self, key: str, kv: ChunkKV, *, tenant: str = "", ttl_s: float | None = None) -> None:
         """Keep `kv` under `key`; on return it is on disk, if there is a folder.
 
@@ -115,8 +140,11 @@ class KVStore(ABC):
         StoreReadOnlyError
             If the folder may not be written.
         """
+        self._check(key)
+        expires_at = self._expires_at(ttl_s)
+        self._put(key, kv, tenant, expires_at)
+        self._send(key, kv, expires_at)
 
-    @abstractmethod
     def put_later(
         self,
         key: str,
@@ -154,6 +182,10 @@ class KVStore(ABC):
         bool
             False if too much is waiting already; the KV is then not kept.
         """
+        self._check(key)
+        return self._put_later(
+            Computed(key, kv, namespace, tenant, list(records), list(known), self._expires_at(ttl_s))
+        )
 
     def settle(self) -> None:  # noqa: B027 - without a folder nothing waits
         """Wait until everything that waited to be written is, or has failed to be."""
@@ -354,6 +386,17 @@ class KVStore(ABC):
         self._release_files()
 
     # What differs with and without a folder
+
+    @abstractmethod
+    def _put(self, key: str, kv: ChunkKV, tenant: str, expires_at: float | None) -> None: ...
+
+    @abstractmethod
+    def _put_later(self, chunk: Computed) -> bool: ...
+
+    def _send(self, key: str, kv: ChunkKV | PackedKV, expires_at: float | None) -> None:
+        """Have what never expires uploaded to the remote tier."""
+        if self._offsite and expires_at is None:
+            self._offsite.put(key, kv)
 
     @abstractmethod
     def _hold(self, keys: Sequence[str], durable: bool) -> list[bool]:

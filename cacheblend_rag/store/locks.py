@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import concurrent.futures.thread  # noqa: F401 - its own hooks are to run inside ours: locks of ours are held while work is submitted
+import concurrent.futures.thread  # noqa: F401 - its hooks run inside ours: work is submitted while our locks are held
 import os
 import threading
 import weakref

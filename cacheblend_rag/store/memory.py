@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from cacheblend_rag.codec import PackedKV, pack_kv
 from cacheblend_rag.errors import StoreFullError
 from cacheblend_rag.kv import ChunkKV
-from cacheblend_rag.store.base import KVReader, NodeRecord
+from cacheblend_rag.store.base import KVReader
 from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.database import Database
 from cacheblend_rag.store.device import DeviceReader, DeviceTier
-from cacheblend_rag.store.kvstore import KVStore, end_of
-from cacheblend_rag.store.names import name_waiting
+from cacheblend_rag.store.kvstore import Computed, KVStore, end_of
 from cacheblend_rag.store.ram import RamReader, RamTier
 from cacheblend_rag.store.remote.offsite import Offsite
 
@@ -21,13 +19,7 @@ __all__ = ["MemoryStore"]
 
 
 class MemoryStore(KVStore):
-    """A store in RAM, which ends with this object; what RAM drops, the device tier drops too.
-
-    Parameters
-    ----------
-    ram, device, clock, offsite
-        As in `KVStore`.
-    """
+    """A store in RAM, which ends with this object; what RAM drops, the device tier drops too."""
 
     def __init__(self, ram: RamTier, device: DeviceTier, clock: StoreClock, offsite: Offsite | None = None) -> None:
         super().__init__(Database(None), clock, ram, device, offsite)
@@ -52,14 +44,14 @@ class MemoryStore(KVStore):
         self._drop_copies([key])
         return self._open_remote(key)
 
-    def put(self, key: str, kv: ChunkKV, *, tenant: str = "", ttl_s: float | None = None) -> None:
-        self._check(key)
-        expires_at = until = self._expires_at(ttl_s)
+    def _put(self, key: str, kv: ChunkKV, tenant: str, expires_at: float | None) -> None:
         held = self._ram.peek(key)
         if held is not None:
             tenant = held.tenant
-            until = None if None in (held.expires_at, until) else max(end_of(held.expires_at), end_of(until))
-        if not self._ram.put(key, kv, tenant, until):
+            expires_at = (
+                None if None in (held.expires_at, expires_at) else max(end_of(held.expires_at), end_of(expires_at))
+            )
+        if not self._ram.put(key, kv, tenant, expires_at):
             nbytes, limit_bytes = pack_kv(kv, self._ram.codec).nbytes, self._ram.limit_bytes
             raise StoreFullError(
                 f"a chunk of {nbytes} bytes exceeds the store's budget of {limit_bytes} bytes (ram_bytes)"
@@ -68,37 +60,20 @@ class MemoryStore(KVStore):
                 "or raise the budget"
             )
         self._ram.pin(self._names.pinned([key]))
-        self._send(key, kv, expires_at)
 
-    def put_later(
-        self,
-        key: str,
-        kv: ChunkKV | PackedKV,
-        namespace: str,
-        records: Sequence[NodeRecord],
-        known: Sequence[str] = (),
-        *,
-        tenant: str = "",
-        ttl_s: float | None = None,
-    ) -> bool:
-        self._check(key)
-        expires_at = self._expires_at(ttl_s)
-        if not self._ram.put(key, kv, tenant, expires_at) and not self._offsite:
+    def _put_later(self, chunk: Computed) -> bool:
+        key = chunk.key
+        if not self._ram.put(key, chunk.kv, chunk.tenant, chunk.expires_at) and not self._offsite:
             return True
-        wanted = partial(name_waiting, namespace=namespace, tenant=tenant, key=key, records=records, known=known)
-        if not self._database.transact(wanted):
+        if not self._database.transact(chunk.name):
             self._ram.drop([key])
             return True
         self._ram.pin(self._names.pinned([key]))
-        self._send(key, kv, expires_at)
+        self._send(key, chunk.kv, chunk.expires_at)
         if self._offsite and self._names.leading_to(key) is None:
             # Deleted between the two.
             self._offsite.drop([key])
         return True
-
-    def _send(self, key: str, kv: ChunkKV | PackedKV, expires_at: float | None) -> None:
-        if self._offsite and expires_at is None:
-            self._offsite.put(key, kv)
 
     def _hold(self, keys: Sequence[str], durable: bool) -> list[bool]:
         now = self._clock.now()

@@ -27,17 +27,7 @@ _INSERT = (
 
 
 class Names:
-    """The names in a database; each method is one transaction. See `KVStore` for what its methods of the same names do.
-
-    Parameters
-    ----------
-    database : Database
-        Where they are kept, beside the entries that they keep alive.
-    now : callable, optional
-        Returns the store's time.
-    writer : callable, optional
-        Returns the name of this process, which removes the files that it drops.
-    """
+    """The names in a database; each method is one transaction. See `KVStore` for what methods of the same names do."""
 
     def __init__(self, database: Database, now: Callable[[], float] = float, writer: Callable[[], str] = str) -> None:
         self._database = database
@@ -310,18 +300,8 @@ def name_waiting(
 ) -> bool:
     """Name KV that waited to be written; return whether any name leads to it now.
 
-    Parameters
-    ----------
-    connection : sqlite3.Connection
-        Where the transaction has begun.
-    namespace, tenant : str
-        Where the names are.
-    key : str
-        The KV's key.
-    records : sequence of NodeRecord
-        Names that were unknown when the KV was computed. One that is known by now keeps its text.
-    known : sequence of str
-        Names that were known; they may have been removed since.
+    Of the `records`, whose names were unknown when it was computed, one that is known by now keeps its text; names that were
+    `known` may have been removed since.
     """
     keys = dict(_known_keys(connection, namespace, [*known, *(record.id for record in records)]))
     for record in records:

@@ -36,7 +36,9 @@ class _Promotion(Generic[Layer]):
         self._layers: dict[int, Layer] | None = None
 
     def __del__(self) -> None:
-        self.end()
+        # Takes no lock, being a finalizer.
+        if self._layers is not None:
+            self._tier.give_back(self._nbytes)
 
     def begin(self) -> bool:
         """Reserve room, the first time; return whether there was any and the chunk is still on its way."""
@@ -90,15 +92,6 @@ class PromotingReader(KVReader):
 
     RAM keeps room for it from the beginning on, the device tier from the first layer that is kept: by then all chunks of a
     prompt are opened, and none that it needs has to be read because it had to go.
-
-    Parameters
-    ----------
-    source : ChunkFile or RamReader
-        Reads the slower tier.
-    ram, to_ram : RamTier and callable, optional
-        Where it goes, and what takes it when it is complete.
-    device, to_device : DeviceTier and callable, optional
-        The same for the device tier.
     """
 
     def __init__(

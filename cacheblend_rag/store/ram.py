@@ -39,19 +39,9 @@ class Cached(Generic[AnyKV]):
 
 
 class LRUCache(Generic[AnyKV]):
-    """Chunk KV in memory by key, the least recently used dropped first. All methods may be called from any thread.
+    """Chunk KV in memory by key, at most `limit_bytes`, the least recently used dropped first. Any thread may call any method.
 
-    Parameters
-    ----------
-    limit_bytes : int
-        Most bytes held, reservations included. KV that is bigger than this is not kept.
-
-    Attributes
-    ----------
-    on_drop : callable or None
-        Called with the key of all KV that was dropped, replaced or evicted, without the lock: no thread may hold two.
-    evictions : int
-        How much was dropped for room.
+    `on_drop` is called with the key of all KV that was dropped, replaced or evicted, without the lock: no thread may hold two.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -228,17 +218,10 @@ class RamReader(KVReader):
 
 
 class RamTier(LRUCache[PackedKV]):
-    """Chunk KV in memory, at most so many bytes of it as it is packed.
+    """Chunk KV in memory, at most so many bytes of it as it is packed by `codec`.
 
-    Parameters
-    ----------
-    limit_bytes : int
-        Most bytes of KV held, reservations included.
-    codec : Codec, optional
-        How KV is kept; by default as it is.
-    page_locked : bool
-        Whether KV is kept in page-locked memory, from which a CUDA device copies without the processor. Where there is none to be
-        had it is kept in ordinary memory, with one warning.
+    Page-locked memory is what a CUDA device copies from without the processor. Where there is none to be had KV is kept in
+    ordinary memory, with one warning.
     """
 
     def __init__(self, limit_bytes: int, codec: Codec | None = None, page_locked: bool = False) -> None:

@@ -136,15 +136,7 @@ def _check_seconds(name: str, value: object) -> None:
 
 
 class CircuitBreaker:
-    """Leaves what failed alone for a while, twice as long after every failure in a row; then one call tries it for all.
-
-    Parameters
-    ----------
-    back_off_s, max_back_off_s : float
-        How long: after the first failure, and at most.
-    clock : callable
-        The time in seconds; only differences matter.
-    """
+    """Leaves what failed alone for a while, twice as long after every failure in a row; then one call tries it for all."""
 
     def __init__(self, back_off_s: float, max_back_off_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._back_off_s = back_off_s
@@ -157,13 +149,7 @@ class CircuitBreaker:
         self._reason = ""
 
     def enter(self) -> int:
-        """Return the turn that a call belongs to, for `failed` or `succeeded`.
-
-        Raises
-        ------
-        RemoteUnavailableError
-            If it is not time to try again.
-        """
+        """Return the turn that a call belongs to, for `failed` or `succeeded`; RemoteUnavailableError if it is too early."""
         with self._lock:
             if self._wait_s:
                 left_s = self._retry_at - self._clock()
@@ -191,22 +177,9 @@ class CircuitBreaker:
 
 
 class Guard:
-    """Runs the calls of a remote tier and turns what they raise into `RemoteUnavailableError`.
+    """Runs the calls of a remote tier and turns what they raise into `RemoteUnavailableError`, which shows no `secrets`.
 
     A refused write (no room, no permission) stops writes for a while and reads go on; any other failure stops both.
-
-    Parameters
-    ----------
-    location : str
-        Where the tier is, for messages.
-    secrets : list of str
-        What no message may show.
-    settings : RemoteSettings
-        The back-off times.
-    caught : tuple of exception types
-        What the client raises.
-    is_refusal : callable
-        Whether an exception means that the tier is well and refused the call.
     """
 
     def __init__(

@@ -47,25 +47,9 @@ Result = TypeVar("Result")
 
 
 class FsspecTier:
-    """A `RemoteTier` in a filesystem of fsspec.
+    """A `RemoteTier` in a filesystem of fsspec; ConfigError if the settings or the options do not fit it.
 
-    Parameters
-    ----------
-    url : str
-        The folder, or bucket and prefix.
-    location : str
-        The same without credentials, for messages.
-    secret_words : list of str
-        What no message may show.
-    settings : RemoteSettings
-        Timeouts, size of the parts. Filesystems do not expire files: `ttl_s` is an error.
-    options : mapping
-        What the filesystem is made with.
-
-    Raises
-    ------
-    ConfigError
-        If the settings or the options do not fit the filesystem.
+    Filesystems do not expire files: `ttl_s` is an error.
     """
 
     def __init__(

@@ -22,17 +22,10 @@ _log = getLogger(__name__)
 
 
 class Offsite:
-    """Reads from a remote tier, and writes to it in the background.
+    """Reads from a remote tier, and writes to it in the background, packed by `codec`.
 
     A remote tier that fails is a miss and one warning an outage. What could not be removed there is removed when it answers
     again, as long as this object lives.
-
-    Parameters
-    ----------
-    tier : RemoteTier
-        The tier; it is closed with this object.
-    codec : Codec
-        How KV is packed on the way there.
     """
 
     def __init__(self, tier: RemoteTier, codec: Codec) -> None:
@@ -127,19 +120,7 @@ class Offsite:
 
 @dataclass(frozen=True, slots=True)
 class UploadStats:
-    """What became of the chunks that were given to a `RemoteWriter` of this process.
-
-    Attributes
-    ----------
-    waiting, waiting_bytes : int
-        Chunks that are not yet uploaded, and their bytes.
-    written : int
-        Chunks that the remote tier holds.
-    failed : int
-        Chunks that could not be uploaded, for whatever reason.
-    refused : int
-        Chunks that were not taken because too much was waiting.
-    """
+    """How many chunks wait to be uploaded, and their bytes; how many were, failed to be, or found too much waiting."""
 
     waiting: int = 0
     waiting_bytes: int = 0
@@ -149,18 +130,11 @@ class UploadStats:
 
 
 class RemoteWriter:
-    """Writes chunks to a remote tier in the background.
+    """Writes chunks to a remote tier in the background; the tier stays the caller's to close.
 
-    What waits is bounded in bytes; a chunk that does not fit is not taken, since its KV lies on disk and can be uploaded another
-    time. An upload that fails is not tried again by itself, and the first failure of an outage is logged. A forked child begins
-    with nothing waiting: its parent uploads what waited before.
-
-    Parameters
-    ----------
-    tier : RemoteTier
-        Where to write; it stays the caller's to close.
-    max_waiting_bytes : int
-        Most bytes that wait; a single chunk is taken whatever its size when nothing waits.
+    What waits is bounded in bytes; a chunk that does not fit is not taken, since its KV lies on disk and can be uploaded
+    another time. A single chunk is taken whatever its size. An upload that fails is not tried again by itself, and the first
+    failure of an outage is logged. A forked child begins with nothing waiting: its parent uploads what waited before.
     """
 
     def __init__(self, tier: RemoteTier, max_waiting_bytes: int = 256 * 1024 * 1024) -> None:
@@ -175,26 +149,9 @@ class RemoteWriter:
         self._pid, self._executor = os.getpid(), _executor()
 
     def put(self, key: str, nbytes: int, encode: Callable[[], EncodedChunk]) -> bool:
-        """Have a chunk uploaded; never waits for the remote tier.
+        """Have a chunk uploaded, in place of what waits under its key; return whether it was taken. Never waits.
 
-        Parameters
-        ----------
-        key : str
-            The store key. What waits under it already is replaced.
-        nbytes : int
-            About how many bytes the chunk has: what it counts for while it waits.
-        encode : callable
-            Makes its bytes, in the writer's thread. A StoreError of it counts as a failed upload.
-
-        Returns
-        -------
-        bool
-            Whether it was taken.
-
-        Raises
-        ------
-        StoreError
-            If the writer is closed.
+        Until its bytes, made by `encode` in the background, are uploaded, it counts for `nbytes`.
         """
         with self._lock:
             self._after_fork()

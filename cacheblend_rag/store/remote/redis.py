@@ -83,19 +83,7 @@ class _Manifest(NamedTuple):
 
 
 class RedisTier:
-    """A `RemoteTier` in one Redis or Valkey server.
-
-    Parameters
-    ----------
-    url : str
-        What redis-py connects to.
-    location : str
-        The same without credentials, for messages.
-    secret_words : list of str
-        What no message may show.
-    settings : RemoteSettings
-        Timeouts, expiry, size of the parts.
-    """
+    """A `RemoteTier` in one Redis or Valkey server."""
 
     def __init__(self, url: str, location: str, secret_words: list[str], settings: RemoteSettings) -> None:
         self.location = location
