@@ -57,13 +57,7 @@ def codec_names() -> tuple[str, ...]:
 
 
 def make_codec(name: str) -> Codec:
-    """Return the codec of this name.
-
-    Raises
-    ------
-    ConfigError
-        If there is none.
-    """
+    """Return the codec of this name; ConfigError if there is none."""
     codec = _CODECS.get(name)
     if codec is None:
         raise ConfigError(f"unknown codec {name!r}; choose one of {', '.join(codec_names())}")
@@ -76,22 +70,10 @@ def unpack_layer(packed: PackedLayer) -> LayerKV:
 
 
 def repack_layer(packed: PackedLayer, codec: Codec) -> PackedLayer:
-    """Return a layer as `codec` keeps it.
+    """Return a layer as `codec` keeps it, of no more bytes than before unless `codec` is native.
 
     "native" unpacks it. Any other codec packs it if that takes fewer bytes than it has, and leaves it alone otherwise, since
     what a narrower codec has lost does not come back. What is to stay exact stays as it is.
-
-    Parameters
-    ----------
-    packed : PackedLayer
-        The layer, packed by any codec.
-    codec : Codec
-        The codec that is wanted.
-
-    Returns
-    -------
-    PackedLayer
-        The layer, of no more bytes than before unless `codec` is native.
     """
     if packed.codec in (codec.name, EXACT.name):
         return packed

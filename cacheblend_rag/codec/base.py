@@ -38,16 +38,9 @@ class TensorForm(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLayer:
-    """One layer of a chunk's KV, as a codec packed it.
+    """One layer of a chunk's KV, as a codec packed it: the tensors by name, contiguous, in the order in which they are stored.
 
-    Attributes
-    ----------
-    codec : str
-        The codec that unpacks it; "native" where the codec that was asked for could not represent the layer.
-    key_form, value_form : TensorForm
-        What they are unpacked to: the shapes and dtypes that were packed.
-    parts : mapping of str to Tensor
-        The packed tensors by name, contiguous, in the order in which they are stored.
+    `codec` unpacks it, "native" where the codec that was asked for could not represent it; the forms are what was packed.
     """
 
     codec: str
@@ -143,13 +136,6 @@ class CastCodec:
 
     A layer is kept native where the type is no narrower than its own, and where a number would not be finite in it: float16
     ends at 65504.
-
-    Attributes
-    ----------
-    name : str
-        The codec's name.
-    dtype : torch.dtype
-        The narrower type.
     """
 
     name: str

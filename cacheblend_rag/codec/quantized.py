@@ -27,7 +27,7 @@ _QUANTIZABLE = {torch.float32, torch.float16, torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class QuantizedCodec:
-    """Asymmetric quantisation in groups.
+    """Asymmetric quantisation of `bits` a number, in groups of at most `group_size` along a channel or within a token.
 
     The numbers of a group lie between its least and its greatest, and each is stored as the number of the nearest of 2**bits
     evenly spaced points between them. A group is stored as those numbers and its grid: the least (rounded down) and the step
@@ -36,17 +36,6 @@ class QuantizedCodec:
 
     Tensors are cut into groups of equal length, the last one shorter where that does not come out even. A layer is kept native
     where a tensor is empty, is not float32, float16 or bfloat16, or holds a number that is not finite or beyond float16.
-
-    Attributes
-    ----------
-    name : str
-        The codec's name.
-    bits : {2, 4, 8}
-        Bits a number, grid aside.
-    group_size : int
-        Most numbers that share a grid; a grid takes 32 bits.
-    values_along : {"channel", "token"}
-        Whether values are grouped along a channel, as keys are, or within a token.
     """
 
     name: str
