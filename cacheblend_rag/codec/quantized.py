@@ -3,9 +3,8 @@
 The layout is KIVI's (Liu et al., arXiv 2402.02750): the keys of a few channels are large in every token, so keys share a grid
 along a channel; values have no such channels, and at few bits they share a grid within a token.
 
-KIVI keeps the most recent tokens in full precision, because in a growing cache a group along a channel fills only token by
-token, and because generated text leans on what was said last. Neither holds for a stored chunk: it is whole when it is
-packed, and the last tokens of a prompt, its question and its answer are never read from the store. So nothing is kept back.
+KIVI keeps the most recent tokens in full precision, for a cache that grows and is read from its end. A stored chunk is whole
+when it is packed, and a prompt's last tokens are never read from the store. So nothing is kept back.
 """
 
 from __future__ import annotations

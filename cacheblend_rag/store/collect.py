@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from cacheblend_rag.errors import StoreReadOnlyError
@@ -86,10 +87,9 @@ def collect_garbage(
             report.expired += count
         if unnamed_age_s is not None:
             added_before = tier.clock.now() - unnamed_age_s
-            keys = [key for key, _ in tier.index.entries()]
-            for begin in range(0, len(keys), _AT_ONCE):
-                dropped = tier.index.drop_nameless(keys[begin : begin + _AT_ONCE], added_before)
-                report.unnamed += _remove(tier, dropped, report)
+            keys = (key for key, _ in tier.index.entries())
+            while batch := list(islice(keys, _AT_ONCE)):
+                report.unnamed += _remove(tier, tier.index.drop_nameless(batch, added_before), report)
         for path in tier.folder.files():
             if tier.folder.is_file_name(path.name) and is_orphan(tier.folder, tier.index, path):
                 report.orphans += 1

@@ -73,7 +73,6 @@ class FsspecTier:
         self._guard = Guard(location, secret_words, settings, (Exception,), _is_refusal)
 
     def put(self, key: str, chunk: EncodedChunk) -> None:
-        """Keep a chunk under `key`: others see all of it or nothing. Bytes that are held whole already are not sent again."""
         folder = self._folder(key)
         file = f"{folder}/{chunk.digest.hex()}.safetensors"
         with self._guard.calling("store a chunk", writing=True):
@@ -86,7 +85,6 @@ class FsspecTier:
                     self.filesystem().rm_file(other)
 
     def open(self, key: str) -> ByteSource | None:
-        """Return the bytes under `key`, or None if they are not held."""
         folder = self._folder(key)
         with self._guard.calling("look a chunk up"):
             held = self._list(folder)
@@ -104,13 +102,11 @@ class FsspecTier:
         return _FileRange(self, file, size)
 
     def holds(self, keys: Sequence[str]) -> list[bool]:
-        """Return for each key whether something is held under it: one request a key, several at once."""
         folders = [self._folder(key) for key in keys]
         with self._guard.calling("look chunks up"):
             return self._each(folders, lambda folder: bool(self._list(folder)))
 
     def drop(self, keys: Iterable[str]) -> None:
-        """Remove what is held under the keys, for all machines."""
         folders = [self._folder(key) for key in keys]
 
         def remove(folder: str) -> None:
@@ -126,7 +122,6 @@ class FsspecTier:
             self._each(folders, remove)
 
     def close(self) -> None:
-        """Let go of the filesystem; sources fail from now on."""
         self._guard.closed = True
 
     def filesystem(self) -> Any:
