@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
-__all__ = ["ChunkKV", "LayerKV"]
+__all__ = ["KV", "ChunkKV", "LayerKV"]
 
 
 class LayerKV(NamedTuple):
@@ -23,8 +23,16 @@ class LayerKV(NamedTuple):
         return self.keys.nbytes + self.values.nbytes
 
 
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+Layer = TypeVar("Layer", bound=_Sized, covariant=True)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class ChunkKV:
+class KV(Generic[Layer]):
     """The KV of one chunk, encoded behind the encoding prefix and its context.
 
     Attributes
@@ -33,19 +41,27 @@ class ChunkKV:
         The chunk's tokens.
     start : int
         The position of its first token when it was encoded; its keys are rotated accordingly.
-    layers : sequence of LayerKV
-        One for each decoder layer, ``(num_kv_heads, seq_len, head_dim)``, on the CPU, contiguous. Shapes may differ
-        from layer to layer; seq_len is the number of tokens everywhere.
+    layers : sequence
+        One for each decoder layer, in the form that a kind of KV has them in.
     context : str
         Digest of the tokens that it was encoded behind, beside the encoding prefix (`cacheblend_rag.keys`); empty where alone.
     """
 
     token_ids: tuple[int, ...]
     start: int
-    layers: Sequence[LayerKV]
+    layers: Sequence[Layer]
     context: str = ""
 
     @property
     def nbytes(self) -> int:
         """Size of all layers in bytes."""
         return sum(layer.nbytes for layer in self.layers)
+
+
+class ChunkKV(KV[LayerKV]):
+    """KV as plain tensors: layers of ``(num_kv_heads, seq_len, head_dim)``, on the CPU, contiguous.
+
+    Shapes may differ from layer to layer; seq_len is the number of tokens everywhere.
+    """
+
+    __slots__ = ()

@@ -1,16 +1,27 @@
-"""Packed KV: what a codec makes of it."""
+"""Packed KV, and the codecs that keep it in floating point."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
 
-from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.kv import KV, LayerKV
 
-__all__ = ["Codec", "PackedKV", "PackedLayer", "TensorForm", "main_codec"]
+__all__ = [
+    "CastCodec",
+    "Codec",
+    "ExactCodec",
+    "NativeCodec",
+    "PackedKV",
+    "PackedLayer",
+    "TensorForm",
+    "form_of",
+    "keep_native",
+    "main_codec",
+]
 
 
 class TensorForm(NamedTuple):
@@ -27,16 +38,9 @@ class TensorForm(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLayer:
-    """One layer of a chunk's KV, as a codec packed it.
+    """One layer of a chunk's KV, as a codec packed it: the tensors by name, contiguous, in the order in which they are stored.
 
-    Attributes
-    ----------
-    codec : str
-        The codec that unpacks it; "native" where the codec that was asked for could not represent the layer.
-    key_form, value_form : TensorForm
-        What they are unpacked to: the shapes and dtypes that were packed.
-    parts : mapping of str to Tensor
-        The packed tensors by name, contiguous, in the order in which they are stored.
+    `codec` unpacks it, "native" where the codec that was asked for could not represent it; the forms are what was packed.
     """
 
     codec: str
@@ -49,32 +53,16 @@ class PackedLayer:
         """Size of all parts in bytes."""
         return sum(part.nbytes for part in self.parts.values())
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedKV:
-    """The KV of one chunk, packed layer by layer; see `cacheblend_rag.kv.ChunkKV`.
-
-    Attributes
-    ----------
-    token_ids : tuple of int
-        The chunk's tokens.
-    start : int
-        The position of its first token when it was encoded.
-    layers : sequence of PackedLayer
-        One for each decoder layer.
-    context : str
-        Digest of the tokens that it was encoded behind, beside the encoding prefix (`cacheblend_rag.keys`); empty where alone.
-    """
-
-    token_ids: tuple[int, ...]
-    start: int
-    layers: Sequence[PackedLayer]
-    context: str = ""
-
     @property
-    def nbytes(self) -> int:
-        """Size of all layers in bytes."""
-        return sum(layer.nbytes for layer in self.layers)
+    def kv_bytes(self) -> int:
+        """Size of the unpacked layer in bytes."""
+        return self.key_form.nbytes + self.value_form.nbytes
+
+
+class PackedKV(KV[PackedLayer]):
+    """The KV of one chunk, packed layer by layer."""
+
+    __slots__ = ()
 
     @property
     def codec(self) -> str:
@@ -103,3 +91,68 @@ class Codec(Protocol):
 
     def unpack(self, packed: PackedLayer) -> LayerKV:
         """Return what was packed, in the dtypes it had; the result may share memory with the parts."""
+
+
+def form_of(tensor: torch.Tensor) -> TensorForm:
+    """Return the form of a tensor."""
+    return TensorForm(tuple(tensor.shape), tensor.dtype)
+
+
+def keep_native(layer: LayerKV) -> PackedLayer:
+    """Return a layer with its tensors as they are."""
+    parts = {"keys": layer.keys.contiguous(), "values": layer.values.contiguous()}
+    return PackedLayer("native", form_of(layer.keys), form_of(layer.values), parts)
+
+
+@dataclass(frozen=True, slots=True)
+class NativeCodec:
+    """KV in the dtype that the model computed it in."""
+
+    name: str = "native"
+
+    def pack(self, layer: LayerKV) -> PackedLayer:
+        """Keep one layer as it is."""
+        return keep_native(layer)
+
+    def unpack(self, packed: PackedLayer) -> LayerKV:
+        """Return what was packed."""
+        return LayerKV(packed.parts["keys"], packed.parts["values"])
+
+
+@dataclass(frozen=True, slots=True)
+class ExactCodec(NativeCodec):
+    """KV as it is in every tier, whatever codec a tier keeps chunks in: what was packed so is never packed otherwise."""
+
+    name: str = "exact"
+
+    def pack(self, layer: LayerKV) -> PackedLayer:
+        """Keep one layer as it is."""
+        return replace(keep_native(layer), codec=self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class CastCodec:
+    """KV in a narrower floating-point type.
+
+    A layer is kept native where the type is no narrower than its own, and where a number would not be finite in it: float16
+    ends at 65504.
+    """
+
+    name: str
+    dtype: torch.dtype
+
+    def pack(self, layer: LayerKV) -> PackedLayer:
+        """Cast one layer."""
+        if any(not t.is_floating_point() or t.dtype.itemsize <= self.dtype.itemsize for t in layer):
+            return keep_native(layer)
+        cast = LayerKV(*(tensor.to(self.dtype).contiguous() for tensor in layer))
+        if not all(bool(tensor.isfinite().all()) for tensor in cast):
+            return keep_native(layer)
+        parts = {"keys": cast.keys, "values": cast.values}
+        return PackedLayer(self.name, form_of(layer.keys), form_of(layer.values), parts)
+
+    def unpack(self, packed: PackedLayer) -> LayerKV:
+        """Cast one layer back."""
+        return LayerKV(
+            packed.parts["keys"].to(packed.key_form.dtype), packed.parts["values"].to(packed.value_form.dtype)
+        )

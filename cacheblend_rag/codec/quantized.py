@@ -3,9 +3,8 @@
 The layout is KIVI's (Liu et al., arXiv 2402.02750): the keys of a few channels are large in every token, so keys share a grid
 along a channel; values have no such channels, and at few bits they share a grid within a token.
 
-KIVI keeps the most recent tokens in full precision, because in a growing cache a group along a channel fills only token by
-token, and because generated text leans on what was said last. Neither holds for a stored chunk: it is whole when it is
-packed, and the last tokens of a prompt, its question and its answer are never read from the store. So nothing is kept back.
+KIVI keeps the most recent tokens in full precision, for a cache that grows and is read from its end. A stored chunk is whole
+when it is packed, and a prompt's last tokens are never read from the store. So nothing is kept back.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from typing import Literal
 
 import torch
 
-from cacheblend_rag.codec.base import PackedLayer, TensorForm
-from cacheblend_rag.codec.plain import form_of, keep_native
+from cacheblend_rag.codec.base import PackedLayer, TensorForm, form_of, keep_native
 from cacheblend_rag.kv import LayerKV
 
 __all__ = ["QuantizedCodec"]
@@ -28,7 +26,7 @@ _QUANTIZABLE = {torch.float32, torch.float16, torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class QuantizedCodec:
-    """Asymmetric quantisation in groups.
+    """Asymmetric quantisation of `bits` a number, in groups of at most `group_size` along a channel or within a token.
 
     The numbers of a group lie between its least and its greatest, and each is stored as the number of the nearest of 2**bits
     evenly spaced points between them. A group is stored as those numbers and its grid: the least (rounded down) and the step
@@ -37,17 +35,6 @@ class QuantizedCodec:
 
     Tensors are cut into groups of equal length, the last one shorter where that does not come out even. A layer is kept native
     where a tensor is empty, is not float32, float16 or bfloat16, or holds a number that is not finite or beyond float16.
-
-    Attributes
-    ----------
-    name : str
-        The codec's name.
-    bits : {2, 4, 8}
-        Bits a number, grid aside.
-    group_size : int
-        Most numbers that share a grid; a grid takes 32 bits.
-    values_along : {"channel", "token"}
-        Whether values are grouped along a channel, as keys are, or within a token.
     """
 
     name: str

@@ -27,7 +27,7 @@ from cacheblend_rag.model import Decoder
 from cacheblend_rag.selection import FixedSelection, Selection, SelectionTask, Selector, make_selector
 from cacheblend_rag.selection.question import look_layers, stop_layer
 from cacheblend_rag.store.base import KVReader
-from cacheblend_rag.store.probe import ram_probe
+from cacheblend_rag.store.ram import ram_probe
 
 __all__ = [
     "Controller",

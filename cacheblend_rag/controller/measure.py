@@ -33,8 +33,7 @@ from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import Decoder
 from cacheblend_rag.selection import Selection, SelectionTask, Selector
-from cacheblend_rag.store.base import KVReader
-from cacheblend_rag.store.probe import OpenProbe, TierProbe
+from cacheblend_rag.store.base import KVReader, OpenProbe, TierProbe
 
 __all__ = ["Measurement", "fit_costs"]
 

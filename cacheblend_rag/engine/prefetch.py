@@ -14,9 +14,6 @@ from dataclasses import dataclass
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.loader import compute_alone
 from cacheblend_rag.store import KVStore
-from cacheblend_rag.store.device import DeviceReader
-from cacheblend_rag.store.ram import RamReader
-from cacheblend_rag.store.rise import RisingReader
 
 __all__ = ["Prefetch", "Prefetcher"]
 
@@ -172,13 +169,11 @@ class Prefetcher:
 
     def _read(self, key: str) -> None:
         reader = self._store.open(key)
-        if isinstance(reader, RisingReader):
-            for number in range(reader.num_layers):
-                reader.keep(number, reader.layer(number))
-            reader.finish()
-        elif reader is not None and not isinstance(reader, RamReader | DeviceReader):
-            for number in range(reader.num_layers):
-                reader.layer(number)
+        if reader is None or (reader.tier in ("ram", "device") and not reader.promotes_to_device):
+            return
+        for number in range(reader.num_layers):
+            reader.keep(number, reader.layer(number))
+        reader.finish()
 
 
 def _wait(future: Future[None], timeout_s: float | None) -> bool:

@@ -41,7 +41,7 @@ class SchedulerLock:
 
     @property
     def _line(self) -> _Line:
-        """This process's line."""
+        """The line of this process."""
         pid = os.getpid()
         if pid not in self._lines:
             # The parent's other threads are gone; the one that forked is the main thread here. `setdefault` is one step.

@@ -20,7 +20,7 @@ from cacheblend_rag.errors import ChunkReadError, StoreError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.model import Decoder, num_decoder_layers
 from cacheblend_rag.store import KVReader, KVStore, NamedTarget, NodeRecord
-from cacheblend_rag.store.part import part_of
+from cacheblend_rag.store.base import part_of
 from cacheblend_rag.store.ram import RamReader
 
 __all__ = ["KVSupply"]

@@ -15,8 +15,7 @@ from cacheblend_rag.loader.pieces import Piece, cut_pieces, join
 from cacheblend_rag.model import Decoder
 from cacheblend_rag.rope import Rotation, RotationTable, shift_layer
 from cacheblend_rag.store.base import KVReader
-from cacheblend_rag.store.device import DeviceReader, Upload
-from cacheblend_rag.store.rise import RisingReader
+from cacheblend_rag.store.device import Upload
 
 __all__ = ["Assembly"]
 
@@ -62,9 +61,9 @@ class Assembly:
         self.pieces = cut_pieces(
             layout,
             max(_PIECE_BYTES // row_bytes, layout.context_tokens // shares, 1),
-            [isinstance(reader, DeviceReader) and reader.devices == self._devices for reader in readers],
+            [reader.devices == self._devices for reader in readers],
         )
-        self._rising = [reader for reader in readers if isinstance(reader, RisingReader)]
+        self._rising = [reader for reader in readers if reader.promotes_to_device]
         self._lock = threading.Lock()
         self._buffers: dict[int, LayerKV] = {}
         # What was read into page-locked memory, by layer and first row of its piece.
@@ -166,8 +165,7 @@ class Assembly:
         return made
 
     def _resident(self, layer: int, piece: Piece) -> list[LayerKV]:
-        readers = self._readers[piece.chunks]
-        return [reader.resident(layer) for reader in readers if isinstance(reader, DeviceReader)]
+        return [reader.resident(layer) for reader in self._readers[piece.chunks]]
 
     def _join(self, parts: Sequence[LayerKV], piece: Piece, keys: torch.Tensor, values: torch.Tensor) -> None:
         join([part.keys for part in parts], piece.gaps, keys[0, :, piece.rows])
@@ -178,7 +176,7 @@ class Assembly:
         if not self._rising:
             return
         for reader, span in zip(self._readers[piece.chunks], self._layout.chunks[piece.chunks], strict=True):
-            if isinstance(reader, RisingReader):
+            if reader.promotes_to_device:
                 reader.keep(layer, LayerKV(*(each[0, :, span.start : span.stop] for each in (keys, values))))
 
     def _buffer(self, layer: int, sample: LayerKV) -> LayerKV:

@@ -8,19 +8,20 @@ from pathlib import Path
 import torch
 
 from cacheblend_rag.codec import make_codec
-from cacheblend_rag.store.base import KVReader, KVStore, NameChanges, NamedTarget, NodeRecord, StoreStats
+from cacheblend_rag.store.base import KVReader, NameChanges, NamedTarget, NodeRecord, StoreStats
 from cacheblend_rag.store.check import CheckReport, check_store
 from cacheblend_rag.store.clock import StoreClock
-from cacheblend_rag.store.collect import GarbageReport, collect_garbage
+from cacheblend_rag.store.collect import GarbageReport, collect_garbage, pin_chunks
 from cacheblend_rag.store.device import DeviceTier
 from cacheblend_rag.store.disk import DiskTier
 from cacheblend_rag.store.exports import ExportReport, export_store
+from cacheblend_rag.store.folderstore import FolderStore
 from cacheblend_rag.store.imports import ImportReport, import_store
-from cacheblend_rag.store.offsite import Offsite
-from cacheblend_rag.store.pins import pin_chunks
+from cacheblend_rag.store.kvstore import KVStore
+from cacheblend_rag.store.memory import MemoryStore
 from cacheblend_rag.store.ram import RamTier
 from cacheblend_rag.store.remote import RemoteTier, open_remote
-from cacheblend_rag.store.tiered import TieredStore
+from cacheblend_rag.store.remote.offsite import Offsite
 
 __all__ = [
     "CheckReport",
@@ -108,6 +109,6 @@ def open_store(
     tier = open_remote(remote) if isinstance(remote, str) else remote
     offsite = None if tier is None else Offsite(tier, codec)
     if location is None:
-        return TieredStore(ram, clock=clock, offsite=offsite, device=device)
+        return MemoryStore(ram, device, clock or StoreClock(), offsite)
     disk = DiskTier(Path(location).expanduser(), disk_bytes, codec, clock)
-    return TieredStore(ram, disk, write_back_bytes, offsite=offsite, device=device)
+    return FolderStore(disk, ram, device, offsite, write_back_bytes)

@@ -1,26 +1,45 @@
-"""Verifying a store folder: index against files against checksums."""
+"""Verifying a store folder: index against files against checksums, and names and documents against each other."""
 
 from __future__ import annotations
 
+import sqlite3
 from dataclasses import dataclass, field
 from logging import getLogger
 from pathlib import Path
 
 from cacheblend_rag.errors import ChunkReadError, StoreError
 from cacheblend_rag.store.chunkfile import ChunkFile
-from cacheblend_rag.store.collect import existing_store, is_orphan
-from cacheblend_rag.store.damage import Damage
+from cacheblend_rag.store.collect import is_orphan
 from cacheblend_rag.store.database import Database
-from cacheblend_rag.store.disk import DiskTier
-from cacheblend_rag.store.entries import Entry
-from cacheblend_rag.store.folder import StoreFolder
-from cacheblend_rag.store.index import Index
-from cacheblend_rag.store.names import Names
-from cacheblend_rag.store.tally import Tally
+from cacheblend_rag.store.disk import DiskTier, flaw_of
+from cacheblend_rag.store.documents import Drafts, is_sound, read_document, read_pieces
+from cacheblend_rag.store.folder import StoreFolder, existing_store
+from cacheblend_rag.store.index import Entry, Index, counter
+from cacheblend_rag.store.names import Names, drop_nameless
 
 __all__ = ["CheckReport", "check_store"]
 
 _log = getLogger(__name__)
+
+_BYTES = "ifnull(sum(bytes), 0)"
+_PINNED_BYTES = "ifnull(sum(CASE WHEN pinned THEN bytes END), 0)"
+_SHARES = """
+SELECT tenant, sum(entries), sum(bytes), sum(names) FROM (
+    SELECT tenant, count(*) AS entries, sum(bytes) AS bytes, 0 AS names FROM entries GROUP BY tenant
+    UNION ALL
+    SELECT ifnull(tenant, ''), 0, 0, count(*) FROM nodes LEFT JOIN namespaces USING (namespace) GROUP BY 1
+) GROUP BY tenant
+"""
+_NAMES = "SELECT namespace, id, key, text_hash, token_ids, separator, checksum FROM nodes"
+_HOMELESS = (
+    "SELECT nodes.namespace, id FROM members JOIN nodes USING (seq) LEFT JOIN documents ON number = members.document "
+    "AND documents.namespace = nodes.namespace WHERE number IS NULL"
+)
+# Of no name, and of no chunk.
+_STRAY = (
+    "members WHERE seq NOT IN (SELECT seq FROM nodes)",
+    "documents WHERE number NOT IN (SELECT document FROM members)",
+)
 
 
 @dataclass(slots=True)
@@ -102,7 +121,7 @@ def check_store(location: str | Path, repair: bool = False) -> CheckReport:
 
 @dataclass(slots=True)
 class _Findings:
-    """What a repair has to remove."""
+    """What a repair has to remove, or to read anew: names and documents each with their namespace."""
 
     keys: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
@@ -111,13 +130,14 @@ class _Findings:
 
 
 def _examine(folder: StoreFolder, database: Database, report: CheckReport) -> _Findings:
-    index, damage = Index(database), Damage(database)
+    index = Index(database)
     findings = _Findings()
-    report.problems += Tally(database).damage()
+    with database.snapshot() as connection:
+        report.problems += _miscounts(connection)
     for path in folder.writers.leftovers():
         report.problems.append(f"{path.name} was left by a killed process; the next opening of the store removes it")
     for key, entry in index.entries():
-        flaw = _flaw(folder, key, entry)
+        flaw = flaw_of(folder, key, entry)
         if flaw is None:
             report.entries += 1
             report.bytes += entry.nbytes
@@ -131,51 +151,98 @@ def _examine(folder: StoreFolder, database: Database, report: CheckReport) -> _F
         elif is_orphan(folder, index, path):
             report.problems.append(f"file {path.name} belongs to no entry")
             findings.files.append(path.name)
-    for namespace, node in damage.names():
-        report.problems.append(f"the record of name {node!r} does not match its checksum")
-        findings.names.append((namespace, node))
-    for namespace, document in damage.documents():
-        report.problems.append(
-            f"the record of document {document!r} does not match the keys of its chunks, or its checksum"
-        )
-        findings.documents.append((namespace, document))
-    if strays := damage.strays():
+    with database.snapshot() as connection:
+        findings.names = _damaged_names(connection)
+    with database.snapshot() as connection:
+        findings.documents = _damaged_documents(connection)
+    with database.snapshot() as connection:
+        strays = sum(int(connection.execute(f"SELECT count(*) FROM {rows}").fetchone()[0]) for rows in _STRAY)
+    report.problems += [f"the record of name {node!r} does not match its checksum" for _, node in findings.names]
+    report.problems += [
+        f"the record of document {document!r} does not match the keys of its chunks, or its checksum"
+        for _, document in findings.documents
+    ]
+    if strays:
         report.problems.append(f"{strays} rows say where in a document something stands that is not there")
-    report.names = Names(database).count()
+    report.names = index.share()[2]
     return findings
 
 
-def _flaw(folder: StoreFolder, key: str, entry: Entry) -> str | None:
-    try:
-        file = ChunkFile.open(folder.file_path(entry.file), key)
-        if file.digest != entry.digest:
-            return f"file {entry.file} is not the one that was written"
-        file.verify()
-    except FileNotFoundError:
-        return f"file {entry.file} is missing"
-    except StoreError as error:
-        return str(error)
-    return None
+def _miscounts(connection: sqlite3.Connection) -> list[str]:
+    """Return what is wrong with the sums that triggers keep, so that nobody has to go through a million rows."""
+    found = [str(row[0]) for row in connection.execute("PRAGMA integrity_check(20)") if row[0] != "ok"]
+    if found:
+        raise sqlite3.DatabaseError(f"database disk image is malformed: {found[0]}")
+    counted = counter(connection, "entry_bytes"), counter(connection, "pinned_bytes")
+    total = connection.execute(f"SELECT {_BYTES}, {_PINNED_BYTES} FROM entries").fetchone()
+    if counted != total:
+        return [f"the index counts {counted[0]} bytes, {counted[1]} pinned, where its entries have {total}"]
+    shares = set(connection.execute("SELECT tenant, entries, bytes, names FROM tenants WHERE entries OR names"))
+    counts = set(connection.execute(_SHARES))
+    if shares != counts:
+        return [f"the index counts {sorted(shares)} as the tenants' shares where they have {sorted(counts)}"]
+    return []
+
+
+def _recount(connection: sqlite3.Connection) -> None:
+    for name, total in (("entry_bytes", _BYTES), ("pinned_bytes", _PINNED_BYTES)):
+        query = f"UPDATE counters SET value = (SELECT {total} FROM entries) WHERE name = ?"
+        connection.execute(query, (name,))
+    shares = connection.execute(_SHARES).fetchall()
+    connection.execute("DELETE FROM tenants")
+    connection.executemany("INSERT INTO tenants VALUES (?, ?, ?, ?)", shares)
+    connection.execute("INSERT OR IGNORE INTO tenants VALUES ('', 0, 0, 0)")
+
+
+def _documents(connection: sqlite3.Connection) -> list[tuple[str, str]]:
+    return connection.execute("SELECT namespace, name FROM documents").fetchall()
+
+
+def _damaged_names(connection: sqlite3.Connection) -> list[tuple[str, str]]:
+    """Return the namespace and id of each name whose record, or whose place in its document, is not what was written."""
+    found = [tuple(row[:2]) for row in connection.execute(_NAMES) if not is_sound(*row)]
+    found += connection.execute(_HOMELESS).fetchall()
+    for namespace, document in _documents(connection):
+        known = read_document(connection, namespace, document)
+        pieces = () if known is None else read_pieces(connection, namespace, document, known[0])
+        found += [(namespace, id) for id, piece in pieces if piece is None]
+    return list(dict.fromkeys(found))
+
+
+def _damaged_documents(connection: sqlite3.Connection) -> list[tuple[str, str]]:
+    """Return the namespace and name of each document whose record is damaged, or is not what made the keys of its chunks."""
+    found = []
+    for namespace, document in _documents(connection):
+        drafts = Drafts(connection, namespace)
+        drafts.load(document)
+        known = read_document(connection, namespace, document)
+        is_damaged = known is not None and known[1] is None
+        if is_damaged or any(target.is_changed for target in drafts.targets().values()):
+            found.append((namespace, document))
+    return found
 
 
 def _mend(path: Path, findings: _Findings) -> None:
     # Opening the store removes what killed processes left.
-    tier = DiskTier(path, None)
+    tier = DiskTier(path)
     try:
         for key in findings.keys:
             tier.discard(key)
         for name in findings.files:
             tier.folder.unlink(name)
-        names = Names(tier.database)
-        writer = tier.folder.writers.own()
+        names, writer = Names(tier.database, writer=tier.writer), tier.writer()
         for namespace, node in findings.names:
-            _, dropped = names.remove(namespace, [node], writer)
-            tier.remove(dropped)
-        damage = Damage(tier.database)
+            tier.remove(names.remove(namespace, [node])[1])
         for namespace, document in findings.documents:
-            tier.remove(damage.reread(namespace, document, writer))
-        damage.remove_strays()
-        Tally(tier.database).recount()
+            with tier.database.write() as connection:
+                drafts = Drafts(connection, namespace)
+                drafts.load(document)
+                dropped = drop_nameless(connection, drafts.save(drafts.targets()), writer)
+            tier.remove(dropped)
+        with tier.database.write() as connection:
+            for rows in _STRAY:
+                connection.execute(f"DELETE FROM {rows}")
+            _recount(connection)
     finally:
         tier.close()
 

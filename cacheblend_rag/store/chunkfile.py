@@ -1,61 +1,211 @@
-"""Reading one chunk's stored bytes, in the form of `cacheblend_rag.store.chunkformat`, from wherever they are."""
+"""The form of the bytes of one chunk's KV: a safetensors file, layer by layer, every byte of it under a checksum.
+
+Layout, in file order::
+
+    8 bytes           length of the header
+    header            JSON: the tensors' types, shapes and places, and ``__metadata__`` with the format, the store key,
+                      the start position, one checksum (xxh3, 64 bits) a layer, how each layer is unpacked, and, where the
+                      chunk was encoded in its document, the digest of the tokens that it was encoded behind
+    token_ids         int32
+    header_digest     16 bytes, blake2b of everything before it
+    layer.0.keys, layer.0.values, layer.1.keys, ...
+
+A layer's tensors are the parts that its codec makes of it (`cacheblend_rag.codec`): ``keys`` and ``values`` where it stays
+in floating point, ``keys.grid``, ``values.grid``, ``keys.codes`` and ``values.codes`` where it is quantised. Metadata ``forms``
+lists what layers are unpacked to, each as [codec, keys, values] with types and shapes; ``layers`` says which of them each
+layer has.
+
+Any safetensors reader can open it. The digest covers the checksums and the checksums cover the layers, so that reading the
+head and one layer is enough to know that this layer is right.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 import xxhash
 
-from cacheblend_rag.codec import EXACT, PackedLayer, TensorForm, codec_names, main_codec, unpack_layer
-from cacheblend_rag.errors import ChunkReadError
-from cacheblend_rag.kv import LayerKV
-from cacheblend_rag.store.chunkformat import (
-    CONTEXT,
-    DIGEST_BYTES,
-    DTYPES,
-    FORMAT,
-    FORMAT_WITHOUT_CODECS,
-    digest_of,
-    unpack_tokens,
+from cacheblend_rag.codec import (
+    EXACT,
+    PackedKV,
+    PackedLayer,
+    TensorForm,
+    codec_names,
+    main_codec,
+    make_codec,
+    pack_kv,
+    unpack_layer,
 )
-from cacheblend_rag.store.source import ByteSource, FileSource
+from cacheblend_rag.errors import ChunkReadError, StoreError
+from cacheblend_rag.kv import ChunkKV, LayerKV
+from cacheblend_rag.store.base import KVReader
 
-__all__ = ["ChunkFile"]
+__all__ = ["ByteSource", "ChunkFile", "EncodedChunk", "FileSource", "encode_chunk", "pack_tokens", "unpack_tokens"]
 
+_FORMAT = "cacheblend-rag chunk kv 2"
+_DIGEST_BYTES = 16
 # One read fetches the whole head of a quantised chunk of about a thousand tokens in fifty layers; longer heads take a second.
 _HEAD_GUESS_BYTES = 32 * 1024
 
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+}
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
-class ChunkFile:
-    """Reads one chunk's stored bytes layer by layer.
 
-    Parameters
-    ----------
-    source : ByteSource
-        The bytes.
-    key : str
-        The store key they must carry.
+def pack_tokens(token_ids: tuple[int, ...]) -> bytes:
+    """Return token ids as little-endian 32 bit integers; StoreError if one does not fit."""
+    if any(not 0 <= token < 2**31 for token in token_ids):
+        raise StoreError("token ids must be from 0 to 2**31 - 1 to be stored")
+    return np.asarray(token_ids, dtype="<i4").tobytes()
 
-    Attributes
-    ----------
-    key : str
-        The store key.
-    tier : str
-        Where the bytes are.
-    digest : bytes
-        The header digest, which tells this file from any other.
-    file_bytes, packed_bytes, kv_bytes : int
-        Size of the file, of its layers as they are stored, and of the KV that they are unpacked to.
 
-    Raises
-    ------
-    ChunkReadError
-        If the head is damaged, the file is cut short, or it belongs to another key.
+def unpack_tokens(data: bytes) -> tuple[int, ...]:
+    """Return the token ids that `pack_tokens` packed."""
+    return tuple(np.frombuffer(data, dtype="<i4").tolist())
+
+
+def _digest_of(data: bytes) -> bytes:
+    """Return the digest of a file's first bytes, up to the digest itself."""
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedChunk:
+    """A chunk's file, not yet written: its bytes in order, which share memory with the KV, its header digest, and its size."""
+
+    buffers: list[memoryview]
+    digest: bytes
+    nbytes: int
+
+
+def encode_chunk(key: str, kv: ChunkKV | PackedKV) -> EncodedChunk:
+    """Lay out the file of one chunk, on the CPU; StoreError if a tensor is of a type that the format does not know.
+
+    The store key is kept in the file so that a misplaced file is not mistaken for another chunk's.
+    """
+    tokens = pack_tokens(kv.token_ids)
+    packed = pack_kv(kv, make_codec("native")) if isinstance(kv, ChunkKV) else kv
+    tensors: dict[str, Any] = {}
+    place = 0
+
+    def describe(name: str, dtype: str, shape: list[int], nbytes: int) -> None:
+        nonlocal place
+        tensors[name] = {"dtype": dtype, "shape": shape, "data_offsets": [place, place + nbytes]}
+        place += nbytes
+
+    describe("token_ids", "I32", [len(kv.token_ids)], len(tokens))
+    describe("header_digest", "U8", [_DIGEST_BYTES], _DIGEST_BYTES)
+    payload: list[memoryview] = []
+    checksums: list[str] = []
+    forms: dict[str, int] = {}
+    form_of_layer: list[str] = []
+    for number, layer in enumerate(packed.layers):
+        form = json.dumps(
+            [layer.codec, _describe(number, "keys", layer.key_form), _describe(number, "values", layer.value_form)],
+            separators=(",", ":"),
+        )
+        form_of_layer.append(str(forms.setdefault(form, len(forms))))
+        checksum = xxhash.xxh3_64()
+        for part, tensor in layer.parts.items():
+            view = _bytes_of(tensor)
+            checksum.update(view)
+            describe(f"layer.{number}.{part}", _DTYPE_NAMES[tensor.dtype], list(tensor.shape), view.nbytes)
+            payload.append(view)
+        checksums.append(checksum.hexdigest())
+    tensors["__metadata__"] = {
+        "format": _FORMAT,
+        "key": key,
+        "start": str(kv.start),
+        "checksums": ",".join(checksums),
+        "forms": f"[{','.join(forms)}]",
+        "layers": ",".join(form_of_layer),
+    }
+    if kv.context:
+        tensors["__metadata__"]["context"] = kv.context
+    header = json.dumps(tensors, separators=(",", ":")).encode("ascii")
+    header += b" " * (-len(header) % 8)
+    head = len(header).to_bytes(8, "little") + header + tokens
+    digest = _digest_of(head)
+    return EncodedChunk([memoryview(head + digest), *payload], digest, 8 + len(header) + place)
+
+
+def _describe(number: int, what: str, form: TensorForm) -> dict[str, Any]:
+    if form.dtype not in _DTYPE_NAMES:
+        raise StoreError(
+            f"layer {number} has {what} of {form.dtype}; the store keeps {', '.join(map(str, _DTYPE_NAMES))}"
+        )
+    return {"dtype": _DTYPE_NAMES[form.dtype], "shape": form.shape}
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+class ByteSource(Protocol):
+    """The bytes of one stored chunk; they may be read from any thread, and never change."""
+
+    @property
+    def tier(self) -> str:
+        """Where they are: "disk", or the scheme of a remote tier's URL."""
+
+    @property
+    def size(self) -> int:
+        """How many bytes there are."""
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Fill `view` with the bytes from `offset` on; return how many there were, fewer only where the bytes end.
+
+        An OSError says that they cannot be read.
+        """
+
+
+class FileSource:
+    """A file, which stays readable when it is unlinked."""
+
+    def __init__(self, path: str, tier: str = "disk") -> None:
+        self.tier = tier
+        self._fd = -1
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.size = os.fstat(self._fd).st_size
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # An argument, because the module's names may be gone when the interpreter ends.
+        if self._fd >= 0:
+            close(self._fd)
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Fill `view` with the bytes from `offset` on; return how many there were, fewer only where the file ends."""
+        done = 0
+        while done < len(view):
+            count = os.preadv(self._fd, [view[done:]], offset + done)
+            if count == 0:
+                break
+            done += count
+        return done
+
+
+class ChunkFile(KVReader):
+    """Reads one chunk's stored bytes layer by layer; ChunkReadError if they are damaged, cut short, or another key's.
+
+    `digest` is the header digest, which tells this file from any other; `file_bytes` and `kv_bytes` are the sizes of the file,
+    and of the KV that its layers are unpacked to.
     """
 
     def __init__(self, source: ByteSource, key: str) -> None:
@@ -66,15 +216,7 @@ class ChunkFile:
 
     @classmethod
     def open(cls, path: str | Path, key: str) -> ChunkFile:
-        """Open a file on disk; it stays readable when it is unlinked.
-
-        Raises
-        ------
-        FileNotFoundError
-            If there is no such file.
-        ChunkReadError
-            If it cannot be read or is not sound.
-        """
+        """Open a file on disk, which stays readable when it is unlinked; FileNotFoundError if there is none."""
         try:
             source = FileSource(str(path))
         except FileNotFoundError:
@@ -83,54 +225,11 @@ class ChunkFile:
             raise ChunkReadError(key, f"file {path}: {error.strerror}") from error
         return cls(source, key)
 
-    @property
-    def codec(self) -> str:
-        """How its layers are packed, most of them if not all alike."""
-        return main_codec(self.codecs)
-
-    @property
-    def codecs(self) -> tuple[str, ...]:
-        """The codec of each layer."""
-        return tuple(layer.codec for layer in self._layers)
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """The tokens that the KV was computed from."""
-        return self._token_ids
-
-    @property
-    def start(self) -> int:
-        """The position that the keys of its first token are rotated to."""
-        return self._start
-
-    @property
-    def context(self) -> str:
-        """Digest of the tokens that it was computed behind, beside the encoding prefix; empty where alone."""
-        return self._context
-
-    @property
-    def num_layers(self) -> int:
-        """How many layers there are."""
-        return len(self._checksums)
-
     def layer(self, index: int) -> LayerKV:
-        """Read one layer in one piece, verify it and unpack it.
-
-        Raises
-        ------
-        ChunkReadError
-            If the bytes are gone, or do not match their checksum.
-        """
         return unpack_layer(self.packed_layer(index))
 
     def packed_layer(self, index: int) -> PackedLayer:
-        """Read one layer in one piece and verify it; its parts stay packed.
-
-        Raises
-        ------
-        ChunkReadError
-            If the bytes are gone, or do not match their checksum.
-        """
+        """Read one layer in one piece and verify it; its parts stay packed."""
         layer = self._layers[index]
         begin, nbytes = layer.begin, layer.nbytes
         buffer = torch.empty(nbytes, dtype=torch.uint8)
@@ -146,13 +245,7 @@ class ChunkFile:
         return PackedLayer(layer.codec, layer.key_form, layer.value_form, parts)
 
     def verify(self) -> None:
-        """Read every layer.
-
-        Raises
-        ------
-        ChunkReadError
-            If one of them is damaged.
-        """
+        """Read every layer."""
         for index in range(self.num_layers):
             self.packed_layer(index)
 
@@ -169,7 +262,7 @@ class ChunkFile:
         try:
             header = json.loads(data[8:body])
             tokens_end = body + int(header["token_ids"]["data_offsets"][1])
-            head_end = tokens_end + DIGEST_BYTES
+            head_end = tokens_end + _DIGEST_BYTES
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
             raise ChunkReadError(self.key, "its header is damaged") from error
         if not body <= tokens_end <= size:
@@ -177,35 +270,35 @@ class ChunkFile:
         if len(data) < head_end:
             data += self._read_exactly(len(data), head_end)
         self.digest = data[tokens_end:head_end]
-        if self.digest != digest_of(data[:tokens_end]):
+        if self.digest != _digest_of(data[:tokens_end]):
             raise ChunkReadError(self.key, "its header does not match its digest")
-        self._parse(header, body)
-        self._token_ids = unpack_tokens(data[body:tokens_end])
+        self._parse(header, body, unpack_tokens(data[body:tokens_end]))
         if size != self.file_bytes:
             raise ChunkReadError(self.key, f"the file has {size} bytes where {self.file_bytes} were written")
 
-    def _parse(self, header: dict[str, Any], body: int) -> None:
+    def _parse(self, header: dict[str, Any], body: int, token_ids: tuple[int, ...]) -> None:
         # The digest matched: from here on the header is what some version of this library wrote.
         metadata = header["__metadata__"]
-        if metadata["format"] not in (FORMAT, FORMAT_WITHOUT_CODECS):
+        if metadata["format"] != _FORMAT:
             raise ChunkReadError(
-                self.key, f"it is in the format {metadata['format']!r}, this version reads up to {FORMAT!r}"
+                self.key, f"it is in the format {metadata['format']!r}, this version reads {_FORMAT!r}"
             )
         if metadata["key"] != self.key:
             raise ChunkReadError(self.key, f"the file belongs to key {metadata['key'][:12]}…")
-        self._start = int(metadata["start"])
-        self._context = str(metadata.get(CONTEXT, ""))
         self._checksums = metadata["checksums"].split(",") if metadata["checksums"] else []
         self._body = body
-        self._layers = _layers(header, len(self._checksums), metadata)
-        unknown = {layer.codec for layer in self._layers} - {*codec_names(), EXACT.name}
+        self._layers = layers = _layers(header, len(self._checksums), metadata)
+        self.codecs = tuple(layer.codec for layer in layers)
+        unknown = {*self.codecs} - {*codec_names(), EXACT.name}
         if unknown:
             raise ChunkReadError(
                 self.key, f"it is packed by the codec {min(unknown)!r}; this version knows {', '.join(codec_names())}"
             )
-        self.packed_bytes = sum(layer.nbytes for layer in self._layers)
-        self.kv_bytes = sum(layer.key_form.nbytes + layer.value_form.nbytes for layer in self._layers)
-        self.file_bytes = body + int(header["header_digest"]["data_offsets"][1]) + self.packed_bytes
+        packed_bytes = sum(layer.nbytes for layer in layers)
+        self.kv_bytes = sum(layer.key_form.nbytes + layer.value_form.nbytes for layer in layers)
+        self.file_bytes = body + int(header["header_digest"]["data_offsets"][1]) + packed_bytes
+        start, context = int(metadata["start"]), str(metadata.get("context", ""))
+        super().__init__(token_ids, start, context, len(layers), main_codec(self.codecs), packed_bytes)
 
     def _read_exactly(self, begin: int, end: int) -> bytes:
         data = bytearray(end - begin)
@@ -245,19 +338,17 @@ def _layers(header: dict[str, Any], count: int, metadata: dict[str, str]) -> lis
         if name.startswith("layer."):
             _, number, part = name.split(".", 2)
             tensors[int(number)][part] = tensor
-    if metadata["format"] == FORMAT_WITHOUT_CODECS:
-        return [_StoredLayer("native", _form(each["keys"]), _form(each["values"]), each) for each in tensors]
     forms = [(codec, _form(keys), _form(values)) for codec, keys, values in json.loads(metadata["forms"])]
     chosen = [forms[int(number)] for number in metadata["layers"].split(",")] if metadata["layers"] else []
     return [_StoredLayer(*form, each) for form, each in zip(chosen, tensors, strict=True)]
 
 
 def _form(described: dict[str, Any]) -> TensorForm:
-    return TensorForm(tuple(described["shape"]), DTYPES[described["dtype"]])
+    return TensorForm(tuple(described["shape"]), _DTYPES[described["dtype"]])
 
 
 def _cut(buffer: torch.Tensor, offset: int, tensor: dict[str, Any]) -> torch.Tensor:
-    dtype, shape = DTYPES[tensor["dtype"]], tensor["shape"]
+    dtype, shape = _DTYPES[tensor["dtype"]], tensor["shape"]
     piece = buffer[offset : offset + math.prod(shape) * dtype.itemsize]
     if offset % dtype.itemsize:
         # Where parts differ in type: a view must begin at a multiple of its item size.

@@ -53,9 +53,11 @@ class StoreClock:
 
     def save(self, database: Database) -> None:
         """Write the time down; that it survives the machine is not waited for."""
+        # Beforehand, since a thread holds one lock at a time.
+        now = self.now()
         with database.write(durable=False) as connection:
             saved = connection.execute(_SAVED).fetchone()
-            now = self.now() if saved is None else max(self.now(), saved[0])
+            now = now if saved is None else max(now, saved[0])
             connection.execute("INSERT OR REPLACE INTO moment VALUES (1, ?, ?)", (now, self._wall()))
 
     def now(self) -> float:

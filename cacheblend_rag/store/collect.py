@@ -1,20 +1,20 @@
-"""Removing from a store folder what nobody can use any more."""
+"""Looking after a store folder: removing what nobody can use any more, and pinning what is to stay."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from cacheblend_rag.errors import StoreError, StoreReadOnlyError
+from cacheblend_rag.errors import StoreReadOnlyError
 from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.disk import DiskTier
-from cacheblend_rag.store.entries import Dropped
-from cacheblend_rag.store.folder import StoreFolder
-from cacheblend_rag.store.index import Index
+from cacheblend_rag.store.folder import StoreFolder, existing_store
+from cacheblend_rag.store.index import Dropped, Index
+from cacheblend_rag.store.names import Names, check_known
 
-__all__ = ["GarbageReport", "collect_garbage", "existing_store", "is_orphan"]
+__all__ = ["GarbageReport", "collect_garbage", "is_orphan", "pin_chunks"]
 
 # Entries dropped in one transaction: others wait no longer than that takes.
 _AT_ONCE = 500
@@ -81,15 +81,15 @@ def collect_garbage(
     report = GarbageReport()
     before = _index_bytes(folder)
     # Opening removes what killed processes left.
-    tier = DiskTier(folder.path, None, clock=clock)
+    tier = DiskTier(folder.path, clock=clock)
     try:
-        while count := _remove(tier, tier.index.drop_expired(tier.clock.now(), _AT_ONCE, _writer(tier)), report):
+        while count := _remove(tier, tier.index.drop_expired(tier.clock.now(), _AT_ONCE), report):
             report.expired += count
         if unnamed_age_s is not None:
             added_before = tier.clock.now() - unnamed_age_s
-            for keys in _batches(key for key, _ in tier.index.entries()):
-                dropped = tier.index.drop_nameless(keys, added_before, _writer(tier))
-                report.unnamed += _remove(tier, dropped, report)
+            keys = (key for key, _ in tier.index.entries())
+            while batch := list(islice(keys, _AT_ONCE)):
+                report.unnamed += _remove(tier, tier.index.drop_nameless(batch, added_before), report)
         for path in tier.folder.files():
             if tier.folder.is_file_name(path.name) and is_orphan(tier.folder, tier.index, path):
                 report.orphans += 1
@@ -102,21 +102,46 @@ def collect_garbage(
     return report
 
 
-def existing_store(location: str | Path) -> StoreFolder:
-    """Return the folder of a store that is there.
+def pin_chunks(location: str | Path, ids: Sequence[str], *, pinned: bool = True, tenant: str | None = None) -> int:
+    """Pin chunks of every model that knows their ids, or unpin them. Other processes may go on using the store.
+
+    No byte budget is asked for here: a process that opens the store with one finds pinned KV in the way of what it adds.
+
+    Parameters
+    ----------
+    location : str or Path
+        The store's folder.
+    ids : sequence of str
+        The chunks' ids.
+    pinned : bool
+        Whether their KV is to be kept, or may be evicted again.
+    tenant : str, optional
+        Only what is this tenant's; "" is for what is no tenant's.
+
+    Returns
+    -------
+    int
+        Bytes of KV on disk that are pinned now, in the whole store.
 
     Raises
     ------
+    UnknownChunkError
+        If nobody knows an id; nothing is changed then.
+    StoreReadOnlyError
+        If the folder may not be written.
     StoreError
-        If it is none.
+        If the folder is no store.
     """
-    path = Path(location).expanduser()
-    if not path.exists():
-        raise StoreError(f"there is no folder {path}; name the folder of a store")
-    folder = StoreFolder(path)
-    if not folder.is_made:
-        raise StoreError(f"folder {path} is empty; name the folder of a store")
-    return folder
+    tier = DiskTier(existing_store(location).path)
+    try:
+        names = Names(tier.database)
+        spaces = names.spaces_of(ids, tenant)
+        check_known(ids, {node for known in spaces.values() for node in known})
+        for namespace, known in spaces.items():
+            names.pin(namespace, known, pinned)
+        return tier.index.pinned_bytes()
+    finally:
+        tier.close()
 
 
 def is_orphan(folder: StoreFolder, index: Index, path: Path) -> bool:
@@ -132,21 +157,12 @@ def is_orphan(folder: StoreFolder, index: Index, path: Path) -> bool:
     return path.exists()
 
 
-def _writer(tier: DiskTier) -> str:
-    return tier.folder.writers.own()
-
-
 def _remove(tier: DiskTier, dropped: Dropped, report: GarbageReport) -> int:
     for name in dropped.files:
         path = tier.folder.file_path(name)
         report.freed_bytes += path.stat().st_size if path.exists() else 0
     tier.remove(dropped)
     return len(dropped.keys)
-
-
-def _batches(keys: Iterator[str]) -> Iterator[list[str]]:
-    while batch := list(islice(keys, _AT_ONCE)):
-        yield batch
 
 
 def _index_bytes(folder: StoreFolder) -> int:

@@ -1,4 +1,4 @@
-"""The SQLite database behind the index: connections, transactions, schema."""
+"""The SQLite database behind the index: tables, connections, transactions."""
 
 from __future__ import annotations
 
@@ -6,37 +6,131 @@ import os
 import shlex
 import sqlite3
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 from urllib.parse import quote
 
-from cacheblend_rag.errors import StoreError, StoreFullError, StoreReadOnlyError
+from cacheblend_rag.errors import StoreError, StoreFormatError, StoreFullError, StoreReadOnlyError
 from cacheblend_rag.store.locks import ForkSafeLock, tell_before_fork
-from cacheblend_rag.store.schema import prepare_schema, show_as_current
 
 __all__ = ["Database"]
+
+Result = TypeVar("Result")
 
 _BUSY_S = 60.0
 # Fewer unused pages than this, of 4 KiB each, are left for what is written next.
 _TIDY_PAGES = 256
 # The inner pages of an index of a million entries; its leaves are left to the system's page cache, which all processes share.
 _READ_CACHE_BYTES = 16 * 1024**2
+_VERSION = 3
+
+# entries: the chunks whose KV is on disk. pending: files that may lie in the folder without an entry, because their writer is
+# between two steps; once it is dead they are removed. deletions: the keys that lost their entry lately, for other processes' RAM.
+# nodes: the names. changes: the numbers of those that changed lately; no ids, so that none outlives its name. namespaces: whose
+# they are, where they are a tenant's. tenants: what each has, counted by triggers so that nobody has to count a million rows.
+# documents: how those that chunks are pieces of are read. members: the pieces, by the numbers of their names.
+# moment: the store's time and the wall clock's when it was last written down.
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS entries (
+    key TEXT PRIMARY KEY, file TEXT NOT NULL, bytes INTEGER NOT NULL, digest BLOB NOT NULL, last_used INTEGER NOT NULL,
+    tenant TEXT NOT NULL DEFAULT '', added_at REAL NOT NULL DEFAULT 0, expires_at REAL, pinned INTEGER NOT NULL DEFAULT 0
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS pending (file TEXT PRIMARY KEY, writer TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS deletions (seq INTEGER PRIMARY KEY, key TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS nodes (
+    seq INTEGER PRIMARY KEY, namespace TEXT NOT NULL, id TEXT NOT NULL, key TEXT NOT NULL, text_hash TEXT NOT NULL,
+    token_ids BLOB NOT NULL, checksum INTEGER NOT NULL, pinned INTEGER NOT NULL DEFAULT 0,
+    separator BLOB NOT NULL DEFAULT x'', UNIQUE (namespace, id)
+);
+CREATE TABLE IF NOT EXISTS documents (
+    number INTEGER PRIMARY KEY, namespace TEXT NOT NULL, name TEXT NOT NULL, tokens INTEGER, separator BLOB NOT NULL,
+    checksum INTEGER NOT NULL, UNIQUE (namespace, name)
+);
+CREATE TABLE IF NOT EXISTS members (
+    seq INTEGER PRIMARY KEY, document INTEGER NOT NULL, arrival INTEGER NOT NULL, start INTEGER, previous TEXT,
+    length INTEGER NOT NULL, body TEXT NOT NULL, ends BLOB NOT NULL, expires_at REAL, checksum INTEGER NOT NULL
+);
+CREATE TABLE IF NOT EXISTS changes (seq INTEGER PRIMARY KEY, node INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS namespaces (namespace TEXT PRIMARY KEY, tenant TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS tenants (
+    tenant TEXT PRIMARY KEY, entries INTEGER NOT NULL, bytes INTEGER NOT NULL, names INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS moment (one INTEGER PRIMARY KEY CHECK (one = 1), now REAL NOT NULL, wall REAL NOT NULL);
+INSERT OR IGNORE INTO counters VALUES ('entry_bytes', 0), ('pinned_bytes', 0), ('clock', 0), ('revision', 0);
+INSERT OR IGNORE INTO tenants VALUES ('', 0, 0, 0);
+CREATE INDEX IF NOT EXISTS entries_by_use ON entries (pinned, last_used);
+CREATE INDEX IF NOT EXISTS entries_by_expiry ON entries (expires_at) WHERE expires_at IS NOT NULL;
+CREATE INDEX IF NOT EXISTS nodes_by_key ON nodes (key);
+CREATE INDEX IF NOT EXISTS members_by_document ON members (document, arrival);
+CREATE TRIGGER IF NOT EXISTS piece_removed AFTER DELETE ON nodes BEGIN
+    DELETE FROM members WHERE seq = old.seq;
+END;
+CREATE TRIGGER IF NOT EXISTS document_ended AFTER DELETE ON members BEGIN
+    DELETE FROM documents WHERE number = old.document AND NOT EXISTS (SELECT 1 FROM members WHERE document = old.document);
+END;
+CREATE TRIGGER IF NOT EXISTS entry_added AFTER INSERT ON entries BEGIN
+    UPDATE counters SET value = value + new.bytes WHERE name = 'entry_bytes';
+    UPDATE counters SET value = value + new.bytes WHERE name = 'pinned_bytes' AND new.pinned;
+    UPDATE tenants SET entries = entries + 1, bytes = bytes + new.bytes WHERE tenant = new.tenant;
+END;
+CREATE TRIGGER IF NOT EXISTS entry_deleted AFTER DELETE ON entries BEGIN
+    UPDATE counters SET value = value - old.bytes WHERE name = 'entry_bytes';
+    UPDATE counters SET value = value - old.bytes WHERE name = 'pinned_bytes' AND old.pinned;
+    UPDATE tenants SET entries = entries - 1, bytes = bytes - old.bytes WHERE tenant = old.tenant;
+    INSERT INTO deletions (key) VALUES (old.key);
+END;
+CREATE TRIGGER IF NOT EXISTS entry_pinned AFTER UPDATE OF pinned ON entries BEGIN
+    UPDATE counters SET value = value + (new.pinned - old.pinned) * new.bytes WHERE name = 'pinned_bytes';
+END;
+CREATE TRIGGER IF NOT EXISTS entry_claimed AFTER UPDATE OF tenant ON entries BEGIN
+    UPDATE tenants SET entries = entries - 1, bytes = bytes - old.bytes WHERE tenant = old.tenant;
+    UPDATE tenants SET entries = entries + 1, bytes = bytes + new.bytes WHERE tenant = new.tenant;
+END;
+CREATE TRIGGER IF NOT EXISTS node_added AFTER INSERT ON nodes BEGIN
+    UPDATE counters SET value = value + 1 WHERE name = 'revision';
+    UPDATE tenants SET names = names + 1 WHERE tenant =
+        ifnull((SELECT tenant FROM namespaces WHERE namespace = new.namespace), '');
+END;
+CREATE TRIGGER IF NOT EXISTS node_changed AFTER UPDATE OF key, text_hash, token_ids ON nodes BEGIN
+    UPDATE counters SET value = value + 1 WHERE name = 'revision';
+END;
+CREATE TRIGGER IF NOT EXISTS node_removed AFTER DELETE ON nodes BEGIN
+    UPDATE counters SET value = value + 1 WHERE name = 'revision';
+    UPDATE tenants SET names = names - 1 WHERE tenant =
+        ifnull((SELECT tenant FROM namespaces WHERE namespace = old.namespace), '');
+END;
+CREATE TRIGGER IF NOT EXISTS node_addition_noted AFTER INSERT ON nodes BEGIN
+    INSERT INTO changes (node) VALUES (new.seq);
+END;
+CREATE TRIGGER IF NOT EXISTS node_change_noted AFTER UPDATE OF key, text_hash, token_ids ON nodes BEGIN
+    INSERT INTO changes (node) VALUES (new.seq);
+END;
+CREATE TRIGGER IF NOT EXISTS node_removal_noted AFTER DELETE ON nodes BEGIN
+    INSERT INTO changes (node) VALUES (old.seq);
+END;
+CREATE TRIGGER IF NOT EXISTS changes_forgotten AFTER INSERT ON changes BEGIN
+    DELETE FROM changes WHERE seq <= new.seq - 10000;
+END;
+CREATE TRIGGER IF NOT EXISTS node_pinned AFTER UPDATE OF key, pinned ON nodes WHEN old.pinned OR new.pinned BEGIN
+    UPDATE entries SET pinned = EXISTS (SELECT 1 FROM nodes WHERE nodes.key = entries.key AND nodes.pinned)
+    WHERE key IN (old.key, new.key);
+END;
+CREATE TRIGGER IF NOT EXISTS pinned_node_removed AFTER DELETE ON nodes WHEN old.pinned BEGIN
+    UPDATE entries SET pinned = EXISTS (SELECT 1 FROM nodes WHERE nodes.key = entries.key AND nodes.pinned)
+    WHERE key = old.key;
+END;
+"""
 
 
 class Database:
-    """One connection that reads and one that writes, so that no lookup waits for a commit.
+    """One connection that reads and one that writes, so that no lookup waits for a commit; in memory where no `path` is given.
 
     Both are closed before a fork and opened again when next they are needed, by parent and child. Abandoning them in the child
     would not do: SQLite keeps one account of file locks for a whole process, so that the child, with this account inherited and
     the locks not, would lock too little and lose what it writes when the parent closes.
-
-    Parameters
-    ----------
-    path : Path, optional
-        The database file, which exists; by default the database lives in memory.
-    read_only : bool
-        Whether the file and its folder may not be written.
     """
 
     def __init__(self, path: Path | None, read_only: bool = False) -> None:
@@ -45,18 +139,32 @@ class Database:
         self._read_lock = ForkSafeLock()
         # In memory there is but one connection.
         self._write_lock = ForkSafeLock() if path else self._read_lock
-        self._connections = _Connections(path, read_only)
-        self._finalizer = weakref.finalize(self, self._connections.close)
+        self._connections: dict[str, sqlite3.Connection] = {}
+        self._closed = False
+        self._finalizer = weakref.finalize(self, _disconnect, self._connections)
         tell_before_fork(self)
         if not read_only:
             with self.write() as connection:
-                prepare_schema(connection)
+                _check_version(connection, path)
+                for statement in _statements(_SCHEMA):
+                    connection.execute(statement)
+                connection.execute(f"PRAGMA user_version = {_VERSION}")
 
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
         """Give the reading connection to one thread at a time."""
         with self._read_lock, _translated(self._path):
-            yield self._connections.reader()
+            yield self._connection("writer" if self._path is None else "reader")
+
+    def in_batches(self, query: str, after: Any) -> Iterator[Any]:
+        """Yield the rows of a query that begins behind its first column's value `after`, reading a limited number at a time."""
+        while True:
+            with self.read() as connection:
+                rows = connection.execute(query, (after,)).fetchall()
+            yield from rows
+            if not rows:
+                return
+            after = rows[-1][0]
 
     @contextmanager
     def snapshot(self) -> Iterator[sqlite3.Connection]:
@@ -73,38 +181,35 @@ class Database:
     def write(self, durable: bool = True, wait: bool = True) -> Iterator[sqlite3.Connection]:
         """Run one write transaction, rolled back if it ends by an error.
 
-        Parameters
-        ----------
-        durable : bool
-            Whether to return only when the disk has it. Otherwise it survives the process, but perhaps not the machine.
-        wait : bool
-            Whether to wait while another thread or process writes; if not, that is an error.
+        If not `durable` it survives the process, but perhaps not the machine. With `wait` False it is an error if another
+        thread or process is writing.
         """
         if self.read_only:
             raise StoreReadOnlyError(
                 f"store folder {self._path and self._path.parent} may not be written; it can only be read"
             )
-        with self._locked_for_writing(wait), _translated(self._path):
-            connection = self._connections.writer()
-            connection.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
-            connection.execute(f"PRAGMA busy_timeout={int(_BUSY_S * 1000) if wait else 0}")
-            connection.execute("BEGIN IMMEDIATE")
-            try:
-                yield connection
-                connection.execute("COMMIT")
-            except BaseException:
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
-                raise
-
-    @contextmanager
-    def _locked_for_writing(self, wait: bool) -> Iterator[None]:
         if not self._write_lock.acquire(blocking=wait):
             raise StoreError("another thread writes to the index")
         try:
-            yield
+            with _translated(self._path):
+                connection = self._connection("writer")
+                connection.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
+                connection.execute(f"PRAGMA busy_timeout={int(_BUSY_S * 1000) if wait else 0}")
+                connection.execute("BEGIN IMMEDIATE")
+                try:
+                    yield connection
+                    connection.execute("COMMIT")
+                except BaseException:
+                    if connection.in_transaction:
+                        connection.execute("ROLLBACK")
+                    raise
         finally:
             self._write_lock.release()
+
+    def transact(self, deed: Callable[[sqlite3.Connection], Result]) -> Result:
+        """Run a transaction, and return what it returns."""
+        with self.write() as connection:
+            return deed(connection)
 
     def tidy(self) -> None:
         """Give unused room back to the disk, if there is much of it and nobody is in the way."""
@@ -112,7 +217,7 @@ class Database:
             pages = int(connection.execute("PRAGMA page_count").fetchone()[0])
             free = int(connection.execute("PRAGMA freelist_count").fetchone()[0])
         with self._write_lock, _translated(self._path):
-            connection = self._connections.writer()
+            connection = self._connection("writer")
             connection.execute("PRAGMA busy_timeout=1000")
             try:
                 if free * 4 > pages and free > _TIDY_PAGES:
@@ -125,88 +230,88 @@ class Database:
     def before_fork(self) -> None:
         """Close the connections to a file; what lives in memory is simply copied by the fork."""
         if self._path is not None:
-            self._connections.disconnect()
+            _disconnect(self._connections)
 
     def close(self) -> None:
         """Close both connections."""
         with self._read_lock:
-            self._connections.closed = True
+            self._closed = True
             if self._path is None:
                 self._finalizer()
         if self._path is not None:
             with self._write_lock:
                 self._finalizer()
 
-
-class _Connections:
-    """The connections, apart from `Database` so that a finalizer can close them."""
-
-    def __init__(self, path: Path | None, read_only: bool) -> None:
-        self.path = path
-        self._read_only = read_only
-        self._reader: sqlite3.Connection | None = None
-        self._writer: sqlite3.Connection | None = None
-        self.closed = False
-
-    def reader(self) -> sqlite3.Connection:
-        self._check_open()
-        if self.path is None:
-            return self.writer()
-        if self._reader is None:
-            self._reader = self._connect_read_only(self.path) if self._read_only else self._connect(self.path)
-            self._reader.execute(f"PRAGMA cache_size = -{_READ_CACHE_BYTES // 1024}")
-        return self._reader
-
-    def writer(self) -> sqlite3.Connection:
-        self._check_open()
-        if self._writer is None:
-            self._writer = self._connect(self.path)
-        return self._writer
-
-    def close(self) -> None:
-        self.closed = True
-        self.disconnect()
-
-    def disconnect(self) -> None:
-        for connection in (self._reader, self._writer):
-            if connection is not None:
-                connection.close()
-        self._reader = self._writer = None
-
-    def _check_open(self) -> None:
-        if self.closed:
+    def _connection(self, kind: str) -> sqlite3.Connection:
+        if self._closed:
             raise StoreError("the store is closed; open it again")
-
-    def _connect(self, path: Path | None) -> sqlite3.Connection:
-        connection = sqlite3.connect(path or ":memory:", timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
-        if path is not None:
-            try:
-                connection.execute("PRAGMA journal_mode=WAL")
-                # What is deleted is overwritten: token ids are text.
-                connection.execute("PRAGMA secure_delete=ON")
-            except BaseException:
-                connection.close()
-                raise
+        connection = self._connections.get(kind)
+        if connection is None:
+            if self.read_only and self._path is not None:
+                connection = _connect_read_only(self._path)
+            else:
+                connection = _connect(self._path)
+            self._connections[kind] = connection
+            if kind == "reader":
+                connection.execute(f"PRAGMA cache_size = -{_READ_CACHE_BYTES // 1024}")
         return connection
 
-    def _connect_read_only(self, path: Path) -> sqlite3.Connection:
-        def attempt(options: str) -> sqlite3.Connection:
-            uri = f"file:{quote(str(path.absolute()))}?{options}"
-            connection = sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
-            try:
-                connection.execute("SELECT 1 FROM counters").fetchone()
-                show_as_current(connection)
-            except BaseException:
-                connection.close()
-                raise
-            return connection
 
+def _disconnect(connections: dict[str, sqlite3.Connection]) -> None:
+    while connections:
+        connections.popitem()[1].close()
+
+
+def _connect(path: Path | None) -> sqlite3.Connection:
+    connection = sqlite3.connect(path or ":memory:", timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+    if path is not None:
         try:
-            return attempt("mode=ro")
-        except sqlite3.OperationalError:
-            # Reading a database in WAL mode needs its -shm file, which cannot be made here. As nobody has it open, it does not
-            # change either.
-            return attempt("immutable=1")
+            connection.execute("PRAGMA journal_mode=WAL")
+            # What is deleted is overwritten: token ids are text.
+            connection.execute("PRAGMA secure_delete=ON")
+        except BaseException:
+            connection.close()
+            raise
+    return connection
+
+
+def _connect_read_only(path: Path) -> sqlite3.Connection:
+    def attempt(options: str) -> sqlite3.Connection:
+        uri = f"file:{quote(str(path.absolute()))}?{options}"
+        connection = sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+        try:
+            connection.execute("SELECT 1 FROM counters").fetchone()
+            _check_version(connection, path)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    try:
+        return attempt("mode=ro")
+    except sqlite3.OperationalError:
+        # Reading a database in WAL mode needs its -shm file, which cannot be made here. As nobody has it open, it does not change
+        # either.
+        return attempt("immutable=1")
+
+
+def _check_version(connection: sqlite3.Connection, path: Path | None) -> None:
+    version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+    is_empty = version == 0 and not connection.execute("SELECT 1 FROM sqlite_master").fetchone()
+    if version != _VERSION and not is_empty:
+        raise StoreFormatError(
+            f"index {path} is in format version {version}, this cacheblend-rag reads version {_VERSION}; remove the store folder "
+            "and warm it again (its KV is recomputed), or use the cacheblend-rag that wrote it"
+        )
+
+
+def _statements(script: str) -> Iterator[str]:
+    statement = ""
+    for line in script.splitlines():
+        statement += line + "\n"
+        if sqlite3.complete_statement(statement):
+            yield statement
+            statement = ""
 
 
 @contextmanager

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import getLogger
 
 import torch
 
-from cacheblend_rag.kv import ChunkKV, LayerKV
-from cacheblend_rag.store.reader import HoldingReader
-from cacheblend_rag.store.shelf import Shelf
+from cacheblend_rag.kv import KV, ChunkKV, LayerKV
+from cacheblend_rag.store.base import KVReader, OpenProbe
+from cacheblend_rag.store.ram import LRUCache
 
-__all__ = ["DeviceReader", "DeviceTier", "ResidentKV", "Upload", "spare_bytes"]
+__all__ = ["DeviceReader", "DeviceTier", "ResidentKV", "Upload", "device_probe", "spare_bytes"]
 
 _log = getLogger(__name__)
 
@@ -21,18 +22,15 @@ _SPARE_SHARE = 8
 
 @dataclass(frozen=True, eq=False)
 class Upload:
-    """A layer on its way to a device, or there.
-
-    Attributes
-    ----------
-    layer : LayerKV
-        The device's tensors.
-    done : torch.cuda.Event or None
-        Recorded behind what writes them; None where that was over when the upload was made.
-    """
+    """A layer on its way to a device, or there; `done` is recorded behind what writes it, None if that was over already."""
 
     layer: LayerKV
     done: torch.cuda.Event | None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of both tensors in bytes."""
+        return self.layer.nbytes
 
     def receive(self) -> LayerKV:
         """Make the current stream wait for the layer, without waiting here, and hand it over."""
@@ -45,65 +43,34 @@ class Upload:
         return self.layer
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ResidentKV:
-    """The KV of one chunk on the devices of its layers, unpacked.
+class ResidentKV(KV[Upload]):
+    """The KV of one chunk on the devices of its layers, unpacked. Nobody writes to it."""
 
-    Attributes
-    ----------
-    token_ids : tuple of int
-        The chunk's tokens.
-    start : int
-        The position of its first token when it was encoded; its keys are rotated accordingly.
-    layers : sequence of Upload
-        One for each decoder layer, ``(num_kv_heads, seq_len, head_dim)``. Nobody writes to them.
-    context : str
-        Digest of the tokens that it was encoded behind, beside the encoding prefix (`cacheblend_rag.keys`); empty where alone.
-    """
-
-    token_ids: tuple[int, ...]
-    start: int
-    layers: Sequence[Upload]
-    context: str = ""
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all layers in bytes."""
-        return sum(upload.layer.nbytes for upload in self.layers)
+    __slots__ = ()
 
 
-class DeviceReader(HoldingReader[ResidentKV]):
-    """Reads KV that is resident on devices.
-
-    Parameters
-    ----------
-    kv : ResidentKV
-        The KV.
-    """
+class DeviceReader(KVReader):
+    """Reads KV that is resident on devices."""
 
     tier = "device"
-    codec = "native"
 
-    @property
-    def kv(self) -> ResidentKV:
-        """What it reads."""
-        return self._kv
+    def __init__(self, kv: ResidentKV) -> None:
+        super().__init__(kv.token_ids, kv.start, kv.context, len(kv.layers), "native", kv.nbytes)
+        self._layers = kv.layers
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
         """Where each layer is."""
-        return tuple(upload.layer.keys.device for upload in self._kv.layers)
+        return tuple(upload.layer.keys.device for upload in self._layers)
 
     def resident(self, index: int) -> LayerKV:
-        """Return one layer where it is, for work in the current stream; the caller must not write to it."""
-        return self._kv.layers[index].receive()
+        return self._layers[index].receive()
 
     def layer(self, index: int) -> LayerKV:
-        """Return one layer on the CPU, for who computes elsewhere; the caller must not write to it."""
         return LayerKV(*(tensor.cpu() for tensor in self.resident(index)))
 
 
-class DeviceTier(Shelf[ResidentKV]):
+class DeviceTier(LRUCache[ResidentKV]):
     """Chunk KV unpacked, each layer on the device that computes it, at most so many bytes of it on all devices together.
 
     It holds copies only, of what slower tiers hold too. Pins do not reach it: what is pinned is never lost, but no device need
@@ -123,15 +90,7 @@ class DeviceTier(Shelf[ResidentKV]):
         self._warned = False
 
     def place(self, index: int, layer: LayerKV) -> Upload:
-        """Copy one layer, ``(num_kv_heads, seq_len, head_dim)``, to its device, in the current stream.
-
-        Parameters
-        ----------
-        index : int
-            The layer's number.
-        layer : LayerKV
-            The layer, on any device; it may be written to afterwards.
-        """
+        """Copy one layer, ``(num_kv_heads, seq_len, head_dim)`` on any device, to its own in the current stream."""
         device = self._devices[min(index, len(self._devices) - 1)]
         copied = LayerKV(
             *(torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor) for tensor in layer)
@@ -162,3 +121,10 @@ def spare_bytes(devices: Sequence[torch.device]) -> int:
     """Return an eighth of the memory that is free on the CUDA devices among these; 0 where there is none."""
     cuda = {device for device in devices if device.type == "cuda"}
     return sum(torch.cuda.mem_get_info(device)[0] for device in cuda) // _SPARE_SHARE
+
+
+@contextmanager
+def device_probe(tier: DeviceTier, chunks: Sequence[ChunkKV]) -> Iterator[OpenProbe]:
+    """Read chunks as the device tier does; see `TierProbe`."""
+    resident = [tier.place_all(kv) for kv in chunks]
+    yield lambda: [DeviceReader(kv) for kv in resident]

@@ -1,11 +1,13 @@
-"""The disk tier: one file a chunk and an index of them."""
+"""The disk tier: chunk files in a folder, and the index of them."""
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from logging import getLogger
 from pathlib import Path
 from typing import TypeVar
@@ -13,16 +15,15 @@ from typing import TypeVar
 from cacheblend_rag.codec import Codec, PackedKV, make_codec, pack_kv
 from cacheblend_rag.errors import ChunkReadError, StoreError, StoreFullError
 from cacheblend_rag.kv import ChunkKV
-from cacheblend_rag.store.chunkfile import ChunkFile
+from cacheblend_rag.store.base import KVReader, OpenProbe
+from cacheblend_rag.store.chunkfile import ChunkFile, encode_chunk
 from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.database import Database
-from cacheblend_rag.store.encoded import encode_chunk
-from cacheblend_rag.store.entries import Dropped, Entry
 from cacheblend_rag.store.folder import StoreFolder, valid_key
-from cacheblend_rag.store.index import Index
+from cacheblend_rag.store.index import Dropped, Entry, Index
 from cacheblend_rag.store.locks import ForkSafeLock
 
-__all__ = ["DiskTier"]
+__all__ = ["DiskTier", "disk_probe", "flaw_of", "forget_pages"]
 
 _log = getLogger(__name__)
 
@@ -39,61 +40,44 @@ class DiskTier:
 
     A file is written under a temporary name, synced, renamed, and only then given its entry; its name is never used again. A
     file that is dropped loses its entry first. In between, the index holds it as pending, and whoever opens the store next
-    finishes what a killed process had begun.
-
-    Parameters
-    ----------
-    path : Path
-        The folder.
-    limit_bytes : int, optional
-        Most bytes of files.
-    codec : Codec, optional
-        How KV is written; by default as it is. Files are read whatever their codec.
-    clock : StoreClock, optional
-        What tells when KV expires.
+    finishes what a killed process had begun. `codec` packs what is written; files are read whatever their codec.
     """
 
     def __init__(
-        self, path: Path, limit_bytes: int | None, codec: Codec | None = None, clock: StoreClock | None = None
+        self,
+        path: Path,
+        limit_bytes: int | None = None,
+        codec: Codec | None = None,
+        clock: StoreClock | None = None,
     ) -> None:
-        self.codec = make_codec("native") if codec is None else codec
-        self._folder = StoreFolder(path)
+        self.codec = codec or make_codec("native")
+        self.folder = StoreFolder(path)
+        self.read_only = self.folder.read_only
         self.limit_bytes = limit_bytes
-        self.clock = StoreClock() if clock is None else clock
+        self.clock = clock or StoreClock()
+        self.evictions = 0
         self._clock_saved_at = 0.0
         self._lock = ForkSafeLock()
         self._touched: OrderedDict[str, None] = OrderedDict()
         self._touched_at = time.monotonic()
         # Keys that were discarded where they could not be removed.
         self._discarded: set[str] = set()
-        self.evictions = 0
-        if self._folder.read_only:
-            self.database = Database(self._folder.index_path, read_only=True)
-            self.index = Index(self.database)
+        if self.read_only:
+            self.database = Database(self.folder.index_path, read_only=True)
+            self.index = Index(self.database, self.writer)
         else:
-            with self._folder.opening():
-                self.database = self.deleting(lambda: Database(self._folder.index_path))
-                self.index = Index(self.database)
+            with self.folder.opening():
+                self.database = self.deleting(lambda: Database(self.folder.index_path))
+                self.index = Index(self.database, self.writer)
                 self._recover()
         self.clock.load(self.database)
 
-    @property
-    def read_only(self) -> bool:
-        """Whether the folder may not be written."""
-        return self._folder.read_only
-
-    @property
-    def folder(self) -> StoreFolder:
-        """The folder."""
-        return self._folder
-
-    def open(self, key: str) -> ChunkFile | None:
-        """Return the file of `key`, its head verified, or None if it is not held, has expired or is not readable."""
-        found = self.find(key)
-        return None if found is None else found[0]
+    def writer(self) -> str:
+        """Return the name under which this process writes."""
+        return self.folder.writers.own()
 
     def find(self, key: str) -> tuple[ChunkFile, Entry] | None:
-        """Return what `open` does together with its entry."""
+        """Return the file of `key`, its head verified, and its entry; None if it is not held, has expired or is not readable."""
         if key in self._discarded:
             return None
         entry = self.index.entry(key)
@@ -125,58 +109,43 @@ class DiskTier:
     ) -> list[str]:
         """Write `kv` under `key`, unless it is held and its head is sound; return the keys whose copies are out of date.
 
-        Parameters
-        ----------
-        key : str
-            The key.
-        kv : ChunkKV
-            The KV.
-        tenant : str
-            Whose it is.
-        expires_at : float, optional
-            From when on it counts as a miss, by the store's time. What is held lives that long at least.
-        wanted : callable, optional
-            Called in the transaction that adds the entry; if it returns False, nothing is added.
-
-        Raises
-        ------
-        StoreFullError
-            If there is no room.
-        StoreReadOnlyError
-            If the folder may not be written.
+        `wanted` is called in the transaction that adds the entry; if it returns False, nothing is added. What is held already
+        lives until `expires_at` at least.
         """
         now = self.clock.now()
         held = self.index.entry(valid_key(key))
         if held is not None and key not in self._discarded and held.is_live(now):
-            there = self._look(key, held)
-            if isinstance(there, ChunkFile):
-                if wanted is None or self.index.transact(wanted):
+            flaw = self._flaw(key, held)
+            if flaw is None:
+                if wanted is None or self.database.transact(wanted):
                     self.index.prolong([key], expires_at)
                     self.touch(key)
                 return []
             if self.index.has_file(held.file, key):
                 # Otherwise another process or thread has just dropped it.
-                _log.warning("stored KV %s… is damaged and replaced: %s", key[:12], there)
+                _log.warning("stored KV %s… is damaged and replaced: %s", key[:12], flaw)
         encoded = encode_chunk(key, pack_kv(kv, self.codec))
         if self.limit_bytes is not None and encoded.nbytes > self.limit_bytes:
             raise StoreFullError(
                 f"a chunk of {encoded.nbytes} bytes exceeds the store's budget of {self.limit_bytes} bytes (disk_bytes)"
             )
         self.flush()
-        self._save_clock()
-        name = self._folder.new_file_name(key)
-        writer = self._folder.writers.own()
-        self.index.expect(name, writer)
+        if time.monotonic() - self._clock_saved_at > _CLOCK_SAVED_S:
+            # Seldom, since only while nobody has the store open does its time hang on what was written down.
+            self._clock_saved_at = time.monotonic()
+            self.clock.save(self.database)
+        name = self.folder.new_file_name(key)
+        self.index.expect(name)
         entry = Entry(name, encoded.nbytes, encoded.digest, tenant, now, expires_at)
         try:
-            self._folder.write(name, encoded.buffers)
-            dropped = self.index.add(key, entry, held, self.limit_bytes, writer, now, wanted)
+            self.folder.write(name, encoded.buffers)
+            dropped = self.index.add(key, entry, held, self.limit_bytes, now, wanted)
         except BaseException:
-            self._remove(Dropped(files=[name]), forgiving=True)
+            self._unlink([name], forgiving=True)
             raise
         self._discarded.discard(key)
         self.evictions += len(dropped.keys)
-        self._remove(dropped)
+        self._unlink(dropped.files)
         return dropped.keys
 
     def holds(self, keys: Sequence[str]) -> list[bool]:
@@ -189,21 +158,21 @@ class DiskTier:
         if self.read_only:
             self._discarded.add(key)
         else:
-            self.remove(self.deleting(lambda: self.index.drop([key], self._folder.writers.own())))
+            self.remove(self.deleting(lambda: self.index.drop([key])))
 
     def deleting(self, delete: Callable[[], Result]) -> Result:
         """Run what a full disk must not prevent, deleting above all; it may take the room set aside for that."""
         try:
             return delete()
         except StoreFullError:
-            if not self._folder.give_up_reserve():
+            if not self.folder.give_up_reserve():
                 raise
             return delete()
 
     def remove(self, dropped: Dropped) -> None:
         """Remove the files that a transaction of the index dropped."""
-        self._remove(dropped)
-        self._folder.keep_reserve()
+        self._unlink(dropped.files)
+        self.folder.keep_reserve()
 
     def touch(self, key: str) -> None:
         """Mark `key` as used now."""
@@ -217,12 +186,9 @@ class DiskTier:
             self.flush(wait=False)
 
     def flush(self, wait: bool = True) -> None:
-        """Write the recency of what was used; losing it costs nothing but a worse choice of what to evict.
+        """Write the recency of what was used, unless another process writes and this is not to `wait`.
 
-        Parameters
-        ----------
-        wait : bool
-            Whether to wait while another process writes, rather than try again another time.
+        Losing it costs nothing but a worse choice of what to evict.
         """
         with self._lock:
             touched, self._touched = list(self._touched), OrderedDict()
@@ -248,17 +214,11 @@ class DiskTier:
             except StoreError as error:
                 _log.debug("the store's time was not written: %s", error)
         self.database.close()
-        self._folder.writers.close()
-
-    def _save_clock(self) -> None:
-        # Seldom, since only while nobody has the store open does its time hang on what was written down.
-        if time.monotonic() - self._clock_saved_at > _CLOCK_SAVED_S:
-            self._clock_saved_at = time.monotonic()
-            self.clock.save(self.database)
+        self.folder.writers.close()
 
     def _verified(self, key: str, entry: Entry) -> ChunkFile:
         try:
-            path = self._folder.file_path(entry.file)
+            path = self.folder.file_path(entry.file)
         except StoreError as error:
             raise ChunkReadError(key, str(error)) from error
         file = ChunkFile.open(path, key)
@@ -266,10 +226,10 @@ class DiskTier:
             raise ChunkReadError(key, f"file {entry.file} is not the one that was written")
         return file
 
-    def _look(self, key: str, entry: Entry) -> ChunkFile | str:
-        """Return an entry's file, or what is wrong with it."""
+    def _flaw(self, key: str, entry: Entry) -> str | None:
+        """Return what is wrong with an entry's file, or None."""
         try:
-            return self._verified(key, entry)
+            self._verified(key, entry)
         except FileNotFoundError:
             return f"file {entry.file} is missing"
         except ChunkReadError as error:
@@ -279,18 +239,18 @@ class DiskTier:
     def _lose(self, key: str, entry: Entry, reason: str) -> None:
         _log.warning("stored KV %s… is dropped: %s", key[:12], reason)
         try:
-            self.remove(self.deleting(lambda: self.index.drop([key], self._folder.writers.own(), file=entry.file)))
+            self.remove(self.deleting(lambda: self.index.drop([key], entry.file)))
         except StoreError:
             # Most likely a folder that may not be written: it must not be met again.
             self._discarded.add(key)
 
-    def _remove(self, dropped: Dropped, forgiving: bool = False) -> None:
-        if not dropped.files:
+    def _unlink(self, files: list[str], forgiving: bool = False) -> None:
+        if not files:
             return
         try:
-            for name in dropped.files:
-                self._folder.unlink(name)
-            self.index.settle(dropped.files)
+            for name in files:
+                self.folder.unlink(name)
+            self.index.settle(files)
         except StoreError as error:
             if not forgiving:
                 raise
@@ -298,13 +258,59 @@ class DiskTier:
 
     def _recover(self) -> None:
         """Finish what killed processes had begun; nobody else opens the store meanwhile."""
-        for path in self._folder.writers.leftovers():
+        for path in self.folder.writers.leftovers():
             path.unlink(missing_ok=True)
         pending = self.index.pending()
-        dead = {writer for writer in {writer for _, writer in pending} if not self._folder.writers.is_alive(writer)}
+        dead = {writer for writer in {writer for _, writer in pending} if not self.folder.writers.is_alive(writer)}
         files = [
             name for name, writer in pending if writer in dead and not self.index.has_file(name, name.partition(".")[0])
         ]
         if files:
-            _log.info("removing %d files that a killed process left in %s", len(files), self._folder.path)
-            self._remove(Dropped(files=files), forgiving=True)
+            _log.info("removing %d files that a killed process left in %s", len(files), self.folder.path)
+            self._unlink(files, forgiving=True)
+
+
+def flaw_of(folder: StoreFolder, key: str, entry: Entry) -> str | None:
+    """Return what is wrong with the file of an entry, every byte of it read, or None."""
+    try:
+        file = ChunkFile.open(folder.file_path(entry.file), key)
+        if file.digest != entry.digest:
+            return f"file {entry.file} is not the one that was written"
+        file.verify()
+    except FileNotFoundError:
+        return f"file {entry.file} is missing"
+    except StoreError as error:
+        return str(error)
+    return None
+
+
+@contextmanager
+def disk_probe(tier: DiskTier, chunks: Sequence[ChunkKV]) -> Iterator[OpenProbe]:
+    """Read chunks as the disk tier does, from files that the system's page cache does not hold; see `TierProbe`."""
+    key = "0" * 32
+    paths = []
+    try:
+        for kv in chunks:
+            paths.append(tier.folder.write_part(encode_chunk(key, pack_kv(kv, tier.codec)).buffers))
+
+        def open_cold() -> list[KVReader]:
+            for path in paths:
+                forget_pages(path)
+            return [ChunkFile.open(path, key) for path in paths]
+
+        yield open_cold
+    finally:
+        for path in paths:
+            with suppress(OSError):
+                path.unlink()
+
+
+def forget_pages(path: str | Path) -> None:
+    """Have the system drop a file from its page cache, where it offers that (Linux does); it is synced first, or it could not."""
+    if hasattr(os, "posix_fadvise"):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)

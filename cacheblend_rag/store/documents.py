@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Container, Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from logging import getLogger
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from cacheblend_rag.keys import chunk_key, context_digest
 from cacheblend_rag.reading import Member, Place, ReadingRules, contexts, in_order, relinked, whole_text
 from cacheblend_rag.store.base import NamedTarget, NodeRecord
-from cacheblend_rag.store.chunkformat import pack_tokens
-from cacheblend_rag.store.pieces import Piece, read_document, read_pieces, record_checksum, write_document, write_piece
+from cacheblend_rag.store.chunkfile import pack_tokens, unpack_tokens
 
-__all__ = ["Drafts", "NamedPiece", "document_of"]
+__all__ = ["Drafts", "NamedPiece", "document_of", "is_sound", "read_document", "read_pieces", "record_checksum"]
 
 _log = getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Piece:
+    """A chunk of a document: the key that its name leads to, None where the name is new, and when its time to live is over.
+
+    More is to be written of it than its key where it `is_changed`.
+    """
+
+    member: Member
+    text_hash: str
+    key: str | None
+    expires_at: float | None
+    is_changed: bool
+    separator: tuple[int, ...]
+    arrival: int
 
 
 @dataclass(slots=True)
@@ -25,7 +43,7 @@ class _Draft:
 
     name: str
     rules: ReadingRules
-    pieces: dict[str, Piece] = field(default_factory=dict)
+    pieces: dict[str, _Piece] = field(default_factory=dict)
     is_changed: bool = False
 
     @property
@@ -48,74 +66,70 @@ class NamedPiece(NamedTuple):
 
 
 class Drafts:
-    """The documents of a namespace that some changes touch, as these leave them.
+    """The documents of a namespace that some changes touch, as these leave them; `left` are the ids of chunks that leave theirs.
 
     Nothing is written before `save`, so that what changes would lead to can be found out beforehand, by a connection that reads.
-
-    Parameters
-    ----------
-    connection : sqlite3.Connection
-        Where a transaction has begun, or one that reads.
-    namespace : str
-        Where the names are.
     """
 
-    def __init__(self, connection: sqlite3.Connection, namespace: str) -> None:
+    def __init__(self, connection: sqlite3.Connection, namespace: str, now: float = 0.0) -> None:
+        self.now = now
+        self.left: set[str] = set()
         self._connection = connection
         self._namespace = namespace
         self._drafts: dict[str, _Draft] = {}
         # The document that each id that was looked up is in now.
         self._of: dict[str, str | None] = {}
-        self._left: set[str] = set()
         self._damaged: list[str] = []
 
     def put(self, records: Iterable[NodeRecord], rules: ReadingRules, expires_at: float | None) -> None:
         """Put chunks into their documents, those of none out of the ones that they are in.
 
-        Parameters
-        ----------
-        records : iterable of NodeRecord
-            The chunks, with their places.
-        rules : ReadingRules
-            How their documents are read from now on.
-        expires_at : float or None
-            When their time to live is over; of several times the latest counts.
+        Their documents are read by `rules` from now on. Of several times when a chunk is over the latest counts.
         """
         for record in records:
             if not record.id:
                 continue
-            now, place = self._document(record.id), record.place
+            current, place = self._document(record.id), record.place
             if place is None:
-                self._take_out([record.id])
+                self.remove([record.id])
                 continue
-            draft = self._draft(place.document, rules)
+            self.load(place.document)
+            draft = self._drafts.setdefault(place.document, _Draft(place.document, rules))
             if draft.rules != rules:
                 draft.rules, draft.is_changed = rules, True
-            old = draft.pieces.get(record.id) if now == place.document else None
-            if old is not None and _stands(old.member.place) == _stands(place):
+            old = draft.pieces.get(record.id) if current == place.document else None
+            member = Member(record.id, record.token_ids, place)
+            if old is not None and (old.member.place.start, old.member.place.previous) == (place.start, place.previous):
                 lives = None if None in (old.expires_at, expires_at) else max(old.expires_at or 0, expires_at or 0)
-                member = Member(record.id, record.token_ids, place)
-                is_changed = (member, record.text_hash, lives, rules.separator) != (
-                    old.member,
-                    old.text_hash,
-                    old.expires_at,
-                    old.separator,
+                new = replace(
+                    old, member=member, text_hash=record.text_hash, expires_at=lives, separator=rules.separator
                 )
-                draft.pieces[record.id] = Piece(
-                    member, record.text_hash, old.key, lives, old.is_changed or is_changed, rules.separator, old.arrival
-                )
+                draft.pieces[record.id] = replace(new, is_changed=old.is_changed or new != old)
                 continue
             key = None if old is None else old.key
-            self._take_out([record.id])
-            member = Member(record.id, record.token_ids, place)
-            draft.pieces[record.id] = Piece(
+            self.remove([record.id])
+            draft.pieces[record.id] = _Piece(
                 member, record.text_hash, key, expires_at, True, rules.separator, draft.arrivals
             )
             self._of[record.id] = place.document
 
     def remove(self, ids: Iterable[str]) -> None:
         """Take chunks out of their documents."""
-        self._take_out(list(ids))
+        gone: dict[str, list[Member]] = {}
+        for id in ids:
+            document = self._document(id)
+            if document is not None:
+                piece = self._drafts[document].pieces.pop(id, None)
+                if piece is not None:
+                    gone.setdefault(document, []).append(piece.member)
+                self._of[id] = None
+                self.left.add(id)
+        for document, members in gone.items():
+            pieces = self._drafts[document].pieces
+            for id, previous in relinked([piece.member for piece in pieces.values()], members):
+                piece = pieces[id]
+                place = replace(piece.member.place, previous=previous)
+                pieces[id] = replace(piece, member=replace(piece.member, place=place), is_changed=True)
 
     def look_at(self, ids: Iterable[str]) -> None:
         """Have the documents of these chunks among those that `targets` gives."""
@@ -133,11 +147,6 @@ class Drafts:
         draft = self._drafts.get(document)
         return () if draft is None else whole_text(draft.members, draft.rules)
 
-    @property
-    def left(self) -> set[str]:
-        """The ids of chunks that leave the documents that they are in."""
-        return self._left
-
     def ids(self, document: str) -> list[str]:
         """Return the ids of a document's chunks in reading order."""
         self.load(document)
@@ -153,27 +162,21 @@ class Drafts:
     def pieces(self, document: str) -> tuple[ReadingRules, list[NamedPiece]]:
         """Return how a document is read, and its chunks in the order in which they came."""
         self.load(document)
-        draft, targets = self._drafts[document], self.targets(0.0)
+        draft, targets = self._drafts[document], self.targets()
         found = []
         for id, piece in draft.pieces.items():
             place = piece.member.place
             found.append(NamedPiece(replace(targets[id].record, place=place), place, piece.expires_at))
         return draft.rules, found
 
-    def targets(self, now: float) -> dict[str, NamedTarget]:
-        """Return by their ids all chunks of the documents, in reading order, and behind what each is encoded.
-
-        Parameters
-        ----------
-        now : float
-            The store's time.
-        """
+    def targets(self) -> dict[str, NamedTarget]:
+        """Return by their ids all chunks of the documents, in reading order, and behind what each is encoded."""
         found: dict[str, NamedTarget] = {}
         for draft in self._drafts.values():
             members = draft.members
             pieces = [draft.pieces[member.id] for member in members]
             lives = [
-                None if piece.expires_at is None or piece.expires_at <= now else piece.expires_at - now
+                None if piece.expires_at is None or piece.expires_at <= self.now else piece.expires_at - self.now
                 for piece in pieces
             ]
             for number, (first, context) in enumerate(contexts(members, draft.rules)):
@@ -189,16 +192,11 @@ class Drafts:
     def save(self, targets: Mapping[str, NamedTarget], recorded: Container[str] = ()) -> list[str]:
         """Write the documents, and the keys of those names that are others now; return the keys that these had.
 
-        Parameters
-        ----------
-        targets : mapping
-            What `targets` returned.
-        recorded : container of str
-            The ids whose names are recorded with their keys already.
+        The names of the ids that are `recorded` have their keys already.
         """
         replaced = []
         execute = self._connection.execute
-        for id in self._left:
+        for id in self.left:
             execute(
                 "DELETE FROM members WHERE seq = (SELECT seq FROM nodes WHERE namespace = ? AND id = ?)",
                 (self._namespace, id),
@@ -207,12 +205,12 @@ class Drafts:
             changed = [piece for piece in draft.pieces.values() if piece.is_changed]
             # Without a piece the document itself is gone, perhaps only just now.
             number = (
-                write_document(self._connection, self._namespace, draft.name, draft.rules)
+                _write_document(self._connection, self._namespace, draft.name, draft.rules)
                 if draft.pieces and (changed or draft.is_changed)
                 else None
             )
             for piece in changed:
-                write_piece(self._connection, self._namespace, number, piece)
+                _write_piece(self._connection, self._namespace, number, piece)
             for id, piece in draft.pieces.items():
                 record = targets[id].record
                 if id not in recorded and (piece.key, piece.separator) != (record.key, record.separator):
@@ -225,10 +223,6 @@ class Drafts:
                     )
         return replaced
 
-    def _draft(self, document: str, rules: ReadingRules) -> _Draft:
-        self.load(document)
-        return self._drafts.setdefault(document, _Draft(document, rules))
-
     def _document(self, id: str) -> str | None:
         """Return the document that a chunk is in, which is a draft from now on, or None."""
         if id not in self._of:
@@ -237,23 +231,6 @@ class Drafts:
             if name is not None:
                 self.load(name)
         return self._of[id]
-
-    def _take_out(self, ids: Sequence[str]) -> None:
-        gone: dict[str, list[Member]] = {}
-        for id in ids:
-            document = self._document(id)
-            if document is not None:
-                piece = self._drafts[document].pieces.pop(id, None)
-                if piece is not None:
-                    gone.setdefault(document, []).append(piece.member)
-                self._of[id] = None
-                self._left.add(id)
-        for document, members in gone.items():
-            pieces = self._drafts[document].pieces
-            for id, previous in relinked([piece.member for piece in pieces.values()], members):
-                piece = pieces[id]
-                place = replace(piece.member.place, previous=previous)
-                pieces[id] = replace(piece, member=replace(piece.member, place=place), is_changed=True)
 
     def load(self, document: str) -> None:
         """Have a document among those that `targets` gives."""
@@ -285,5 +262,100 @@ def document_of(connection: sqlite3.Connection, namespace: str, id: str) -> str 
     return None if row is None else str(row[0])
 
 
-def _stands(place: Place) -> tuple[int | None, str | None]:
-    return place.start, place.previous
+def read_document(connection: sqlite3.Connection, namespace: str, name: str) -> tuple[int, ReadingRules | None] | None:
+    """Return a document's number, and how it is read, None where that is damaged; None if there is no such document."""
+    query = "SELECT number, tokens, separator, checksum FROM documents WHERE namespace = ? AND name = ?"
+    row = connection.execute(query, (namespace, name)).fetchone()
+    if row is None:
+        return None
+    number, limit, separator, checksum = row
+    is_typed = isinstance(limit, int | None) and isinstance(separator, bytes) and len(separator) % 4 == 0
+    if not is_typed or checksum != _checksum(namespace, name, limit, separator):
+        return number, None
+    return number, ReadingRules(limit, unpack_tokens(separator))
+
+
+def _write_document(connection: sqlite3.Connection, namespace: str, name: str, rules: ReadingRules) -> int:
+    """Write how a document is read, and return its number."""
+    separator = pack_tokens(rules.separator)
+    row = connection.execute(
+        "INSERT INTO documents (namespace, name, tokens, separator, checksum) VALUES (?, ?, ?, ?, ?) ON CONFLICT "
+        "(namespace, name) DO UPDATE SET tokens = excluded.tokens, separator = excluded.separator, "
+        "checksum = excluded.checksum RETURNING number",
+        (namespace, name, rules.limit, separator, _checksum(namespace, name, rules.limit, separator)),
+    ).fetchone()
+    return int(row[0])
+
+
+def read_pieces(
+    connection: sqlite3.Connection, namespace: str, document: str, number: int
+) -> Iterator[tuple[str, _Piece | None]]:
+    """Yield the id of each chunk of a document, in the order in which they came, and the chunk; None where it is damaged."""
+    query = (
+        "SELECT nodes.id, nodes.key, nodes.text_hash, nodes.token_ids, nodes.separator, nodes.checksum, arrival, start, "
+        "previous, length, body, ends, expires_at, members.checksum FROM members JOIN nodes USING (seq) "
+        "WHERE document = ? AND namespace = ? ORDER BY arrival"
+    )
+    for id, *row in connection.execute(query, (number, namespace)):
+        yield id, _piece(namespace, document, number, id, *row)
+
+
+def _write_piece(connection: sqlite3.Connection, namespace: str, number: int | None, piece: _Piece) -> None:
+    """Write the place of a chunk whose name is recorded."""
+    place, id = piece.member.place, piece.member.id
+    ends = np.asarray(place.ends, dtype="<u4").tobytes()
+    until = None if piece.expires_at is None else float(piece.expires_at)
+    row = (number, piece.arrival, place.start, place.previous, place.length, place.text, ends, until)
+    connection.execute(
+        "INSERT OR REPLACE INTO members (seq, document, arrival, start, previous, length, body, ends, expires_at, checksum) "
+        "SELECT seq, ?, ?, ?, ?, ?, ?, ?, ?, ? FROM nodes WHERE namespace = ? AND id = ?",
+        (*row, _checksum(id, *row), namespace, id),
+    )
+
+
+def record_checksum(namespace: str, record: NodeRecord, tokens: bytes) -> int:
+    """Return the checksum of a name's record, whose token ids are `tokens` when they are packed."""
+    texts = "\0".join((namespace, record.id, record.key, record.text_hash))
+    # Records without a separator have the checksum that they have in every store there is.
+    tail = pack_tokens(record.separator)
+    return zlib.crc32(tail, zlib.crc32(tokens, zlib.crc32(texts.encode("utf-8", "surrogatepass"))))
+
+
+def is_sound(
+    namespace: str, node: str, key: str, text_hash: str, tokens: bytes, separator: bytes, checksum: int
+) -> bool:
+    """Return whether a name's row is what was written."""
+    # In a damaged database a value may even have another type.
+    texts = all(isinstance(text, str) for text in (namespace, node, key, text_hash))
+    if not texts or not isinstance(tokens, bytes) or not isinstance(separator, bytes) or len(separator) % 4:
+        return False
+    record = NodeRecord(node, key, text_hash, (), unpack_tokens(separator))
+    return record_checksum(namespace, record, tokens) == checksum
+
+
+def _piece(
+    namespace: str,
+    document: str,
+    number: int,
+    id: str,
+    key: str,
+    text_hash: str,
+    tokens: bytes,
+    separator: bytes,
+    checksum: int,
+    *place: Any,
+) -> _Piece | None:
+    *row, place_checksum = place
+    if not is_sound(namespace, id, key, text_hash, tokens, separator, checksum):
+        return None
+    if place_checksum != _checksum(id, number, *row):
+        return None
+    arrival, start, previous, length, body, ends, expires_at = row
+    ended = tuple(np.frombuffer(ends, dtype="<u4").tolist())
+    member = Member(id, unpack_tokens(tokens), Place(document, start, previous, length, body, ended))
+    return _Piece(member, text_hash, key, expires_at, False, unpack_tokens(separator), arrival)
+
+
+def _checksum(*row: Any) -> int:
+    # What has another type than it was written with is another value.
+    return zlib.crc32(repr(row).encode("utf-8", "surrogatepass"))

@@ -1,30 +1,48 @@
-"""Writing a store to one file, from which another machine warms its own."""
+"""Writing a store to one file, from which another machine warms its own.
+
+The file is a tar archive, each member a plain file, in this order::
+
+    cacheblend-rag-export.json   the format and its version
+    kv/KEY.safetensors           the chunk files of up to 256 entries, byte for byte
+    entries/000000.json          what the index knows of these; then the next ones
+    names/000000.json            up to 256 names; those of a document stand together, in the order in which they came
+    manifest.json                how many entries and names there are, and a digest of everything before it
+"""
 
 from __future__ import annotations
 
+import hashlib
+import io
+import json
 import os
 import secrets
+import tarfile
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from logging import getLogger
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from cacheblend_rag.errors import StoreError
-from cacheblend_rag.store.archive import ArchiveWriter
 from cacheblend_rag.store.base import NodeRecord
-from cacheblend_rag.store.chunkfile import ChunkFile
-from cacheblend_rag.store.collect import existing_store
-from cacheblend_rag.store.disk import DiskTier
-from cacheblend_rag.store.entries import Entry
+from cacheblend_rag.store.disk import DiskTier, flaw_of
+from cacheblend_rag.store.folder import existing_store, storing
 from cacheblend_rag.store.names import Names
-from cacheblend_rag.store.writers import storing
 
-__all__ = ["ExportReport", "export_store"]
+__all__ = [
+    "ARCHIVE_FORMAT",
+    "ARCHIVE_HEAD",
+    "ARCHIVE_MANIFEST",
+    "ARCHIVE_VERSION",
+    "ExportReport",
+    "digest_label",
+    "export_store",
+]
 
 _log = getLogger(__name__)
 
+ARCHIVE_FORMAT, ARCHIVE_VERSION = "cacheblend-rag export", 2
+ARCHIVE_HEAD, ARCHIVE_MANIFEST = "cacheblend-rag-export.json", "manifest.json"
 # Entries, or names, in one list.
 _BATCH = 256
 
@@ -71,14 +89,14 @@ def export_store(
     folder = existing_store(location)
     path = Path(file).expanduser()
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
-    tier = DiskTier(folder.path, None)
+    tier = DiskTier(folder.path)
     report = ExportReport()
     try:
         with storing(path.parent):
             fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             with storing(path.parent), open(fd, "wb") as stream:
-                writer = ArchiveWriter(stream)
+                writer = _ArchiveWriter(stream)
                 _export(tier, writer, report, tenant, ids)
                 writer.close(report.entries, report.names)
                 stream.flush()
@@ -94,7 +112,7 @@ def export_store(
 
 
 def _export(
-    tier: DiskTier, writer: ArchiveWriter, report: ExportReport, tenant: str | None, ids: Collection[str] | None
+    tier: DiskTier, writer: _ArchiveWriter, report: ExportReport, tenant: str | None, ids: Collection[str] | None
 ) -> None:
     names = Names(tier.database)
     chosen = None if ids is None else set(ids)
@@ -114,12 +132,13 @@ def _export(
     while batch := list(islice(entries, _BATCH)):
         listed = []
         for key, entry in batch:
-            if not _is_sound(tier, key, entry):
-                report.damaged += 1
-                continue
-            path = tier.folder.file_path(entry.file)
+            flaw = flaw_of(tier.folder, key, entry)
             try:
-                with open(path, "rb") as stream:
+                with open(tier.folder.file_path(entry.file), "rb") as stream:
+                    if flaw is not None:
+                        _log.warning("left out: %s", flaw)
+                        report.damaged += 1
+                        continue
                     writer.add(f"kv/{key}.safetensors", stream, entry.nbytes)
             except FileNotFoundError:
                 # Dropped by another process just now.
@@ -154,13 +173,45 @@ def _row(namespace: str, owner: str, record: NodeRecord) -> list[Any]:
     return [namespace, owner, record.id, record.key, record.text_hash, *ids]
 
 
-def _is_sound(tier: DiskTier, key: str, entry: Entry) -> bool:
-    try:
-        file = ChunkFile.open(tier.folder.file_path(entry.file), key)
-        file.verify()
-    except FileNotFoundError:
-        return True
-    except StoreError as error:
-        _log.warning("left out: %s", error)
-        return False
-    return file.digest == entry.digest and file.file_bytes == entry.nbytes
+class _ArchiveWriter:
+    """Writes an exported file to a stream, and digests it."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._tar = tarfile.TarFile(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT)
+        self._digest = hashlib.blake2b(digest_size=32)
+        self.add_json(ARCHIVE_HEAD, {"format": ARCHIVE_FORMAT, "version": ARCHIVE_VERSION})
+
+    def add_json(self, name: str, value: Any) -> None:
+        """Add a member that holds a value as JSON."""
+        data = json.dumps(value, separators=(",", ":")).encode("ascii")
+        self.add(name, io.BytesIO(data), len(data))
+
+    def add(self, name: str, stream: IO[bytes], size: int) -> None:
+        """Add a member of `size` bytes, read from `stream`."""
+        member = tarfile.TarInfo(name)
+        member.size, member.mode = size, 0o600
+        self._digest.update(digest_label(name, size))
+        self._tar.addfile(member, _Digesting(stream, self._digest))
+
+    def close(self, entries: int, names: int) -> None:
+        """Add the manifest, which says how many entries and names there are, and end the file."""
+        self.add_json(ARCHIVE_MANIFEST, {"entries": entries, "names": names, "digest": self._digest.hexdigest()})
+        self._tar.close()
+
+
+class _Digesting(io.RawIOBase):
+    """A stream whose bytes are digested as they are read."""
+
+    def __init__(self, stream: IO[bytes], digest: Any) -> None:
+        self._stream = stream
+        self._digest = digest
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._stream.read(size)
+        self._digest.update(data)
+        return data
+
+
+def digest_label(name: str, size: int) -> bytes:
+    """Return what the digest of an archive knows of a member, before its bytes."""
+    return f"{name}\0{size}\0".encode()

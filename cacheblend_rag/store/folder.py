@@ -13,74 +13,70 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import re
 import secrets
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cacheblend_rag.errors import StoreError, StoreFormatError, StoreReadOnlyError
-from cacheblend_rag.store.writers import Writers, storing
+from cacheblend_rag.errors import StoreError, StoreFormatError, StoreFullError, StoreReadOnlyError
+from cacheblend_rag.store.locks import ForkSafeLock
 
-__all__ = ["StoreFolder", "valid_key"]
+__all__ = ["StoreFolder", "Writers", "existing_store", "storing", "valid_key"]
 
 _FORMAT = "cacheblend-rag store"
 _VERSION = 2
-# Those that are brought up to date when a process that may write opens them.
-_READABLE = (1, 2)
 _MARK = "store.json"
 # What a process that was killed while making a store may have left before the mark was in place.
 _MAKING = {"store.lock", "store.json.tmp"}
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 _RESERVE_BYTES = 128 * 1024
 _KEY = re.compile(r"[0-9a-f]{8,128}")
 _FILE = re.compile(r"[0-9a-f]{8,128}\.[0-9a-f]{16}\.safetensors")
 
 
 def valid_key(key: str) -> str:
-    """Return `key` if it is one.
-
-    Raises
-    ------
-    StoreError
-        If it is not 8 to 128 lower-case hexadecimal digits.
-    """
+    """Return `key` if it is 8 to 128 lower-case hexadecimal digits; StoreError otherwise."""
     if not _KEY.fullmatch(key):
         raise StoreError(f"{key[:140]!r} is no store key; a key is 8 to 128 lower-case hexadecimal digits")
     return key
 
 
+@contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """Turn the errors of writing below `path` into the store's own."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise StoreFullError(
+                f"no room left on the disk of {path}; free some, or give the store a byte budget (disk_bytes)"
+            ) from error
+        if error.errno in _READ_ONLY:
+            raise StoreReadOnlyError(
+                f"store folder {path} may not be written ({error.strerror}); it can only be read"
+            ) from error
+        raise StoreError(f"store folder {path} cannot be written: {error}") from error
+
+
 class StoreFolder:
-    """A folder on disk that holds a store, made if there is none.
-
-    Parameters
-    ----------
-    path : Path
-        The folder.
-
-    Raises
-    ------
-    StoreFormatError
-        If it was written in a format that this version does not read. Nothing is changed in it.
-    StoreReadOnlyError
-        If it holds no store and may not be written.
-    StoreError
-        If it is something else than a store.
-    """
+    """A folder on disk that holds a store, made if there is none; nothing is changed in one of another format."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.index_path = path / "index.sqlite"
-        marked = self._mark_version() is not None
+        self.is_made = marked = self._is_marked()
         if not marked:
             with storing(path):
                 # Made here, so that whether it may be written can be seen; its parts are made in `opening`.
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
         parts = (path, path / "kv", path / "tmp", self.index_path)
-        self.is_made = marked
         self.read_only = not all(os.access(part, os.W_OK) for part in parts if part.exists())
         self.writers = Writers(path / "tmp", self.read_only)
         if self.read_only and not marked:
@@ -94,9 +90,7 @@ class StoreFolder:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             with storing(self.path):
-                if self._mark_version() != _VERSION:
-                    # The mark is the first thing to change: from now on an older cacheblend-rag refuses the folder. The index
-                    # knows its own version, and is brought up to date next, by whoever opens the folder.
+                if not self._is_marked():
                     mark = self.path / "store.json.tmp"
                     with open(mark, "w", encoding="ascii", opener=_private) as file:
                         json.dump({"format": _FORMAT, "version": _VERSION}, file)
@@ -140,13 +134,7 @@ class StoreFolder:
         return f"{valid_key(key)}.{secrets.token_hex(8)}.safetensors"
 
     def file_path(self, name: str) -> Path:
-        """Return where the file `name` lies.
-
-        Raises
-        ------
-        StoreError
-            If it is no file name of this store.
-        """
+        """Return where the file `name` lies; StoreError if it is no file name of this store."""
         if not _FILE.fullmatch(name):
             raise StoreError(
                 f"{name[:200]!r} is no file name of a store: the index of {self.path} is damaged; "
@@ -177,15 +165,9 @@ class StoreFolder:
     def write(self, name: str, buffers: list[memoryview]) -> None:
         """Write the file `name` so that it is there completely, and durably, or not at all."""
         final = self.file_path(name)
+        temporary = self.write_part(buffers)
         with storing(self.path):
-            temporary = self.writers.new_part()
             try:
-                fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-                try:
-                    _write_all(fd, buffers)
-                    os.fsync(fd)
-                finally:
-                    os.close(fd)
                 if not final.parent.is_dir():
                     final.parent.mkdir(mode=0o700, exist_ok=True)
                     _sync_folder(final.parent.parent)
@@ -195,31 +177,35 @@ class StoreFolder:
                 temporary.unlink(missing_ok=True)
                 raise
 
+    def write_part(self, buffers: list[memoryview]) -> Path:
+        """Write a temporary file of this process and sync it; if the process dies, the next opening of the store removes it."""
+        with storing(self.path):
+            temporary = self.writers.new_part()
+            try:
+                with open(temporary, "xb", opener=_private) as file:
+                    file.writelines(buffers)
+                    file.flush()
+                    os.fsync(file.fileno())
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
+        return temporary
+
     def unlink(self, name: str) -> None:
         """Remove the file `name`, if it is there."""
         with storing(self.path):
             self.file_path(name).unlink(missing_ok=True)
 
-    def _mark_version(self) -> int | None:
-        """Return the format version of the store, which this version reads, or None where one can be made."""
+    def _is_marked(self) -> bool:
+        """Return whether the folder is a store of this version; False where one can be made."""
         try:
             mark = json.loads((self.path / _MARK).read_text(encoding="utf-8"))
         except FileNotFoundError:
-            try:
-                foreign = sorted(set(os.listdir(self.path)) - _MAKING)
-            except FileNotFoundError:
-                return None
-            except OSError as error:
-                raise StoreError(f"folder {self.path} cannot be read: {error}") from error
-            if foreign:
-                shown = ", ".join(foreign[:3]) + (", …" if len(foreign) > 3 else "")
-                raise StoreError(
-                    f"folder {self.path} is no store and holds other files ({shown}); give an empty or a new folder"
-                ) from None
-            return None
+            self._check_empty()
+            return False
         except NotADirectoryError:
             raise StoreError(f"{self.path} is a file; a store needs a folder") from None
-        except (ValueError, UnicodeDecodeError):
+        except ValueError:
             mark = None
         except OSError as error:
             raise StoreError(f"store folder {self.path} cannot be read: {error}") from error
@@ -228,29 +214,131 @@ class StoreFolder:
                 f"{self.path / _MARK} is damaged or not ours; give another folder, or remove this one and warm a new store"
             )
         version = mark.get("version")
-        if type(version) is not int or version not in _READABLE:
+        if type(version) is not int or version != _VERSION:
             raise StoreFormatError(
-                f"store folder {self.path} is in format version {version!r}, this cacheblend-rag reads versions "
-                f"{' and '.join(map(str, _READABLE))}; use the one that wrote it, or warm a new store in another folder"
+                f"store folder {self.path} is in format version {version!r}, this cacheblend-rag reads version {_VERSION}; "
+                "remove the folder and warm it again (its KV is recomputed), or use the cacheblend-rag that wrote it"
             )
-        return version
+        return True
+
+    def _check_empty(self) -> None:
+        try:
+            foreign = sorted(set(os.listdir(self.path)) - _MAKING)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise StoreError(f"folder {self.path} cannot be read: {error}") from error
+        if foreign:
+            shown = ", ".join(foreign[:3]) + (", …" if len(foreign) > 3 else "")
+            raise StoreError(
+                f"folder {self.path} is no store and holds other files ({shown}); give an empty or a new folder"
+            )
+
+
+def existing_store(location: str | Path) -> StoreFolder:
+    """Return the folder of a store that is there; StoreError if it is none."""
+    path = Path(location).expanduser()
+    if not path.exists():
+        raise StoreError(f"there is no folder {path}; name the folder of a store")
+    folder = StoreFolder(path)
+    if not folder.is_made:
+        raise StoreError(f"folder {path} is empty; name the folder of a store")
+    return folder
+
+
+class Writers:
+    """The processes that write to a store folder, each under a name of its own.
+
+    A writer holds a lock file for as long as it lives; the system lets go of the lock when the process ends, however it ends. Its
+    temporary files, and what the index says it was about to do, carry its name.
+    """
+
+    def __init__(self, path: Path, read_only: bool) -> None:
+        self._path = path
+        self._read_only = read_only
+        self._lock = ForkSafeLock()
+        self._own = ""
+        self._fd = -1
+        self._pid = 0
+        self._parts = 0
+
+    def own(self) -> str:
+        """Return the name under which this process writes."""
+        with self._lock:
+            return self._own_locked()
+
+    def new_part(self) -> Path:
+        """Return where to write a file that is not yet complete."""
+        with self._lock:
+            self._parts += 1
+            return self._path / f"{self._own_locked()}.{self._parts}.part"
+
+    def is_alive(self, writer: str) -> bool:
+        """Return whether the process that writes under this name still runs; if not, its lock file is removed."""
+        if writer == self._own and self._pid == os.getpid():
+            return True
+        path = self._lock_path(writer)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        except PermissionError:
+            return True
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        else:
+            if not self._read_only:
+                path.unlink(missing_ok=True)
+            return False
+        finally:
+            os.close(fd)
+
+    def leftovers(self) -> list[Path]:
+        """Return the temporary files whose writer is dead."""
+        files = sorted(self._path.iterdir())
+        dead = {writer for writer in {file.name.partition(".")[0] for file in files} if not self.is_alive(writer)}
+        return [file for file in files if file.name.partition(".")[0] in dead and file.suffix != ".lock"]
+
+    def close(self) -> None:
+        """Stop writing under this process's name."""
+        with self._lock:
+            if self._fd >= 0 and self._pid == os.getpid():
+                self._lock_path(self._own).unlink(missing_ok=True)
+                os.close(self._fd)
+            self._own, self._fd = "", -1
+
+    def __del__(self, close: Callable[[int], None] = os.close, pid: Callable[[], int] = os.getpid) -> None:
+        # Takes no lock, being a finalizer. The lock file left behind counts as a dead writer's from now on.
+        if self._fd >= 0 and self._pid == pid():
+            close(self._fd)
+
+    def _own_locked(self) -> str:
+        if self._own and self._pid == os.getpid():
+            return self._own
+        if self._fd >= 0:
+            # Inherited over a fork: the parent goes on writing under that name.
+            os.close(self._fd)
+            self._fd = -1
+        with storing(self._path.parent):
+            while True:
+                writer = secrets.token_hex(8)
+                fd = os.open(self._lock_path(writer), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                fcntl.flock(fd, fcntl.LOCK_EX)
+                # Between the two calls another process may have taken it for a dead writer's and removed it.
+                if os.fstat(fd).st_nlink:
+                    break
+                os.close(fd)
+        self._own, self._fd, self._pid = writer, fd, os.getpid()
+        return writer
+
+    def _lock_path(self, writer: str) -> Path:
+        return self._path / f"{writer}.lock"
 
 
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
-
-
-def _write_all(fd: int, buffers: list[memoryview]) -> None:
-    # The system takes at most IOV_MAX (1024 on Linux) buffers at once, and may write less than it was given.
-    waiting = [buffer for buffer in buffers if buffer.nbytes]
-    begin = 0
-    while begin < len(waiting):
-        written = os.writev(fd, waiting[begin : begin + 512])
-        while begin < len(waiting) and written >= waiting[begin].nbytes:
-            written -= waiting[begin].nbytes
-            begin += 1
-        if written:
-            waiting[begin] = waiting[begin][written:]
 
 
 def _sync_folder(path: Path) -> None:

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
+import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from cacheblend_rag.errors import StoreError
+from cacheblend_rag.errors import StoreError, StoreFormatError
 from cacheblend_rag.reading import Place, ReadingRules
-from cacheblend_rag.store.archive import key_of_member, read_archive
 from cacheblend_rag.store.base import NodeRecord
 from cacheblend_rag.store.chunkfile import ChunkFile
 from cacheblend_rag.store.disk import DiskTier
 from cacheblend_rag.store.documents import NamedPiece
-from cacheblend_rag.store.entries import Dropped, Entry
+from cacheblend_rag.store.exports import ARCHIVE_FORMAT, ARCHIVE_HEAD, ARCHIVE_MANIFEST, ARCHIVE_VERSION, digest_label
 from cacheblend_rag.store.folder import valid_key
+from cacheblend_rag.store.index import Dropped, Entry
 from cacheblend_rag.store.names import Names
 
 __all__ = ["ImportReport", "import_store"]
+
+_KV = re.compile(r"kv/([0-9a-f]{8,128})\.safetensors")
+_LIST = re.compile(r"(entries|names)/\d{6,12}\.json")
+_LONGEST_LIST_BYTES = 256 * 1024**2
 
 
 @dataclass(slots=True)
@@ -79,11 +86,11 @@ def import_store(location: str | Path, file: str | Path) -> ImportReport:
     path = Path(file).expanduser()
     try:
         with open(path, "rb") as stream:
-            for _ in read_archive(path, stream):
+            for _ in _read_archive(path, stream):
                 pass
-            tier = DiskTier(Path(location).expanduser(), None)
+            tier = DiskTier(Path(location).expanduser())
             try:
-                return _Import(tier, path).run(read_archive(path, stream))
+                return _Import(tier, path).run(_read_archive(path, stream))
             finally:
                 tier.close()
     except OSError as error:
@@ -96,8 +103,7 @@ class _Import:
     def __init__(self, tier: DiskTier, path: Path) -> None:
         self._tier = tier
         self._path = path
-        self._names = Names(tier.database)
-        self._writer = tier.folder.writers.own()
+        self._names = Names(tier.database, tier.clock.now, tier.writer)
         self._report = ImportReport()
         # Files that lie in the folder and have no entry yet, by key.
         self._files: dict[str, str] = {}
@@ -109,7 +115,7 @@ class _Import:
     def run(self, members: Iterator[tuple[str, bytes]]) -> ImportReport:
         try:
             for name, data in members:
-                if key := key_of_member(name):
+                if key := _key_of_member(name):
                     self._add_file(key, data)
                 elif name.startswith("entries/"):
                     self._add_entries(self._parse(name, data, dict))
@@ -135,7 +141,7 @@ class _Import:
             self._report.held += 1
             return
         name = self._tier.folder.new_file_name(key)
-        self._tier.index.expect(name, self._writer)
+        self._tier.index.expect(name)
         self._files[key] = name
         self._tier.folder.write(name, [memoryview(data)])
         file = ChunkFile.open(self._tier.folder.file_path(name), key)
@@ -154,7 +160,7 @@ class _Import:
                 )
         # What is there all the same has expired since, or before.
         old = [key for key, _ in entries if (held := self._tier.index.entry(key)) and not held.is_live(now)]
-        self._tier.remove(self._tier.index.drop(old, self._writer))
+        self._tier.remove(self._tier.index.drop(old))
         taken = self._tier.index.add_many(entries)
         for key, entry in entries:
             del self._files[key]
@@ -178,11 +184,11 @@ class _Import:
     def _add_alone(self, namespace: str, tenant: str, records: list[NodeRecord]) -> None:
         known = self._names.lookup(namespace, [record.id for record in records])
         new = [record for record, there in zip(records, known, strict=True) if there is None]
-        self._tier.remove(self._names.record(namespace, new, self._writer, tenant))
+        self._tier.remove(self._names.record(namespace, new, tenant))
         self._count(records, known)
         # A name that is here leads to its own.
         others = [record.key for record, there in zip(records, known, strict=True) if there is not None]
-        self._tier.remove(self._names.release(others, self._writer))
+        self._tier.remove(self._names.release(others))
 
     def _add_document(self) -> None:
         """Bring the chunks of the document that was read last into the one of that name here."""
@@ -199,7 +205,7 @@ class _Import:
             pieces.append(NamedPiece(replace(_record(row), place=place), place, expires_at))
         limit, separator = rows[0][7][7], pieces[0].record.separator
         rules = ReadingRules(None if limit is None else int(limit), separator)
-        known, dropped = self._names.merge(namespace, tenant, pieces, rules, self._writer, now)
+        known, dropped = self._names.merge(namespace, tenant, pieces, rules)
         self._tier.remove(dropped)
         self._count([piece.record for piece in pieces], known)
 
@@ -215,10 +221,79 @@ class _Import:
 
 def _home(row: list[Any]) -> tuple[str, str, str | None]:
     """Return the namespace, the tenant and the document of a name."""
-    place = row[7] if len(row) > 7 else None
+    place = row[7]
     return row[0], row[1], None if place is None else str(place[0])
 
 
 def _record(row: list[Any]) -> NodeRecord:
-    separator = row[6] if len(row) > 6 else ()
-    return NodeRecord(row[2], valid_key(row[3]), row[4], tuple(row[5]), tuple(separator))
+    return NodeRecord(row[2], valid_key(row[3]), row[4], tuple(row[5]), tuple(row[6]))
+
+
+def _read_archive(path: Path, stream: IO[bytes]) -> Iterator[tuple[str, bytes]]:
+    """Yield names and bytes of an exported file's members, and raise unless they are, to the end, what was exported."""
+
+    def damaged(why: str) -> StoreError:
+        return StoreError(f"export file {path} is damaged ({why}); nothing of it can be used, copy it again")
+
+    stream.seek(0)
+    digest = hashlib.blake2b(digest_size=32)
+    counted = {"entries": 0, "names": 0}
+    is_ours, manifest = False, None
+    try:
+        with tarfile.open(fileobj=stream, mode="r:") as tar:
+            for member in tar:
+                if not is_ours and member.name != ARCHIVE_HEAD:
+                    break
+                expected = _KV.fullmatch(member.name) or _LIST.fullmatch(member.name)
+                if (
+                    manifest is not None
+                    or not member.isreg()
+                    or not (expected or member.name in (ARCHIVE_HEAD, ARCHIVE_MANIFEST))
+                ):
+                    raise damaged(f"it holds {member.name[:100]!r}, which no export does")
+                if not _KV.fullmatch(member.name) and member.size > _LONGEST_LIST_BYTES:
+                    raise damaged(f"{member.name} is too long")
+                reader = tar.extractfile(member)
+                data = b"" if reader is None else reader.read()
+                if len(data) != member.size:
+                    raise damaged("it is cut short")
+                if not is_ours:
+                    _check_head(path, data)
+                    is_ours = True
+                if member.name == ARCHIVE_MANIFEST:
+                    manifest = json.loads(data)
+                    if manifest != {**counted, "digest": digest.hexdigest()}:
+                        raise damaged("its bytes do not match its digest")
+                    continue
+                digest.update(digest_label(member.name, member.size))
+                digest.update(data)
+                counted["entries"] += member.name.startswith("kv/")
+                if member.name.startswith("names/"):
+                    counted["names"] += len(json.loads(data))
+                yield member.name, data
+                tar.members.clear()  # type: ignore[attr-defined]  # or it remembers every member
+    except (tarfile.TarError, ValueError, EOFError, RecursionError, TypeError) as error:
+        if is_ours:
+            raise damaged(str(error)) from error
+    if not is_ours:
+        raise StoreFormatError(f"file {path} is no export of a store; make one with `cacheblend-rag store export`")
+    if manifest is None:
+        raise damaged("it ends before its manifest")
+
+
+def _check_head(path: Path, data: bytes) -> None:
+    head = json.loads(data)
+    if not isinstance(head, dict) or head.get("format") != ARCHIVE_FORMAT:
+        raise StoreFormatError(f"file {path} is no export of a store; make one with `cacheblend-rag store export`")
+    if head.get("version") != ARCHIVE_VERSION:
+        raise StoreFormatError(
+            f"export file {path} is in format version {head.get('version')!r}, this cacheblend-rag reads version "
+            f"{ARCHIVE_VERSION}; "
+            "export it again with this version"
+        )
+
+
+def _key_of_member(name: str) -> str | None:
+    """Return the store key whose chunk file a member is, or None if it is no chunk file."""
+    match = _KV.fullmatch(name)
+    return None if match is None else match[1]

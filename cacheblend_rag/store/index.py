@@ -1,50 +1,64 @@
-"""What the store's files hold."""
+"""The index of a store: which KV lies in which file, whose it is, and what was dropped."""
 
 from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+from cacheblend_rag.errors import StoreFullError
 from cacheblend_rag.store.database import Database
-from cacheblend_rag.store.entries import (
-    COLUMNS,
-    Dropped,
-    Entry,
-    advance_clock,
-    counter,
-    drop_entries,
-    forget_old_deletions,
-    insert_entry,
-    last_deletion,
-    make_room,
-    read_entry,
-)
 
-__all__ = ["Index"]
+__all__ = ["Dropped", "Entry", "Index", "claim", "counter", "drop_entries"]
 
+# Other processes that saw fewer deletions than are kept look through all they hold.
+_DELETIONS_KEPT = 4096
 # Expired entries dropped on the way by one addition; `gc` drops the others.
 _EXPIRED_A_TIME = 64
+_COLUMNS = "file, bytes, digest, tenant, added_at, expires_at"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The KV of one chunk on disk: its file, that file's size and header digest, whose it is, and since and until when."""
+
+    file: str
+    nbytes: int
+    digest: bytes
+    tenant: str = ""
+    added_at: float = 0.0
+    expires_at: float | None = None
+
+    def is_live(self, now: float) -> bool:
+        """Return whether it has not expired."""
+        return self.expires_at is None or self.expires_at > now
+
+
+@dataclass(slots=True)
+class Dropped:
+    """What a transaction dropped: keys without KV now, and files to be removed, then settled with `Index.settle`.
+
+    `pinned` are the keys that pinned names lead to since then.
+    """
+
+    keys: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    pinned: list[str] = field(default_factory=list)
 
 
 class Index:
-    """The entries in a database; each method is one transaction.
+    """The entries in a database; each method is one transaction. `writer` names this process, which removes what it drops."""
 
-    Parameters
-    ----------
-    database : Database
-        Where they are kept.
-    """
-
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, writer: Callable[[], str] = str) -> None:
         self._database = database
-
-    # Entries
+        self._writer = writer
 
     def entry(self, key: str) -> Entry | None:
         """Return the entry of `key`, expired or not, or None."""
         with self._database.read() as connection:
-            row = connection.execute(f"SELECT {COLUMNS} FROM entries WHERE key = ?", (key,)).fetchone()
-        return None if row is None else read_entry(row)
+            row = connection.execute(f"SELECT {_COLUMNS} FROM entries WHERE key = ?", (key,)).fetchone()
+        return None if row is None else _entry(row)
 
     def holds(self, keys: Sequence[str], now: float) -> list[bool]:
         """Return for each key whether it has an entry that has not expired."""
@@ -54,23 +68,33 @@ class Index:
 
     def entries(self) -> Iterator[tuple[str, Entry]]:
         """Yield all keys and entries in the order of their keys, expired ones too."""
-        after = ""
-        query = f"SELECT key, {COLUMNS} FROM entries WHERE key > ? ORDER BY key LIMIT 1000"
-        while True:
-            with self._database.read() as connection:
-                rows = connection.execute(query, (after,)).fetchall()
-            yield from ((key, read_entry(row)) for key, *row in rows)
-            if not rows:
-                return
-            after = rows[-1][0]
+        query = f"SELECT key, {_COLUMNS} FROM entries WHERE key > ? ORDER BY key LIMIT 1000"
+        return ((key, _entry(row)) for key, *row in self._database.in_batches(query, ""))
 
     def pinned_bytes(self) -> int:
         """Return the size of the files that may not be evicted."""
         with self._database.read() as connection:
             return counter(connection, "pinned_bytes")
 
-    def expect(self, file: str, writer: str) -> None:
+    def tenants(self) -> list[str]:
+        """Return the tenants that have entries or names; "" stands for what is nobody's in particular."""
+        with self._database.read() as connection:
+            query = "SELECT tenant FROM tenants WHERE entries OR names ORDER BY tenant"
+            return [row[0] for row in connection.execute(query)]
+
+    def share(self, tenant: str | None = None) -> tuple[int, int, int]:
+        """Return the entries, their bytes and the names of a tenant, or of all."""
+        query = (
+            "SELECT ifnull(sum(entries), 0), ifnull(sum(bytes), 0), ifnull(sum(names), 0) FROM tenants "
+            "WHERE ?1 IS NULL OR tenant = ?1"
+        )
+        with self._database.read() as connection:
+            entries, nbytes, names = connection.execute(query, (tenant,)).fetchone()
+        return int(entries), int(nbytes), int(names)
+
+    def expect(self, file: str) -> None:
         """Note that `file` is about to lie in the folder without an entry."""
+        writer = self._writer()
         with self._database.write(durable=False) as connection:
             connection.execute("INSERT OR REPLACE INTO pending VALUES (?, ?)", (file, writer))
 
@@ -80,59 +104,30 @@ class Index:
         entry: Entry,
         replaced: Entry | None,
         limit_bytes: int | None,
-        writer: str,
         now: float = 0.0,
         wanted: Callable[[sqlite3.Connection], bool] | None = None,
     ) -> Dropped:
-        """Give `key` its entry, and drop expired ones and the least recently used ones for room.
+        """Give `key` its entry, whose file was expected, and drop expired ones and the least recently used ones for room.
 
-        Parameters
-        ----------
-        key : str
-            The key.
-        entry : Entry
-            The entry, whose file lies in the folder and was expected.
-        replaced : Entry, optional
-            The damaged or expired entry that this one replaces. If another process has been quicker, its entry stays and this
-            one's file is among the dropped.
-        limit_bytes : int, optional
-            Most bytes that all entries together may have.
-        writer : str
-            Who removes the dropped files.
-        now : float
-            The store's time.
-        wanted : callable, optional
-            Called in the transaction; if it returns False nothing is added, and the file is among the dropped.
-
-        Returns
-        -------
-        Dropped
-            What was dropped for room, and files without an entry.
-
-        Raises
-        ------
-        StoreFullError
-            If so much is pinned that there is no room.
+        The damaged or expired entry that is `replaced` goes. If another process has been quicker, its entry stays, and this
+        one's file is among the dropped; so it is if `wanted`, called in the transaction, returns False.
         """
-        dropped = Dropped()
+        dropped, writer = Dropped(), self._writer()
         with self._database.write() as connection:
-            if wanted is not None and not wanted(connection):
-                dropped.files.append(entry.file)
-                return dropped
             row = connection.execute("SELECT file FROM entries WHERE key = ?", (key,)).fetchone()
-            if row is not None and (replaced is None or row[0] != replaced.file):
-                dropped.files.append(entry.file)
-                return dropped
+            is_quicker = row is not None and (replaced is None or row[0] != replaced.file)
+            if (wanted is not None and not wanted(connection)) or is_quicker:
+                return Dropped(files=[entry.file])
             if row is not None:
                 drop_entries(connection, [key], writer, dropped)
                 dropped.keys.clear()
-            insert_entry(connection, key, entry)
+            _insert(connection, key, entry)
             expired = "SELECT key FROM entries WHERE expires_at <= ? AND key != ? ORDER BY expires_at LIMIT ?"
             old = [row[0] for row in connection.execute(expired, (now, key, _EXPIRED_A_TIME))]
             drop_entries(connection, old, writer, dropped)
             if limit_bytes is not None:
-                make_room(connection, key, limit_bytes, writer, dropped)
-            forget_old_deletions(connection)
+                _make_room(connection, key, limit_bytes, writer, dropped)
+            _forget_old_deletions(connection)
         return dropped
 
     def add_many(self, entries: Iterable[tuple[str, Entry]]) -> list[str]:
@@ -141,15 +136,10 @@ class Index:
         with self._database.write() as connection:
             for key, entry in entries:
                 if connection.execute("SELECT 1 FROM entries WHERE key = ?", (key,)).fetchone() is None:
-                    insert_entry(connection, key, entry)
+                    _insert(connection, key, entry)
                 else:
                     taken.append(entry.file)
         return taken
-
-    def transact(self, deed: Callable[[sqlite3.Connection], bool]) -> bool:
-        """Run a transaction that changes no entry, and return what it returns."""
-        with self._database.write() as connection:
-            return deed(connection)
 
     def prolong(self, keys: Sequence[str], expires_at: float | None) -> None:
         """Let entries live until `expires_at` at least, for ever if that is None; the longest life asked for counts."""
@@ -164,69 +154,52 @@ class Index:
                     ((expires_at, key, until) for key in shorter),
                 )
 
-    def drop(self, keys: Sequence[str], writer: str, file: str | None = None) -> Dropped:
+    def drop(self, keys: Sequence[str], file: str | None = None) -> Dropped:
         """Drop entries; with `file` only if that is still the entry's file."""
-        dropped = Dropped()
-        with self._database.write() as connection:
-            if file is not None:
-                query = "SELECT 1 FROM entries WHERE key = ? AND file = ?"
-                keys = [key for key in keys if connection.execute(query, (key, file)).fetchone()]
-            drop_entries(connection, keys, writer, dropped)
-        return dropped
+        query = "SELECT 1 FROM entries WHERE key = ? AND (?2 IS NULL OR file = ?2)"
+        return self._drop_chosen(
+            lambda connection: [key for key in keys if connection.execute(query, (key, file)).fetchone()]
+        )
 
-    def drop_expired(self, now: float, limit: int, writer: str) -> Dropped:
+    def drop_expired(self, now: float, limit: int) -> Dropped:
         """Drop at most `limit` expired entries."""
-        dropped = Dropped()
-        with self._database.write() as connection:
-            query = "SELECT key FROM entries WHERE expires_at <= ? ORDER BY expires_at LIMIT ?"
-            drop_entries(connection, [row[0] for row in connection.execute(query, (now, limit))], writer, dropped)
-            forget_old_deletions(connection)
-        return dropped
+        query = "SELECT key FROM entries WHERE expires_at <= ? ORDER BY expires_at LIMIT ?"
+        return self._drop_chosen(lambda connection: [row[0] for row in connection.execute(query, (now, limit))])
 
-    def drop_nameless(self, keys: Sequence[str], before: float, writer: str) -> Dropped:
+    def drop_nameless(self, keys: Sequence[str], before: float) -> Dropped:
         """Drop those of `keys` that no name leads to and that were added before that time."""
-        dropped = Dropped()
         query = (
             "SELECT 1 FROM entries WHERE key = ? AND added_at < ? AND NOT pinned "
             "AND NOT EXISTS (SELECT 1 FROM nodes WHERE nodes.key = entries.key)"
         )
-        with self._database.write() as connection:
-            nameless = [key for key in keys if connection.execute(query, (key, before)).fetchone()]
-            drop_entries(connection, nameless, writer, dropped)
-            forget_old_deletions(connection)
-        return dropped
+        return self._drop_chosen(
+            lambda connection: [key for key in keys if connection.execute(query, (key, before)).fetchone()]
+        )
 
-    def clear(self, writer: str, tenant: str | None = None) -> Dropped:
+    def clear(self, tenant: str | None = None) -> Dropped:
         """Drop all entries and all names, or those of one tenant."""
-        dropped = Dropped()
+        dropped, writer = Dropped(), self._writer()
         with self._database.write() as connection:
-            if tenant is None:
-                keys = connection.execute("SELECT key FROM entries").fetchall()
-                # KV may be in RAM alone or in a remote tier, without an entry.
-                dropped.keys += [key for (key,) in connection.execute("SELECT DISTINCT key FROM nodes")]
-                connection.execute("DELETE FROM nodes")
-            else:
-                keys = connection.execute("SELECT key FROM entries WHERE tenant = ?", (tenant,)).fetchall()
-                query = (
-                    "SELECT seq, key FROM nodes LEFT JOIN namespaces USING (namespace) "
-                    "WHERE ifnull(namespaces.tenant, '') = ?"
-                )
-                nodes = connection.execute(query, (tenant,)).fetchall()
-                connection.executemany("DELETE FROM nodes WHERE seq = ?", ((seq,) for seq, _ in nodes))
-                dropped.keys += [key for _, key in nodes]
+            keys = connection.execute("SELECT key FROM entries WHERE ?1 IS NULL OR tenant = ?1", (tenant,)).fetchall()
+            query = (
+                "SELECT seq, key FROM nodes LEFT JOIN namespaces USING (namespace) "
+                "WHERE ?1 IS NULL OR ifnull(namespaces.tenant, '') = ?1"
+            )
+            nodes = connection.execute(query, (tenant,)).fetchall()
+            connection.executemany("DELETE FROM nodes WHERE seq = ?", ((seq,) for seq, _ in nodes))
+            # KV may be in RAM alone or in a remote tier, without an entry.
+            dropped.keys += dict.fromkeys(key for _, key in nodes)
             drop_entries(connection, [key for (key,) in keys], writer, dropped)
-            forget_old_deletions(connection)
+            _forget_old_deletions(connection)
         return dropped
 
     def touch(self, keys: Sequence[str], wait: bool) -> None:
         """Mark entries as used in this order, the last one latest; without `wait` an error if another process is writing."""
         with self._database.write(durable=False, wait=wait) as connection:
-            clock = advance_clock(connection, len(keys)) - len(keys)
+            clock = _advance_clock(connection, len(keys)) - len(keys)
             connection.executemany(
                 "UPDATE entries SET last_used = ? WHERE key = ?", ((clock + 1 + n, key) for n, key in enumerate(keys))
             )
-
-    # Files between two steps
 
     def pending(self) -> list[tuple[str, str]]:
         """Return the files that may lie in the folder without an entry, and who is to remove them."""
@@ -249,12 +222,10 @@ class Index:
         with self._database.write(durable=False) as connection:
             connection.executemany("DELETE FROM pending WHERE file = ?", ((file,) for file in files))
 
-    # Deletions
-
     def deletions(self) -> int:
         """Return a number that grows whenever an entry is dropped, by whatever process."""
         with self._database.read() as connection:
-            return last_deletion(connection)
+            return int(connection.execute("SELECT ifnull(max(seq), 0) FROM deletions").fetchone()[0])
 
     def deleted_since(self, seen: int) -> list[str] | None:
         """Return the keys dropped after `deletions` was `seen`, or None if that is too long ago to know."""
@@ -263,3 +234,83 @@ class Index:
             if first is not None and first > seen + 1:
                 return None
             return [row[0] for row in connection.execute("SELECT key FROM deletions WHERE seq > ?", (seen,))]
+
+    def _drop_chosen(self, choose: Callable[[sqlite3.Connection], list[str]]) -> Dropped:
+        dropped, writer = Dropped(), self._writer()
+        with self._database.write() as connection:
+            drop_entries(connection, choose(connection), writer, dropped)
+            _forget_old_deletions(connection)
+        return dropped
+
+
+# In a transaction that has begun
+
+
+def claim(connection: sqlite3.Connection, tenant: str) -> None:
+    """Give a tenant its row."""
+    connection.execute("INSERT OR IGNORE INTO tenants VALUES (?, 0, 0, 0)", (tenant,))
+
+
+def counter(connection: sqlite3.Connection, name: str) -> int:
+    """Return the value of a counter."""
+    row = connection.execute("SELECT value FROM counters WHERE name = ?", (name,)).fetchone()
+    return 0 if row is None else int(row[0])
+
+
+def drop_entries(connection: sqlite3.Connection, keys: Iterable[str], writer: str, dropped: Dropped) -> None:
+    """Drop entries, and add them to `dropped`; `writer` is to remove their files."""
+    for key in keys:
+        row = connection.execute("SELECT file FROM entries WHERE key = ?", (key,)).fetchone()
+        if row is not None:
+            connection.execute("INSERT OR REPLACE INTO pending VALUES (?, ?)", (row[0], writer))
+            connection.execute("DELETE FROM entries WHERE key = ?", (key,))
+            dropped.keys.append(key)
+            dropped.files.append(row[0])
+
+
+def _entry(row: Sequence[Any]) -> Entry:
+    file, nbytes, digest, tenant, added_at, expires_at = row
+    # In a damaged database a value may even have another type. What then expires is a miss.
+    if not isinstance(expires_at, float | int | None):
+        expires_at = 0.0
+    return Entry(str(file), nbytes, digest, str(tenant), added_at, expires_at)
+
+
+def _insert(connection: sqlite3.Connection, key: str, entry: Entry) -> None:
+    """Give a key its entry, pinned if a pinned name leads to it."""
+    claim(connection, entry.tenant)
+    used = _advance_clock(connection, 1)
+    connection.execute(
+        "INSERT INTO entries (key, file, bytes, digest, last_used, tenant, added_at, expires_at, pinned) "
+        "VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, EXISTS (SELECT 1 FROM nodes WHERE nodes.key = ?1 AND nodes.pinned))",
+        (key, entry.file, entry.nbytes, entry.digest, used, entry.tenant, entry.added_at, entry.expires_at),
+    )
+    connection.execute("DELETE FROM pending WHERE file = ?", (entry.file,))
+
+
+def _make_room(connection: sqlite3.Connection, key: str, limit_bytes: int, writer: str, dropped: Dropped) -> None:
+    """Drop the least recently used entries, but none that is pinned nor `key`, until all together have at most `limit_bytes`."""
+    over = counter(connection, "entry_bytes") - limit_bytes
+    victims = []
+    query = "SELECT key, bytes FROM entries WHERE pinned = 0 AND key != ? ORDER BY last_used"
+    oldest = connection.execute(query, (key,))
+    while over > 0 and (victim := oldest.fetchone()) is not None:
+        victims.append(victim[0])
+        over -= victim[1]
+    oldest.close()
+    if over > 0:
+        raise StoreFullError(
+            f"pinned KV takes {counter(connection, 'pinned_bytes')} bytes of the store's budget of {limit_bytes} (disk_bytes), "
+            f"and {over} bytes are wanting; unpin some, or raise the budget"
+        )
+    drop_entries(connection, victims, writer, dropped)
+
+
+def _forget_old_deletions(connection: sqlite3.Connection) -> None:
+    connection.execute("DELETE FROM deletions WHERE seq <= (SELECT max(seq) FROM deletions) - ?", (_DELETIONS_KEPT,))
+
+
+def _advance_clock(connection: sqlite3.Connection, steps: int) -> int:
+    """Let the clock of uses go on, and return what it shows."""
+    connection.execute("UPDATE counters SET value = value + ? WHERE name = 'clock'", (steps,))
+    return counter(connection, "clock")

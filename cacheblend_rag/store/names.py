@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from logging import getLogger
 from typing import Any
 
@@ -11,59 +12,48 @@ from cacheblend_rag.errors import StoreError, StoreFullError, UnknownChunkError
 from cacheblend_rag.keys import chunk_key
 from cacheblend_rag.reading import ReadingRules
 from cacheblend_rag.store.base import NamedTarget, NodeRecord
-from cacheblend_rag.store.chunkformat import pack_tokens, unpack_tokens
+from cacheblend_rag.store.chunkfile import pack_tokens, unpack_tokens
 from cacheblend_rag.store.database import Database
-from cacheblend_rag.store.documents import Drafts, NamedPiece, document_of
-from cacheblend_rag.store.entries import Dropped, claim, counter, drop_entries
-from cacheblend_rag.store.pieces import is_sound, record_checksum
+from cacheblend_rag.store.documents import Drafts, NamedPiece, document_of, is_sound, record_checksum
+from cacheblend_rag.store.index import Dropped, claim, counter, drop_entries
 
 __all__ = ["Names", "check_known", "drop_nameless", "name_waiting"]
 
 _log = getLogger(__name__)
 
+_INSERT = (
+    "INSERT INTO nodes (namespace, id, key, text_hash, token_ids, separator, checksum) VALUES (?, ?, ?, ?, ?, ?, ?)"
+)
+
 
 class Names:
-    """The names in a database; each method is one transaction.
+    """The names in a database; each method is one transaction. See `KVStore` for what methods of the same names do."""
 
-    Parameters
-    ----------
-    database : Database
-        Where they are kept, beside the entries that they keep alive.
-    """
-
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, now: Callable[[], float] = float, writer: Callable[[], str] = str) -> None:
         self._database = database
+        self._now = now
+        self._writer = writer
 
     def lookup(self, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None]:
-        """Return the record of each id, or None."""
         with self._database.read() as connection:
             rows = _look_up(connection, namespace, ids)
         return _records(namespace, ids, rows)
 
-    def ids(self, namespace: str) -> list[str]:
-        """Return the ids of a namespace in the order they were first recorded."""
+    def names(self, namespace: str) -> list[str]:
         with self._database.read() as connection:
-            return [
-                row[0]
-                for row in connection.execute("SELECT id FROM nodes WHERE namespace = ? ORDER BY seq", (namespace,))
-            ]
+            query = "SELECT id FROM nodes WHERE namespace = ? ORDER BY seq"
+            return [row[0] for row in connection.execute(query, (namespace,))]
 
     def revision(self) -> int:
-        """Return a number that every change to a name raises, by whatever process."""
         with self._database.read() as connection:
             return counter(connection, "revision")
 
     def changes(self, namespace: str, since: int | None) -> tuple[int, bool, list[tuple[int, str | None, str | None]]]:
         """Return a mark, whether all names follow, and the number, id and text digest of those that changed since `since`."""
         with self._database.read() as connection:
-            # An index of an older version that may not be written has no such table.
-            if connection.execute("SELECT 1 FROM main.sqlite_master WHERE name = 'changes'").fetchone() is None:
-                mark, known = 0, False
-            else:
-                first, last = connection.execute("SELECT min(seq), max(seq) FROM changes").fetchone()
-                mark = last or 0
-                known = since is not None and (since == mark or (first is not None and first <= since + 1 <= mark))
-            if known:
+            first, last = connection.execute("SELECT min(seq), max(seq) FROM changes").fetchone()
+            mark = last or 0
+            if since is not None and (since == mark or (first is not None and first <= since + 1 <= mark)):
                 query = (
                     "SELECT DISTINCT node, id, text_hash FROM changes LEFT JOIN nodes ON nodes.seq = node AND namespace = ? "
                     "WHERE changes.seq > ?"
@@ -84,46 +74,23 @@ class Names:
         namespace, tenant, _ = rows[0]
         return namespace, tenant, [node for each, _, node in rows if each == namespace]
 
-    def count(self) -> int:
-        """Return how many names there are in all namespaces."""
-        with self._database.read() as connection:
-            return int(connection.execute("SELECT sum(names) FROM tenants").fetchone()[0])
-
     def record(
         self,
         namespace: str,
         records: Sequence[NodeRecord],
-        writer: str,
         tenant: str = "",
-        *,
         rules: ReadingRules | None = None,
         expires_at: float | None = None,
-        now: float = 0.0,
     ) -> Dropped:
-        """Record names, those with a place in their documents; entries that lose their last name are dropped.
-
-        Parameters
-        ----------
-        namespace, tenant : str
-            Where the names are, and whose.
-        records : sequence of NodeRecord
-            The names.
-        writer : str
-            Who removes the dropped files.
-        rules : ReadingRules, optional
-            How their documents are read from now on.
-        expires_at : float, optional
-            When their time to live is over, by the store's time.
-        now : float
-            The store's time.
-        """
+        """Record names, those with a place in their documents; entries that lose their last name are dropped."""
         if not records:
             return Dropped()
-        with self._database.write() as connection:
+        ids = {record.id for record in records}
+        writer = self._writer()
+        with self._drafting(namespace, self._database.write) as (connection, drafts):
             replaced = _keys_of(connection, namespace, [record.id for record in records])
-            drafts = Drafts(connection, namespace)
             drafts.put(records, rules or ReadingRules(), expires_at)
-            targets = drafts.targets(now)
+            targets = drafts.targets()
             rows = [
                 _row(namespace, record if record.place is None else targets[record.id].record) for record in records
             ]
@@ -133,33 +100,27 @@ class Names:
                 "token_ids = excluded.token_ids, separator = excluded.separator, checksum = excluded.checksum",
                 rows,
             )
-            replaced += drafts.save(targets, {record.id for record in records})
-            dropped = drop_nameless(connection, replaced, writer)
+            replaced += drafts.save(targets, ids)
             named = [row[2] for row in rows] + [target.record.key for target in targets.values()]
-            dropped.pinned = _pinned(connection, named)
-        drafts.warn()
-        return dropped
+            return drop_nameless(connection, replaced, writer, named)
 
-    def remove(self, namespace: str, ids: Sequence[str], writer: str, now: float = 0.0) -> tuple[set[str], Dropped]:
+    def remove(self, namespace: str, ids: Sequence[str]) -> tuple[set[str], Dropped]:
         """Remove names, and entries that lose their last name; return which names there were.
 
         What stands behind them in their documents is read without them: it has other keys from now on.
         """
         query = "SELECT 1 FROM nodes WHERE namespace = ? AND id = ?"
-        with self._database.write() as connection:
+        writer = self._writer()
+        with self._drafting(namespace, self._database.write) as (connection, drafts):
             found = {node for node in set(ids) if connection.execute(query, (namespace, node)).fetchone()}
             keys = _keys_of(connection, namespace, sorted(found))
-            drafts = Drafts(connection, namespace)
             drafts.remove(sorted(found))
             connection.executemany(
                 "DELETE FROM nodes WHERE namespace = ? AND id = ?", ((namespace, node) for node in found)
             )
-            targets = drafts.targets(now)
+            targets = drafts.targets()
             keys += drafts.save(targets)
-            dropped = drop_nameless(connection, keys, writer)
-            dropped.pinned = _pinned(connection, [target.record.key for target in targets.values()])
-        drafts.warn()
-        return found, dropped
+            return found, drop_nameless(connection, keys, writer, [target.record.key for target in targets.values()])
 
     def rehearse(
         self,
@@ -167,77 +128,51 @@ class Names:
         records: Sequence[NodeRecord],
         rules: ReadingRules | None = None,
         expires_at: float | None = None,
-        now: float = 0.0,
     ) -> list[NamedTarget]:
-        """Return what `record` would lead to; see `KVStore.rehearse`."""
-        with self._database.snapshot() as connection:
-            ids = [record.id for record in records]
+        ids = [record.id for record in records]
+        with self._drafting(namespace) as (connection, drafts):
             rows = _look_up(connection, namespace, ids)
-            drafts = Drafts(connection, namespace)
             drafts.put(records, rules or ReadingRules(), expires_at)
-            left = drafts.left
-            targets = drafts.targets(now)
-        drafts.warn()
+            targets = drafts.targets()
         known = _records(namespace, ids, rows)
+        lives_s = None if expires_at is None else expires_at - drafts.now
         found = []
         for record, old in zip(records, known, strict=True):
             target = None if record.place is None else targets.pop(record.id, None)
-            is_changed = bool(record.id) and (old != record or record.id in left)
-            lives_s = None if expires_at is None else expires_at - now
+            is_changed = bool(record.id) and (old != record or record.id in drafts.left)
             found.append(target or NamedTarget(record, lives_s=lives_s, is_changed=is_changed))
         return found + [target for target in targets.values() if target.is_changed]
 
-    def targets(self, namespace: str, ids: Sequence[str], now: float = 0.0) -> list[NamedTarget | None]:
-        """Return how the KV of each name is computed; None where the name is unknown, or behind what is not known."""
-        with self._database.snapshot() as connection:
+    def targets(self, namespace: str, ids: Sequence[str]) -> list[NamedTarget | None]:
+        with self._drafting(namespace) as (connection, drafts):
             rows = _look_up(connection, namespace, ids)
-            drafts = Drafts(connection, namespace)
             drafts.look_at(node for node, row in zip(ids, rows, strict=True) if row is not None)
-            targets = drafts.targets(now)
-        drafts.warn()
+            targets = drafts.targets()
         known = _records(namespace, ids, rows)
         return [None if record is None else targets.get(record.id) or _alone(namespace, record) for record in known]
 
     def documents(self, namespace: str, ids: Sequence[str]) -> list[str | None]:
-        """Return the document that each name is a piece of; None where it is one of none, or unknown."""
         with self._database.read() as connection:
             return [document_of(connection, namespace, node) for node in ids]
 
     def document(self, namespace: str, document: str) -> list[str]:
-        """Return the ids of a document's chunks in reading order."""
-        with self._database.snapshot() as connection:
-            drafts = Drafts(connection, namespace)
-            ids = drafts.ids(document)
-        drafts.warn()
-        return ids
+        with self._drafting(namespace) as (_, drafts):
+            return drafts.ids(document)
 
     def document_tokens(self, namespace: str, document: str) -> tuple[int, ...]:
-        """Return the tokens of a whole document; what overlaps stands there once."""
-        with self._database.snapshot() as connection:
-            drafts = Drafts(connection, namespace)
-            tokens = drafts.text(document)
-        drafts.warn()
-        return tokens
+        with self._drafting(namespace) as (_, drafts):
+            return drafts.text(document)
 
-    def pin(self, namespace: str, ids: Iterable[str], pinned: bool, limit_bytes: int | None) -> list[str]:
-        """Pin names, or unpin them; return the keys that they lead to.
-
-        Raises
-        ------
-        UnknownChunkError
-            If a name is unknown.
-        StoreFullError
-            If more would be pinned than `limit_bytes`.
-        """
+    def pin(self, namespace: str, ids: Iterable[str], pinned: bool, limit_bytes: int | None = None) -> list[str]:
+        """Pin names, at most `limit_bytes` of their KV, or unpin them; return the keys that they lead to."""
         nodes = list(dict.fromkeys(ids))
         query = "SELECT key FROM nodes WHERE namespace = ? AND id = ?"
         with self._database.write() as connection:
             rows = [connection.execute(query, (namespace, node)).fetchone() for node in nodes]
             check_known(nodes, [node for node, row in zip(nodes, rows, strict=True) if row is not None])
-            keys = [row[0] for row in rows]
             connection.executemany(
-                "UPDATE nodes SET pinned = ? WHERE namespace = ? AND id = ? AND pinned != ?",
-                ((pinned, namespace, node, pinned) for node in nodes),
+                "UPDATE nodes SET pinned = ?1 WHERE namespace = ?2 AND id = ?3 AND pinned != ?1",
+                ((pinned, namespace, node) for node in nodes),
             )
             taken = counter(connection, "pinned_bytes")
             if pinned and limit_bytes is not None and taken > limit_bytes:
@@ -245,26 +180,18 @@ class Names:
                     f"pinned KV would take {taken} bytes, more than the store's budget of {limit_bytes} (disk_bytes); "
                     "pin fewer chunks, or raise the budget"
                 )
-        return keys
+        return [row[0] for row in rows]
 
     def spaces_of(self, ids: Iterable[str], tenant: str | None = None) -> dict[str, list[str]]:
-        """Return which of the ids each namespace knows, of those that know any; looks through all names.
-
-        Parameters
-        ----------
-        ids : iterable of str
-            The ids.
-        tenant : str, optional
-            Only namespaces of this tenant; "" is for those of none.
-        """
+        """Return the ids that each namespace knows, or each of one tenant, of those that know any; looks through all names."""
         query = (
             "SELECT namespace, id FROM nodes LEFT JOIN namespaces USING (namespace) "
-            "WHERE (? IS NULL OR ifnull(namespaces.tenant, '') = ?)"
+            "WHERE ?1 IS NULL OR ifnull(namespaces.tenant, '') = ?1"
         )
         wanted = set(ids)
         spaces: dict[str, list[str]] = {}
         with self._database.read() as connection:
-            for namespace, node in connection.execute(query, (tenant, tenant)):
+            for namespace, node in connection.execute(query, (tenant,)):
                 if node in wanted:
                     spaces.setdefault(namespace, []).append(node)
         return spaces
@@ -275,107 +202,79 @@ class Names:
             return _pinned(connection, keys)
 
     def alone(self) -> Iterator[tuple[str, str, NodeRecord]]:
-        """Yield the namespace, tenant and record of every name that is a piece of no document, in the order they were first
-        recorded; not the damaged ones.
-        """
+        """Yield namespace, tenant and record of every name of no document, in the order they came; not the damaged ones."""
         query = (
             "SELECT seq, namespace, ifnull(tenant, ''), id, key, text_hash, token_ids, nodes.separator, nodes.checksum "
             "FROM nodes LEFT JOIN namespaces USING (namespace) LEFT JOIN members USING (seq) "
             "WHERE seq > ? AND members.document IS NULL ORDER BY seq LIMIT 1000"
         )
-        after = 0
-        while True:
-            with self._database.read() as connection:
-                rows = connection.execute(query, (after,)).fetchall()
-            for _, namespace, tenant, *row in rows:
-                record = _record(namespace, *row)
-                if record is not None:
-                    yield namespace, tenant, record
-            if not rows:
-                return
-            after = rows[-1][0]
+        for _, namespace, tenant, *row in self._database.in_batches(query, 0):
+            record = _record(namespace, *row)
+            if record is not None:
+                yield namespace, tenant, record
 
     def pieces(self, wanted: Callable[[str, str], bool]) -> Iterator[tuple[str, str, ReadingRules, list[NamedPiece]]]:
         """Yield the namespace and tenant of every document, how it is read, and of its chunks those that are wanted.
 
         Their records, in the order in which they came, say how they would stand and be encoded if there were no others.
-
-        Parameters
-        ----------
-        wanted : callable
-            Called with the tenant and the id of each chunk.
+        `wanted` is called with the tenant and the id of each chunk.
         """
         query = (
             "SELECT number, namespace, ifnull(tenant, ''), name FROM documents LEFT JOIN namespaces USING (namespace) "
             "WHERE number > ? ORDER BY number LIMIT 100"
         )
-        after = 0
-        while True:
-            with self._database.read() as connection:
-                rows = connection.execute(query, (after,)).fetchall()
-            for _, namespace, tenant, name in rows:
-                with self._database.snapshot() as connection:
-                    drafts = Drafts(connection, namespace)
-                    drafts.remove([id for id in drafts.ids(name) if not wanted(tenant, id)])
-                    rules, chosen = drafts.pieces(name)
-                drafts.warn()
-                if chosen:
-                    yield namespace, tenant, rules, chosen
-            if not rows:
-                return
-            after = rows[-1][0]
+        for _, namespace, tenant, name in self._database.in_batches(query, 0):
+            with self._drafting(namespace) as (_, drafts):
+                drafts.remove([id for id in drafts.ids(name) if not wanted(tenant, id)])
+                rules, chosen = drafts.pieces(name)
+            if chosen:
+                yield namespace, tenant, rules, chosen
 
     def merge(
-        self, namespace: str, tenant: str, pieces: Sequence[NamedPiece], rules: ReadingRules, writer: str, now: float
+        self, namespace: str, tenant: str, pieces: Sequence[NamedPiece], rules: ReadingRules
     ) -> tuple[list[NodeRecord | None], Dropped]:
         """Record those chunks of a document whose names are unknown; return what was known, and what was dropped.
 
-        Their keys are made anew, of what they stand behind here. A document that is here is read as it was. Of the KV that the
-        chunks come with, what no name leads to is dropped, and nothing lives longer than what it was encoded behind.
-
-        Parameters
-        ----------
-        namespace, tenant : str
-            Where the names are, and whose.
-        pieces : sequence of NamedPiece
-            The chunks, in the order in which they came.
-        rules : ReadingRules
-            How the document is read if it is new.
-        writer : str
-            Who removes the dropped files.
-        now : float
-            The store's time.
+        Their keys are made anew, of what they stand behind here. A document that is here is read as it was, a new one by `rules`.
+        Of the KV that the chunks come with, what no name leads to is dropped, and nothing lives longer than what it was encoded
+        behind.
         """
         ids = [piece.record.id for piece in pieces]
-        with self._database.write() as connection:
+        writer = self._writer()
+        with self._drafting(namespace, self._database.write) as (connection, drafts):
             found = _look_up(connection, namespace, ids)
             new = [piece for piece, row in zip(pieces, found, strict=True) if row is None]
-            drafts = Drafts(connection, namespace)
             for piece in new:
                 drafts.put([piece.record], drafts.rules(piece.place.document) or rules, piece.expires_at)
-            targets = drafts.targets(now)
+            targets = drafts.targets()
             rows = [_row(namespace, targets[piece.record.id].record) for piece in new]
             if new:
                 _own(connection, namespace, tenant, [row[2] for row in rows])
             connection.executemany(_INSERT, rows)
             keys = drafts.save(targets, {piece.record.id for piece in new})
+            lives = [(target.lives_s, target.record.key) for target in targets.values()]
             connection.executemany(
                 "UPDATE entries SET expires_at = ?1 WHERE key = ?2 AND ifnull(expires_at > ?1, 1) "
                 "AND (SELECT count(*) FROM nodes WHERE nodes.key = entries.key) = 1",
-                [
-                    (now + target.lives_s, target.record.key)
-                    for target in targets.values()
-                    if target.lives_s is not None
-                ],
+                [(drafts.now + life, key) for life, key in lives if life is not None],
             )
             dropped = drop_nameless(connection, [*keys, *(piece.record.key for piece in pieces)], writer)
-        drafts.warn()
         return _records(namespace, ids, found), dropped
 
-    def release(self, keys: Sequence[str], writer: str) -> Dropped:
+    def release(self, keys: Sequence[str]) -> Dropped:
         """Drop the entries under those of the keys that no name maps to."""
+        writer = self._writer()
         with self._database.write() as connection:
             return drop_nameless(connection, keys, writer)
+
+    @contextmanager
+    def _drafting(self, namespace: str, transaction: Any = None) -> Iterator[tuple[sqlite3.Connection, Drafts]]:
+        """Give the documents of a namespace in a transaction, by default a snapshot, and say then what of them is damaged."""
+        now = self._now()
+        with (transaction or self._database.snapshot)() as connection:
+            drafts = Drafts(connection, namespace, now)
+            yield connection, drafts
+        drafts.warn()
 
 
 def check_known(ids: Sequence[str], known: Collection[str]) -> None:
@@ -388,43 +287,43 @@ def check_known(ids: Sequence[str], known: Collection[str]) -> None:
         )
 
 
+# In a transaction that has begun
+
+
 def name_waiting(
     connection: sqlite3.Connection,
     namespace: str,
     tenant: str,
+    key: str,
     records: Sequence[NodeRecord],
-    known: Sequence[tuple[str, str]],
+    known: Sequence[str],
 ) -> bool:
-    """Name KV that waited to be written, in a transaction that has begun; return whether any name leads to it now.
+    """Name KV that waited to be written; return whether any name leads to it now.
 
-    Parameters
-    ----------
-    connection : sqlite3.Connection
-        Where the transaction has begun.
-    namespace, tenant : str
-        Where the names are.
-    records : sequence of NodeRecord
-        Names that were unknown when the KV was computed. One that is known by now keeps its text.
-    known : sequence of (str, str)
-        Id and key of names that were known; they may have been removed since.
+    Of the `records`, whose names were unknown when it was computed, one that is known by now keeps its text; names that were
+    `known` may have been removed since.
     """
-    wanted = False
-    query = "SELECT key FROM nodes WHERE namespace = ? AND id = ?"
+    keys = dict(_known_keys(connection, namespace, [*known, *(record.id for record in records)]))
     for record in records:
-        row = connection.execute(query, (namespace, record.id)).fetchone()
-        if row is None:
+        if record.id not in keys:
             _own(connection, namespace, tenant, [record.key])
             connection.execute(_INSERT, _row(namespace, record))
-        wanted |= row is None or row[0] == record.key
-    for node, key in known:
-        row = connection.execute(query, (namespace, node)).fetchone()
-        wanted |= row is not None and row[0] == key
-    return wanted
+            keys[record.id] = key
+    return key in keys.values()
 
 
-_INSERT = (
-    "INSERT INTO nodes (namespace, id, key, text_hash, token_ids, separator, checksum) VALUES (?, ?, ?, ?, ?, ?, ?)"
-)
+def drop_nameless(
+    connection: sqlite3.Connection, keys: Iterable[str], writer: str, named: Iterable[str] = ()
+) -> Dropped:
+    """Drop the KV under those of the keys that no name leads to; of those that are `named` anew, say which are pinned."""
+    dropped = Dropped()
+    query = "SELECT 1 FROM nodes WHERE key = ? LIMIT 1"
+    nameless = [key for key in dict.fromkeys(keys) if connection.execute(query, (key,)).fetchone() is None]
+    drop_entries(connection, nameless, writer, dropped)
+    # KV may be in RAM alone, without an entry.
+    dropped.keys = nameless
+    dropped.pinned = _pinned(connection, named)
+    return dropped
 
 
 def _row(namespace: str, record: NodeRecord) -> tuple[str, str, str, str, bytes, bytes, int]:
@@ -461,12 +360,6 @@ def _records(namespace: str, ids: Sequence[str], rows: Sequence[Sequence[Any] | 
     return [None if row is None else _record(namespace, node, *row) for node, row in zip(ids, rows, strict=True)]
 
 
-def _alone(namespace: str, record: NodeRecord) -> NamedTarget | None:
-    """Return how a chunk of no document is computed; None where its key is that of another, whose document is damaged."""
-    is_alone = record.key == chunk_key(namespace, record.token_ids + record.separator)
-    return NamedTarget(record) if is_alone else None
-
-
 def _record(
     namespace: str, node: str, key: str, text_hash: str, tokens: bytes, separator: bytes, checksum: int
 ) -> NodeRecord | None:
@@ -478,23 +371,23 @@ def _record(
     return NodeRecord(node, key, text_hash, unpack_tokens(tokens), unpack_tokens(separator))
 
 
-def _keys_of(connection: sqlite3.Connection, namespace: str, ids: Iterable[str]) -> list[str]:
+def _alone(namespace: str, record: NodeRecord) -> NamedTarget | None:
+    """Return how a chunk of no document is computed; None where its key is that of another, whose document is damaged."""
+    is_alone = record.key == chunk_key(namespace, record.token_ids + record.separator)
+    return NamedTarget(record) if is_alone else None
+
+
+def _known_keys(connection: sqlite3.Connection, namespace: str, ids: Iterable[str]) -> Iterator[tuple[str, str]]:
     query = "SELECT key FROM nodes WHERE namespace = ? AND id = ?"
-    rows = (connection.execute(query, (namespace, node)).fetchone() for node in dict.fromkeys(ids))
-    return [row[0] for row in rows if row is not None]
+    for node in dict.fromkeys(ids):
+        if row := connection.execute(query, (namespace, node)).fetchone():
+            yield node, row[0]
+
+
+def _keys_of(connection: sqlite3.Connection, namespace: str, ids: Iterable[str]) -> list[str]:
+    return [key for _, key in _known_keys(connection, namespace, ids)]
 
 
 def _pinned(connection: sqlite3.Connection, keys: Iterable[str]) -> list[str]:
     query = "SELECT 1 FROM nodes WHERE key = ? AND pinned"
     return [key for key in dict.fromkeys(keys) if connection.execute(query, (key,)).fetchone()]
-
-
-def drop_nameless(connection: sqlite3.Connection, keys: Iterable[str], writer: str) -> Dropped:
-    """Drop the KV under those of the keys that no name leads to, in a transaction that has begun."""
-    dropped = Dropped()
-    query = "SELECT 1 FROM nodes WHERE key = ? LIMIT 1"
-    nameless = [key for key in dict.fromkeys(keys) if connection.execute(query, (key,)).fetchone() is None]
-    drop_entries(connection, nameless, writer, dropped)
-    # KV may be in RAM alone, without an entry.
-    dropped.keys = nameless
-    return dropped

@@ -1,92 +1,253 @@
-"""The RAM tier: whole chunks, least recently used dropped first."""
+"""The RAM tier: whole chunks in an LRU cache that is bounded in bytes."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from logging import getLogger
+from typing import Any, Generic, TypeVar
 
-from cacheblend_rag.codec import Codec, PackedKV, PackedLayer, make_codec, pack_kv, repack_layer, unpack_layer
-from cacheblend_rag.kv import ChunkKV, LayerKV
-from cacheblend_rag.store.reader import HoldingReader
-from cacheblend_rag.store.shelf import Shelf
+import torch
 
-__all__ = ["RamReader", "RamTier"]
+from cacheblend_rag.codec import Codec, PackedKV, PackedLayer, make_codec, pack_kv, unpack_layer
+from cacheblend_rag.kv import KV, ChunkKV, LayerKV
+from cacheblend_rag.store.base import KVReader, OpenProbe
+from cacheblend_rag.store.locks import ForkSafeLock
+
+__all__ = ["Cached", "LRUCache", "RamReader", "RamTier", "ram_probe"]
 
 _log = getLogger(__name__)
 
+AnyKV = TypeVar("AnyKV", bound=KV[Any])
 
-class RamReader(HoldingReader[PackedKV]):
-    """Reads KV that is held in RAM.
 
-    Parameters
-    ----------
-    kv : PackedKV or ChunkKV
-        The KV, packed or as it is.
+@dataclass(slots=True)
+class Cached(Generic[AnyKV]):
+    """KV in a cache, whose it is, and when it expires, by the store's time; nobody sees it while it is `hidden`."""
+
+    kv: AnyKV
+    nbytes: int
+    tenant: str
+    expires_at: float | None
+    hidden: bool
+
+    def is_live(self, now: float) -> bool:
+        """Return whether it has not expired."""
+        return self.expires_at is None or self.expires_at > now
+
+
+class LRUCache(Generic[AnyKV]):
+    """Chunk KV in memory by key, at most `limit_bytes`, the least recently used dropped first. Any thread may call any method.
+
+    `on_drop` is called with the key of all KV that was dropped, replaced or evicted, without the lock: no thread may hold two.
     """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.on_drop: Callable[[str], None] | None = None
+        self.evictions = 0
+        self._lock = ForkSafeLock()
+        self._entries: OrderedDict[str, Cached[AnyKV]] = OrderedDict()
+        self._used_bytes = 0
+        self._reserved_bytes = 0
+        # Reservations come back here, without the lock, since they may come back from a finalizer.
+        self._returned: deque[int] = deque()
+        self._pinned: set[str] = set()
+        self._dropped: list[str] = []
+
+    def get(self, key: str) -> Cached[AnyKV] | None:
+        """Return what is held under `key` and mark it as recently used, or None."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None or entry.hidden:
+                return None
+            self._entries.move_to_end(key)
+            return entry
+
+    def peek(self, key: str) -> Cached[AnyKV] | None:
+        """Return what is held under `key`, hidden or not, without marking it as used, or None."""
+        with self._lock:
+            return self._entries.get(key)
+
+    def keep(
+        self, key: str, kv: AnyKV, tenant: str = "", expires_at: float | None = None, *, hidden: bool = False
+    ) -> bool:
+        """Keep KV, dropping the least recently used for room; return whether it was kept.
+
+        With `hidden` nobody gets it until `reveal` is called, unless it is dropped before.
+        """
+        nbytes = kv.nbytes
+        with self._dropping():
+            self._drop(key)
+            if nbytes > self.limit_bytes or not self._make_room(nbytes):
+                return False
+            self._entries[key] = Cached(kv, nbytes, tenant, expires_at, hidden)
+            self._used_bytes += nbytes
+            return True
+
+    def reveal(self, key: str) -> None:
+        """Let others get what was kept hidden."""
+        with self._lock:
+            if key in self._entries:
+                self._entries[key].hidden = False
+
+    def prolong(self, key: str, expires_at: float | None) -> None:
+        """Let what is held under `key` live until then at least; None is for ever."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is not None and entry.expires_at is not None:
+                entry.expires_at = None if expires_at is None else max(entry.expires_at, expires_at)
+
+    def reserve(self, nbytes: int) -> bool:
+        """Set room aside for KV that is still being read; return whether there is any."""
+        with self._dropping():
+            if not self._make_room(nbytes):
+                return False
+            self._reserved_bytes += nbytes
+            return True
+
+    def give_back(self, nbytes: int) -> None:
+        """End a reservation; takes no lock."""
+        self._returned.append(nbytes)
+
+    def drop(self, keys: Iterable[str]) -> None:
+        """Forget what is held under these keys."""
+        with self._dropping():
+            for key in keys:
+                self._drop(key)
+
+    def pin(self, keys: Iterable[str]) -> None:
+        """Never drop these for room, once they are held."""
+        with self._lock:
+            self._pinned.update(keys)
+
+    def unpin(self, keys: Iterable[str]) -> None:
+        """Let these be dropped for room again."""
+        with self._lock:
+            self._pinned.difference_update(keys)
+
+    def pinned(self) -> list[str]:
+        """Return the keys that are never dropped for room."""
+        with self._lock:
+            return sorted(self._pinned)
+
+    def pinned_bytes(self) -> int:
+        """Return the bytes that are never dropped for room."""
+        with self._lock:
+            return self._kept_bytes()
+
+    def clear(self) -> None:
+        """Forget everything, and what was pinned."""
+        with self._dropping():
+            self._pinned.clear()
+            for key in list(self._entries):
+                self._drop(key)
+
+    def keys(self, tenant: str | None = None) -> list[str]:
+        """Return the keys held, or those of one tenant, least recently used first."""
+        with self._lock:
+            return [key for key, entry in self._entries.items() if tenant in (None, entry.tenant)]
+
+    def nbytes(self, tenant: str | None = None) -> int:
+        """Return the bytes held, or those of one tenant."""
+        with self._lock:
+            if tenant is None:
+                return self._used_bytes
+            return sum(entry.nbytes for entry in self._entries.values() if entry.tenant == tenant)
+
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        """Hold the lock, and tell what was dropped once it is free again."""
+        dropped: list[str] = []
+        try:
+            with self._lock:
+                try:
+                    yield
+                finally:
+                    dropped, self._dropped = self._dropped, []
+        finally:
+            if self.on_drop is not None:
+                for key in dropped:
+                    self.on_drop(key)
+
+    def _make_room(self, nbytes: int) -> bool:
+        while self._returned:
+            self._reserved_bytes -= self._returned.popleft()
+        if self._kept_bytes() + self._reserved_bytes + nbytes > self.limit_bytes:
+            return False
+        while self._used_bytes + self._reserved_bytes + nbytes > self.limit_bytes:
+            self._drop(next(key for key in self._entries if key not in self._pinned))
+            self.evictions += 1
+        return True
+
+    def _kept_bytes(self) -> int:
+        return sum(self._entries[key].nbytes for key in self._pinned if key in self._entries)
+
+    def _drop(self, key: str) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self._used_bytes -= entry.nbytes
+            self._dropped.append(key)
+
+
+class RamReader(KVReader):
+    """Reads KV that is held in RAM, packed or as it is."""
 
     tier = "ram"
 
     def __init__(self, kv: PackedKV | ChunkKV) -> None:
-        super().__init__(kv if isinstance(kv, PackedKV) else pack_kv(kv, make_codec("native")))
-
-    @property
-    def codec(self) -> str:
-        """How its layers are packed, most of them if not all alike."""
-        return self._kv.codec
+        packed = kv if isinstance(kv, PackedKV) else pack_kv(kv, make_codec("native"))
+        super().__init__(
+            packed.token_ids, packed.start, packed.context, len(packed.layers), packed.codec, packed.nbytes
+        )
+        self._kv = packed
 
     @property
     def kv_bytes(self) -> int:
         """Size of all layers as they are unpacked."""
-        return sum(layer.key_form.nbytes + layer.value_form.nbytes for layer in self._kv.layers)
+        return sum(layer.kv_bytes for layer in self._kv.layers)
+
+    def packed_layer(self, index: int) -> PackedLayer:
+        """Return one layer as it is packed."""
+        return self._kv.layers[index]
 
     def layer(self, index: int) -> LayerKV:
-        """Return one layer, unpacked; the caller must not write to it."""
         return unpack_layer(self._kv.layers[index])
 
 
-class RamTier(Shelf[PackedKV]):
-    """Chunk KV in memory, at most so many bytes of it.
+class RamTier(LRUCache[PackedKV]):
+    """Chunk KV in memory, at most so many bytes of it as it is packed by `codec`.
 
-    Parameters
-    ----------
-    limit_bytes : int
-        Most bytes of KV held, as it is packed, reservations included. An entry that is bigger than this is not kept.
-    codec : Codec, optional
-        How KV is kept; by default as it is.
-    page_locked : bool
-        Whether KV is kept in page-locked memory, from which a CUDA device copies without the processor. Where there is none to be
-        had it is kept in ordinary memory, with one warning.
+    Page-locked memory is what a CUDA device copies from without the processor. Where there is none to be had KV is kept in
+    ordinary memory, with one warning.
     """
 
     def __init__(self, limit_bytes: int, codec: Codec | None = None, page_locked: bool = False) -> None:
         super().__init__(limit_bytes)
-        self.codec = make_codec("native") if codec is None else codec
+        self.codec = codec or make_codec("native")
         self._page_locked = page_locked
 
-    def pack(self, kv: ChunkKV | PackedKV) -> PackedKV:
-        """Return `kv` as this tier keeps it."""
-        return pack_kv(kv, self.codec)
-
-    def put(self, key: str, kv: ChunkKV | PackedKV, hidden: bool = False) -> bool:
-        """Keep `kv`, packed; see `Shelf.keep`."""
-        return self.keep(key, self._lock_pages(_owned(self.pack(kv))), hidden)
-
-    def repack(self, layer: PackedLayer) -> PackedLayer:
-        """Return one layer as this tier keeps it."""
-        return repack_layer(layer, self.codec)
+    def put(
+        self,
+        key: str,
+        kv: ChunkKV | PackedKV,
+        tenant: str = "",
+        expires_at: float | None = None,
+        *,
+        hidden: bool = False,
+    ) -> bool:
+        """Keep `kv`, packed; see `LRUCache.keep`."""
+        packed = self._lock_pages(_owned(pack_kv(kv, self.codec)))
+        return self.keep(key, packed, tenant, expires_at, hidden=hidden)
 
     def _lock_pages(self, kv: PackedKV) -> PackedKV:
         """Move KV that is not bigger than this tier to page-locked memory, if that is wanted and to be had."""
         if not self._page_locked or kv.nbytes > self.limit_bytes:
             return kv
         try:
-            return replace(
-                kv,
-                layers=tuple(
-                    replace(layer, parts={name: part.pin_memory() for name, part in layer.parts.items()})
-                    for layer in kv.layers
-                ),
-            )
+            return _with_parts(kv, lambda layer: {name: part.pin_memory() for name, part in layer.parts.items()})
         except RuntimeError as error:
             self._page_locked = False
             _log.warning(
@@ -100,14 +261,23 @@ class RamTier(Shelf[PackedKV]):
 def _owned(kv: PackedKV) -> PackedKV:
     """Copy the tensors that are views into something larger, which would stay in memory uncounted."""
 
-    def compact(layer: PackedLayer) -> PackedLayer:
-        # All parts of a layer may share one storage, as they do when read from a file.
+    # All parts of a layer may share one storage, as they do when read from a file.
+    def compact(layer: PackedLayer) -> dict[str, torch.Tensor]:
         room = layer.nbytes
-        if all(part.untyped_storage().nbytes() <= room for part in layer.parts.values()):
-            return layer
-        parts = {
+        return {
             name: part.clone() if part.untyped_storage().nbytes() > room else part for name, part in layer.parts.items()
         }
-        return replace(layer, parts=parts)
 
-    return replace(kv, layers=tuple(map(compact, kv.layers)))
+    return _with_parts(kv, compact)
+
+
+def _with_parts(kv: PackedKV, parts: Callable[[PackedLayer], dict[str, torch.Tensor]]) -> PackedKV:
+    layers = [PackedLayer(layer.codec, layer.key_form, layer.value_form, parts(layer)) for layer in kv.layers]
+    return PackedKV(kv.token_ids, kv.start, layers, kv.context)
+
+
+@contextmanager
+def ram_probe(codec: Codec, chunks: Sequence[ChunkKV]) -> Iterator[OpenProbe]:
+    """Read chunks as the RAM tier does; see `TierProbe`."""
+    packed = [pack_kv(kv, codec) for kv in chunks]
+    yield lambda: [RamReader(kv) for kv in packed]

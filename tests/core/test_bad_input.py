@@ -26,7 +26,6 @@ from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.lab.families import tiny_config
 from cacheblend_rag.lab.families import tiny_model as random_model
 from cacheblend_rag.store import KVStore, open_store
-from cacheblend_rag.store.tiered import TieredStore
 from tests.families import tiny_model, tiny_tokenizer, words
 
 GOOD = Chunk(words(12, 1), "good")
@@ -95,9 +94,9 @@ def test_half_a_character(engine: BlendEngine) -> None:
 
 
 def test_an_engine_that_cannot_be_made_leaves_no_store_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed: list[TieredStore] = []
-    close = TieredStore.close
-    monkeypatch.setattr(TieredStore, "close", lambda store: (closed.append(store), close(store)))
+    closed: list[KVStore] = []
+    close = KVStore.close
+    monkeypatch.setattr(KVStore, "close", lambda store: (closed.append(store), close(store)))
     with pytest.raises(PromptError, match="half of a UTF-16 pair"):
         BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=BlendConfig(encoding_prefix="\ud800"), store=tmp_path)
     assert len(closed) == 1

@@ -284,5 +284,5 @@ def test_tensors_that_are_views() -> None:
 
 
 def test_an_unknown_codec() -> None:
-    with pytest.raises(ConfigError, match=r"codec 'int3' is unknown; choose one of native, float32, .*int2"):
+    with pytest.raises(ConfigError, match=r"unknown codec 'int3'; choose one of native, float32, .*int2"):
         make_codec("int3")

@@ -25,8 +25,8 @@ from cacheblend_rag.model import Decoder, inspect_model
 from cacheblend_rag.rope import shift_keys
 from cacheblend_rag.store import KVReader, KVStore, open_store
 from cacheblend_rag.store.device import DeviceReader, DeviceTier, ResidentKV
+from cacheblend_rag.store.promote import PromotingReader
 from cacheblend_rag.store.ram import RamReader
-from cacheblend_rag.store.rise import RisingReader
 from tests.families import tiny_model, tiny_tokenizer, words
 from tests.store.kit import read, same
 
@@ -63,7 +63,7 @@ class Prompt:
                 continue
             if tier == "rising":
                 keep = partial(risen.__setitem__, number)
-                found.append(RisingReader(RamReader(chunk), device, chunk.nbytes, keep))
+                found.append(PromotingReader(RamReader(chunk), device=device, to_device=keep))
                 continue
             store = ram if tier == "promoted" else disk
             store.put(f"{number:08x}", chunk)
@@ -177,7 +177,7 @@ def test_layers_are_those_of_the_naive_reference(
         disk.close()
 
 
-class _Watched:
+class _Watched(KVReader):
     """A reader in RAM that tells what is read of it."""
 
     def __init__(self, kv: ChunkKV) -> None:

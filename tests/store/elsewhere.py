@@ -11,7 +11,6 @@ from typing import Any
 
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store import KVStore, StoreClock, open_store
-from cacheblend_rag.store.rise import RisingReader
 from tests.store.kit import read, start_with_pipe
 
 
@@ -58,11 +57,10 @@ class LocalStore:
                 reader.layer(layer)
             return layers
         kv = read(reader)
-        if isinstance(reader, RisingReader):
-            # As the loader does where the first layer is computed in full.
-            for number in range(1, reader.num_layers):
-                reader.keep(number, kv.layers[number])
-            reader.finish()
+        # As the loader does where the first layer is computed in full.
+        for number in range(1, reader.num_layers):
+            reader.keep(number, kv.layers[number])
+        reader.finish()
         return kv
 
     def end(self) -> None:

@@ -26,15 +26,14 @@ def key_of(number: int) -> str:
 
 
 def make_kv(number: int, tokens: int = 6, layers: int = 3, dtype: torch.dtype = torch.float32) -> ChunkKV:
-    """Return the KV that belongs to `key_of(number)`, in layers of unequal shapes; that of odd numbers was measured."""
+    """Return the KV that belongs to `key_of(number)`, in layers of unequal shapes."""
     random_numbers = torch.Generator().manual_seed(number)
 
     def tensor(heads: int, head_dim: int) -> torch.Tensor:
         return torch.randn(heads, tokens, head_dim, generator=random_numbers).to(dtype)
 
     kv = [LayerKV(tensor(2 + n % 2, 8), tensor(2 + n % 2, 4)) for n in range(layers)]
-    made = ChunkKV(tuple(random.Random(number).choices(range(60_000), k=tokens)), 1 + number % 3, kv)
-    return made.measured(torch.rand(tokens, generator=random_numbers).tolist()) if number % 2 else made
+    return ChunkKV(tuple(random.Random(number).choices(range(60_000), k=tokens)), 1 + number % 3, kv)
 
 
 def record(node: str, number: int) -> NodeRecord:
@@ -45,14 +44,12 @@ def record(node: str, number: int) -> NodeRecord:
 def read(reader: KVReader) -> ChunkKV:
     """Read every layer."""
     layers = [reader.layer(number) for number in range(reader.num_layers)]
-    return ChunkKV(reader.token_ids, reader.start, layers, reader.sensitivity)
+    return ChunkKV(reader.token_ids, reader.start, layers, reader.context)
 
 
 def same(left: ChunkKV, right: ChunkKV) -> bool:
-    """Return whether two chunks' KV, and what was measured of it, are equal bit by bit."""
+    """Return whether two chunks' KV is equal bit by bit."""
     if (left.token_ids, left.start, len(left.layers)) != (right.token_ids, right.start, len(right.layers)):
-        return False
-    if left.sensitivity != right.sensitivity:
         return False
     pairs = [pair for a, b in zip(left.layers, right.layers, strict=True) for pair in zip(a, b, strict=True)]
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
 import random
-import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from cacheblend_rag.errors import ChunkReadError, StoreError
 from cacheblend_rag.kv import ChunkKV, LayerKV
-from cacheblend_rag.store.chunkfile import ChunkFile
-from cacheblend_rag.store.encoded import encode_chunk
+from cacheblend_rag.store.chunkfile import ChunkFile, encode_chunk
 from tests.store.kit import key_of, make_kv, read, same
 
 KEY = key_of(1)
@@ -71,46 +63,6 @@ def test_layers_in_any_order_and_of_any_layout(tmp_path: Path) -> None:
     file = ChunkFile.open(tmp_path / "f", KEY)
     for index in (2, 0, 1, 0):
         assert all(torch.equal(a, b) for a, b in zip(file.layer(index), layers[index], strict=True))
-
-
-@given(st.lists(st.floats(width=64, allow_nan=False), min_size=0, max_size=40))
-def test_sensitivity_comes_back_in_float16(values: list[float]) -> None:
-    tokens = tuple(range(len(values)))
-    kv = ChunkKV(tokens, 1, [LayerKV(torch.zeros(1, len(values), 2), torch.zeros(1, len(values), 2))])
-    data = b"".join(encode_chunk(KEY, kv.measured(values)).buffers)
-    back = ChunkFile(Bytes(data), KEY)
-    wanted = torch.tensor(values, dtype=torch.float64).clamp(-65504, 65504).half().tolist()
-    assert back.sensitivity == kv.measured(values).sensitivity == tuple(wanted)
-    # What is not rounded before is rounded the same way in the file.
-    assert b"".join(encode_chunk(KEY, replace(kv, sensitivity=tuple(values))).buffers) == data
-    assert ChunkFile(Bytes(b"".join(encode_chunk(KEY, kv).buffers)), KEY).sensitivity is None
-
-
-@given(
-    st.one_of(
-        st.text(max_size=30),
-        st.binary(max_size=30).map(lambda data: base64.b64encode(data).decode()),
-        st.integers(),
-        st.lists(st.integers(), max_size=2),
-    )
-)
-def test_a_sensitivity_that_does_not_fit_is_damage(text: object) -> None:
-    kv = make_kv(2)
-    data = b"".join(encode_chunk(KEY, kv).buffers)
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    header["__metadata__"]["sensitivity"] = text
-    written = json.dumps(header).encode()
-    tokens = data[8 + length : 8 + length + 4 * len(kv.token_ids)]
-    head = len(written).to_bytes(8, "little") + written + tokens
-    digest = hashlib.blake2b(head, digest_size=16).digest()
-    source = Bytes(head + digest + data[8 + length + len(tokens) + 16 :])
-    fits = isinstance(text, str) and re.fullmatch(r"[A-Za-z0-9+/]{16}", text)
-    if fits:
-        assert len(ChunkFile(source, KEY).sensitivity or ()) == len(kv.token_ids)
-    else:
-        with pytest.raises(ChunkReadError, match="sensitivity"):
-            ChunkFile(source, KEY)
 
 
 def test_safetensors_reads_it(tmp_path: Path) -> None:
@@ -180,7 +132,5 @@ def test_what_cannot_be_stored() -> None:
     ones = torch.ones(1, 1, 1)
     with pytest.raises(StoreError, match=r"layer 0 has values of torch\.complex64"):
         encode_chunk(KEY, ChunkKV((1,), 0, [LayerKV(ones, ones.to(torch.complex64))]))
-    with pytest.raises(StoreError, match="2 values of sensitivity for 1 tokens"):
-        encode_chunk(KEY, ChunkKV((1,), 0, [LayerKV(ones, ones)], (0.5, 0.5)))
     with pytest.raises(StoreError, match="token ids"):
         encode_chunk(KEY, ChunkKV((2**31,), 0, [LayerKV(ones, ones)]))

@@ -13,8 +13,7 @@ import torch
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.store import KVReader, KVStore, StoreClock, open_store
 from cacheblend_rag.store.device import DeviceReader, DeviceTier
-from cacheblend_rag.store.rise import RisingReader
-from cacheblend_rag.store.tiered import TieredStore
+from cacheblend_rag.store.memory import MemoryStore
 from tests.store.kit import files_of, key_of, make_kv, read, record, same
 
 KV_BYTES = make_kv(0).nbytes
@@ -26,10 +25,9 @@ def raise_up(store: KVStore, number: int, first_layer: int = 0) -> KVReader:
     reader = store.open(key_of(number))
     assert reader is not None
     for layer in range(first_layer, reader.num_layers):
-        if isinstance(reader, RisingReader):
+        if reader.promotes_to_device:
             reader.keep(layer, reader.layer(layer))
-    if isinstance(reader, RisingReader):
-        reader.finish()
+    reader.finish()
     return reader
 
 
@@ -127,7 +125,7 @@ def test_what_is_deleted_on_its_way_up_does_not_arrive(folder: Path | None) -> N
     store.put(key_of(1), make_kv(1))
     store.name("ns", [record("n1", 1)])
     reader = store.open(key_of(1))
-    assert isinstance(reader, RisingReader)
+    assert reader is not None and reader.promotes_to_device
     for layer in range(reader.num_layers):
         reader.keep(layer, reader.layer(layer))
     store.forget("ns", ["n1"])
@@ -135,7 +133,7 @@ def test_what_is_deleted_on_its_way_up_does_not_arrive(folder: Path | None) -> N
     assert (tier_of(store, 1), store.stats().device_bytes) == (None, 0)
     store.put(key_of(2), make_kv(2))
     late = store.open(key_of(2))
-    assert isinstance(late, RisingReader)
+    assert late is not None and late.promotes_to_device
     late.keep(2, late.layer(2))
     late.keep(1, late.layer(1))
     store.close()
@@ -210,10 +208,10 @@ def test_the_budget_is_kept(tmp_path: Path) -> None:
     readers = [store.open(key_of(1)) for _ in range(3)]
     assert store.stats().device_bytes == 2 * KV_BYTES
     for reader in readers:
-        assert isinstance(reader, RisingReader)
+        assert reader is not None and reader.promotes_to_device
         reader.keep(0, reader.layer(0))
     assert store.stats().device_bytes == 0
-    assert isinstance(readers[2], RisingReader)
+    assert readers[2] is not None
     readers[2].finish()
     assert store.stats().device_bytes == 0
     del readers, reader
@@ -263,7 +261,7 @@ def test_a_device_that_is_full(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
 def test_no_thread_holds_the_locks_of_two_tiers() -> None:
     """Or a fork, which takes all locks one after the other, could wait for a thread that waits for it."""
     store = open_store(None, 3 * make_kv(0).nbytes, device_bytes=10**6)
-    assert isinstance(store, TieredStore)
+    assert isinstance(store, MemoryStore)
     ram, device = store._ram, store._device
     drop, free = device.drop, []
 

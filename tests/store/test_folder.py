@@ -86,7 +86,7 @@ def test_another_format_version(tmp_path: Path, version: object) -> None:
         lambda: check_store(tmp_path, repair=True),
     ):
         with pytest.raises(
-            StoreFormatError, match=f"version {version!r}, this cacheblend-rag reads versions 1 and 2; use the one"
+            StoreFormatError, match=f"version {version!r}, this cacheblend-rag reads version 2; remove the folder"
         ):
             use()
     assert snapshot(tmp_path) == before

@@ -94,7 +94,7 @@ def test_deletions_by_others_are_noticed_in_ram(tmp_path: Path) -> None:
 
 
 def test_more_deletions_than_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend_rag.store.entries._DELETIONS_KEPT", 2)
+    monkeypatch.setattr("cacheblend_rag.store.index._DELETIONS_KEPT", 2)
     store, other = open_store(tmp_path, 10**6), open_store(tmp_path, 0)
     for number in range(8):
         store.put(key_of(number), make_kv(number))

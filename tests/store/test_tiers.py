@@ -166,7 +166,7 @@ def test_ram_does_not_keep_larger_tensors_alive() -> None:
     assert ram.put("k", ChunkKV((1,) * 6, 0, [LayerKV(batch[3], batch[4])]))
     kept = ram.get("k")
     assert kept is not None
-    assert kept.layers[0].parts["keys"].untyped_storage().nbytes() == batch[3].nbytes
+    assert kept.kv.layers[0].parts["keys"].untyped_storage().nbytes() == batch[3].nbytes
 
 
 def test_damaged_head_is_a_miss_and_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -248,7 +248,7 @@ def test_page_locked_memory_is_used_where_there_is_any(caplog: pytest.LogCapture
         assert one is not None and other is not None
         assert same(read(one), read(other))
         held = store._ram.get(key_of(number))  # type: ignore[attr-defined]
-        assert {part.is_pinned() for layer in held.layers for part in layer.parts.values()} == {there_is}
+        assert {part.is_pinned() for layer in held.kv.layers for part in layer.parts.values()} == {there_is}
     assert store.stats().ram_bytes == plain.stats().ram_bytes
     store.close()
     plain.close()

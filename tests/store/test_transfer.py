@@ -164,7 +164,7 @@ def test_what_is_no_export(folder: Path, tmp_path: Path) -> None:
     contents = members(tmp_path / "f")
     contents[0] = (contents[0][0], b'{"format": "cacheblend-rag export", "version": 3}')
     forge(other, contents)
-    with pytest.raises(StoreFormatError, match="version 3, this cacheblend-rag reads up to 2"):
+    with pytest.raises(StoreFormatError, match="version 3, this cacheblend-rag reads version 2"):
         import_store(tmp_path / "t", other)
     with pytest.raises(StoreError, match="cannot be read"):
         import_store(tmp_path / "t", tmp_path / "nothing")

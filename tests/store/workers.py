@@ -205,32 +205,6 @@ def use_read_only(folder: Path, user: int | None) -> None:
         open_store(folder / "empty", 0)
 
 
-def read_only_version_1(folder: Path) -> None:
-    """Read a folder of format version 1 that may not be written."""
-    if os.getuid() == 0:
-        for path in [*folder.rglob("*"), folder]:
-            os.chown(path, 65534, 65534)
-        os.setgroups([])
-        os.setgid(65534)
-        os.setuid(65534)
-    store = open_store(folder, 10**6)
-    for number in range(1, 5):
-        reader = store.open(key_of(number))
-        assert reader is not None
-        assert same(read(reader), make_kv(number))
-    assert store.lookup("ns", ["n1", "n2"]) == [record("n1", 1), None]
-    assert (store.stats().nodes, store.stats("").entries, store.stats("acme").entries) == (2, 4, 0)
-    with pytest.raises(StoreReadOnlyError):
-        store.put(key_of(9), make_kv(9), tenant="acme")
-    store.close()
-
-
-def open_and_say(folder: Path, ready: Path) -> None:
-    """Open a store, having said that this is about to begin."""
-    ready.touch()
-    open_store(folder, 0)
-
-
 def end_without_closing(folder: Path) -> None:
     """End in the usual way with KV that waits to be written."""
     store = open_store(folder, 10**6, write_back_bytes=10**6)

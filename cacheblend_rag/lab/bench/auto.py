@@ -167,11 +167,13 @@ class AutoBench:
     def _engine(self, tier: str, place: Path) -> Iterator[BlendEngine]:
         config = self._config.replace(profile_path=place.with_suffix(".profile"))
         rate = device_rate(tier)
-        store: KVStore = open_store(place if tier == "disk" else None, ram_bytes=0 if tier == "disk" else NO_LIMIT)
+        store: KVStore
+        if rate is not None:
+            store = SlowStore(tier, rate, NO_LIMIT)
+        else:
+            store = open_store(place if tier == "disk" else None, ram_bytes=0 if tier == "disk" else NO_LIMIT)
         with ExitStack() as stack:
             stack.callback(store.close)
-            if rate is not None:
-                store = SlowStore(store, tier, rate)
             yield stack.enter_context(BlendEngine(self._model, self._tokenizer, config=config, store=store))
 
     def _cell(self, engine: BlendEngine, tier: str, place: Path, chunks: int, tokens: int) -> AutoRow:

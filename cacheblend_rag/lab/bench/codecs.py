@@ -12,7 +12,7 @@ from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.lab.bench.setting import check_least, dtype_named
 from cacheblend_rag.lab.bench.shapes import shape_config
 from cacheblend_rag.lab.bench.times import seconds_of
-from cacheblend_rag.store.encoded import encode_chunk
+from cacheblend_rag.store.chunkfile import encode_chunk
 
 __all__ = ["CodecRow", "CodecSetting", "measure_codecs"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.store.probe import forget_pages
+from cacheblend_rag.store.disk import forget_pages
 
 __all__ = ["ColdFolder", "cached_share", "drop_cached", "stored_files", "temporary_folder"]
 

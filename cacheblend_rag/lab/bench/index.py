@@ -25,7 +25,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lab.bench.times import percentiles
 from cacheblend_rag.store import NodeRecord, open_store
 from cacheblend_rag.store.disk import DiskTier
-from cacheblend_rag.store.entries import Entry
+from cacheblend_rag.store.index import Entry
 from cacheblend_rag.store.names import Names
 
 __all__ = ["IDS_AT_ONCE", "IndexBench", "IndexRow", "make_index"]
@@ -129,14 +129,13 @@ def make_index(folder: Path, entries: int) -> None:
     entries : int
         How many.
     """
-    tier = DiskTier(folder, None)
+    tier = DiskTier(folder)
     try:
-        names = Names(tier.database)
-        writer = tier.folder.writers.own()
+        names = Names(tier.database, writer=tier.writer)
         rows = _rows(entries)
         while batch := list(islice(rows, _ROWS_AT_ONCE)):
             tier.index.add_many([(record.key, entry) for record, entry in batch])
-            names.record(_NAMESPACE, [record for record, _ in batch], writer)
+            names.record(_NAMESPACE, [record for record, _ in batch])
         tier.database.tidy()
     finally:
         tier.close()

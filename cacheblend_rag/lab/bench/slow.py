@@ -10,15 +10,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 from cacheblend_rag.codec import make_codec
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv import ChunkKV, LayerKV
-from cacheblend_rag.store import KVReader, KVStore
-from cacheblend_rag.store.probe import TierProbe, ram_probe
-from cacheblend_rag.store.reader import PassingReader
+from cacheblend_rag.store import KVReader, StoreClock
+from cacheblend_rag.store.base import TierProbe
+from cacheblend_rag.store.device import DeviceTier
+from cacheblend_rag.store.memory import MemoryStore
+from cacheblend_rag.store.ram import RamTier, ram_probe
 
 __all__ = ["SlowReader", "SlowStore", "device_rate"]
 
@@ -58,7 +58,7 @@ class _Line:
         time.sleep(max(arrives - time.perf_counter(), 0.0))
 
 
-class SlowReader(PassingReader[KVReader]):
+class SlowReader(KVReader):
     """Reads another reader's KV no faster than the device.
 
     Parameters
@@ -72,14 +72,12 @@ class SlowReader(PassingReader[KVReader]):
     """
 
     def __init__(self, reader: KVReader, tier: str, line: _Line) -> None:
-        super().__init__(reader)
-        self._tier = tier
+        super().__init__(
+            reader.token_ids, reader.start, reader.context, reader.num_layers, reader.codec, reader.packed_bytes
+        )
+        self.tier = tier
+        self._reader = reader
         self._line = line
-
-    @property
-    def tier(self) -> str:
-        """The name of the device."""
-        return self._tier
 
     def layer(self, index: int) -> LayerKV:
         """Return one layer, when it has come."""
@@ -87,28 +85,23 @@ class SlowReader(PassingReader[KVReader]):
         return self._reader.layer(index)
 
 
-class SlowStore:
-    """A `KVStore` whose KV comes from an emulated device.
+class SlowStore(MemoryStore):
+    """A store in RAM whose KV comes from an emulated device.
 
     Parameters
     ----------
-    store : KVStore
-        Where the KV really is, a store in RAM for example.
     tier : str
         The name of the device.
     bytes_per_s : float
         How fast it is.
+    ram_bytes : int
+        Most bytes of KV held.
     """
 
-    def __init__(self, store: KVStore, tier: str, bytes_per_s: float) -> None:
-        self._store = store
+    def __init__(self, tier: str, bytes_per_s: float, ram_bytes: int = 2**62) -> None:
+        super().__init__(RamTier(ram_bytes), DeviceTier(0), StoreClock())
         self._tier = tier
         self._line = _Line(bytes_per_s)
-
-    @property
-    def path(self) -> Path | None:
-        """None: what is emulated is measured anew each time."""
-        return None
 
     def probes(self) -> list[TierProbe]:
         """Return the device, to be measured."""
@@ -122,9 +115,5 @@ class SlowStore:
 
     def open(self, key: str) -> KVReader | None:
         """Return a reader of the KV under `key`, as slow as the device, or None."""
-        reader = self._store.open(key)
+        reader = super().open(key)
         return None if reader is None else SlowReader(reader, self._tier, self._line)
-
-    def __getattr__(self, name: str) -> Any:
-        """Everything but reading is the store's own."""
-        return getattr(self._store, name)

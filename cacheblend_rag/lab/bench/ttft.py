@@ -24,7 +24,6 @@ from cacheblend_rag.lab.bench.words import RandomWords
 from cacheblend_rag.lab.eval.prefix import PrefixCache
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.selection import make_selector
-from cacheblend_rag.store import open_store
 
 __all__ = ["TTFTBench", "TTFTRow", "TTFTSetting"]
 
@@ -185,7 +184,7 @@ class TTFTBench:
         for tier in dict.fromkeys(each.removesuffix(_NO_PIPELINE) for each in setting.tiers):
             rate = device_rate(tier)
             if rate is not None:
-                slow = SlowStore(open_store(None, ram_bytes=NO_LIMIT), tier, rate)
+                slow = SlowStore(tier, rate, NO_LIMIT)
                 self._engines[tier] = BlendEngine(model, tokenizer, config=config, store=slow)
         words = RandomWords(tokenizer, setting.seed)
         chunks = words.chunks(setting.chunks, setting.chunk_tokens)

@@ -1,17 +1,19 @@
-"""What a remote tier does, and its settings."""
+"""What a remote tier does, its settings, and what stands between it and its failures."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Protocol
 
-from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.store.encoded import EncodedChunk
-from cacheblend_rag.store.source import ByteSource
+from cacheblend_rag.errors import ConfigError, RemoteUnavailableError, StoreError
+from cacheblend_rag.store.chunkfile import ByteSource, EncodedChunk
+from cacheblend_rag.store.locks import ForkSafeLock
 
-__all__ = ["MAX_CHUNK_BYTES", "RemoteSettings", "RemoteTier", "cut", "part_sizes"]
+__all__ = ["MAX_CHUNK_BYTES", "CircuitBreaker", "Guard", "RemoteSettings", "RemoteTier", "cut", "part_sizes"]
 
 # What is read from a shared server is not trusted before its checksums are: more than this is never allocated for it.
 MAX_CHUNK_BYTES = 2**40
@@ -131,3 +133,110 @@ def _check_seconds(name: str, value: object) -> None:
     # A millisecond is the least that Redis counts.
     if not math.isfinite(value) or not 0.001 <= value <= 10**10:
         raise ConfigError(f"{name}={value!r} must be from 0.001 to 10**10 seconds")
+
+
+class CircuitBreaker:
+    """Leaves what failed alone for a while, twice as long after every failure in a row; then one call tries it for all."""
+
+    def __init__(self, back_off_s: float, max_back_off_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._back_off_s = back_off_s
+        self._max_back_off_s = max_back_off_s
+        self._clock = clock
+        self._lock = ForkSafeLock()
+        self._turn = 0
+        self._wait_s = 0.0
+        self._retry_at = 0.0
+        self._reason = ""
+
+    def enter(self) -> int:
+        """Return the turn that a call belongs to, for `failed` or `succeeded`; RemoteUnavailableError if it is too early."""
+        with self._lock:
+            if self._wait_s:
+                left_s = self._retry_at - self._clock()
+                if left_s > 0:
+                    raise RemoteUnavailableError(f"{self._reason}; it is left alone for {left_s:.1f} s more")
+                # This call tries for all. Until it has an answer, or as long again has passed, the others fail at once.
+                self._retry_at += self._wait_s - left_s
+                self._turn += 1
+            return self._turn
+
+    def failed(self, turn: int, reason: str) -> None:
+        """Begin to wait. Calls that were under way together and all fail count as one failure."""
+        with self._lock:
+            if turn == self._turn:
+                self._turn += 1
+                self._wait_s = min(self._wait_s * 2 or self._back_off_s, self._max_back_off_s)
+                self._retry_at = self._clock() + self._wait_s
+                self._reason = reason
+
+    def succeeded(self, turn: int) -> None:
+        """Stop waiting."""
+        with self._lock:
+            if turn == self._turn:
+                self._wait_s = 0.0
+
+
+class Guard:
+    """Runs the calls of a remote tier and turns what they raise into `RemoteUnavailableError`, which shows no `secrets`.
+
+    A refused write (no room, no permission) stops writes for a while and reads go on; any other failure stops both.
+    """
+
+    def __init__(
+        self,
+        location: str,
+        secrets: list[str],
+        settings: RemoteSettings,
+        caught: tuple[type[Exception], ...],
+        is_refusal: Callable[[Exception], bool],
+    ) -> None:
+        self.location = location
+        # The longest first: one may be part of another.
+        self._secrets = sorted({secret for secret in secrets if secret}, key=len, reverse=True)
+        self._caught = caught
+        self._is_refusal = is_refusal
+        self._reach = CircuitBreaker(settings.back_off_s, settings.max_back_off_s)
+        self._writes = CircuitBreaker(settings.back_off_s, settings.max_back_off_s)
+        self.closed = False
+
+    @contextmanager
+    def calling(self, what: str, writing: bool = False) -> Iterator[None]:
+        """Run calls to the remote tier; `what` they do is for the message."""
+        if self.closed:
+            raise RemoteUnavailableError(f"remote tier {self.location} is closed; open it again")
+        write_turn = self._writes.enter() if writing else 0
+        turn = self._reach.enter()
+        try:
+            yield
+        except StoreError:
+            self._reach.succeeded(turn)
+            raise
+        except self._caught as error:
+            reason, cause = self._told(what, error)
+            if self._is_refusal(error):
+                self._reach.succeeded(turn)
+                if writing:
+                    self._writes.failed(write_turn, reason)
+            else:
+                self._reach.failed(turn, reason)
+            raise RemoteUnavailableError(reason) from cause
+        self._reach.succeeded(turn)
+        if writing:
+            self._writes.succeeded(write_turn)
+
+    def _told(self, what: str, error: Exception) -> tuple[str, Exception | None]:
+        text = " ".join(str(error).split())[:300] or "no reason given"
+        shown = text
+        for secret in self._secrets:
+            shown = shown.replace(secret, "***")
+        # A cause is printed with its own message, and with that of its own cause; it is left out where they may tell a secret.
+        causes: list[str] = []
+        each = error.__cause__ or error.__context__
+        while each is not None and len(causes) < 10:
+            causes.append(str(each))
+            each = each.__cause__ or each.__context__
+        silent = any(secret in told for told in [str(error), *causes] for secret in self._secrets)
+        return (
+            f"remote tier {self.location} could not {what}: {type(error).__name__}: {shown}",
+            None if silent else error,
+        )

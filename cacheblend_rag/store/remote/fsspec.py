@@ -26,12 +26,10 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from cacheblend_rag.errors import ChunkReadError, ConfigError
-from cacheblend_rag.store.encoded import EncodedChunk
+from cacheblend_rag.store.chunkfile import ByteSource, EncodedChunk, FileSource
 from cacheblend_rag.store.folder import valid_key
 from cacheblend_rag.store.locks import ForkSafeLock
-from cacheblend_rag.store.remote.base import MAX_CHUNK_BYTES, RemoteSettings, cut
-from cacheblend_rag.store.remote.guard import Guard
-from cacheblend_rag.store.source import ByteSource, FileSource
+from cacheblend_rag.store.remote.base import MAX_CHUNK_BYTES, Guard, RemoteSettings, cut
 
 __all__ = ["FsspecTier"]
 
@@ -49,25 +47,9 @@ Result = TypeVar("Result")
 
 
 class FsspecTier:
-    """A `RemoteTier` in a filesystem of fsspec.
+    """A `RemoteTier` in a filesystem of fsspec; ConfigError if the settings or the options do not fit it.
 
-    Parameters
-    ----------
-    url : str
-        The folder, or bucket and prefix.
-    location : str
-        The same without credentials, for messages.
-    secret_words : list of str
-        What no message may show.
-    settings : RemoteSettings
-        Timeouts, size of the parts. Filesystems do not expire files: `ttl_s` is an error.
-    options : mapping
-        What the filesystem is made with.
-
-    Raises
-    ------
-    ConfigError
-        If the settings or the options do not fit the filesystem.
+    Filesystems do not expire files: `ttl_s` is an error.
     """
 
     def __init__(
@@ -91,7 +73,6 @@ class FsspecTier:
         self._guard = Guard(location, secret_words, settings, (Exception,), _is_refusal)
 
     def put(self, key: str, chunk: EncodedChunk) -> None:
-        """Keep a chunk under `key`: others see all of it or nothing. Bytes that are held whole already are not sent again."""
         folder = self._folder(key)
         file = f"{folder}/{chunk.digest.hex()}.safetensors"
         with self._guard.calling("store a chunk", writing=True):
@@ -104,7 +85,6 @@ class FsspecTier:
                     self.filesystem().rm_file(other)
 
     def open(self, key: str) -> ByteSource | None:
-        """Return the bytes under `key`, or None if they are not held."""
         folder = self._folder(key)
         with self._guard.calling("look a chunk up"):
             held = self._list(folder)
@@ -122,13 +102,11 @@ class FsspecTier:
         return _FileRange(self, file, size)
 
     def holds(self, keys: Sequence[str]) -> list[bool]:
-        """Return for each key whether something is held under it: one request a key, several at once."""
         folders = [self._folder(key) for key in keys]
         with self._guard.calling("look chunks up"):
             return self._each(folders, lambda folder: bool(self._list(folder)))
 
     def drop(self, keys: Iterable[str]) -> None:
-        """Remove what is held under the keys, for all machines."""
         folders = [self._folder(key) for key in keys]
 
         def remove(folder: str) -> None:
@@ -144,7 +122,6 @@ class FsspecTier:
             self._each(folders, remove)
 
     def close(self) -> None:
-        """Let go of the filesystem; sources fail from now on."""
         self._guard.closed = True
 
     def filesystem(self) -> Any:

@@ -25,10 +25,9 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from cacheblend_rag.errors import ChunkReadError, RemoteUnavailableError, StoreError
-from cacheblend_rag.store.encoded import EncodedChunk
+from cacheblend_rag.store.chunkfile import EncodedChunk
 from cacheblend_rag.store.folder import valid_key
-from cacheblend_rag.store.remote.base import MAX_CHUNK_BYTES, RemoteSettings, cut, part_sizes
-from cacheblend_rag.store.remote.guard import Guard
+from cacheblend_rag.store.remote.base import MAX_CHUNK_BYTES, Guard, RemoteSettings, cut, part_sizes
 
 __all__ = ["RedisTier"]
 
@@ -84,19 +83,7 @@ class _Manifest(NamedTuple):
 
 
 class RedisTier:
-    """A `RemoteTier` in one Redis or Valkey server.
-
-    Parameters
-    ----------
-    url : str
-        What redis-py connects to.
-    location : str
-        The same without credentials, for messages.
-    secret_words : list of str
-        What no message may show.
-    settings : RemoteSettings
-        Timeouts, expiry, size of the parts.
-    """
+    """A `RemoteTier` in one Redis or Valkey server."""
 
     def __init__(self, url: str, location: str, secret_words: list[str], settings: RemoteSettings) -> None:
         self.location = location
@@ -113,7 +100,6 @@ class RedisTier:
         self._guard = Guard(location, secret_words, settings, (redis.RedisError, OSError), _is_refusal)
 
     def put(self, key: str, chunk: EncodedChunk) -> None:
-        """Keep a chunk under `key`: others see all of it or nothing. Bytes that are held whole already are not sent again."""
         manifest = _Manifest(chunk.digest.hex(), chunk.nbytes, self._settings.part_bytes)
         name = _manifest_name(key)
         if _count(manifest) > _MAX_PARTS:
@@ -126,7 +112,6 @@ class RedisTier:
                 self._send(name, key, manifest, chunk)
 
     def open(self, key: str) -> _RedisSource | None:
-        """Return the bytes under `key`, or None if they are not held."""
         name = _manifest_name(key)
         with self._guard.calling("look a chunk up"):
             packed = self._client.get(name)
@@ -144,7 +129,6 @@ class RedisTier:
         return _RedisSource(self, parts, manifest, head)
 
     def holds(self, keys: Sequence[str]) -> list[bool]:
-        """Return for each key whether something is held under it."""
         names = [_manifest_name(key) for key in keys]
         with self._guard.calling("look chunks up"):
             pipeline = self._client.pipeline(transaction=False)
@@ -153,7 +137,6 @@ class RedisTier:
             return [bool(count) for count in pipeline.execute()] if names else []
 
     def drop(self, keys: Iterable[str]) -> None:
-        """Remove what is held under the keys, for all machines."""
         left = {key: _manifest_name(key) for key in keys}
         with self._guard.calling("remove chunks"):
             for _ in range(_ATTEMPTS):
@@ -172,7 +155,6 @@ class RedisTier:
                 )
 
     def close(self) -> None:
-        """Release connections; sources fail from now on."""
         self._guard.closed = True
         with suppress(redis.RedisError, OSError):
             self._client.close()

@@ -162,28 +162,6 @@ def test_lives_come_along_and_end_with_those_in_front(tmp_path: Path, open_engin
         assert life <= min(end for end in ends if end is not None) + 1
 
 
-def test_a_file_of_version_1(tmp_path: Path, open_engine: OpenEngine) -> None:
-    engine = open_engine("s", context="none")
-    engine.add(TEXT.chunks)
-    export_store(tmp_path / "s", tmp_path / "file")
-    contents = []
-    for name, data in members(tmp_path / "file"):
-        if name == "cacheblend-rag-export.json":
-            data = json.dumps({"format": "cacheblend-rag export", "version": 1}).encode()
-        elif name.startswith("names/"):
-            data = json.dumps([row[:6] for row in json.loads(data)]).encode()
-        contents.append((name, data))
-    forge(tmp_path / "old", contents)
-    import_store(tmp_path / "t", tmp_path / "old")
-    there = open_engine("t")
-    # Served as encoded alone, until the documents are added.
-    assert there.places(["d-0", "d-1"]) == [None, None]
-    assert distance(there, "d-2", ()) < TOLERANCE
-    there.add(TEXT.chunks)
-    assert_right(there, [0, 1, 2, 3])
-    assert len(files_of(tmp_path / "t")) == 4
-
-
 @pytest.mark.parametrize(
     "place", [[], ["d", "x", None, 1, "", [], None, None], ["d", 0, None, "y", "", [1], None, None], [None] * 8, "d"]
 )

@@ -16,7 +16,6 @@ from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.lab.bench import AutoBench, AutoRun, AutoSetting
 from cacheblend_rag.lab.bench.plots import plot_runs
 from cacheblend_rag.lab.bench.slow import SlowStore
-from cacheblend_rag.store import open_store
 
 KV = ChunkKV((1, 2, 3), 1, [LayerKV(torch.ones(2, 3, 4), torch.zeros(2, 3, 4)) for _ in range(4)])
 KEY = "ab" * 16
@@ -74,8 +73,7 @@ def test_a_setting_without_meaning_is_named(changes: dict[str, object], message:
 
 
 def test_an_emulated_device_gives_the_same_kv() -> None:
-    inner = open_store(None, ram_bytes=2**30)
-    store = SlowStore(inner, "50MB/s", 50e6)
+    store = SlowStore("50MB/s", 50e6)
     store.put(KEY, KV)
     reader = store.open(KEY)
     assert reader is not None
@@ -84,7 +82,7 @@ def test_an_emulated_device_gives_the_same_kv() -> None:
     assert all(torch.equal(reader.layer(2)[part], KV.layers[2][part]) for part in (0, 1))
     assert store.open("cd" * 16) is None
     assert store.holds([KEY]) == [True]
-    inner.close()
+    store.close()
 
 
 def runs_of(*prompts: tuple[int, int], tiers: tuple[str, ...] = ("ram", "disk")) -> list[AutoRun]:

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from cacheblend_rag.errors import ChunkReadError, RemoteUnavailableError
-from cacheblend_rag.store.chunkfile import ChunkFile
-from cacheblend_rag.store.encoded import encode_chunk
+from cacheblend_rag.store.chunkfile import ChunkFile, encode_chunk
 from cacheblend_rag.store.remote import RemoteTier, open_remote
 from tests.store.kit import key_of, make_kv, read, same
 from tests.store.remote.conftest import RedisServer, needs_redis

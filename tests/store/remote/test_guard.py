@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cacheblend_rag.errors import RemoteUnavailableError
-from cacheblend_rag.store.remote.guard import Breaker
+from cacheblend_rag.store.remote.base import CircuitBreaker
 
 
 class Clock:
@@ -16,7 +16,7 @@ class Clock:
         return self.now
 
 
-def is_open(breaker: Breaker) -> bool:
+def is_open(breaker: CircuitBreaker) -> bool:
     try:
         breaker.enter()
     except RemoteUnavailableError:
@@ -26,7 +26,7 @@ def is_open(breaker: Breaker) -> bool:
 
 def test_the_wait_doubles_up_to_its_limit() -> None:
     clock = Clock()
-    breaker = Breaker(1.0, 5.0, clock)
+    breaker = CircuitBreaker(1.0, 5.0, clock)
     for wait_s in (1.0, 2.0, 4.0, 5.0, 5.0):
         breaker.failed(breaker.enter(), "it is down")
         clock.now += wait_s - 0.25
@@ -41,7 +41,7 @@ def test_the_wait_doubles_up_to_its_limit() -> None:
 
 def test_calls_that_fail_together_count_once() -> None:
     clock = Clock()
-    breaker = Breaker(1.0, 100.0, clock)
+    breaker = CircuitBreaker(1.0, 100.0, clock)
     turns = [breaker.enter() for _ in range(10)]
     for turn in turns:
         breaker.failed(turn, "it is down")
@@ -51,7 +51,7 @@ def test_calls_that_fail_together_count_once() -> None:
 
 def test_one_call_tries_for_all() -> None:
     clock = Clock()
-    breaker = Breaker(1.0, 100.0, clock)
+    breaker = CircuitBreaker(1.0, 100.0, clock)
     breaker.failed(breaker.enter(), "it is down")
     clock.now += 1.0
     turn = breaker.enter()
@@ -62,7 +62,7 @@ def test_one_call_tries_for_all() -> None:
 
 def test_a_trial_that_never_ends_is_replaced() -> None:
     clock = Clock()
-    breaker = Breaker(1.0, 100.0, clock)
+    breaker = CircuitBreaker(1.0, 100.0, clock)
     breaker.failed(breaker.enter(), "it is down")
     clock.now += 1.0
     lost = breaker.enter()

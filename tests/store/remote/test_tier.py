@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from cacheblend_rag.errors import ChunkReadError, RemoteUnavailableError, StoreError
 from cacheblend_rag.kv import ChunkKV
-from cacheblend_rag.store.chunkfile import ChunkFile
-from cacheblend_rag.store.encoded import EncodedChunk, encode_chunk
+from cacheblend_rag.store.chunkfile import ChunkFile, EncodedChunk, encode_chunk
 from cacheblend_rag.store.remote import RemoteTier
 from cacheblend_rag.store.remote.base import cut, part_sizes
 from tests.store.kit import key_of, make_kv, read, same

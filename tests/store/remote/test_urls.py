@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_rag.errors import ConfigError, RemoteUnavailableError
-from cacheblend_rag.store.remote import RemoteSettings, open_remote
-from cacheblend_rag.store.remote.guard import Guard
-from cacheblend_rag.store.remote.urls import shown_url
+from cacheblend_rag.store.remote import RemoteSettings, open_remote, shown_url
+from cacheblend_rag.store.remote.base import Guard
 from tests.store.kit import key_of
 
 

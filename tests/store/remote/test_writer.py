@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.store.chunkfile import ChunkFile
-from cacheblend_rag.store.encoded import EncodedChunk, encode_chunk
-from cacheblend_rag.store.remote import RemoteTier, RemoteWriter, open_remote
+from cacheblend_rag.store.chunkfile import ChunkFile, EncodedChunk, encode_chunk
+from cacheblend_rag.store.remote import RemoteTier, open_remote
+from cacheblend_rag.store.remote.offsite import RemoteWriter
 from tests.store.kit import key_of, make_kv, read, same
 
 
