@@ -287,7 +287,7 @@ def test_a_turn_given_up_leaves_the_line_as_it_was() -> None:
         threads = [threading.Thread(target=take, args=each) for each in (("a", now), ("b", None), ("c", now + 60))]
         for number, thread in enumerate(threads):
             thread.start()
-            while (len(turn._line) if number else len(order)) < (number or 1):
+            while (len(turn._line.waiting) if number else len(order)) < (number or 1):
                 time.sleep(0.001)
         assert order == ["a gave up"]
     for thread in threads:

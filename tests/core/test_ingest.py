@@ -106,7 +106,7 @@ def test_a_prompt_goes_before_what_waits_to_be_encoded(engine: BlendEngine) -> N
     with engine._runner.lock:
         engine.add(CHUNKS, background=True)
         answer.start()
-        while not engine._runner.lock._line:
+        while not engine._runner.lock.wanted:
             pass
     assert started.wait(30)
     go_on.set()
@@ -371,7 +371,7 @@ def test_turns_are_taken_in_the_order_of_coming() -> None:
         for number in range(5):
             threads.append(threading.Thread(target=take, args=(number,)))
             threads[-1].start()
-            while len(turn._line) <= number:
+            while len(turn._line.waiting) <= number:
                 pass
     for thread in threads:
         thread.join()
