@@ -5,7 +5,11 @@
 
 from __future__ import annotations
 
-from cacheblend_rag.config import BlendConfig
+import ast
+from dataclasses import fields
+from functools import lru_cache
+from typing import Any
+
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.selection.base import LayerProbe, Selection, SelectionTask, Selector
 from cacheblend_rag.selection.boundary import BoundarySelector
@@ -20,6 +24,7 @@ __all__ = [
     "SelectionTask",
     "Selector",
     "make_selector",
+    "parse_selector",
     "register_selector",
     "selector_names",
 ]
@@ -45,10 +50,53 @@ def register_selector(selector: type[Selector]) -> type[Selector]:
     ConfigError
         If the name is taken by another class.
     """
-    if selector.name == "auto" or _SELECTORS.get(selector.name, selector) is not selector:
+    if _SELECTORS.get(selector.name, selector) is not selector:
         raise ConfigError(f"a selector named {selector.name!r} exists already; give yours another name")
     _SELECTORS[selector.name] = selector
+    parse_selector.cache_clear()
     return selector
+
+
+def selector_names() -> tuple[str, ...]:
+    """Return the names of all selectors."""
+    return tuple(sorted(_SELECTORS))
+
+
+@lru_cache(maxsize=256)
+def parse_selector(text: str) -> Selector:
+    """Return the selector that a string names: ``"query"``, or ``"hkvd(check_layers=[1, 8], deviation=both)"``.
+
+    Raises
+    ------
+    ConfigError
+        If there is no selector of that name, it has no such option, or a value has no meaning.
+    """
+    name, options = text.strip(), dict[str, Any]()
+    if "(" in name:
+        try:
+            call = ast.parse(name, mode="eval").body
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+                raise ValueError("no call")
+            name = call.func.id
+            for keyword in call.keywords:
+                value = keyword.value
+                options[str(keyword.arg)] = value.id if isinstance(value, ast.Name) else ast.literal_eval(value)
+        except (SyntaxError, ValueError) as error:
+            raise ConfigError(
+                f'selector={text!r} cannot be read; write a name, or options behind it as in "hkvd(check_layers=[1, 8])"'
+            ) from error
+    if name not in _SELECTORS:
+        raise ConfigError(f"unknown selector {name!r}; choose one of {', '.join(selector_names())}")
+    known = {each.name for each in fields(_SELECTORS[name])}
+    unknown = sorted(options.keys() - known)
+    if unknown:
+        raise ConfigError(f"selector {name!r} has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
+    return _SELECTORS[name](**options)
+
+
+def make_selector(asked: str | Selector) -> Selector:
+    """Return a selector as it is given, or the one that a string names; see `parse_selector`."""
+    return parse_selector(asked) if isinstance(asked, str) else asked
 
 
 for _selector in (
@@ -61,22 +109,3 @@ for _selector in (
     QuerySelector,
 ):
     register_selector(_selector)
-
-
-def selector_names() -> tuple[str, ...]:
-    """Return the names that `BlendConfig.selector` accepts."""
-    return ("auto", *sorted(_SELECTORS))
-
-
-def make_selector(config: BlendConfig) -> Selector:
-    """Return the selector that the settings name.
-
-    Raises
-    ------
-    ConfigError
-        If there is no selector of that name.
-    """
-    name = HKVDSelector.name if config.selector == "auto" else config.selector
-    if name not in _SELECTORS:
-        raise ConfigError(f"selector={config.selector!r} is unknown; choose one of {', '.join(selector_names())}")
-    return _SELECTORS[name](config)

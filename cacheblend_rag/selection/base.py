@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
 
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import PromptLayout
 
@@ -97,15 +99,38 @@ class Selection:
         raise AssertionError(f"{type(self).__name__} has no look layers")
 
 
+@dataclass(frozen=True, kw_only=True)
 class Selector(ABC):
-    """A way to choose the rows that are recomputed; stateless, one object serves all prompts."""
+    """A way to choose the rows that are recomputed; its fields are its options. One object serves all prompts.
+
+    Selectors are compared by value. A setting names one by a string, ``"hkvd"`` or ``"hkvd(check_layers=[1, 8])"``, or is one.
+
+    Attributes
+    ----------
+    repair : float
+        Most work that decode-time repair may do while one answer is written, as a share of what recomputing all chunk tokens would
+        take, 0 to 1. 0, the default, repairs nothing.
+    repair_limit : float
+        The share of a step's attention, 0 to 1, that must go to a stale segment for it to be repaired.
+
+    Raises
+    ------
+    ConfigError
+        If an option has no meaning.
+    """
 
     name: ClassVar[str]
     needs_attention: ClassVar[bool] = False
     """Whether it must see what the question attends to."""
 
-    def __init__(self, config: BlendConfig) -> None:
-        self.config = config
+    repair: float = 0.0
+    repair_limit: float = 0.05
+
+    def __post_init__(self) -> None:
+        for option in ("repair", "repair_limit"):
+            value = getattr(self, option)
+            if not isinstance(value, int | float) or not 0 <= value <= 1:
+                raise self.refusal(option, "must be a number from 0 to 1")
 
     @abstractmethod
     def begin(self, task: SelectionTask) -> Selection:
@@ -114,3 +139,22 @@ class Selector(ABC):
     def validate(self, num_layers: int) -> None:
         """Raise `ConfigError` if this selector cannot work on a model of `num_layers` layers."""
         del num_layers
+
+    def refusal(self, option: str, problem: str) -> ConfigError:
+        """Return the error of an option without meaning."""
+        return ConfigError(f"selector {self.name!r}: {option}={getattr(self, option)!r} {problem}")
+
+    def checked_layers(self, option: str, first: int) -> tuple[int, ...] | None:
+        """Return the layers that an option names, ascending from `first` on, as a tuple; None where it names none."""
+        layers = getattr(self, option)
+        if layers is None:
+            return None
+        fits = isinstance(layers, Sequence) and all(type(layer) is int for layer in layers) and len(layers) > 0
+        if not fits or layers[0] < first or any(a >= b for a, b in pairwise(layers)):
+            raise self.refusal(option, f"must be layer indices from {first} on, ascending, each once, at least one")
+        return tuple(layers)
+
+    def check_segment(self, most: int | None) -> None:
+        """Refuse a length of segments that is none."""
+        if type(most) is not int or most < 1:
+            raise self.refusal("segment_tokens", "must be a number of tokens from 1 on")

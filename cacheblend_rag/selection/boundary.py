@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 
 from cacheblend_rag.selection.base import Selection, SelectionTask, Selector
@@ -10,14 +13,26 @@ from cacheblend_rag.selection.fixed import FixedSelection
 __all__ = ["BoundarySelector"]
 
 
+@dataclass(frozen=True, kw_only=True)
 class BoundarySelector(Selector):
-    """The first tokens of each chunk, and the last ones too where `BlendConfig.boundary` is "both"; costs nothing to choose.
+    """The first tokens of each chunk; costs nothing to choose.
 
     Encoded on its own, a chunk's first tokens take the attention that belongs to the beginning of the prompt; recomputed in
     their place, they no longer do.
+
+    Attributes
+    ----------
+    ends : {"first", "both"}
+        Whether it takes the first tokens of each chunk, or the last ones as well.
     """
 
     name = "boundary"
+    ends: Literal["first", "both"] = "first"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ends not in ("first", "both"):
+            raise self.refusal("ends", 'must be "first" or "both"')
 
     def begin(self, task: SelectionTask) -> Selection:
         """Return the tokens nearest to a border, as many of each chunk as the budget allows, nearer ones first."""
@@ -25,7 +40,7 @@ class BoundarySelector(Selector):
         places = torch.full((len(layout),), len(layout))
         for span in layout.chunks[layout.exact_chunks :]:
             forward = torch.arange(len(span))
-            if self.config.boundary == "both":
+            if self.ends == "both":
                 forward = torch.minimum(2 * forward, 2 * forward.flip(0) + 1)
             places[span.start : span.stop] = forward
         rows = layout.candidate_rows

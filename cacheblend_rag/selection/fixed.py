@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 
 import torch
 
@@ -31,6 +32,7 @@ class FixedSelection(Selection):
         return self._rows
 
 
+@dataclass(frozen=True, kw_only=True)
 class NoneSelector(Selector):
     """Plain reuse: stored KV moved into place and nothing recomputed (PIE in the A3 paper, section 5)."""
 
@@ -41,6 +43,7 @@ class NoneSelector(Selector):
         return FixedSelection(task.layout.candidate_rows[:0])
 
 
+@dataclass(frozen=True, kw_only=True)
 class FullSelector(Selector):
     """Every candidate, whatever the ratio."""
 
@@ -51,17 +54,24 @@ class FullSelector(Selector):
         return FixedSelection(task.layout.candidate_rows)
 
 
+@dataclass(frozen=True, kw_only=True)
 class RandomSelector(Selector):
-    """The control: rows drawn without replacement, the same ones for the same prompt and seed."""
+    """The control: rows drawn without replacement, the same ones for the same prompt and `seed`."""
 
     name = "random"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
+            raise self.refusal("seed", "must be a whole number of 64 bits")
 
     def begin(self, task: SelectionTask) -> Selection:
         """Return `task.budget` rows drawn at random."""
         candidates = task.layout.candidate_rows
         # Seeded by the prompt as well: with one seed for all prompts of a length, "random" would be one fixed pattern.
         ids = torch.tensor(task.layout.token_ids, dtype=torch.int64).numpy().tobytes()
-        digest = hashlib.blake2b(ids, digest_size=7, salt=self.config.seed.to_bytes(8, "little", signed=True)).digest()
+        digest = hashlib.blake2b(ids, digest_size=7, salt=self.seed.to_bytes(8, "little", signed=True)).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
         drawn = torch.randperm(candidates.numel(), generator=generator)[: task.budget]
         return FixedSelection(candidates[drawn.sort().values])

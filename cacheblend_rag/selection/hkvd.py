@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
 import torch
 
-from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.selection.base import LayerProbe, Selection, SelectionTask, Selector
 from cacheblend_rag.selection.segments import pick
 
-__all__ = ["HKVDSelector", "gradual_schedule", "kv_deviation"]
+__all__ = ["HKVDSelector", "kv_deviation"]
 
 
 def kv_deviation(fresh: LayerKV, stored: LayerKV, which: str) -> torch.Tensor:
@@ -43,71 +46,112 @@ def kv_deviation(fresh: LayerKV, stored: LayerKV, which: str) -> torch.Tensor:
     return keys / keys.mean().clamp_min(tiny) + values / values.mean().clamp_min(tiny)
 
 
-def gradual_schedule(config: BlendConfig, num_layers: int) -> tuple[float, ...]:
-    """Return the multiple of the recompute ratio that each check layer keeps.
-
-    Parameters
-    ----------
-    config : BlendConfig
-        `check_layers`, and either `ratio_schedule`, taken as it is, or `gradual_start`.
-    num_layers : int
-        Decoder layers of the model.
-
-    Returns
-    -------
-    tuple of float
-        Falling linearly from `gradual_start`, such that the mean over all layers from the first check layer on is 1;
-        one check layer keeps exactly the ratio.
-
-    Raises
-    ------
-    ConfigError
-        If the schedule would have to fall to nothing to keep the mean.
-    """
-    if config.ratio_schedule is not None:
-        return config.ratio_schedule
-    layers = config.check_layers
-    if len(layers) == 1:
-        return (1.0,)
-    spans = [stop - start for start, stop in zip(layers, (*layers[1:], num_layers), strict=True)]
-    steps = [number / (len(layers) - 1) for number in range(len(layers))]
-    # mean of start + (end - start) * step over the spans equals 1, solved for end
-    weight = sum(span * step for span, step in zip(spans, steps, strict=True))
-    end = config.gradual_start + (1 - config.gradual_start) * sum(spans) / weight
-    if end <= 0:
-        raise ConfigError(
-            f"gradual_start={config.gradual_start} leaves nothing for the last of check_layers={layers} in a model "
-            f"of {num_layers} layers; lower it, or give ratio_schedule"
-        )
-    return tuple(config.gradual_start + (end - config.gradual_start) * step for step in steps)
-
-
+@dataclass(frozen=True, kw_only=True)
 class HKVDSelector(Selector):
-    """The tokens whose KV deviates most; each check layer chooses among those kept by the one before."""
+    """The tokens whose KV deviates most; each check layer chooses among those kept by the one before.
+
+    Attributes
+    ----------
+    check_layers : tuple of int
+        Layers at which fresh KV is compared with stored KV, ascending. Layer 0 measures nothing, since its KV depends on no other
+        token.
+    deviation : {"value", "key", "both"}
+        What is compared.
+    gradual_start : float
+        Gradual filtering (CacheBlend, section 4.3): the first check layer keeps this many times the average ratio, later ones
+        fewer, so that `recompute_ratio` is the average from the first check layer on. Without effect with one check layer.
+    ratio_schedule : tuple of float, optional
+        The multiple of `recompute_ratio` that each check layer keeps, never rising, instead of the linear schedule that
+        `gradual_start` gives.
+    segment_tokens : int
+        Tokens of a chunk that are chosen together, at most; 1 chooses each token for itself.
+    """
 
     name = "hkvd"
+    check_layers: tuple[int, ...] = (1,)
+    deviation: Literal["value", "key", "both"] = "value"
+    gradual_start: float = 1.5
+    ratio_schedule: tuple[float, ...] | None = None
+    segment_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "check_layers", self.checked_layers("check_layers", 1))
+        self.check_segment(self.segment_tokens)
+        if self.deviation not in ("value", "key", "both"):
+            raise self.refusal("deviation", 'must be "value", "key" or "both"')
+        if not isinstance(self.gradual_start, int | float) or not 1 <= self.gradual_start < math.inf:
+            raise self.refusal("gradual_start", "must be a finite number from 1 on")
+        if self.ratio_schedule is None:
+            return
+        schedule = tuple(self.ratio_schedule)
+        object.__setattr__(self, "ratio_schedule", schedule)
+        if len(schedule) != len(self.check_layers):
+            raise self.refusal(
+                "ratio_schedule", f"must have a number for each of {len(self.check_layers)} check layers"
+            )
+        if any(not 0 < number < math.inf for number in schedule) or any(a < b for a, b in pairwise(schedule)):
+            raise self.refusal(
+                "ratio_schedule", "must be positive and never rise: a check layer chooses among the tokens kept so far"
+            )
 
     def begin(self, task: SelectionTask) -> Selection:
         """Return a selection that narrows at each check layer."""
-        return _HKVDSelection(task, self.config)
+        return _HKVDSelection(task, self)
 
     def validate(self, num_layers: int) -> None:
         """Raise `ConfigError` if a check layer is out of range or the schedule is impossible."""
-        if self.config.check_layers[-1] >= num_layers:
-            raise ConfigError(
-                f"check_layers={self.config.check_layers} reaches beyond the model's last layer; choose from 1 to "
-                f"{num_layers - 1}"
+        if self.check_layers[-1] >= num_layers:
+            raise self.refusal(
+                "check_layers", f"reaches beyond the model's last layer; choose from 1 to {num_layers - 1}"
             )
-        gradual_schedule(self.config, num_layers)
+        self.schedule(num_layers)
+
+    def schedule(self, num_layers: int) -> tuple[float, ...]:
+        """Return the multiple of the recompute ratio that each check layer keeps.
+
+        Parameters
+        ----------
+        num_layers : int
+            Decoder layers of the model.
+
+        Returns
+        -------
+        tuple of float
+            `ratio_schedule`, or else falling linearly from `gradual_start`, such that the mean over all layers from the first
+            check layer on is 1; one check layer keeps exactly the ratio.
+
+        Raises
+        ------
+        ConfigError
+            If the schedule would have to fall to nothing to keep the mean.
+        """
+        if self.ratio_schedule is not None:
+            return self.ratio_schedule
+        layers = self.check_layers
+        if len(layers) == 1:
+            return (1.0,)
+        spans = [stop - start for start, stop in zip(layers, (*layers[1:], num_layers), strict=True)]
+        steps = [number / (len(layers) - 1) for number in range(len(layers))]
+        # mean of start + (end - start) * step over the spans equals 1, solved for end
+        weight = sum(span * step for span, step in zip(spans, steps, strict=True))
+        end = self.gradual_start + (1 - self.gradual_start) * sum(spans) / weight
+        if end <= 0:
+            raise self.refusal(
+                "gradual_start",
+                f"leaves nothing for the last of check_layers={layers} in a model of {num_layers} layers; lower it, or give "
+                "ratio_schedule",
+            )
+        return tuple(self.gradual_start + (end - self.gradual_start) * step for step in steps)
 
 
 class _HKVDSelection(Selection):
-    def __init__(self, task: SelectionTask, config: BlendConfig) -> None:
-        self.check_layers = config.check_layers
-        self._deviation = config.deviation
+    def __init__(self, task: SelectionTask, options: HKVDSelector) -> None:
+        self.check_layers = options.check_layers
+        self._deviation = options.deviation
         self._layout = task.layout
-        self._segment_tokens = config.segment_tokens or 1
-        multiples = gradual_schedule(config, task.num_layers)
+        self._segment_tokens = options.segment_tokens
+        multiples = options.schedule(task.num_layers)
         self._keep = {
             layer: round(task.budget * multiple) for layer, multiple in zip(self.check_layers, multiples, strict=True)
         }

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.selection.base import LayerProbe, Selection, SelectionTask, Selector
@@ -13,11 +14,8 @@ from cacheblend_rag.selection.segments import pick
 __all__ = [
     "SEGMENT_TOKENS",
     "A3Selector",
-    "QuerySelection",
     "QuerySelector",
-    "context_layers",
     "look_layers",
-    "rows_before",
     "stop_layer",
 ]
 
@@ -28,18 +26,29 @@ SEGMENT_TOKENS = 32
 """Most tokens that are chosen together by default."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class A3Selector(Selector):
     """The tokens that the question attends to in layer 1, over keys that were just computed (A3, section 4).
 
     All rows are computed in layer 0, as for hkvd, and probed in layer 1.
+
+    Attributes
+    ----------
+    segment_tokens : int
+        Tokens of a chunk that are chosen together, at most; 1 chooses each token for itself.
     """
 
     name = "a3"
     needs_attention = True
+    segment_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_segment(self.segment_tokens)
 
     def begin(self, task: SelectionTask) -> Selection:
         """Return a selection that narrows once."""
-        return _A3Selection(task, self.config.segment_tokens or 1)
+        return _A3Selection(task, self.segment_tokens)
 
     def validate(self, num_layers: int) -> None:
         """Raise `ConfigError` if the model has a single layer."""
@@ -61,51 +70,73 @@ class _A3Selection(Selection):
         return pick(scores, probe.rows, self._task.budget, self._task.layout, self._segment_tokens)
 
 
+@dataclass(frozen=True, kw_only=True)
 class QuerySelector(Selector):
     """The tokens that the end of the question attends to in the middle layers, over the stored KV at its place in the prompt.
 
-    The question is computed over the assembled KV first, up to `BlendConfig.look_layers`; what its last token attends to there,
+    The question is computed over the assembled KV first, up to `look_layers`; what its last token attends to there,
     fused over these layers, chooses the rows, as in ProphetKV and InfoFlow KV (2026). Those compute the question twice. Here the
     chosen rows make up for the layers they have missed and then go on together with the question: nothing is computed twice.
+
+    Attributes
+    ----------
+    look_layers : tuple of int, optional
+        Layers in which it looks at what the prompt's last token attends to, ascending; by default those from a quarter to three
+        quarters of the depth.
+    stop_layer : int, optional
+        The layer from which on nothing is recomputed any more, so that more tokens can be recomputed before it; by default two
+        thirds of the depth. As many as the model has layers recomputes in all of them.
+    segment_tokens : int
+        Tokens of a chunk that are chosen together, at most; 1 chooses each token for itself.
     """
 
     name = "query"
     needs_attention = True
+    look_layers: tuple[int, ...] | None = None
+    stop_layer: int | None = None
+    segment_tokens: int = SEGMENT_TOKENS
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "look_layers", self.checked_layers("look_layers", 0))
+        self.check_segment(self.segment_tokens)
+        if self.stop_layer is not None and (type(self.stop_layer) is not int or self.stop_layer < 1):
+            raise self.refusal("stop_layer", "must be a layer from 1 on, or None")
 
     def begin(self, task: SelectionTask) -> Selection:
         """Return a selection that looks at the question's attention."""
-        return QuerySelection(task, self.config)
+        return _QuerySelection(task, self)
 
     def validate(self, num_layers: int) -> None:
         """Raise `ConfigError` if a layer that the settings name is not there."""
-        look_layers(self.config, num_layers)
-        stop_layer(self.config, num_layers)
+        look_layers(self.look_layers, num_layers)
+        stop_layer(self.stop_layer, num_layers)
 
 
-def look_layers(config: BlendConfig, num_layers: int) -> tuple[int, ...]:
+def look_layers(asked: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
     """Return the layers in which the question's attention is looked at; at least one layer comes behind them.
 
     Raises
     ------
     ConfigError
-        If the settings name a layer that is not there, or the last one.
+        If a layer is asked for that is not there, or the last one.
     """
-    if config.look_layers is not None:
-        if config.look_layers[-1] >= num_layers - 1:
+    if asked is not None:
+        if asked[-1] >= num_layers - 1:
             raise ConfigError(
-                f"look_layers={config.look_layers} must end before the model's last layer, {num_layers - 1}: the chosen tokens "
+                f"look_layers={asked} must end before the model's last layer, {num_layers - 1}: the chosen tokens "
                 "are computed behind them"
             )
-        return config.look_layers
+        return asked
     if num_layers < 2:
         raise ConfigError(
-            "looking at attention needs a model of two layers or more; choose a selector that does not, and repair_ratio=0"
+            "looking at attention needs a model of two layers or more; choose a selector that does not, and no repair"
         )
     first = min(round(_LOOK_FROM * num_layers), num_layers - 2)
     return tuple(range(first, max(first + 1, min(round(_LOOK_TO * num_layers), num_layers - 1))))
 
 
-def context_layers(num_layers: int) -> int:
+def _context_layers(num_layers: int) -> int:
     """Return how many layers, from the first on, carry what a chunk's tokens take from other chunks: two thirds of them.
 
     By measurement on the reference model (docs/selectors.md). Where they end recompute stops by default.
@@ -113,15 +144,15 @@ def context_layers(num_layers: int) -> int:
     return -(-2 * num_layers // 3)
 
 
-def stop_layer(config: BlendConfig, num_layers: int) -> int | None:
+def stop_layer(asked: int | None, num_layers: int) -> int | None:
     """Return the layer from which on no chunk token is recomputed, or None where they are in all layers.
 
     Raises
     ------
     ConfigError
-        If the settings name one that is not there.
+        If one is asked for that is not there.
     """
-    stop = context_layers(num_layers) if config.stop_layer is None else config.stop_layer
+    stop = _context_layers(num_layers) if asked is None else asked
     if stop > num_layers:
         raise ConfigError(
             f"stop_layer={stop} is beyond the model's {num_layers} layers; stop_layer={num_layers} recomputes in all of them"
@@ -129,30 +160,18 @@ def stop_layer(config: BlendConfig, num_layers: int) -> int | None:
     return stop if stop < num_layers else None
 
 
-def rows_before(stop: int | None, task: SelectionTask) -> int:
-    """Return how many rows the budget, an average over all layers, buys where none is recomputed from layer `stop` on."""
-    depth = stop or task.num_layers
-    return min(round(task.budget * task.num_layers / depth), task.layout.candidate_rows.numel())
+class _QuerySelection(Selection):
+    """Looks at the question's attention in some layers, and then chooses."""
 
-
-class QuerySelection(Selection):
-    """Looks at the question's attention in some layers, and then chooses.
-
-    Parameters
-    ----------
-    task : SelectionTask
-        The prompt.
-    config : BlendConfig
-        The settings.
-    """
-
-    def __init__(self, task: SelectionTask, config: BlendConfig) -> None:
-        self.look_layers = look_layers(config, task.num_layers)
-        self.stop_layer = stop_layer(config, task.num_layers)
+    def __init__(self, task: SelectionTask, options: QuerySelector) -> None:
+        self.look_layers = look_layers(options.look_layers, task.num_layers)
+        self.stop_layer = stop_layer(options.stop_layer, task.num_layers)
         self._layout: PromptLayout = task.layout
-        self._segment_tokens = config.segment_tokens or SEGMENT_TOKENS
+        self._segment_tokens = options.segment_tokens
         self._candidates = task.layout.candidate_rows
-        self._budget = rows_before(self.stop_layer, task)
+        depth = self.stop_layer or task.num_layers
+        # The budget is an average over all layers.
+        self._budget = min(round(task.budget * task.num_layers / depth), self._candidates.numel())
         self._attention = torch.zeros(self._candidates.numel())
 
     def look(self, layer: int, attention: torch.Tensor) -> None:
@@ -161,10 +180,6 @@ class QuerySelection(Selection):
         # Some layers attend to the context much more than others; each has one vote.
         self._attention += mass / mass.sum().clamp_min(torch.finfo(mass.dtype).tiny)
 
-    def scores(self) -> torch.Tensor:
-        """Return the score of each candidate."""
-        return self._attention
-
     def rows(self) -> torch.Tensor:
         """Return the candidates of the highest scores."""
-        return pick(self.scores(), self._candidates, self._budget, self._layout, self._segment_tokens)
+        return pick(self._attention, self._candidates, self._budget, self._layout, self._segment_tokens)

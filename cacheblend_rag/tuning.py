@@ -1,0 +1,78 @@
+"""What benchmarks and tests change to compare, and nobody else should need to."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Tuning"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Constants of an engine that have one good value each; given to `BlendEngine` as ``tuning=``.
+
+    Attributes
+    ----------
+    encode_batch_tokens, decode_batch_tokens : int
+        Most tokens encoded in one batch, padding included; most tokens of KV, padding and room for the answers included, that
+        prompts of one call decode together with.
+    miss_tokens : int
+        Most tokens that an answer waits for while chunks without stored KV are encoded in their documents. Chunks beyond that are
+        computed like text for this answer, and encoded in the background.
+    prefetch_layers, load_threads : int
+        Layers that the loader may be ahead of the computation, and threads that read, check and decode stored KV beside it; None
+        is one for every two cores, at most 4.
+    reposition : bool
+        False leaves stored keys at the positions that they were encoded at (FullReuse in A3, section 5).
+    pipeline : bool
+        False loads every layer only when it is asked for, in the thread of the computation, one read after the other.
+    page_locked : bool, optional
+        Whether the RAM tier's memory is page-locked, so that a CUDA device copies from it without the processor; by default where
+        the model is on one.
+    write_back_bytes : int
+        Most bytes of KV of misses that wait in RAM to be written to disk in the background. A miss that finds no room is not
+        stored. With 0 an answer waits for its misses to be written.
+    profile_path : Path, optional
+        The file in which "auto" keeps what it measured; by default one in the folder of the store, or in the user's cache
+        directory where there is none.
+    profile_budget_s : float
+        About how long "auto" may measure when it is first used and finds no such file; 0 never measures.
+    guard_limit : float
+        The average distance of the compared answers from full prefill's past which the guard acts, 0 (all the same) to 1.
+    guard_window : int
+        How many compared answers that average is taken over; the guard acts when there are as many, and then begins anew.
+    observation_window : int
+        The last tokens of the prompt, behind the last chunk, whose attention says which context tokens are kept (`kv_capacity`).
+    pooling_kernel : int
+        Over how many neighbouring tokens that attention is pooled (their maximum), so that words are kept with what surrounds
+        them; odd, and 1 pools nothing.
+    self_check : bool
+        Whether a new engine verifies blending on its model with random tokens, which takes a few small forward passes.
+    """
+
+    encode_batch_tokens: int = 4096
+    decode_batch_tokens: int = 32_768
+    miss_tokens: int = 16_384
+    prefetch_layers: int = 2
+    load_threads: int | None = None
+    reposition: bool = True
+    pipeline: bool = True
+    page_locked: bool | None = None
+    write_back_bytes: int = 256 * 1024**2
+    profile_path: Path | None = None
+    profile_budget_s: float = 5.0
+    guard_limit: float = 0.1
+    guard_window: int = 20
+    observation_window: int = 32
+    pooling_kernel: int = 7
+    self_check: bool = True
+
+    @property
+    def threads(self) -> int:
+        """How many threads load."""
+        if self.load_threads is not None:
+            return self.load_threads
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return max(1, min(4, cores // 2))
