@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.model import (
     REACHES,
@@ -23,6 +22,7 @@ from cacheblend_rag.model import (
     watch_attention,
     watch_forward,
 )
+from cacheblend_rag.tuning import Tuning
 
 __all__ = ["Eviction", "choose_tokens", "context_attention"]
 
@@ -43,8 +43,10 @@ class Eviction:
     ----------
     model : PreTrainedModel
         The model.
-    config : BlendConfig
-        The settings; `kv_capacity` must be set.
+    kv_capacity : int or float
+        How much of the context each layer and head keeps: a number of tokens, or a share.
+    tuning : Tuning
+        How many tokens observe, and over how many their attention is pooled.
     cache : KVCache
         The prompt's cache, empty.
     prompt_tokens : int
@@ -69,7 +71,8 @@ class Eviction:
     def __init__(
         self,
         model: PreTrainedModel,
-        config: BlendConfig,
+        kv_capacity: int | float,
+        tuning: Tuning,
         cache: KVCache,
         prompt_tokens: int,
         context: tuple[int, int],
@@ -77,7 +80,6 @@ class Eviction:
         room: int,
         at_end: bool = False,
     ) -> None:
-        assert config.kv_capacity is not None
         self._model = model
         self._cache = cache
         self._prompt_tokens = prompt_tokens
@@ -86,10 +88,10 @@ class Eviction:
         self._at_end = at_end
         self._chosen: dict[int, torch.Tensor] = {}
         tokens = self._stop - self._start
-        share = config.kv_capacity
+        share = kv_capacity
         self._capacity = min(tokens, share if isinstance(share, int) else max(1, round(share * tokens)))
-        self._window = min(config.observation_window, prompt_tokens - self._stop)
-        self._kernel = config.pooling_kernel
+        self._window = min(tuning.observation_window, prompt_tokens - self._stop)
+        self._kernel = tuning.pooling_kernel
         self.kept_reason: str | None = None
         self._waiting: list[int] = []
         if self._capacity < tokens:

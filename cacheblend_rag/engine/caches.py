@@ -16,10 +16,11 @@ from cacheblend_rag.fuse import BlendCache, Repair, Steering
 from cacheblend_rag.layout import ChunkSpan
 from cacheblend_rag.loader import LayerLoader, ResumedLayers
 from cacheblend_rag.model import Decoder, num_decoder_layers
-from cacheblend_rag.selection import FixedSelection
+from cacheblend_rag.selection import FixedSelection, make_selector
 from cacheblend_rag.selection.question import look_layers
 from cacheblend_rag.snapkv import Eviction
 from cacheblend_rag.store import KVReader
+from cacheblend_rag.tuning import Tuning
 
 __all__ = ["ROOM_FOR_OUTPUT", "PromptCaches"]
 
@@ -39,9 +40,12 @@ class PromptCaches:
         The model.
     decoder : Decoder
         The model as blending sees it.
+    tuning : Tuning
+        How layers are loaded, and what eviction looks at.
     """
 
-    def __init__(self, model: PreTrainedModel, decoder: Decoder) -> None:
+    def __init__(self, model: PreTrainedModel, decoder: Decoder, tuning: Tuning) -> None:
+        self._tuning = tuning
         self._model = model
         self._decoder = decoder
         self._num_layers = num_decoder_layers(model)
@@ -87,7 +91,7 @@ class PromptCaches:
     @contextmanager
     def _steered(self, run: PromptRun, readers: Sequence[KVReader], headroom: int) -> Iterator[BlendCache]:
         assert run.plan is not None
-        config, layout = run.request.config, run.layout
+        tuning, layout = self._tuning, run.layout
         # A prompt that is computed as a whole, but for the rows that its conversation has.
         selection = run.plan.selection or FixedSelection(_NO_ROWS)
         cache = BlendCache(self._num_layers)
@@ -99,7 +103,7 @@ class PromptCaches:
             loaded = replace(layout, chunks=(ChunkSpan(0, layout.resumed_rows, 0), *layout.chunks))
             readers = [run.head, *readers]
         run.timings.forward_started = time.perf_counter()
-        threads = config.load_threads if config.pipeline else 0
+        threads = tuning.threads if tuning.pipeline else 0
         loader = (
             LayerLoader(
                 self._decoder,
@@ -107,9 +111,9 @@ class PromptCaches:
                 readers,
                 first_layer,
                 capacity,
-                config.prefetch_layers,
+                tuning.prefetch_layers,
                 threads,
-                config.reposition,
+                tuning.reposition,
             )
             if readers
             else None
@@ -119,7 +123,8 @@ class PromptCaches:
             source = ResumedLayers(rows, loader, capacity) if rows else loader
             assert source is not None
             steering = Steering(self._decoder, cache, layout, selection, source)
-            repair = Repair(self._decoder, cache, layout, steering, config) if config.repair_ratio else None
+            selector = make_selector(run.request.blend.selector)
+            repair = Repair(self._decoder, cache, layout, steering, selector) if selector.repair else None
             with steering(), nullcontext() if repair is None else repair():
                 yield cache
         if loader is not None:
@@ -132,11 +137,9 @@ class PromptCaches:
 
     def _watching(self, run: PromptRun, cache: BlendCache) -> AbstractContextManager[None]:
         """Note what the answer attends to, where that is asked for."""
-        if not run.request.config.source_attention or run.request.config.kv_capacity is not None:
+        if not run.request.blend.source_attention or run.request.blend.kv_capacity is not None:
             return nullcontext()
-        sources = SourceAttention(
-            self._model, look_layers(run.request.config, self._num_layers), len(run.prompt.layout)
-        )
+        sources = SourceAttention(self._model, look_layers(None, self._num_layers), len(run.prompt.layout))
         run.outcome.attention = sources.of
         return sources(cache)
 
@@ -144,14 +147,15 @@ class PromptCaches:
     def _evicting(self, run: PromptRun, cache: BlendCache, headroom: int) -> Iterator[None]:
         """Evict context KV during the prefill, where that is asked for, and note what the cache holds after it."""
         length = len(run.prompt.layout)
-        if run.request.config.kv_capacity is None:
+        if run.request.blend.kv_capacity is None:
             yield
         else:
             selection = None if run.plan is None else run.plan.selection
             twice = selection is not None and bool(selection.look_layers)
             eviction = Eviction(
                 self._model,
-                run.request.config,
+                run.request.blend.kv_capacity,
+                self._tuning,
                 cache,
                 length,
                 run.prompt.context,

@@ -92,8 +92,8 @@ class Comparer:
         The model as blending sees it.
     runner : Runner
         Runs prompts.
-    config : BlendConfig
-        The engine's settings.
+    blend : BlendConfig
+        The engine's own settings of blending.
     ending : callable
         Whether comparisons are not needed any more.
     whole_documents : callable
@@ -106,7 +106,7 @@ class Comparer:
         tokenizer: Any,
         decoder: Decoder,
         runner: Runner,
-        config: BlendConfig,
+        blend: BlendConfig,
         ending: Callable[[], bool],
         whole_documents: Callable[[AssembledPrompt], tuple[int, ...] | None],
     ) -> None:
@@ -114,7 +114,7 @@ class Comparer:
         self._tokenizer = tokenizer
         self._decoder = decoder
         self._runner = runner
-        self._full = config.replace(enabled=False)
+        self._full = blend.replace(enabled=False)
         self._ending = ending
         self._whole_documents = whole_documents
 

@@ -29,7 +29,7 @@ class Conversation:
     ``recompute_ratio=1``, only the exact rows that both turns begin with are taken over, so that the turn has the answer of the
     model's own ``generate`` (as far as rounding lets a token that is computed alone equal one that is computed among others).
     Otherwise, first rows that are not exact are taken over too, if they were made as this turn makes its own: at no lower ratio,
-    with the same selector, in the same layers, and so on (`reposition`, `repair_ratio`). With ``selector="none"`` the ratio is 0,
+    with the same selector and options. With ``selector="none"`` the ratio is 0,
     whatever the setting says.
 
     A row that was computed behind a chunk knows of it. When a chunk is deleted or replaced, by whatever process, every row that
@@ -125,10 +125,7 @@ class Conversation:
         first = max(rows, head)
         head = head if head > rows else 0
         behind = tuple(span for span in layout.chunks if span.start >= first)
-        # What stands behind keys that were left at other places is of no use where keys are turned, and the other way round.
-        mixed = asked is not None and others is not None and others.reposition != asked.reposition
-        movable = held.token_ids[: held.exact] if mixed else held.token_ids
-        runs = tuple(find_runs(movable, layout.token_ids, gaps(first, behind, end), rows)) if moves else ()
+        runs = tuple(find_runs(held.token_ids, layout.token_ids, gaps(first, behind, end), rows)) if moves else ()
         if not runs and (head or not rows):
             return None
         kept = [] if head else [LayerKV(*(tensor[:, :, :rows] for tensor in layer)) for layer in held.layers]

@@ -52,11 +52,11 @@ def check_options(max_new_tokens: int | None, options: dict[str, Any]) -> None:
         raise ConfigError(f"max_new_tokens={max_new_tokens!r} is no whole number; give 1 or more")
     if max_new_tokens is not None and max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens={max_new_tokens} leaves nothing to generate; use prefill, or give 1 or more")
-    settings = sorted(options.keys() & BlendConfig.model_fields.keys())
+    settings = sorted(options.keys() & BlendConfig.kinds.keys())
     if settings:
+        kind = BlendConfig.kinds[settings[0]]
         raise ConfigError(
-            f"{', '.join(settings)}: settings of the engine, not options of generate; give them in "
-            f"config=engine.config.replace({settings[0]}=...)"
+            f"{', '.join(settings)}: no options of generate, but of {kind.__name__}: {settings[0]} is {kind.lifetime}"
         )
     for name, why in _FOREIGN.items():
         if options.get(name) is not None:

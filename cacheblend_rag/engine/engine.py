@@ -18,8 +18,8 @@ import torch
 from transformers import PreTrainedModel
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk
-from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.controller import Profile
+from cacheblend_rag.config import BlendConfig, EngineConfig
+from cacheblend_rag.controller import Profile, check_attention, check_selector
 from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.background import AddJob, AddResult
 from cacheblend_rag.engine.conversation import Conversation
@@ -41,7 +41,6 @@ from cacheblend_rag.engine.prompt import AssembledPrompt
 from cacheblend_rag.engine.reporting import make_report
 from cacheblend_rag.engine.request import PromptRun, Request
 from cacheblend_rag.engine.runner import Runner
-from cacheblend_rag.engine.settings import CallSettings
 from cacheblend_rag.engine.supply import KVSupply
 from cacheblend_rag.engine.uses import FirstUses
 from cacheblend_rag.engine.watch import LayerWatcher, WatchedForward, WatchedPrefill
@@ -54,6 +53,7 @@ from cacheblend_rag.pml import Prompt, Schema
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.selection import make_selector
 from cacheblend_rag.store import KVStore, NameChanges, NodeRecord
+from cacheblend_rag.tuning import Tuning
 
 __all__ = ["BlendEngine"]
 
@@ -71,12 +71,16 @@ class BlendEngine:
         A Hugging Face causal language model.
     tokenizer : Any
         Its tokenizer.
-    config : BlendConfig, optional
-        The settings; by default those of the environment.
+    config : EngineConfig, optional
+        What is settled with the engine; by default the environment's settings.
+    blend : BlendConfig, optional
+        How prompts are blended that bring no settings of their own; by default the environment's settings.
     store : KVStore, str, Path or None
         Where KV is kept: a folder, a store of yours, or None for this process's RAM.
-    namespace : str, optional
-        The tenant whose KV this is; short for the setting of that name, and wins over it.
+    tenant : str, optional
+        Whose KV this is; short for the setting of that name, and wins over it.
+    tuning : Tuning, optional
+        For comparisons.
 
     Attributes
     ----------
@@ -108,21 +112,27 @@ class BlendEngine:
         model: PreTrainedModel,
         tokenizer: Any,
         *,
-        config: BlendConfig | None = None,
+        config: EngineConfig | None = None,
+        blend: BlendConfig | None = None,
         store: KVStore | str | Path | None = None,
-        namespace: str | None = None,
+        tenant: str | None = None,
+        tuning: Tuning | None = None,
     ) -> None:
-        config = BlendConfig.of(config)
-        self.config = config if namespace is None else config.replace(namespace=namespace)
+        config = EngineConfig.of(config)
+        self.config = config if tenant is None else config.replace(tenant=tenant)
+        self.blend = BlendConfig.of(blend)
+        self.tuning = tuning or Tuning()
         self.model = model.eval()
         self.model_name: str = getattr(model, "name_or_path", "") or type(model).__name__
         self.tokenizer = tokenizer
         self._closed = False
-        self.decoder, self.unsupported_reason = look_at_model(self.model, self.config)
-        self._call_settings = CallSettings(self.config, self.model, self.decoder)
+        self.decoder, self.unsupported_reason = look_at_model(
+            self.model, strict=self.config.strict, self_check=self.tuning.self_check
+        )
+        self._check_blend(self.blend)
         self._owns_store = store is None or isinstance(store, str | Path)
         self.store: KVStore = (
-            open_engine_store(store, self.config, self.decoder)
+            open_engine_store(store, self.config, self.tuning, self.decoder)
             if store is None or isinstance(store, str | Path)
             else store
         )
@@ -139,24 +149,35 @@ class BlendEngine:
                 identity,
                 self.config.encoding_prefix,
                 model_window(model),
-                self.config.namespace,
+                self.config.tenant,
                 FirstUses(self.store) if defers and self.decoder is not None else None,
                 self.decoder is None or self.decoder.is_movable,
                 self.config.separator,
                 0 if self.config.context == "none" or self.decoder is None else self.config.context_tokens,
                 None if self.decoder is None else self.decoder.rope_reach,
             )
-            self._supply = KVSupply(model, self.decoder, self.store, self._assembler, self.config)
+            self._supply = KVSupply(model, self.decoder, self.store, self._assembler, self.config, self.tuning)
             self._ingest = Ingest(self._assembler, self._supply, self.store, self.decoder, self.config)
             self._supply.on_late = self._ingest.encode_later
             self._kept = KeptTurns(self.store, self._assembler.namespace, self.config.conversation_bytes)
-            self._prefetcher = Prefetcher(self.store, self.config.load_threads)
+            self._prefetcher = Prefetcher(self.store, self.tuning.threads)
             self.schemas = Schemas(self._assembler, self._ingest, self.store, self._prefetcher)
-            self._runner = Runner(model, self.decoder, self.unsupported_reason, self.store, self._supply, self.config)
+            self._runner = Runner(
+                model,
+                self.decoder,
+                self.unsupported_reason,
+                self.store,
+                self._supply,
+                self.config,
+                self.blend,
+                self.tuning,
+            )
             whole = self._assembler.with_whole_documents
-            self.guard = Guard(model, tokenizer, self.decoder, self._runner, self.config, whole)
+            self.guard = Guard(
+                model, tokenizer, self.decoder, self._runner, self.config, self.blend, self.tuning, whole
+            )
             self.metrics = EngineMetrics(self.store.stats, self.guard.status if self.guard.active else None)
-            self._many = Many(model, tokenizer, self.decoder, self._runner, self.config.self_check)
+            self._many = Many(model, tokenizer, self.decoder, self._runner, self.tuning)
             undo.pop_all()
 
     @classmethod
@@ -164,9 +185,11 @@ class BlendEngine:
         cls,
         model: str | Path,
         *,
-        config: BlendConfig | None = None,
+        config: EngineConfig | None = None,
+        blend: BlendConfig | None = None,
         store: KVStore | str | Path | None = None,
-        namespace: str | None = None,
+        tenant: str | None = None,
+        tuning: Tuning | None = None,
         **model_kwargs: Any,
     ) -> BlendEngine:
         """Load a model and its tokenizer and make an engine of them.
@@ -175,12 +198,10 @@ class BlendEngine:
         ----------
         model : str or Path
             A Hugging Face id, a folder, or "reference" for the small model that comes with this package.
-        config : BlendConfig, optional
+        config : EngineConfig, optional
             The settings; `dtype` and `device` say how the model is loaded.
-        store : KVStore, str, Path or None
-            Where KV is kept: a folder, a store of yours, or None for this process's RAM.
-        namespace : str, optional
-            The tenant whose KV this is; short for the setting of that name, and wins over it.
+        blend, store, tenant, tuning
+            As for an engine.
         **model_kwargs : Any
             Passed to ``AutoModelForCausalLM.from_pretrained``; what says where the model is (`revision`, `token` and so on)
             also to the tokenizer's.
@@ -195,11 +216,11 @@ class BlendEngine:
         ConfigError
             If there is no such model, it cannot be reached or its device is not there, or the settings have no meaning.
         """
-        config = BlendConfig.of(config)
+        config, blend = EngineConfig.of(config), BlendConfig.of(blend)
         # Known before a large model is loaded for nothing.
-        make_selector(config)
+        make_selector(blend.selector)
         loaded, tokenizer = load_pretrained(model, config, model_kwargs)
-        engine = cls(loaded, tokenizer, config=config, store=store, namespace=namespace)
+        engine = cls(loaded, tokenizer, config=config, blend=blend, store=store, tenant=tenant, tuning=tuning)
         engine.model_name = str(model)
         return engine
 
@@ -237,31 +258,24 @@ class BlendEngine:
                 else:
                     self.store.settle()
 
-    def check_config(self, config: BlendConfig) -> BlendConfig:
-        """Return settings as a call that is given them uses them.
-
-        Parameters
-        ----------
-        config : BlendConfig
-            Settings for some calls, as `generate` takes them.
-
-        Returns
-        -------
-        BlendConfig
-            The same, but for what this engine has settled of its own.
+    def check_blend(self, blend: BlendConfig) -> BlendConfig:
+        """Return settings of a call, if this engine's model can be blended so.
 
         Raises
         ------
         ConfigError
-            If they name a selector or a layer that does not exist, ask of the model what it does not have, or change what was
-            settled when the engine was made.
+            If they name a selector or a layer that does not exist, or ask of the model what it does not have.
         """
-        return self._call_settings.for_call(config)
+        blend = BlendConfig.of(blend)
+        self._check_blend(blend)
+        return blend
 
-    @staticmethod
-    def is_settled(name: str) -> bool:
-        """Return whether the setting of this name is settled when an engine is made, so that no single call can change it."""
-        return CallSettings.is_settled(name)
+    def _check_blend(self, blend: BlendConfig) -> None:
+        # A model whose configuration names no layers is never blended.
+        if self.decoder is not None or num_decoder_layers(self.model):
+            check_selector(blend, num_decoder_layers(self.model))
+        if self.decoder is not None:
+            check_attention(blend, self.decoder)
 
     @overload
     def add(
@@ -531,7 +545,7 @@ class BlendEngine:
 
     @property
     def namespace(self) -> str:
-        """Digest of the model, tokenizer, encoding prefix and tenant (`config.namespace`): equal ones share KV."""
+        """Digest of the model, tokenizer, encoding prefix and tenant (`config.tenant`): equal ones share KV."""
         return self._assembler.namespace
 
     @property
@@ -620,7 +634,7 @@ class BlendEngine:
         Parameters
         ----------
         budget_s : float, optional
-            About how many seconds it may take; ``config.profile_budget_s`` by default. More gives longer prompts and more
+            About how many seconds it may take; 5 by default. More gives longer prompts and more
             repetitions.
         progress : callable, optional
             Called with what is measured now.
@@ -640,7 +654,7 @@ class BlendEngine:
         self._check_open()
         if self.unsupported_reason is not None:
             raise UnsupportedModelError(f"{self.unsupported_reason}; there is nothing to profile")
-        budget = self.config.profile_budget_s if budget_s is None else budget_s
+        budget = self.tuning.profile_budget_s if budget_s is None else budget_s
         if not 0 < budget < math.inf:
             raise ConfigError(f"a time limit of {budget} s leaves nothing to measure; give some seconds, 5 for example")
         with self._runner.lock:
@@ -679,7 +693,7 @@ class BlendEngine:
         self,
         prompt: BlendPrompt | Prompt,
         *,
-        config: BlendConfig | None = None,
+        blend: BlendConfig | None = None,
         conversation: Conversation | None = None,
     ) -> PrefillResult:
         """Prefill a prompt, blending its chunks.
@@ -688,9 +702,8 @@ class BlendEngine:
         ----------
         prompt : BlendPrompt or Prompt
             The prompt.
-        config : BlendConfig, optional
-            Blending settings for this call (`enabled`, `recompute_ratio`, `quality_ratio`, `selector` and what belongs to it,
-            `min_tokens`).
+        blend : BlendConfig, optional
+            Blending settings for this call.
         conversation : Conversation, optional
             The conversation that this is a turn of.
 
@@ -706,7 +719,7 @@ class BlendEngine:
         ConfigError
             If the settings do not fit the model.
         """
-        run = self._begin(prompt, config, conversation)
+        run = self._begin(prompt, blend, conversation)
 
         def forward(cache: BlendCache | None, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
             return last_logits(self.model, inputs, cache)
@@ -721,7 +734,7 @@ class BlendEngine:
         prompt: BlendPrompt | Prompt,
         max_new_tokens: int | None = None,
         *,
-        config: BlendConfig | None = None,
+        blend: BlendConfig | None = None,
         conversation: Conversation | None = None,
         wait_s: float | None = None,
         **generation_kwargs: Any,
@@ -734,7 +747,7 @@ class BlendEngine:
             The prompt.
         max_new_tokens : int, optional
             Most tokens to generate, never beyond the model's window; by default the model's own setting, or 256.
-        config : BlendConfig, optional
+        blend : BlendConfig, optional
             Blending settings for this call.
         conversation : Conversation, optional
             The conversation that this is a turn of (`conversation`).
@@ -759,7 +772,7 @@ class BlendEngine:
             If an option cannot be combined with blending.
         """
         check_options(max_new_tokens, generation_kwargs)
-        run = self._begin(prompt, config, conversation, wait_s)
+        run = self._begin(prompt, blend, conversation, wait_s)
         return self._decode(run, max_new_tokens, generation_kwargs, threading.Event(), None, self.guard.watch(run))
 
     def generate_many(
@@ -768,7 +781,7 @@ class BlendEngine:
         max_new_tokens: int | None = None,
         *,
         batch_size: int | None = None,
-        config: BlendConfig | None = None,
+        blend: BlendConfig | None = None,
         wait_s: float | None = None,
         **generation_kwargs: Any,
     ) -> list[GenerationResult]:
@@ -777,7 +790,7 @@ class BlendEngine:
         Chunks without stored KV are encoded in one go, each once whichever prompts have it; the prompts are prefilled one after
         the other, and their answers are decoded together in a padded batch. Greedy answers are those of `generate`, but for
         rounding: where two tokens are as likely as each other to the last digits, either may be taken. Sampled answers are other
-        draws. Where settings or options do not allow a batch (`repair_ratio`, `kv_capacity`, options that read a prompt's ids),
+        draws. Where settings or options do not allow a batch (repair, `kv_capacity`, options that read a prompt's ids),
         answers are decoded one by one, and each report's `alone_reason` says why.
 
         Stopping criteria and logits processors see each prompt as a batch of one without padding. Every prompt gets shallow
@@ -790,8 +803,8 @@ class BlendEngine:
         max_new_tokens : int, optional
             Most tokens of each answer, as in `generate`.
         batch_size : int, optional
-            Most prompts that are decoded together; by default as many as `config.decode_batch_tokens` allows.
-        config : BlendConfig, optional
+            Most prompts that are decoded together; by default as many as memory is meant to allow.
+        blend : BlendConfig, optional
             Blending settings for this call.
         wait_s : float, optional
             Most seconds to wait for the model while other calls have it; by default as long as it takes.
@@ -813,7 +826,7 @@ class BlendEngine:
             If an option cannot be combined with blending, or `batch_size` is below 1.
         """
         return self._generate_many(
-            prompts, max_new_tokens, batch_size, config, wait_s, generation_kwargs, threading.Event()
+            prompts, max_new_tokens, batch_size, blend, wait_s, generation_kwargs, threading.Event()
         )
 
     async def agenerate_many(
@@ -822,7 +835,7 @@ class BlendEngine:
         max_new_tokens: int | None = None,
         *,
         batch_size: int | None = None,
-        config: BlendConfig | None = None,
+        blend: BlendConfig | None = None,
         wait_s: float | None = None,
         **generation_kwargs: Any,
     ) -> list[GenerationResult]:
@@ -830,7 +843,7 @@ class BlendEngine:
         stop = threading.Event()
         answers: Feed[None, list[GenerationResult]] = Feed()
         answers.start(
-            partial(self._generate_many, prompts, max_new_tokens, batch_size, config, wait_s, generation_kwargs, stop),
+            partial(self._generate_many, prompts, max_new_tokens, batch_size, blend, wait_s, generation_kwargs, stop),
             "cacheblend-many",
         )
         try:
@@ -843,7 +856,7 @@ class BlendEngine:
         prompts: Sequence[BlendPrompt | Prompt],
         max_new_tokens: int | None,
         batch_size: int | None,
-        config: BlendConfig | None,
+        blend: BlendConfig | None,
         wait_s: float | None,
         options: dict[str, Any],
         stop: threading.Event,
@@ -854,7 +867,7 @@ class BlendEngine:
             raise ConfigError(f"batch_size={batch_size} must be at least 1; leave it out to have it chosen")
         if isinstance(prompts, BlendPrompt | Prompt):
             raise ConfigError(f"prompts is one {type(prompts).__name__}; give a list of them, or use generate")
-        runs = [self._begin(prompt, config, wait_s=wait_s, started=started) for prompt in prompts]
+        runs = [self._begin(prompt, blend, wait_s=wait_s, started=started) for prompt in prompts]
         firsts = [self.guard.watch(run) for run in runs]
         results: dict[int, GenerationResult] = {}
         for index, result in self._many.answer(runs, max_new_tokens, batch_size, options, stop, firsts):
@@ -870,7 +883,7 @@ class BlendEngine:
         prompt: BlendPrompt | Prompt,
         max_new_tokens: int | None = None,
         *,
-        config: BlendConfig | None = None,
+        blend: BlendConfig | None = None,
         conversation: Conversation | None = None,
         wait_s: float | None = None,
         **generation_kwargs: Any,
@@ -883,7 +896,7 @@ class BlendEngine:
             An iterator over pieces of text; its `result` holds the report.
         """
         check_options(max_new_tokens, generation_kwargs)
-        run = self._begin(prompt, config, conversation, wait_s)
+        run = self._begin(prompt, blend, conversation, wait_s)
         first = self.guard.watch(run)
 
         def generate(streamer: Any, stop: threading.Event) -> GenerationResult:
@@ -914,7 +927,7 @@ class BlendEngine:
         prompt: BlendPrompt | Prompt,
         watcher: LayerWatcher,
         *,
-        config: BlendConfig | None = None,
+        blend: BlendConfig | None = None,
         rows: torch.Tensor | None = None,
     ) -> WatchedPrefill:
         """Prefill a prompt as `prefill` does, and show what each layer attends to; nothing is evicted, and all text is computed.
@@ -926,7 +939,7 @@ class BlendEngine:
         watcher : callable
             Called with each layer's number and its `AttentionCall`, as the layers come. Where stored KV turns out damaged, the
             prompt is run again, and the layers come again from the first.
-        config : BlendConfig, optional
+        blend : BlendConfig, optional
             Blending settings for this call.
         rows : torch.Tensor, optional
             The rows of chunk tokens to recompute, ascending, int64, instead of those that the selector would choose.
@@ -945,8 +958,7 @@ class BlendEngine:
         UnsupportedModelError
             If the model's attention cannot be watched.
         """
-        config = (self.config if config is None else config).replace(kv_capacity=None)
-        run = self._begin(prompt, config)
+        run = self._begin(prompt, (self.blend if blend is None else blend).replace(kv_capacity=None))
         layout = run.prompt.layout
         if rows is not None and not (
             bool((rows[1:] > rows[:-1]).all()) and bool(torch.isin(rows, layout.context_rows).all())
@@ -975,7 +987,7 @@ class BlendEngine:
     def _begin(
         self,
         prompt: BlendPrompt | Prompt,
-        config: BlendConfig | None,
+        blend: BlendConfig | None,
         conversation: Conversation | None = None,
         wait_s: float | None = None,
         started: float | None = None,
@@ -992,20 +1004,20 @@ class BlendEngine:
         resets = 0 if conversation is None else conversation.resets
         self._weights.check()
         prompt = self._blend_prompt(prompt)
-        if config is not None and config is not self.config:
-            config = self.check_config(config)
-            return PromptRun(Request(config, started, until, conversation, resets), self._assemble(prompt, config))
+        if blend is not None and blend is not self.blend:
+            blend = self.check_blend(blend)
+            return PromptRun(Request(blend, started, until, conversation, resets), self._assemble(prompt, blend))
         order = self.guard.order
-        assembled = self._assemble(prompt, order.config)
+        assembled = self._assemble(prompt, order.blend)
         if assembled.layout.remembers:
             # What the guard falls back to knows less than these chunks.
-            order = replace(order, config=self.config, action=None)
-        request = Request(order.config, started, until, conversation, resets, order.level, order.action)
+            order = replace(order, blend=self.blend, action=None)
+        request = Request(order.blend, started, until, conversation, resets, order.level, order.action)
         return PromptRun(request, assembled)
 
-    def _assemble(self, prompt: BlendPrompt, config: BlendConfig) -> AssembledPrompt:
-        assembled = self._assembler.assemble(prompt, retrieving=config.enabled)
-        if config.enabled:
+    def _assemble(self, prompt: BlendPrompt, blend: BlendConfig) -> AssembledPrompt:
+        assembled = self._assembler.assemble(prompt, retrieving=blend.enabled)
+        if blend.enabled:
             self._prefetcher.claim(chunk.key for chunk in assembled.chunks)
         return assembled
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.config import BlendConfig, EngineConfig
 from cacheblend_rag.engine.compare import Comparer, Comparison, GaveWayError, Sample
 from cacheblend_rag.engine.firsttoken import FirstLogits
 from cacheblend_rag.engine.generation import GenerationResult
@@ -21,6 +21,8 @@ from cacheblend_rag.engine.prompt import AssembledPrompt
 from cacheblend_rag.engine.request import PromptRun
 from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.model import Decoder
+from cacheblend_rag.selection import make_selector
+from cacheblend_rag.tuning import Tuning
 
 __all__ = ["Guard", "GuardOrder", "GuardStatus"]
 
@@ -49,9 +51,9 @@ class GuardStatus:
     failed : int
         Requests whose full prefill failed.
     window : int
-        Comparisons that the two averages are taken over, `BlendConfig.guard_window` at most.
+        Comparisons that the two averages are taken over, `Tuning.guard_window` at most.
     divergence : float or None
-        Average distance of the answers from full prefill's, 0 to 1; what `BlendConfig.guard_limit` is compared with.
+        Average distance of the answers from full prefill's, 0 to 1; what `Tuning.guard_limit` is compared with.
     first_token_kl : float or None
         Average Kullback-Leibler divergence of the first token's distribution from full prefill's, in nats.
     recompute_ratio : float or "auto"
@@ -79,7 +81,7 @@ class GuardOrder:
 
     Attributes
     ----------
-    config : BlendConfig
+    blend : BlendConfig
         The settings.
     level : int
         How often they have changed; an answer given under earlier ones says nothing of these.
@@ -87,7 +89,7 @@ class GuardOrder:
         What the guard changed in them, and why.
     """
 
-    config: BlendConfig
+    blend: BlendConfig
     level: int = 0
     action: str | None = None
 
@@ -111,8 +113,12 @@ class Guard:
         The model as blending sees it; None if it cannot be blended, and there is nothing to guard.
     runner : Runner
         Runs prompts.
-    config : BlendConfig
-        The engine's settings.
+    config : EngineConfig
+        What share of the answers is compared, and what is done.
+    blend : BlendConfig
+        The engine's own settings of blending.
+    tuning : Tuning
+        Past which distance the guard acts, and over how many answers that is averaged.
     whole_documents : callable
         Returns the tokens of a prompt with the whole documents of its chunks, which those that remember are compared with; None
         where these do not fit.
@@ -124,22 +130,24 @@ class Guard:
         tokenizer: Any,
         decoder: Decoder | None,
         runner: Runner,
-        config: BlendConfig,
+        config: EngineConfig,
+        blend: BlendConfig,
+        tuning: Tuning,
         whole_documents: Callable[[AssembledPrompt], tuple[int, ...] | None],
     ) -> None:
         self._model = model
-        self._config = config
+        self._config, self._blend, self._tuning = config, blend, tuning
         self._comparer = None
         if decoder is not None and config.guard_rate:
-            self._comparer = Comparer(model, tokenizer, decoder, runner, config, lambda: self._ending, whole_documents)
-        self._random = random.Random(config.seed)
+            self._comparer = Comparer(model, tokenizer, decoder, runner, blend, lambda: self._ending, whole_documents)
+        self._random = random.Random(0)
         self._changed = threading.Condition()
         self._queue: deque[Sample] = deque()
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._order = GuardOrder(config)
+        self._order = GuardOrder(blend)
         self._past_limit = False
-        self._window: deque[Comparison] = deque(maxlen=config.guard_window)
+        self._window: deque[Comparison] = deque(maxlen=tuning.guard_window)
         self._sampled = self._compared = self._differing = self._dropped = self._failed = 0
 
     @property
@@ -155,7 +163,7 @@ class Guard:
     def status(self) -> GuardStatus:
         """Return what was found so far."""
         with self._changed:
-            ratio = self._order.config.recompute_ratio if self._order.config.enabled else 1.0
+            ratio = self._order.blend.recompute_ratio if self._order.blend.enabled else 1.0
             return GuardStatus(
                 sampled=self._sampled,
                 compared=self._compared,
@@ -172,7 +180,7 @@ class Guard:
 
     def reset(self) -> None:
         """Go back to the engine's own settings, and begin a new window."""
-        self._adopt(GuardOrder(self._config, self._order.level + 1))
+        self._adopt(GuardOrder(self._blend, self._order.level + 1))
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until every sample is compared.
@@ -200,7 +208,7 @@ class Guard:
 
     def watch(self, run: PromptRun) -> FirstLogits | None:
         """Return what notes the first token's logits of a request that is drawn for comparison; None for any other."""
-        if self._comparer is None or run.request.guard_level is None or not run.request.config.enabled:
+        if self._comparer is None or run.request.guard_level is None or not run.request.blend.enabled:
             return None
         with self._changed:
             drawn = self._random.random() < self._config.guard_rate
@@ -285,10 +293,10 @@ class Guard:
 
     def _judge(self) -> None:
         """Act if a whole window is past the limit; call it under the condition."""
-        if len(self._window) < self._config.guard_window:
+        if len(self._window) < self._tuning.guard_window:
             return
         divergence = fmean(each.distance for each in self._window)
-        limit = self._config.guard_limit
+        limit = self._tuning.guard_limit
         if divergence <= limit:
             self._past_limit = False
             return
@@ -306,15 +314,15 @@ class Guard:
         self._adopt(order)
 
     def _next(self, found: str) -> GuardOrder:
-        config, level = self._order.config, self._order.level + 1
+        blend, level = self._order.blend, self._order.level + 1
         # "auto" never goes below quality_ratio.
-        name = "quality_ratio" if config.recompute_ratio == "auto" else "recompute_ratio"
-        ratio = getattr(config, name)
+        name = "quality_ratio" if blend.recompute_ratio == "auto" else "recompute_ratio"
+        ratio = getattr(blend, name)
         higher = next((step for step in _LADDER if step > ratio), None)
-        if self._config.guard_action == "full" or higher is None or config.selector == "none":
-            return GuardOrder(config.replace(enabled=False), level, f"full prefill: {found}")
-        own = getattr(self._config, name)
-        return GuardOrder(config.replace(**{name: higher}), level, f"{name} raised from {own:g} to {higher:g}: {found}")
+        if self._config.guard_action == "full" or higher is None or make_selector(blend.selector).name == "none":
+            return GuardOrder(blend.replace(enabled=False), level, f"full prefill: {found}")
+        own = getattr(self._blend, name)
+        return GuardOrder(blend.replace(**{name: higher}), level, f"{name} raised from {own:g} to {higher:g}: {found}")
 
     def _adopt(self, order: GuardOrder) -> None:
         with self._changed:

@@ -10,7 +10,7 @@ from functools import partial
 
 from cacheblend_rag.chunk import Chunk
 from cacheblend_rag.codec import make_codec, pack_kv
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.encode import Target
 from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.background import AddJob, AddResult, BatchWriter, Jobs
@@ -151,18 +151,18 @@ class Ingest:
         Where it is kept.
     decoder : Decoder or None
         The model, or None if it cannot be blended: chunks are then known by their tokens, and have no KV.
-    config : BlendConfig
+    config : EngineConfig
         Whose chunks they are, how long their KV lives, and whether they are only named until they are retrieved.
     """
 
     def __init__(
-        self, assembler: Assembler, supply: KVSupply, store: KVStore, decoder: Decoder | None, config: BlendConfig
+        self, assembler: Assembler, supply: KVSupply, store: KVStore, decoder: Decoder | None, config: EngineConfig
     ) -> None:
         self._assembler = assembler
         self._supply = supply
         self._store = store
         self._decoder = decoder
-        self._tenant = config.namespace or ""
+        self._tenant = config.tenant or ""
         self._ttl_s = config.ttl_s
         self._disk_codec = make_codec(config.disk_codec)
         self._names_only = config.encode_on == "second_use"

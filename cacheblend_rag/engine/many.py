@@ -26,6 +26,8 @@ from cacheblend_rag.engine.selfcheck import check_batching
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.model import Decoder, num_decoder_layers, past_adapters
+from cacheblend_rag.selection import make_selector
+from cacheblend_rag.tuning import Tuning
 
 __all__ = ["Many", "options_of", "plan_decoding"]
 
@@ -124,18 +126,19 @@ class Many:
         The model as blending sees it, or None if it cannot be blended.
     runner : Runner
         Runs prompts.
-    self_check : bool
-        Whether decoding in a padded batch is verified on the model when it is first asked for.
+    tuning : Tuning
+        How much is decoded together, and whether that is verified on the model when it is first asked for.
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Any, decoder: Decoder | None, runner: Runner, self_check: bool
+        self, model: PreTrainedModel, tokenizer: Any, decoder: Decoder | None, runner: Runner, tuning: Tuning
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._decoder = decoder
         self._runner = runner
-        self._self_check = self_check
+        self._tuning = tuning
+        self._self_check = tuning.self_check
         self._refused: str | None = None
 
     def answer(
@@ -174,7 +177,7 @@ class Many:
         reason = self._alone_reason(runs, options) if len(runs) > 1 and batch_size != 1 else None
         limits = [output_limit(self._model, run, max_new_tokens) for run in runs]
         lengths = [len(run.prompt.layout) for run in runs]
-        budget = min((run.request.config.decode_batch_tokens for run in runs), default=1)
+        budget = self._tuning.decode_batch_tokens
         for group in plan_decoding(lengths, limits, budget, batch_size):
             if stop.is_set():
                 return
@@ -288,13 +291,13 @@ class Many:
             return "the rotary frequencies of the model depend on the longest prompt that it reads"
         if self._decoder.column_biases and any(run.prompt.has_positions for run in runs):
             return "the bias of the model counts the tokens of a batch, and a prompt places its own"
-        config = runs[0].request.config
-        if config.repair_ratio:
-            return f"decode-time repair (repair_ratio={config.repair_ratio}) watches one answer at a time"
-        if config.source_attention:
+        blend = runs[0].request.blend
+        if make_selector(blend.selector).repair:
+            return "decode-time repair watches one answer at a time"
+        if blend.source_attention:
             return "source_attention watches one answer at a time"
-        if config.kv_capacity is not None:
-            return f"eviction after prefill (kv_capacity={config.kv_capacity}) keeps other tokens of each prompt"
+        if blend.kv_capacity is not None:
+            return f"eviction after prefill (kv_capacity={blend.kv_capacity}) keeps other tokens of each prompt"
         own = self._model.generation_config.to_diff_dict()
         given = {name: value for name, value in options.items() if value is not None}
         for name, value in (own | given).items():

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.errors import ConfigError
 
 __all__ = ["load_pretrained"]
@@ -27,13 +27,13 @@ _HUB_OPTIONS = frozenset(
     }
 )
 # `dtype` is an option of the models as well.
-_ONLY_SETTINGS = frozenset(BlendConfig.model_fields) - {"dtype"}
+_ONLY_SETTINGS = frozenset(EngineConfig.kinds) - {"dtype"}
 _REFERENCE_NAME = "reference"
 _REFERENCE = Path(__file__).parents[1] / "reference" / "weights"
 
 
 def load_pretrained(
-    model: str | Path, config: BlendConfig, model_kwargs: dict[str, Any]
+    model: str | Path, config: EngineConfig, model_kwargs: dict[str, Any]
 ) -> tuple[PreTrainedModel, Any]:
     """Load a model and its tokenizer; see `BlendEngine.from_pretrained`.
 
@@ -41,7 +41,7 @@ def load_pretrained(
     ----------
     model : str or Path
         A Hugging Face id, a folder, or "reference".
-    config : BlendConfig
+    config : EngineConfig
         `dtype` and `device` say how the model is loaded.
     model_kwargs : dict
         Passed to ``AutoModelForCausalLM.from_pretrained``.
@@ -58,9 +58,9 @@ def load_pretrained(
     """
     settings = sorted(_ONLY_SETTINGS.intersection(model_kwargs))
     if settings:
-        given = ", ".join(f"{setting}={model_kwargs[setting]!r}" for setting in settings)
+        name, value = settings[0], model_kwargs[settings[0]]
         raise ConfigError(
-            f"{given} belongs to the settings, not to the model; pass config=BlendConfig({given}) instead"
+            f"{name}={value!r} belongs to the settings, not to the model; give it in {EngineConfig.kinds[name].__name__}"
         )
     name = _checked_name(model)
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")

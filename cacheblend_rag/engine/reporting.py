@@ -111,7 +111,7 @@ def _served(run: PromptRun, chunk: PromptChunk, span: ChunkSpan, hit: bool, tier
 def _fallback_reason(run: PromptRun) -> str | None:
     assert run.plan is not None
     reason, computed = run.plan.fallback_reason, run.prompt.computed
-    if run.request.guard_action is not None and not run.request.config.enabled:
+    if run.request.guard_action is not None and not run.request.blend.enabled:
         return run.request.guard_action
     if reason is None or not computed or run.prompt.chunks:
         return reason

@@ -25,7 +25,7 @@ class Request:
 
     Attributes
     ----------
-    config : BlendConfig
+    blend : BlendConfig
         The settings in force.
     started : float
         When the call came, by `time.perf_counter`.
@@ -43,7 +43,7 @@ class Request:
         The chunk rows to recompute, ascending, where no selector is to choose them.
     """
 
-    config: BlendConfig
+    blend: BlendConfig
     started: float
     wait_until: float | None = None
     conversation: Conversation | None = None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import PreTrainedModel
 
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.config import BlendConfig, EngineConfig
 from cacheblend_rag.controller import Controller, Plan, make_plan, whole_plan
 from cacheblend_rag.engine.caches import PromptCaches
 from cacheblend_rag.engine.request import PromptRun
@@ -23,6 +23,7 @@ from cacheblend_rag.model import Decoder, num_decoder_layers, takes_positions, t
 from cacheblend_rag.selection import FixedSelection
 from cacheblend_rag.store import KVReader, KVStore
 from cacheblend_rag.store.clock import steady_s
+from cacheblend_rag.tuning import Tuning
 
 __all__ = ["Runner"]
 
@@ -44,8 +45,12 @@ class Runner:
         Where KV is kept.
     supply : KVSupply
         Opens it, and encodes what is missing.
-    config : BlendConfig
+    config : EngineConfig
         The engine's settings.
+    blend : BlendConfig
+        Its settings of blending.
+    tuning : Tuning
+        How layers are loaded, what eviction looks at, and how the machine is profiled.
 
     Attributes
     ----------
@@ -60,15 +65,17 @@ class Runner:
         unsupported: str | None,
         store: KVStore,
         supply: KVSupply,
-        config: BlendConfig,
+        config: EngineConfig,
+        blend: BlendConfig,
+        tuning: Tuning,
     ) -> None:
         self._model = model
         self._decoder = decoder
         self._unsupported = unsupported
         self._store = store
         self._supply = supply
-        self._caches = None if decoder is None else PromptCaches(model, decoder)
-        self._config = config
+        self._caches = None if decoder is None else PromptCaches(model, decoder, tuning)
+        self._config, self._blend, self._tuning = config, blend, tuning
         self._num_layers = num_decoder_layers(model)
         self._controller: Controller | None = None
         self.lock = supply.lock
@@ -105,7 +112,7 @@ class Runner:
                     if self._caches is None:
                         run.timings.forward_started = time.perf_counter()
                         # Its cache may hold states that ours has no place for.
-                        run.outcome.kept_reason = None if run.request.config.kv_capacity is None else self._unsupported
+                        run.outcome.kept_reason = None if run.request.blend.kv_capacity is None else self._unsupported
                         return forward(None, inputs | self._unblended(run.prompt.places))
                     with self._caches.open(run, readers, headroom) as (cache, more):
                         output = forward(cache, inputs | more)
@@ -148,24 +155,24 @@ class Runner:
         """Return the controller that chooses ratios, for a model that can be blended; call it under `lock`."""
         assert self._decoder is not None
         if self._controller is None:
-            self._controller = Controller(self._decoder, self._config, self._store)
+            self._controller = Controller(self._decoder, self._blend, self._tuning, self._store)
         return self._controller
 
     def _prepare(self, run: PromptRun) -> list[KVReader] | None:
         """Decide how a prompt is prefilled; return readers of its chunks' KV, or None where it is computed as a whole."""
-        config, given, layout = run.request.config, run.request.rows, run.prompt.layout
+        blend, given, layout = run.request.blend, run.request.rows, run.prompt.layout
         # After damaged KV this is asked again, and the choice between blending and not may fall otherwise.
         run.resumed = run.head = None
         run.kv.head_tokens = 0
-        ratio = config.recompute_ratio if given is None else 0.0
-        run.plan = whole_plan(config, layout, self._refusal(layout), ratio)
+        ratio = blend.recompute_ratio if given is None else 0.0
+        run.plan = whole_plan(blend, layout, self._refusal(layout), ratio)
         if run.plan is None and ratio == "auto":
             # If not even free loading makes blending pay, nothing need be opened.
             run.plan = self._choice(run, None)[1]
         if run.plan is not None:
             return self._whole(run)
         if ratio != "auto":
-            self._resume(run, Making.of(config, ratio))
+            self._resume(run, Making.of(blend, ratio))
         found = self._supply.open_all(run)
         if self._supply.limit_misses(run, [key for key, reader in found.items() if reader is None]):
             return self._prepare(run)
@@ -173,22 +180,22 @@ class Runner:
             ratio, run.plan = self._choice(run, [reader for reader in found.values() if reader is not None])
             if run.plan is not None:
                 return self._whole(run)
-            self._resume(run, Making.of(config, ratio))
+            self._resume(run, Making.of(blend, ratio))
         readers = self._supply.readers(run, found)
         if given is not None:
             given = given[torch.isin(given, layout.context_rows)]
             run.plan = Plan(FixedSelection(given), "given", given.numel() / layout.context_tokens)
         else:
-            run.plan = make_plan(config, run.layout, self._num_layers, ratio)
+            run.plan = make_plan(blend, run.layout, self._num_layers, ratio)
         return readers if run.resumed is None else run.resumed.merge(readers)
 
     def _choice(self, run: PromptRun, readers: Sequence[KVReader] | None) -> tuple[float, Plan | None]:
         """Return the ratio that "auto" stands for, and the plan of a prompt that is computed as a whole at it."""
-        config, layout = run.request.config, run.prompt.layout
-        choice = self.controller().choose(config, layout, readers)
+        blend, layout = run.request.blend, run.prompt.layout
+        choice = self.controller().choose(blend, layout, readers)
         if choice.fallback_reason is not None:
             return choice.ratio, Plan(None, "full", fallback_reason=choice.fallback_reason)
-        return choice.ratio, None if readers is None else whole_plan(config, layout, None, choice.ratio)
+        return choice.ratio, None if readers is None else whole_plan(blend, layout, None, choice.ratio)
 
     def _whole(self, run: PromptRun) -> list[KVReader] | None:
         """Have a prompt computed as a whole, but for what it takes over."""
@@ -200,13 +207,13 @@ class Runner:
 
     def _blends(self, run: PromptRun) -> bool:
         """Return whether a prompt is blended, as far as that is known before its stored KV is opened."""
-        config, layout, ratio = run.request.config, run.prompt.layout, run.request.config.recompute_ratio
-        if whole_plan(config, layout, self._refusal(layout), ratio) is not None:
+        blend, layout, ratio = run.request.blend, run.prompt.layout, run.request.blend.recompute_ratio
+        if whole_plan(blend, layout, self._refusal(layout), ratio) is not None:
             return False
         if ratio != "auto":
             return True
         with self.lock.within(run.request.wait_until):
-            return self.controller().choose(config, layout, None).fallback_reason is None
+            return self.controller().choose(blend, layout, None).fallback_reason is None
 
     def _resume(self, run: PromptRun, asked: Making | None) -> None:
         """Take over the fixed head, and what the conversation has computed if this is a turn of one, where blending is on.
@@ -218,7 +225,7 @@ class Runner:
         asked : Making or None
             How it is blended; None where it is computed as a whole.
         """
-        if not run.request.config.enabled or self._refusal(run.prompt.layout) is not None:
+        if not run.request.blend.enabled or self._refusal(run.prompt.layout) is not None:
             return
         assert self._decoder is not None
         head = run.prompt.head
@@ -264,7 +271,7 @@ class Runner:
                 run.outcome.output_ids,
                 cache.kv(),
                 run.resumed,
-                None if plan.selection is None else Making.of(run.request.config, plan.ratio),
+                None if plan.selection is None else Making.of(run.request.blend, plan.ratio),
                 expiry=run.kv.expiry,
                 resets=run.request.resets,
             )

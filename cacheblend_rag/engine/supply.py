@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from cacheblend_rag.codec import EXACT, pack_kv
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.encode import Encoder, Target
 from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.prompt import PromptChunk, PromptHead
@@ -22,6 +22,7 @@ from cacheblend_rag.model import Decoder, num_decoder_layers
 from cacheblend_rag.store import KVReader, KVStore, NamedTarget, NodeRecord
 from cacheblend_rag.store.base import part_of
 from cacheblend_rag.store.ram import RamReader
+from cacheblend_rag.tuning import Tuning
 
 __all__ = ["KVSupply"]
 
@@ -41,8 +42,10 @@ class KVSupply:
         Where KV is kept.
     assembler : Assembler
         Knows where names are, and what chunks are encoded behind.
-    config : BlendConfig
+    config : EngineConfig
         The engine's settings.
+    tuning : Tuning
+        How much is encoded at once, and how much an answer waits for.
 
     Attributes
     ----------
@@ -60,15 +63,17 @@ class KVSupply:
         decoder: Decoder | None,
         store: KVStore,
         assembler: Assembler,
-        config: BlendConfig,
+        config: EngineConfig,
+        tuning: Tuning,
     ) -> None:
         self._store = store
         self._assembler = assembler
         self._namespace = assembler.namespace
-        self._encoder = None if decoder is None else Encoder(decoder, assembler.prefix_ids, config.encode_batch_tokens)
+        self._encoder = None if decoder is None else Encoder(decoder, assembler.prefix_ids, tuning.encode_batch_tokens)
         self.on_late: Callable[[Sequence[str]], None] | None = None
         self._config = config
-        self._tenant = config.namespace or ""
+        self._tenant = config.tenant or ""
+        self._miss_tokens = tuning.miss_tokens
         self.num_kv_layers = num_decoder_layers(model) if decoder is None else decoder.num_kv_layers
         self._warned_of_no_hit = False
         self.lock = scheduler_lock(model)
@@ -162,8 +167,7 @@ class KVSupply:
         for key, target in found.items():
             if target.document is not None:
                 documents.setdefault(target.document, []).append(key)
-        limit, late = run.request.config.miss_tokens, list[str]()
-        room = limit
+        room, late = self._miss_tokens, list[str]()
         for each in documents.values():
             cost = self.num_tokens([missing[key].target(found[key].context) for key in each])
             if cost <= room:
@@ -176,7 +180,7 @@ class KVSupply:
         run.prompt = run.prompt.computing(moved, "its document was changed just now, so it is computed like text")
         run.prompt = run.prompt.computing(
             late,
-            f"reading its document would take more than miss_tokens={limit}, so it is computed like text and encoded in the "
+            f"reading its document would take more than miss_tokens={self._miss_tokens}, so it is computed like text and encoded in the "
             "background",
         )
         if late and self.on_late is not None:

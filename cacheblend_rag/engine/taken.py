@@ -14,25 +14,11 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.prompt import AssembledPrompt
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
-from cacheblend_rag.selection import make_selector
+from cacheblend_rag.selection import Selector, make_selector
 from cacheblend_rag.store import KVReader
 from cacheblend_rag.store.device import DeviceReader, ResidentKV, Upload
 
 __all__ = ["LEAST_RUN", "HeldTurn", "Making", "Resumption", "Run", "Seen", "find_runs", "gaps", "readers_of", "seen_by"]
-
-# What is recomputed, beside the selector's name and the ratio.
-_RECIPE = (
-    "check_layers",
-    "deviation",
-    "gradual_start",
-    "ratio_schedule",
-    "segment_tokens",
-    "boundary",
-    "look_layers",
-    "stop_layer",
-    "repair_ratio",
-    "repair_limit",
-)
 
 LEAST_RUN = 8
 """Fewer tokens in a row are computed: they cost less than they might lose, and are alike by chance."""
@@ -68,31 +54,25 @@ class Making:
     ----------
     ratio : float
         The recompute ratio; 0 where the selector recomputes nothing.
-    reposition : bool
-        Whether chunks' keys were turned to their places.
-    recipe : tuple
-        The other settings that say which rows are recomputed, in which layers and when.
+    selector : Selector
+        What says which rows are recomputed, in which layers and when.
     """
 
     ratio: float
-    reposition: bool
-    recipe: tuple[object, ...]
+    selector: Selector
 
     @classmethod
-    def of(cls, config: BlendConfig, ratio: float) -> Making:
+    def of(cls, blend: BlendConfig, ratio: float) -> Making:
         """Return what settings ask for at a ratio."""
-        selector = make_selector(config).name
-        recipe = (selector, *(getattr(config, name) for name in _RECIPE))
-        return cls(0.0 if selector == "none" else ratio, config.reposition, recipe)
+        selector = make_selector(blend.selector)
+        return cls(0.0 if selector.name == "none" else ratio, selector)
 
     def serves(self, asked: Making) -> bool:
         """Return whether rows made so are no worse than what is asked for.
 
-        Ratios are compared within one recipe only: what one selector makes of a ratio, or of a lower `stop_layer`, says nothing
-        about what another would.
+        Ratios are compared within one selector only: what one makes of a ratio says nothing about what another would.
         """
-        same = (self.reposition, self.recipe) == (asked.reposition, asked.recipe)
-        return same and asked.ratio <= self.ratio
+        return self.selector == asked.selector and asked.ratio <= self.ratio
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.fuse.cache import BlendCache
 from cacheblend_rag.fuse.steer import Steering
 from cacheblend_rag.kv import LayerKV
@@ -28,7 +27,7 @@ from cacheblend_rag.model import (
     watch_attention,
     watch_forward,
 )
-from cacheblend_rag.selection import FixedSelection
+from cacheblend_rag.selection import FixedSelection, Selector
 from cacheblend_rag.selection.question import SEGMENT_TOKENS, look_layers, stop_layer
 from cacheblend_rag.selection.segments import pick, segment_numbers
 
@@ -59,8 +58,8 @@ class Repair:
         The prompt.
     prefill : Steering
         The blended prefill; what it has not recomputed by the first step is stale.
-    config : BlendConfig
-        `repair_ratio` bounds the work, over the whole answer.
+    selector : Selector
+        Its `repair` bounds the work, over the whole answer.
 
     Attributes
     ----------
@@ -71,7 +70,7 @@ class Repair:
     """
 
     def __init__(
-        self, decoder: Decoder, cache: BlendCache, layout: PromptLayout, prefill: Steering, config: BlendConfig
+        self, decoder: Decoder, cache: BlendCache, layout: PromptLayout, prefill: Steering, selector: Selector
     ) -> None:
         self._decoder = decoder
         self._cache = cache
@@ -80,11 +79,11 @@ class Repair:
         self._stale: torch.Tensor | None = None
         self._ids = list(layout.token_ids)
         self._positions = list(layout.positions)
-        self._watched = look_layers(config, decoder.num_layers)
-        self._stop_layer = stop_layer(config, decoder.num_layers)
-        self._segment_tokens = config.segment_tokens or SEGMENT_TOKENS
-        self._limit = config.repair_limit
-        self._budget = config.repair_ratio * layout.context_tokens * decoder.num_layers
+        self._watched = look_layers(getattr(selector, "look_layers", None), decoder.num_layers)
+        self._stop_layer = stop_layer(getattr(selector, "stop_layer", None), decoder.num_layers)
+        self._segment_tokens = SEGMENT_TOKENS
+        self._limit = selector.repair_limit
+        self._budget = selector.repair * layout.context_tokens * decoder.num_layers
         self._mass: torch.Tensor | None = None
         self._layer = 0
         self._busy = False
