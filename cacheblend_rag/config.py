@@ -95,7 +95,10 @@ class _Base(BaseSettings):
             If a name is unknown or a value has no meaning.
         """
         given = {name: getattr(self, name) for name in type(self).model_fields}
-        return type(self)(**(given | changes))
+        replaced = type(self)(**(given | changes))
+        # What nobody set is still not set: an engine may have settled it in its own way.
+        replaced.__pydantic_fields_set__ = self.model_fields_set | changes.keys()
+        return replaced
 
     @classmethod
     def _explain(cls, error: ValidationError) -> str:

@@ -25,9 +25,10 @@ from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.loader import loads_ahead
 from cacheblend_rag.model import Decoder
 from cacheblend_rag.selection import FixedSelection, Selection, SelectionTask, Selector, make_selector
-from cacheblend_rag.selection.question import look_layers, stop_layer
+from cacheblend_rag.selection.question import look_layers
 from cacheblend_rag.store.base import KVReader
 from cacheblend_rag.store.ram import ram_probe
+from cacheblend_rag.tuning import Tuning
 
 __all__ = [
     "Controller",
@@ -73,7 +74,7 @@ class Plan:
     fallback_reason: str | None = None
 
 
-def check_selector(config: BlendConfig, num_layers: int) -> Selector:
+def check_selector(blend: BlendConfig, num_layers: int) -> Selector:
     """Return the selector that the settings name, if it can work on a model of `num_layers` layers.
 
     Raises
@@ -81,17 +82,14 @@ def check_selector(config: BlendConfig, num_layers: int) -> Selector:
     ConfigError
         If there is no such selector, or it cannot.
     """
-    selector = make_selector(config)
+    selector = make_selector(blend.selector)
     selector.validate(num_layers)
-    if config.source_attention:
-        look_layers(config, num_layers)
-    if config.repair_ratio:
-        look_layers(config, num_layers)
-        stop_layer(config, num_layers)
+    if blend.source_attention or selector.repair:
+        look_layers(getattr(selector, "look_layers", None), num_layers)
     return selector
 
 
-def check_attention(config: BlendConfig, decoder: Decoder) -> None:
+def check_attention(blend: BlendConfig, decoder: Decoder) -> None:
     """See that a model shows what the settings need to see of it: its attention, and the KV of check layers.
 
     Raises
@@ -100,11 +98,11 @@ def check_attention(config: BlendConfig, decoder: Decoder) -> None:
         If it does not.
     """
     name = type(decoder.model).__name__
-    if config.source_attention and not decoder.shows_attention:
+    if blend.source_attention and not decoder.shows_attention:
         raise ConfigError(f"source_attention=True: {name} does not show what it attends to; leave it out")
-    if not config.enabled:
+    if not blend.enabled:
         return
-    selector = make_selector(config)
+    selector = make_selector(blend.selector)
     for layer in _check_layers(selector, decoder.num_layers):
         if layer >= decoder.num_kv_layers:
             raise ConfigError(
@@ -115,40 +113,37 @@ def check_attention(config: BlendConfig, decoder: Decoder) -> None:
         return
     if selector.needs_attention:
         raise ConfigError(
-            f"selector={config.selector!r} goes by what the question attends to, which {name} does not show; choose hkvd"
+            f"selector {selector.name!r} goes by what the question attends to, which {name} does not show; choose hkvd"
         )
-    if config.repair_ratio:
+    if selector.repair:
         raise ConfigError(
-            f"repair_ratio={config.repair_ratio} goes by what the answer attends to, which {name} does not show; leave it at 0"
+            f"repair={selector.repair} goes by what the answer attends to, which {name} does not show; leave it at 0"
         )
 
 
 def whole_plan(
-    config: BlendConfig, layout: PromptLayout, unsupported: str | None, ratio: float | Literal["auto"]
+    blend: BlendConfig, layout: PromptLayout, unsupported: str | None, ratio: float | Literal["auto"]
 ) -> Plan | None:
     """Return the plan of a prompt that is computed as a whole, or None if it is to be blended.
 
     `unsupported` is why the model cannot be blended, if it cannot; `ratio` is "auto" while it is not decided.
     """
-    if not config.enabled:
+    if not blend.enabled:
         return Plan(None, "full")
     reason = unsupported
     if reason is None and not layout.chunks:
         reason = "the prompt has no chunks"
-    # For speed alone nothing is given up that chunks remember.
-    if reason is None and layout.context_tokens < config.min_tokens and not layout.remembers:
-        reason = f"the chunks have {layout.context_tokens} tokens, fewer than min_tokens={config.min_tokens}"
     if reason is None:
-        selector = make_selector(config).name
+        selector = make_selector(blend.selector).name
         if selector == "none" or (selector != "full" and ratio != 1):
             return None
     return Plan(None, "full", fallback_reason=reason)
 
 
-def make_plan(config: BlendConfig, layout: PromptLayout, num_layers: int, ratio: float) -> Plan:
+def make_plan(blend: BlendConfig, layout: PromptLayout, num_layers: int, ratio: float) -> Plan:
     """Return how a prompt is blended at a ratio, after `whole_plan` had nothing against it."""
-    selector = check_selector(config, num_layers)
-    if config.recompute_ratio == 0 or not layout.chunks:
+    selector = check_selector(blend, num_layers)
+    if blend.recompute_ratio == 0 or not layout.chunks:
         # Nothing is asked for, or nothing left to choose from: no selector is to spend anything on it.
         return Plan(FixedSelection(layout.candidate_rows[:0]), selector.name, ratio)
     budget = min(round(ratio * layout.context_tokens), layout.candidate_rows.numel())
@@ -159,24 +154,26 @@ class Controller:
     """Chooses ratios for one model over one store (CacheBlend, section 5).
 
     The profile is read from its file, or measured when it is first needed: once for each model, machine and number of threads,
-    within ``config.profile_budget_s`` and announced in the log. Calls must not overlap, nor run beside the model.
+    within a few seconds and announced in the log. Calls must not overlap, nor run beside the model.
 
     Parameters
     ----------
     decoder : Decoder
         The model.
-    config : BlendConfig
-        The engine's settings: `profile_path` and `profile_budget_s`, and the selector that is measured.
+    blend : BlendConfig
+        The engine's settings of blending, whose selector is measured.
+    tuning : Tuning
+        Where the profile is kept, how long measuring may take, and how layers are loaded.
     store : object
         The store; where it has `probes` its tiers are measured, else RAM alone, and where it has a `path` the profile is kept
         there, beside the KV.
     """
 
-    def __init__(self, decoder: Decoder, config: BlendConfig, store: object) -> None:
+    def __init__(self, decoder: Decoder, blend: BlendConfig, tuning: Tuning, store: object) -> None:
         self._decoder = decoder
-        self._config = config
+        self._tuning = tuning
         self._store = store
-        self._selector = check_selector(config, decoder.num_layers)
+        self._selector = check_selector(blend, decoder.num_layers)
         layers = _check_layers(self._selector, decoder.num_layers)
         self._identity = profile_identity(decoder, self._selector.name, layers)
         self._profile: Profile | None = None
@@ -189,20 +186,20 @@ class Controller:
             self._asked = True
             for path in self._paths():
                 self._profile = self._profile or load_profile(path, self._identity)
-            if self._profile is None and self._config.profile_budget_s > 0:
+            if self._profile is None and self._tuning.profile_budget_s > 0:
                 _log.warning(
                     'measuring how fast this model is on this machine, for about %g s, so that recompute_ratio="auto" can '
                     "choose; it is done once",
-                    self._config.profile_budget_s,
+                    self._tuning.profile_budget_s,
                 )
-                self.measure(self._config.profile_budget_s)
+                self.measure(self._tuning.profile_budget_s)
         return self._profile
 
     def measure(self, budget_s: float, progress: Callable[[str], None] | None = None) -> Profile:
         """Measure now, in about `budget_s` seconds, and keep the result; `progress` is called with what is measured."""
         tiers = getattr(self._store, "probes", None)
         probes = [partial(ram_probe, make_codec("native"))] if tiers is None else tiers()
-        measurement = Measurement(self._decoder, self._config, self._selector, budget_s, progress)
+        measurement = Measurement(self._decoder, self._tuning, self._selector, budget_s, progress)
         self._profile = measurement.profile(self._identity, probes)
         self._asked = True
         for path in self._paths():
@@ -213,7 +210,7 @@ class Controller:
                 _log.warning("the profile cannot be kept in %s: %s", path, error.strerror or error)
         return self._profile
 
-    def choose(self, config: BlendConfig, layout: PromptLayout, readers: Sequence[KVReader] | None) -> Choice:
+    def choose(self, blend: BlendConfig, layout: PromptLayout, readers: Sequence[KVReader] | None) -> Choice:
         """Decide how a prompt is prefilled, at the quality floor where there is no profile.
 
         `readers` are those of the chunks that have stored KV; without them loading is taken to cost nothing, and only a choice
@@ -221,7 +218,7 @@ class Controller:
         """
         profile = self.profile()
         if profile is None:
-            return Choice(0.0 if layout.remembers else config.quality_ratio)
+            return Choice(0.0 if layout.remembers else blend.quality_ratio)
         stored = stored_kv(readers or ())
         for part in stored:
             place = (part.tier, part.codec)
@@ -232,12 +229,12 @@ class Controller:
                     "these settings, or run `cacheblend-rag profile --store DIR` with CACHEBLEND_DISK_CODEC set to that codec",
                     *place,
                 )
-        return choose(profile, prompt_work(self._decoder, config, layout, stored), config.quality_ratio)
+        return choose(profile, prompt_work(self._decoder, blend, self._tuning, layout, stored), blend.quality_ratio)
 
     def _paths(self) -> list[Path]:
         """Return where the profile may be, the best place first."""
-        if self._config.profile_path is not None:
-            return [self._config.profile_path.expanduser()]
+        if self._tuning.profile_path is not None:
+            return [self._tuning.profile_path.expanduser()]
         known = self._identity
         model, device, threads = known["architecture"][:16], known["device"].split()[-1].lower(), f"{known['threads']}t"
         selector = "".join(letter if letter.isalnum() else "-" for letter in known["selector"])
@@ -247,17 +244,19 @@ class Controller:
         return [folder / "profiles" / f"{name}.json" for folder in folders if folder is not None]
 
 
-def prompt_work(decoder: Decoder, config: BlendConfig, layout: PromptLayout, stored: tuple[StoredKV, ...]) -> Work:
+def prompt_work(
+    decoder: Decoder, blend: BlendConfig, tuning: Tuning, layout: PromptLayout, stored: tuple[StoredKV, ...]
+) -> Work:
     """Return what there is to do for a prompt whose KV is where `stored` says."""
     num_layers, context = decoder.num_layers, layout.context_tokens
-    selection = check_selector(config, num_layers).begin(SelectionTask(layout, num_layers, 0))
+    selection = check_selector(blend, num_layers).begin(SelectionTask(layout, num_layers, 0))
     return Work(
         prompt_tokens=len(layout),
         context_tokens=context,
         candidate_tokens=layout.candidate_rows.numel(),
         first_layer=min(selection.check_layers, default=0),
-        ahead=config.prefetch_layers,
-        threaded=config.pipeline and loads_ahead(context * decoder.kv_bytes_per_token // decoder.num_kv_layers),
+        ahead=tuning.prefetch_layers,
+        threaded=tuning.pipeline and loads_ahead(context * decoder.kv_bytes_per_token // decoder.num_kv_layers),
         stored=stored,
         remembers=layout.remembers,
     )

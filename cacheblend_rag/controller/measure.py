@@ -13,7 +13,6 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.controller.policy import (
     BlendCost,
     BlendPoint,
@@ -34,6 +33,7 @@ from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import Decoder
 from cacheblend_rag.selection import Selection, SelectionTask, Selector
 from cacheblend_rag.store.base import KVReader, OpenProbe, TierProbe
+from cacheblend_rag.tuning import Tuning
 
 __all__ = ["Measurement", "fit_costs"]
 
@@ -61,7 +61,7 @@ class Measurement:
     ----------
     decoder : Decoder
         The model.
-    config : BlendConfig
+    tuning : Tuning
         The settings; `prefetch_layers` counts.
     selector : Selector
         The selector that blending is measured with.
@@ -75,13 +75,13 @@ class Measurement:
     def __init__(
         self,
         decoder: Decoder,
-        config: BlendConfig,
+        tuning: Tuning,
         selector: Selector,
         budget_s: float,
         progress: Callable[[str], None] | None = None,
     ) -> None:
         self._decoder = decoder
-        self._config = config
+        self._tuning = tuning
         self._selector = selector
         self._budget_s = budget_s
         self._say = progress or (lambda _: None)
@@ -190,7 +190,7 @@ class Measurement:
 
     def _work(self, context: int, stored: tuple[StoredKV, ...]) -> Work:
         """Return a prompt of so many chunk tokens, as `_layout` makes it."""
-        tokens, ahead = context + 1 + _QUESTION_TOKENS, self._config.prefetch_layers
+        tokens, ahead = context + 1 + _QUESTION_TOKENS, self._tuning.prefetch_layers
         return Work(tokens, context, context, self._first_layer, ahead, True, stored)
 
     def _layout(self, chunks: Sequence[int]) -> PromptLayout:
@@ -250,8 +250,8 @@ class Measurement:
             self._forward(cache, layout.token_ids)
 
     def _loader(self, layout: PromptLayout, readers: Sequence[KVReader], first_layer: int) -> LayerLoader:
-        threads = self._config.load_threads if self._config.pipeline else 0
-        ahead = self._config.prefetch_layers
+        threads = self._tuning.threads if self._tuning.pipeline else 0
+        ahead = self._tuning.prefetch_layers
         return LayerLoader(self._decoder, layout, readers, first_layer, len(layout), ahead, threads)
 
     def _forward(self, cache: BlendCache, ids: Sequence[int]) -> None:
