@@ -169,18 +169,18 @@ def calibrate(
     """
     say = progress or (lambda text: None)
     ladder = _checked(engine, ratios, agreement, confidence)
-    config = engine.config if selector is None else engine.config.replace(selector=selector)
-    name = make_selector(config).name
+    blend = engine.blend if selector is None else engine.blend.replace(selector=selector)
+    name = make_selector(blend.selector).name
     if name in ("full", "none"):
         raise ConfigError(
             f"selector={name!r} recomputes the same tokens at every ratio; choose another one to calibrate"
         )
     each_confidence = 1 - (1 - confidence) / len(ladder)
-    configs = {ratio: config.replace(enabled=True, recompute_ratio=ratio) for ratio in ladder}
+    blends = {ratio: blend.replace(enabled=True, recompute_ratio=ratio) for ratio in ladder}
     ready = []
     for number, (prompt, answer) in enumerate(zip(prompts, chain(answers, repeat(None)), strict=False), 1):
         say(f"preparing question {number}")
-        if _is_blended(engine, prompt, config):
+        if _is_blended(engine, prompt, blend):
             ready.append((prompt, answer))
     skipped = len(prompts) - len(ready)
     needed = least_questions(agreement, each_confidence)
@@ -190,7 +190,7 @@ def calibrate(
             f"{len(ready)} questions{left_out} cannot show an agreement of {agreement:g} with a confidence of {confidence:g} "
             f"over {len(ladder)} ratios even if all answers agree; give at least {needed}, or ask for less"
         )
-    asked = list(_references(engine, ready, config.replace(enabled=False), max_new_tokens, say))
+    asked = list(_references(engine, ready, blend.replace(enabled=False), max_new_tokens, say))
     references = [each for each in asked if each.is_met_by(each.text)]
     if len(references) < needed:
         raise ConfigError(
@@ -198,7 +198,7 @@ def calibrate(
             "agreement with them: give more questions, or take a model that answers them"
         )
     rows: list[CalibrationRow] = []
-    for tried, blending in configs.items():
+    for tried, blending in blends.items():
         say(f"ratio {tried:g}")
         row = _measure(engine, references, blending, max_new_tokens, agreement, each_confidence)
         rows.append(row)
@@ -232,29 +232,29 @@ def _checked(engine: BlendEngine, ratios: Sequence[float], agreement: float, con
     return ladder
 
 
-def _is_blended(engine: BlendEngine, prompt: BlendPrompt, config: BlendConfig) -> bool:
+def _is_blended(engine: BlendEngine, prompt: BlendPrompt, blend: BlendConfig) -> bool:
     """Return whether a prompt is blended, having had the KV of its chunks stored."""
-    plain = config.replace(enabled=True, recompute_ratio=0.0)
-    report = engine.prefill(prompt, config=plain).report
+    plain = blend.replace(enabled=True, recompute_ratio=0.0)
+    report = engine.prefill(prompt, blend=plain).report
     if report.misses:
         # With encode_on="second_use" the first time stores nothing.
-        report = engine.prefill(prompt, config=plain).report
+        report = engine.prefill(prompt, blend=plain).report
     return report.fallback_reason is None
 
 
 def _references(
     engine: BlendEngine,
     prompts: Sequence[tuple[BlendPrompt, str | None]],
-    config: BlendConfig,
+    blend: BlendConfig,
     max_new_tokens: int,
     say: Callable[[str], None],
 ) -> Iterator[_Reference]:
     # Whoever comes first pays for the first use of the model's kernels.
-    _answer(engine, prompts[0][0], config, 1)
+    _answer(engine, prompts[0][0], blend, 1)
     for number, (prompt, answer) in enumerate(prompts, 1):
         say(f"full prefill, question {number} of {len(prompts)}")
         whole = engine.whole_documents(prompt)
-        result, first = _answer(engine, prompt if whole is None else whole, config, max_new_tokens)
+        result, first = _answer(engine, prompt if whole is None else whole, blend, max_new_tokens)
         assert first.logits is not None
         known = whole is not None or not engine.prompt_layout(prompt).remembers
         distribution = TokenDistribution.of(first.logits)
@@ -262,16 +262,16 @@ def _references(
 
 
 def _answer(
-    engine: BlendEngine, prompt: BlendPrompt, config: BlendConfig, max_new_tokens: int
+    engine: BlendEngine, prompt: BlendPrompt, blend: BlendConfig, max_new_tokens: int
 ) -> tuple[GenerationResult, FirstLogits]:
     with FirstLogits(engine.model) as first:
-        return engine.generate(prompt, max_new_tokens, config=config, do_sample=False), first
+        return engine.generate(prompt, max_new_tokens, blend=blend, do_sample=False), first
 
 
 def _measure(
     engine: BlendEngine,
     references: Sequence[_Reference],
-    config: BlendConfig,
+    blend: BlendConfig,
     max_new_tokens: int,
     agreement: float,
     confidence: float,
@@ -281,7 +281,7 @@ def _measure(
     f1: list[float] = []
     kl: list[float] = []
     for reference in references:
-        result, first = _answer(engine, reference.prompt, config, max_new_tokens)
+        result, first = _answer(engine, reference.prompt, blend, max_new_tokens)
         assert first.logits is not None
         results.append(result)
         agreeing += reference.is_met_by(result.text)
@@ -293,7 +293,7 @@ def _measure(
     asked = len(results)
     low = lower_bound(agreeing, asked, confidence)
     full_s = median(reference.ttft_s for reference in references[:asked])
-    ratio = config.recompute_ratio
+    ratio = blend.recompute_ratio
     assert ratio != "auto"
     return CalibrationRow(
         recompute_ratio=ratio,

@@ -47,13 +47,13 @@ def ask(
     with warmed(store, model, None, recompute_ratio=ratio, selector=selector) as (engine, library, name):
         found = library.search(question, top_k)
         prompt = library.prompt(question, found)
-        whole = engine.config.replace(enabled=False)
+        whole = engine.blend.replace(enabled=False)
         if compare:
             # Whoever comes first pays for the first use of the model's kernels.
-            engine.generate(prompt, max_new_tokens=1, config=whole)
+            engine.generate(prompt, max_new_tokens=1, blend=whole)
         results = {"blend": print_answer(engine, prompt, max_new_tokens, stream)}
         if compare:
-            results["full"] = engine.generate(prompt, max_new_tokens=max_new_tokens, config=whole)
+            results["full"] = engine.generate(prompt, max_new_tokens=max_new_tokens, blend=whole)
         embedding = library.embedding.name
     _show(results, found)
     if name == "reference":

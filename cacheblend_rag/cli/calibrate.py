@@ -27,7 +27,7 @@ from cacheblend_rag.cli.warm import CHUNK_TOKENS, needs_documents, passages_of, 
 
 if TYPE_CHECKING:
     from cacheblend_rag.calibration import Calibration
-    from cacheblend_rag.config import BlendConfig
+    from cacheblend_rag.config import BlendConfig, EngineConfig
     from cacheblend_rag.documents import Library
     from cacheblend_rag.engine import BlendEngine
 
@@ -87,18 +87,19 @@ def calibrate(
     """
     from cacheblend_rag.calibration import calibrate as run
     from cacheblend_rag.calibration import read_questions_and_answers
-    from cacheblend_rag.config import BlendConfig
+    from cacheblend_rag.config import BlendConfig, EngineConfig
 
     tried = parse_ratios(ratios)
     asked = read_questions_and_answers(questions)
     if chunk_tokens is not None and not paths:
         raise typer.BadParameter("passages that were warmed have their length", param_hint="--chunk-tokens")
-    config = BlendConfig.from_yaml(config_file) if config_file.exists() else BlendConfig()
+    config = EngineConfig.from_yaml(config_file) if config_file.exists() else EngineConfig()
+    blend = BlendConfig.from_yaml(config_file) if config_file.exists() else BlendConfig()
     started = time.perf_counter()
     opened = (
-        _read(paths, config, model or "reference", embedding, chunk_tokens or CHUNK_TOKENS)
+        _read(paths, config, blend, model or "reference", embedding, chunk_tokens or CHUNK_TOKENS)
         if paths
-        else warmed(store, model, embedding, config, guard_rate=0.0)
+        else warmed(store, model, embedding, config, blend, guard_rate=0.0)
     )
     with opened as (engine, library, name), console(stderr=True).status("calibrating") as status:
         found = run(
@@ -114,7 +115,7 @@ def calibrate(
         )
         embedded = library.embedding.name
     _show(found, time.perf_counter() - started)
-    changes = _changes(found, config, selector, disable)
+    changes = _changes(found, blend, selector, disable)
     if write:
         _write(config_file, changes)
     facts = asdict(found)
@@ -126,7 +127,12 @@ def calibrate(
 
 @contextmanager
 def _read(
-    paths: list[Path], config: BlendConfig, model: str, embedding: str | None, chunk_tokens: int
+    paths: list[Path],
+    config: EngineConfig,
+    blend: BlendConfig,
+    model: str,
+    embedding: str | None,
+    chunk_tokens: int,
 ) -> Iterator[tuple[BlendEngine, Library, str]]:
     """Read documents into a store that is there for as long as they are asked about."""
     from cacheblend_rag.documents import Embedding, kv_folder, open_library, passage_config
@@ -136,7 +142,7 @@ def _read(
         folder = Path(name)
         # What is removed afterwards should not be left in a remote tier, nor be looked for there.
         quiet = passage_config(config).replace(remote=None, guard_rate=0.0)
-        with open_engine(model, store=kv_folder(folder), config=quiet) as engine:
+        with open_engine(model, store=kv_folder(folder), config=quiet, blend=blend) as engine:
             passages = passages_of(paths, engine, chunk_tokens)
             if not passages:
                 raise typer.Exit(1)
@@ -169,17 +175,17 @@ def _show(found: Calibration, seconds: float) -> None:
 
 
 def _changes(
-    found: Calibration, config: BlendConfig, selector: str | None, disable: bool
+    found: Calibration, blend: BlendConfig, selector: str | None, disable: bool
 ) -> dict[str, bool | int | float | str]:
     """Return the settings to write."""
     if found.recompute_ratio is None:
         return {"enabled": False} if disable else {}
     # "auto" chooses ratios from quality_ratio on.
-    name = "quality_ratio" if config.recompute_ratio == "auto" else "recompute_ratio"
+    name = "quality_ratio" if blend.recompute_ratio == "auto" else "recompute_ratio"
     changes: dict[str, bool | int | float | str] = {name: found.recompute_ratio}
-    if selector is not None and selector != config.selector:
+    if selector is not None and selector != blend.selector:
         changes["selector"] = selector
-    if not config.enabled:
+    if not blend.enabled:
         changes["enabled"] = True
     return changes
 

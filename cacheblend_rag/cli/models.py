@@ -11,7 +11,7 @@ from cacheblend_rag.cli.options import MarkdownOption
 from cacheblend_rag.cli.output import console, make_quiet, show_table
 
 if TYPE_CHECKING:
-    from cacheblend_rag.config import BlendConfig
+    from cacheblend_rag.config import BlendConfig, EngineConfig
     from cacheblend_rag.engine import BlendEngine
     from cacheblend_rag.model import Capability
 
@@ -23,21 +23,24 @@ def open_engine(
     *,
     store: Path | None = None,
     kind: type[BlendEngine] | None = None,
-    config: BlendConfig | None = None,
+    config: EngineConfig | None = None,
+    blend: BlendConfig | None = None,
     **settings: Any,
 ) -> BlendEngine:
     """Load a model by name for blending, quietly.
 
-    `config` is the environment's by default; `settings` differ from it, those that are None are not given. `kind` is the class of
-    the engine.
+    `config` and `blend` are the environment's by default; `settings` of either differ from them, those that are None are not
+    given. `kind` is the class of the engine.
     """
-    from cacheblend_rag.config import BlendConfig
+    from cacheblend_rag.config import BlendConfig, EngineConfig
     from cacheblend_rag.engine import BlendEngine
 
     make_quiet()
     changes = {name: value for name, value in settings.items() if value is not None}
-    config = BlendConfig(**changes) if config is None else config.replace(**changes)
-    return (kind or BlendEngine).from_pretrained(model, config=config, store=store)
+    of_blend = {name: changes.pop(name) for name in list(changes) if EngineConfig.kinds.get(name) is BlendConfig}
+    config = EngineConfig(**changes) if config is None else config.replace(**changes)
+    blend = BlendConfig(**of_blend) if blend is None else blend.replace(**of_blend)
+    return (kind or BlendEngine).from_pretrained(model, config=config, blend=blend, store=store)
 
 
 def models(

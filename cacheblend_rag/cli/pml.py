@@ -161,13 +161,13 @@ def run(
     recompute = 0.0 if selector == "none" else ratio
     with open_engine(model, store=store, selector=selector, recompute_ratio=recompute, min_tokens=0) as engine:
         loaded = engine.load_schema(of)
-        whole = engine.config.replace(enabled=False)
+        whole = engine.blend.replace(enabled=False)
         if compare:
             # Whoever comes first pays for the first use of the model's kernels.
-            engine.generate(prompt, max_new_tokens=1, config=whole, do_sample=False)
+            engine.generate(prompt, max_new_tokens=1, blend=whole, do_sample=False)
         results = {"cached": print_answer(engine, prompt, max_new_tokens, stream, do_sample=False)}
         if compare:
-            results["full"] = engine.generate(prompt, max_new_tokens, config=whole, do_sample=False)
+            results["full"] = engine.generate(prompt, max_new_tokens, blend=whole, do_sample=False)
     notes = [f"schema {loaded.name}: {loaded.encoded} of {loaded.parts} parts encoded, {loaded.tokens} tokens in all"]
     for method, result in results.items():
         report = result.report

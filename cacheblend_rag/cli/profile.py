@@ -49,7 +49,7 @@ def profile(
     with open_engine(model, store=kv_folder_of(store), recompute_ratio="auto") as engine:
         with console(stderr=True).status("measuring") as status:
             found = engine.profile(budget_s=seconds, progress=lambda what: status.update(f"measuring: {what}"))
-        quality = engine.config.quality_ratio
+        quality = engine.blend.quality_ratio
         works = predicted_works(engine, found, chunk_tokens)
     rows = [*_show_computing(found), *_show_loading(found), *_show_choices(found, works, quality, chunk_tokens)]
     if priced:
@@ -84,7 +84,9 @@ def predicted_works(engine: BlendEngine, found: Profile, chunk_tokens: int) -> d
             spans = tuple(ChunkSpan(start, start + chunk_tokens, start) for start in starts)
             layout = PromptLayout((0,) * length, tuple(range(length)), spans)
             stored = StoredKV(cost.tier, cost.codec, chunks, round(cost.bytes_per_token * chunks * chunk_tokens))
-            works[cost.tier, cost.codec, chunks] = prompt_work(engine.decoder, engine.config, layout, (stored,))
+            works[cost.tier, cost.codec, chunks] = prompt_work(
+                engine.decoder, engine.blend, engine.tuning, layout, (stored,)
+            )
     return works
 
 

@@ -27,7 +27,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.extras import needs_extra
 
 if TYPE_CHECKING:
-    from cacheblend_rag.config import BlendConfig
+    from cacheblend_rag.config import BlendConfig, EngineConfig
     from cacheblend_rag.documents import Library
     from cacheblend_rag.documents.splitter import Passage
     from cacheblend_rag.engine import BlendEngine
@@ -135,7 +135,12 @@ def passages_of(paths: Sequence[Path], engine: BlendEngine, chunk_tokens: int) -
 
 @contextmanager
 def warmed(
-    store: Path, model: str | None, embedding: str | None, config: BlendConfig | None = None, **settings: Any
+    store: Path,
+    model: str | None,
+    embedding: str | None,
+    config: EngineConfig | None = None,
+    blend: BlendConfig | None = None,
+    **settings: Any,
 ) -> Iterator[tuple[BlendEngine, Library, str]]:
     """Open what was warmed into a store: yields the engine, the library and the name of the model.
 
@@ -156,7 +161,7 @@ def warmed(
     needs_documents()
     name = model or known.model
     with (
-        open_engine(name, store=kv_folder(store), config=passage_config(config), **settings) as engine,
+        open_engine(name, store=kv_folder(store), config=passage_config(config), blend=blend, **settings) as engine,
         open_library(store, engine, Embedding(embedding or known.embedding)) as library,
     ):
         if not len(library):

@@ -64,7 +64,7 @@ class LlamaIndexDemo:
         found = self._store.get_nodes(filters=MetadataFilters(filters=[wanted]))
         return sorted(found, key=lambda node: (node.metadata["document"], node.metadata["number"]))
 
-    def answer(self, question: str, retrieved: Sequence[Any], config: BlendConfig) -> tuple[str, dict[str, Any]]:
+    def answer(self, question: str, retrieved: Sequence[Any], blend: BlendConfig) -> tuple[str, dict[str, Any]]:
         nodes = [NodeWithScore(node=node) for node in retrieved]
-        response = BlendSynthesizer(llm=self._llm, config=config).synthesize(QueryBundle(question), nodes)
+        response = BlendSynthesizer(llm=self._llm, blend=blend).synthesize(QueryBundle(question), nodes)
         return str(response), (response.metadata or {})["blend"]

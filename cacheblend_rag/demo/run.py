@@ -62,7 +62,7 @@ class Framework(Protocol):
     def read(self, documents: list[int]) -> Sequence[Any]:
         """Return all chunks of some documents in reading order, as the framework represents them."""
 
-    def answer(self, question: str, retrieved: Sequence[Any], config: BlendConfig) -> tuple[str, dict[str, Any]]:
+    def answer(self, question: str, retrieved: Sequence[Any], blend: BlendConfig) -> tuple[str, dict[str, Any]]:
         """Return the answer from chunks, and the engine's report as the framework hands it on."""
 
 
@@ -116,7 +116,7 @@ def run_demo(
 
         from cacheblend_rag.demo.langchain import LangChainDemo
         from cacheblend_rag.demo.llama_index import LlamaIndexDemo
-    blend = engine.config
+    blend = engine.blend
     methods = {"full": blend.replace(enabled=False), "blend": blend}
     for ratio in ratios:
         if ratio != blend.recompute_ratio:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.documents.embedding import Embedding
 from cacheblend_rag.documents.splitter import Passage
 from cacheblend_rag.engine import BlendEngine
@@ -70,12 +70,12 @@ def is_library(folder: Path) -> bool:
     return (folder / "library.json").is_file() and kv_folder(folder).is_dir()
 
 
-def passage_config(config: BlendConfig | None = None) -> BlendConfig:
+def passage_config(config: EngineConfig | None = None) -> EngineConfig:
     """Return settings, by default the environment's, with what `Library.prompt` puts between passages as the `separator`.
 
     Where they name a separator of their own, it stays.
     """
-    config = BlendConfig.of(config)
+    config = EngineConfig.of(config)
     if "separator" in config.model_fields_set:
         return config
     return config.replace(separator=FORMATS["plain_answer"].separator)
