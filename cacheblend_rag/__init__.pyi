@@ -1,5 +1,5 @@
 from .chunk import BlendPrompt, Chunk, ChunkPart, ChunkRef, FixedText
-from .config import BlendConfig
+from .config import BlendConfig, EngineConfig
 from .engine import BlendEngine, BlendStream, GenerationResult, PrefillResult
 from .errors import CacheBlendError
 from .report import BlendReport, ChunkReport
@@ -15,6 +15,7 @@ __all__ = [
     "ChunkPart",
     "ChunkReport",
     "ChunkRef",
+    "EngineConfig",
     "FixedText",
     "GenerationResult",
     "PrefillResult",

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 import yaml
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_serializer, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from cacheblend_rag.errors import ConfigError
@@ -252,8 +252,8 @@ class BlendConfig(_Base):
         share of the context, above 0 and at most 1. The context reaches from the first chunk to the last; what stands before and
         behind it is always kept. By default nothing is evicted.
     source_attention : bool
-        Whether the report says how much of the answer's attention went to each chunk, in the middle layers. It is computed a second
-        time for that, one row for each token of the answer. Not said where KV is evicted.
+        Whether the report says how much of the answer's attention went to each chunk, in the middle layers. It is computed a
+        second time for that, one row for each token of the answer. Not said where KV is evicted.
 
     Raises
     ------
@@ -296,6 +296,10 @@ class BlendConfig(_Base):
         if not isinstance(selector, str) and not (hasattr(selector, "begin") and hasattr(selector, "name")):
             raise ValueError('must be the name of a selector, as "hkvd", or a Selector')
         return selector
+
+    @field_serializer("selector")
+    def _selector_as_text(self, selector: Any) -> str:
+        return str(selector)
 
     @field_validator("kv_capacity", mode="before")
     @classmethod

@@ -61,6 +61,6 @@ class LangChainDemo:
         return sorted(found, key=lambda each: (each.metadata["document"], each.metadata["number"]))
 
     def answer(self, question: str, retrieved: Sequence[Any], blend: BlendConfig) -> tuple[str, dict[str, Any]]:
-        chain = _PROMPT | self._llm.bind(blend=blend)
+        chain = _PROMPT | self._llm.bind(blend_config=blend)
         message = chain.invoke({"context": "\n".join(each.page_content for each in retrieved), "question": question})
         return str(message.text), message.response_metadata["blend"]

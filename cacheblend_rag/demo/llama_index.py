@@ -66,5 +66,5 @@ class LlamaIndexDemo:
 
     def answer(self, question: str, retrieved: Sequence[Any], blend: BlendConfig) -> tuple[str, dict[str, Any]]:
         nodes = [NodeWithScore(node=node) for node in retrieved]
-        response = BlendSynthesizer(llm=self._llm, blend=blend).synthesize(QueryBundle(question), nodes)
+        response = BlendSynthesizer(llm=self._llm, blend_config=blend).synthesize(QueryBundle(question), nodes)
         return str(response), (response.metadata or {})["blend"]

@@ -180,8 +180,8 @@ class KVSupply:
         run.prompt = run.prompt.computing(moved, "its document was changed just now, so it is computed like text")
         run.prompt = run.prompt.computing(
             late,
-            f"reading its document would take more than miss_tokens={self._miss_tokens}, so it is computed like text and encoded in the "
-            "background",
+            f"reading its document would take more than miss_tokens={self._miss_tokens}, so it is computed like text and encoded "
+            "in the background",
         )
         if late and self.on_late is not None:
             self.on_late([found[key].record.id for key in late])

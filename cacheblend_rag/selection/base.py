@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import ClassVar
 
@@ -131,6 +131,15 @@ class Selector(ABC):
             value = getattr(self, option)
             if not isinstance(value, int | float) or not 0 <= value <= 1:
                 raise self.refusal(option, "must be a number from 0 to 1")
+
+    def __str__(self) -> str:
+        """Return the string that names this selector with its options."""
+        own = [
+            (field.name, getattr(self, field.name))
+            for field in fields(self)
+            if getattr(self, field.name) != field.default
+        ]
+        return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in own)})" if own else self.name
 
     @abstractmethod
     def begin(self, task: SelectionTask) -> Selection:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from langchain_core.runnables.config import run_in_executor
 from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, ValidationError
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, GenerationResult
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, EngineConfig, GenerationResult
 from cacheblend_rag.chunk import Segment
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.stops import acut_pieces, cut_at_stop, cut_pieces
@@ -49,9 +49,10 @@ class BlendModel(AnswersTogether, DecodingFields):
         With `model`: where KV is kept, a folder for example; by default this process's RAM.
     model_kwargs : dict, optional
         With `model`: passed to ``AutoModelForCausalLM.from_pretrained``, as ``device_map`` or ``quantization_config``.
+    engine_config : EngineConfig or mapping, optional
+        With `model`: what is settled with its engine, the `separator` a blank line unless another is named.
     blend_config : BlendConfig or mapping, optional
-        Blending settings. With `model` also those the model is loaded with, their `separator` a blank line unless they name one;
-        with `engine` they apply to this object's calls only.
+        How this object's prompts are blended; by default as the engine's are.
     max_tokens, temperature, top_p, top_k : optional
         Generation options by LangChain's names; a temperature of 0 decodes greedily. By default the model's own.
     stop : list of str, optional
@@ -76,6 +77,7 @@ class BlendModel(AnswersTogether, DecodingFields):
 
     model: str
     engine: BlendEngine = Field(exclude=True, repr=False)
+    engine_config: EngineConfig | None = None
     blend_config: BlendConfig | None = None
     stop: list[str] | None = None
     timeout: float | None = Field(default=None, gt=0)
@@ -93,6 +95,7 @@ class BlendModel(AnswersTogether, DecodingFields):
         *,
         model: str | Path | None = None,
         engine: BlendEngine | None = None,
+        engine_config: EngineConfig | Mapping[str, Any] | None = None,
         blend_config: BlendConfig | Mapping[str, Any] | None = None,
         store: Any = None,
         model_kwargs: dict[str, Any] | None = None,
@@ -103,10 +106,10 @@ class BlendModel(AnswersTogether, DecodingFields):
         if unknown:
             raise ConfigError(
                 f"{', '.join(unknown)}: {type(self).__name__} has no such parameter; generate's options go into "
-                "generation_kwargs, the engine's settings into blend_config=BlendConfig(...)"
+                "generation_kwargs, settings into engine_config=EngineConfig(...) and blend_config=BlendConfig(...)"
             )
         check_options(fields.get("generation_kwargs") or {})
-        config = _config(blend_config)
+        blend, config = _settings(blend_config, BlendConfig), _settings(engine_config, EngineConfig)
         loads = engine is None
         if engine is not None:
             check_engine(engine)
@@ -115,11 +118,13 @@ class BlendModel(AnswersTogether, DecodingFields):
                 raise ConfigError(
                     'name a model (model="reference", a Hugging Face id or a folder), or give a ready-made engine'
                 )
-            loaded_with = _with_separator(BlendConfig.of(config))
-            engine = BlendEngine.from_pretrained(model, config=loaded_with, store=store, **(model_kwargs or {}))
-        elif store is not None or model_kwargs:
+            loaded_with = _with_separator(EngineConfig.of(config))
+            engine = BlendEngine.from_pretrained(
+                model, config=loaded_with, blend=blend, store=store, **(model_kwargs or {})
+            )
+        elif store is not None or model_kwargs or config is not None:
             raise ConfigError(
-                "store and model_kwargs belong to a model that is loaded; a ready-made engine has both already"
+                "store, engine_config and model_kwargs belong to a model that is loaded; a ready-made engine has them already"
             )
         if model is not None and str(model) not in (engine.model_name, getattr(engine.model, "name_or_path", "")):
             raise ConfigError(
@@ -128,7 +133,9 @@ class BlendModel(AnswersTogether, DecodingFields):
             )
         name = engine.model_name if model is None else str(model)
         try:
-            super().__init__(model=name, engine=engine, blend_config=config, **fields)  # type: ignore[call-arg]
+            super().__init__(  # type: ignore[call-arg]
+                model=name, engine=engine, engine_config=config, blend_config=blend, **fields
+            )
         except ValidationError as error:
             if loads:
                 engine.close()
@@ -152,7 +159,7 @@ class BlendModel(AnswersTogether, DecodingFields):
         """Merge the options of this object and of one call, which wins."""
         given = dict(kwargs)
         asked = given.pop("blend_config", None)
-        config = self.blend_config if asked is None else _config(asked)
+        blend = self.blend_config if asked is None else _settings(asked, BlendConfig)
         timeout = given.pop("timeout", None)
         timeout = self.timeout if timeout is None else timeout
         model = given.pop("model", None)
@@ -169,7 +176,7 @@ class BlendModel(AnswersTogether, DecodingFields):
         criteria += [deadline] if deadline is not None else []
         if criteria:
             options["stopping_criteria"] = with_objects(options, "stopping_criteria", *criteria)
-        return Call(prompt, ends, options | {"config": config, "wait_s": timeout}, deadline)
+        return Call(prompt, ends, options | {"blend": blend, "wait_s": timeout}, deadline)
 
     # How it is answered
 
@@ -226,11 +233,11 @@ class BlendModel(AnswersTogether, DecodingFields):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         # The engine's namespace tells models of one name apart by their weights, and is part of the keys of LangChain's caches.
-        config = self.blend_config or self.engine.config
         return {
             "model": self.model,
             "engine": self.engine.namespace,
-            "blend_config": _plain(config),
+            "engine_config": _plain(self.engine.config),
+            "blend_config": _plain(self.blend_config or self.engine.blend),
         } | {name: getattr(self, name) for name in (*_OPTIONS, "stop", "generation_kwargs", "min_chunk_chars")}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> Any:
@@ -262,29 +269,27 @@ class BlendModel(AnswersTogether, DecodingFields):
             return self.to_json_not_implemented()  # type: ignore[attr-defined]
         written = super().to_json()  # type: ignore[misc]
         kwargs = written["kwargs"]
-        kwargs.pop("blend_config", None)
-        if self.blend_config is not None:
-            kwargs["blend_config"] = _plain(self.blend_config, exclude_unset=True)
+        for name in ("engine_config", "blend_config"):
+            kwargs.pop(name, None)
+            if (settings := getattr(self, name)) is not None:
+                kwargs[name] = _plain(settings, exclude_unset=True)
         kwargs |= {name: str(value) if isinstance(value, Path) else value for name, value in loaded.items() if value}
         return written
 
 
-def _config(config: BlendConfig | Mapping[str, Any] | None) -> BlendConfig | None:
-    if isinstance(config, Mapping):
-        return BlendConfig(**config)
-    if not isinstance(config, BlendConfig | None):
-        raise ConfigError(
-            f"blend_config is the {type(config).__name__} {config!r:.40}; give a BlendConfig, or its settings as a dictionary"
-        )
-    return config
+_Settings = TypeVar("_Settings", BlendConfig, EngineConfig)
 
 
-def _with_separator(config: BlendConfig) -> BlendConfig:
+def _settings(given: _Settings | Mapping[str, Any] | None, kind: type[_Settings]) -> _Settings | None:
+    return kind(**given) if isinstance(given, Mapping) else None if given is None else kind.of(given)
+
+
+def _with_separator(config: EngineConfig) -> EngineConfig:
     """Return the settings of an engine, with what chains write between documents as its separator unless they name another."""
     return config if "separator" in config.model_fields_set else config.replace(separator=_SEPARATOR)
 
 
-def _plain(config: BlendConfig, *, exclude_unset: bool = False) -> dict[str, Any]:
+def _plain(config: BlendConfig | EngineConfig, *, exclude_unset: bool = False) -> dict[str, Any]:
     # The address of a remote tier may hold a password.
     return config.model_dump(mode="json", exclude_unset=exclude_unset, exclude={"remote"})
 

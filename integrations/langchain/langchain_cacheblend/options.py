@@ -65,11 +65,11 @@ def check_engine(engine: Any) -> None:
 def check_options(options: Iterable[str]) -> None:
     """Raise `ConfigError` for names that no generation option has."""
     unknown = sorted(set(options) - _KNOWN)
-    settings = [name for name in unknown if name in BlendConfig.model_fields]
+    settings = [name for name in unknown if name in BlendConfig.kinds]
     if settings:
         raise ConfigError(
-            f"{', '.join(settings)}: settings of the engine, not options of an answer; give them in "
-            f"blend_config=BlendConfig({settings[0]}=...)"
+            f"{', '.join(settings)}: no options of an answer, but of {BlendConfig.kinds[settings[0]].__name__}, which "
+            "engine_config and blend_config take"
         )
     if unknown:
         raise ConfigError(

@@ -112,13 +112,13 @@ class _BlendChat:
     """
 
     def __init__(
-        self, retriever: BaseRetriever, llm: Any, *args: Any, config: BlendConfig | None = None, **kwargs: Any
+        self, retriever: BaseRetriever, llm: Any, *args: Any, blend_config: BlendConfig | None = None, **kwargs: Any
     ) -> None:
         model = _blend_llm(llm)
-        if config is not None:
+        if blend_config is not None:
             # A wrong setting is said now and not by the first message.
-            model.engine.check_config(config)
-        self._config = config
+            model.engine.check_blend(blend_config)
+        self._blend_config = blend_config
         self._conversation = model.engine.conversation()
         self._condensing = model.engine.conversation()
         self._talking = model.in_conversation(self._conversation)
@@ -135,7 +135,7 @@ class _BlendChat:
         chat_history: list[ChatMessage] | None = None,
         memory: BaseMemory | None = None,
         llm: Any = None,
-        config: BlendConfig | None = None,
+        blend_config: BlendConfig | None = None,
         **kwargs: Any,
     ) -> Any:
         """Make a chat engine.
@@ -150,7 +150,7 @@ class _BlendChat:
             Keeps what is said; by default LlamaIndex's `Memory`, which counts with the model's own tokenizer.
         llm : BlendLLM, optional
             The model; by default ``Settings.llm``.
-        config : BlendConfig, optional
+        blend_config : BlendConfig, optional
             Blending settings of this chat, instead of the engine's.
         **kwargs : Any
             As for LlamaIndex's own chat engine: `system_prompt`, `node_postprocessors`, templates and so on.
@@ -166,8 +166,8 @@ class _BlendChat:
             If the language model cannot blend.
         """
         model = _blend_llm(Settings.llm if llm is None else llm)
-        if config is not None:
-            model.engine.check_config(config)
+        if blend_config is not None:
+            model.engine.check_blend(blend_config)
         if memory is None:
             window = model.metadata.context_window
             memory = Memory.from_defaults(
@@ -176,7 +176,7 @@ class _BlendChat:
                 tokenizer_fn=model.engine.tokenizer.encode,
             )
         made = super().from_defaults(retriever, chat_history=chat_history, memory=memory, llm=model, **kwargs)  # type: ignore[misc]
-        made._config = config
+        made._blend_config = blend_config
         return made
 
     @property
@@ -252,7 +252,7 @@ class _BlendChat:
             llm=self._talking,
             text_qa_template=own._text_qa_template,
             refine_template=own._refine_template,
-            config=self._config,
+            blend_config=self._blend_config,
             streaming=streaming,
             callback_manager=self.callback_manager,  # type: ignore[attr-defined]
         )
@@ -273,7 +273,7 @@ class BlendContextChatEngine(_BlendChat, ContextChatEngine):  # type: ignore[mis
         The model.
     *args, **kwargs : Any
         As for `ContextChatEngine`.
-    config : BlendConfig, optional
+    blend_config : BlendConfig, optional
         Blending settings of this chat, instead of the engine's.
 
     Raises

@@ -7,7 +7,7 @@ from typing import Any
 
 from llama_index.core.settings import Settings
 
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.config import BlendConfig, EngineConfig
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from llama_index_cacheblend.nodes import SEPARATOR
@@ -36,7 +36,9 @@ def find_engine(engine: Any) -> BlendEngine:
     return found
 
 
-def make_engine(model: Any, engine: Any, config: BlendConfig | None, **loading: Any) -> BlendEngine:
+def make_engine(
+    model: Any, engine: Any, config: EngineConfig | None, blend: BlendConfig | None, **loading: Any
+) -> BlendEngine:
     """Return the engine that the arguments of `BlendLLM` describe; `loading` are tokenizer, store and model_kwargs.
 
     Where the settings say nothing of the separator, it is what stands between nodes in LlamaIndex's prompts.
@@ -51,12 +53,15 @@ def make_engine(model: Any, engine: Any, config: BlendConfig | None, **loading: 
             'give BlendLLM either a model ("reference", a Hugging Face id, a folder, or an object) or an engine'
         )
     if engine is not None:
-        beside = next((name for name, value in {"config": config, **loading}.items() if value is not None), None)
+        beside = next(
+            (name for name, value in {"config": config, "blend_config": blend, **loading}.items() if value is not None),
+            None,
+        )
         if beside is not None:
             raise ConfigError(f"{beside} belongs to the engine; give it to BlendEngine, not to BlendLLM beside engine=")
         return find_engine(engine)
     tokenizer, store, model_kwargs = loading["tokenizer"], loading["store"], loading["model_kwargs"]
-    config = BlendConfig.of(config)
+    config = EngineConfig.of(config)
     if "separator" not in config.model_fields_set:
         config = config.replace(separator=SEPARATOR)
     if isinstance(model, str | Path):
@@ -64,9 +69,9 @@ def make_engine(model: Any, engine: Any, config: BlendConfig | None, **loading: 
             raise ConfigError(
                 f"model={str(model)!r} brings its own tokenizer; leave tokenizer out, or give a model object"
             )
-        return BlendEngine.from_pretrained(model, config=config, store=store, **(model_kwargs or {}))
+        return BlendEngine.from_pretrained(model, config=config, blend=blend, store=store, **(model_kwargs or {}))
     if tokenizer is None:
         raise ConfigError(f"model is a {type(model).__name__} object; give its tokenizer too")
     if model_kwargs is not None:
         raise ConfigError("model_kwargs say how a model is loaded, and this one is loaded already; leave them out")
-    return BlendEngine(model, tokenizer, config=config, store=store)
+    return BlendEngine(model, tokenizer, config=config, blend=blend, store=store)

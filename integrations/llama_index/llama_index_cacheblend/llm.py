@@ -27,7 +27,7 @@ from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.types import BaseOutputParser, PydanticProgramMode
 
 from cacheblend_rag.chunk import BlendPrompt
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.config import BlendConfig, EngineConfig
 from cacheblend_rag.engine import BlendEngine, BlendStream, Conversation, GenerationResult
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.pml.fill import prompt_in
@@ -54,8 +54,10 @@ class BlendLLM(JSONAnswers):
         The tokenizer of a model object.
     engine : BlendEngine or BlendLLM, optional
         An engine to share, instead of `model`.
-    config : BlendConfig, optional
-        The engine's settings; by default those of the environment.
+    config : EngineConfig, optional
+        What is settled with the engine; by default the environment's settings.
+    blend_config : BlendConfig, optional
+        How its prompts are blended; by default the environment's settings.
     store : KVStore, str, Path or None
         Where KV is kept: a folder, a store of yours, or None for this process's RAM.
     model_kwargs : dict, optional
@@ -98,7 +100,8 @@ class BlendLLM(JSONAnswers):
         *,
         tokenizer: Any = None,
         engine: BlendEngine | BlendLLM | None = None,
-        config: BlendConfig | None = None,
+        config: EngineConfig | None = None,
+        blend_config: BlendConfig | None = None,
         store: Any = None,
         model_kwargs: dict[str, Any] | None = None,
         model_name: str | None = None,
@@ -122,7 +125,9 @@ class BlendLLM(JSONAnswers):
             raise ConfigError(
                 f"model_name only says what a model is called in logs; give BlendLLM(model={model_name!r}) to load it"
             )
-        computing = make_engine(model, engine, config, tokenizer=tokenizer, store=store, model_kwargs=model_kwargs)
+        computing = make_engine(
+            model, engine, config, blend_config, tokenizer=tokenizer, store=store, model_kwargs=model_kwargs
+        )
         chat = bool(getattr(computing.tokenizer, "chat_template", None))
         values: dict[str, Any] = {
             "model_name": model_name or computing.model_name,
@@ -260,11 +265,11 @@ class BlendLLM(JSONAnswers):
         prompt = others.pop("blend_prompt", None) or prompt_in(given)
         if prompt is None:
             prompt = BlendPrompt(segments=[given if isinstance(given, str) else self._written(given)])
-        config = others.pop("blend_config", None)
+        blend = others.pop("blend_config", None)
         stops = _stop_list(others.pop("stop", self.stop))
         length = others.pop("max_new_tokens", self.max_new_tokens)
         options = _decoding_options(others.pop("temperature", self.temperature), stops, others)
-        asked = {"prompt": prompt, "max_new_tokens": length, "config": config, "conversation": self._conversation}
+        asked = {"prompt": prompt, "max_new_tokens": length, "blend": blend, "conversation": self._conversation}
         return asked | options, stops
 
     def _generate(

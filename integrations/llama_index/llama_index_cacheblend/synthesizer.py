@@ -73,7 +73,7 @@ class BlendSynthesizer(BaseSynthesizer):
         "drop".
     output_cls : type, optional
         A pydantic model. The answer is one of these, which the model writes as JSON; never a stream.
-    config : BlendConfig, optional
+    blend_config : BlendConfig, optional
         Blending settings of this synthesizer, instead of the engine's.
     streaming : bool
         Whether answers are streams.
@@ -89,7 +89,7 @@ class BlendSynthesizer(BaseSynthesizer):
     ------
     ConfigError
         If the language model cannot blend, its ``max_new_tokens`` leave no room for a prompt, its engine cannot be given
-        `config`, or `overflow` is none of the two.
+        `blend_config`, or `overflow` is none of the two.
     """
 
     # Whether templates hold nothing that somebody said.
@@ -103,7 +103,7 @@ class BlendSynthesizer(BaseSynthesizer):
         *,
         overflow: Literal["drop", "refine"] | None = None,
         output_cls: type[BaseModel] | None = None,
-        config: BlendConfig | None = None,
+        blend_config: BlendConfig | None = None,
         streaming: bool = False,
         callback_manager: CallbackManager | None = None,
         prompt_helper: PromptHelper | None = None,
@@ -119,8 +119,8 @@ class BlendSynthesizer(BaseSynthesizer):
             )
         if overflow not in (None, "drop", "refine"):
             raise ConfigError(f'overflow={overflow!r} is none of "drop" and "refine"')
-        if config is not None:
-            model.engine.check_config(config)
+        if blend_config is not None:
+            model.engine.check_blend(blend_config)
         if output_cls is not None:
             check_mode(model.pydantic_program_mode)
         window = model.engine.window
@@ -142,8 +142,8 @@ class BlendSynthesizer(BaseSynthesizer):
             empty_response=empty_response,
         )
         self._model = model
-        self._config = config
-        self._tells_sources = (config or model.engine.config).source_attention
+        self._blend_config = blend_config
+        self._tells_sources = (blend_config or model.engine.blend).source_attention
         self._text_qa_template = text_qa_template or DEFAULT_TEXT_QA_PROMPT_SEL
         self._refine_template = refine_template or DEFAULT_REFINE_PROMPT_SEL
         self._refines = (overflow or ("drop" if refine_template is None else "refine")) == "refine"
@@ -334,8 +334,8 @@ class BlendSynthesizer(BaseSynthesizer):
     def _call(self, prompt: ContextPrompt, form: str = "") -> Any:
         """Give a prompt to the model, as messages if it is a chat model; `form` begins the name of its method."""
         options: dict[str, Any] = {"blend_prompt": prompt.blend}
-        if self._config is not None:
-            options["blend_config"] = self._config
+        if self._blend_config is not None:
+            options["blend_config"] = self._blend_config
         if prompt.messages is None:
             return getattr(self._model, f"{form}complete")(prompt.text, True, **options)
         return getattr(self._model, f"{form}chat")(prompt.messages, **options)
