@@ -21,6 +21,7 @@ from cacheblend_rag.lab.bench.shapes import make_model
 from cacheblend_rag.lab.bench.slow import SlowStore, device_rate
 from cacheblend_rag.lab.bench.times import wait_for_device
 from cacheblend_rag.lab.bench.words import RandomWords
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.store import KVStore, open_store
 
@@ -134,7 +135,7 @@ class AutoBench:
         self.setting = setting
         self.runs: list[AutoRun] = []
         self.profiles: dict[str, Profile] = {}
-        self._config = setting.blend_config(recompute_ratio="auto", quality_ratio=setting.quality_ratio)
+        self._settings = setting.engine_settings(recompute_ratio="auto", quality_ratio=setting.quality_ratio)
         self._model, self._tokenizer = make_model(setting)
 
     def measure(self, progress: Callable[[str], None] | None = None) -> list[AutoRow]:
@@ -165,7 +166,7 @@ class AutoBench:
 
     @contextmanager
     def _engine(self, tier: str, place: Path) -> Iterator[BlendEngine]:
-        config = self._config.replace(profile_path=place.with_suffix(".profile"))
+        settings = engine_settings(self._settings, profile_path=place.with_suffix(".profile"))
         rate = device_rate(tier)
         store: KVStore
         if rate is not None:
@@ -174,7 +175,7 @@ class AutoBench:
             store = open_store(place if tier == "disk" else None, ram_bytes=0 if tier == "disk" else NO_LIMIT)
         with ExitStack() as stack:
             stack.callback(store.close)
-            yield stack.enter_context(BlendEngine(self._model, self._tokenizer, config=config, store=store))
+            yield stack.enter_context(BlendEngine(self._model, self._tokenizer, store=store, **settings))
 
     def _cell(self, engine: BlendEngine, tier: str, place: Path, chunks: int, tokens: int) -> AutoRow:
         words = RandomWords(self._tokenizer, self.setting.seed + 1000 * chunks + tokens)
@@ -184,7 +185,7 @@ class AutoBench:
         prompt = BlendPrompt(
             words.text(1), [str(chunk.id) for chunk in added], words.text(self.setting.question_tokens)
         )
-        base = engine.config
+        base = engine.blend
         methods = {("full", 1.0): base.replace(enabled=False)}
         for ratio in self.setting.ratios:
             if self.setting.quality_ratio <= ratio < 1:
@@ -196,7 +197,7 @@ class AutoBench:
                 drop_cached(stored_files(place))
             wait_for_device(self.setting.device)
             # The logits are on the CPU when it returns, so that its time includes the device's work.
-            return engine.prefill(prompt, config=methods[method]).report
+            return engine.prefill(prompt, blend=methods[method]).report
 
         runs = in_rounds(list(methods), run, self.setting.repeats)
         engine.delete([str(chunk.id) for chunk in added])

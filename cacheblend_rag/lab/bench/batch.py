@@ -13,12 +13,12 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.outputs import LLMResult
 
 from cacheblend_rag.chunk import Chunk
-from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.lab.bench.rounds import in_rounds
 from cacheblend_rag.lab.bench.setting import check_least
 from cacheblend_rag.lab.bench.times import median_ratio
 from cacheblend_rag.lab.bench.words import made_up_word
+from cacheblend_rag.lab.settings import engine_settings
 from langchain_cacheblend import BlendLLM
 
 __all__ = ["BatchBench", "BatchRow", "BatchSetting"]
@@ -137,10 +137,12 @@ class BatchBench:
 
     def __init__(self, setting: BatchSetting) -> None:
         self.setting = setting
-        config = BlendConfig(
-            enabled=True, min_tokens=0, recompute_ratio=setting.ratio, kv_capacity=None, repair_ratio=0.0
+        settings = engine_settings(
+            enabled=True,
+            recompute_ratio=setting.ratio,
+            kv_capacity=None,
         )
-        self.engine = BlendEngine.from_pretrained(setting.model, config=config)
+        self.engine = BlendEngine.from_pretrained(setting.model, **settings)
         self._llm = BlendLLM(
             model=setting.model,
             engine=self.engine,

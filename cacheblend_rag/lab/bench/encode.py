@@ -144,7 +144,7 @@ class EncodeBench:
         self._model, self._tokenizer = make_model(setting)
         words = RandomWords(self._tokenizer, setting.seed)
         prefix = words.token_ids(setting.prefix_tokens)
-        self._config = setting.blend_config(
+        self._settings = setting.engine_settings(
             disk_bytes=None,
             encode_batch_tokens=setting.batch_tokens,
             encoding_prefix=tuple(prefix),
@@ -234,7 +234,7 @@ class EncodeBench:
     def _add(self, chunks: Sequence[Chunk], *, on_disk: bool) -> _Took:
         with temporary_folder(self.setting.folder) as folder:
             store = Path(folder) / "kv" if on_disk else None
-            with BlendEngine(self._model, self._tokenizer, config=self._config, store=store) as engine:
+            with BlendEngine(self._model, self._tokenizer, store=store, **self._settings) as engine:
                 with self._timed() as took:
                     result = engine.add(chunks)
                 assert result.encoded == len(chunks)
@@ -243,7 +243,7 @@ class EncodeBench:
         return took[0]
 
     def _add_singly(self) -> _Took:
-        with BlendEngine(self._model, self._tokenizer, config=self._config) as engine:
+        with BlendEngine(self._model, self._tokenizer, **self._settings) as engine:
             with self._timed() as took:
                 for chunk in self._chunks:
                     engine.add([chunk])

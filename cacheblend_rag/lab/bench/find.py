@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cacheblend_rag.chunk import Chunk, text_hash
-from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lab.bench.times import percentiles, seconds_of
 from cacheblend_rag.lab.bench.words import made_up_word
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.reference import load_model, load_tokenizer
 from cacheblend_rag.store import NodeRecord
 from langchain_cacheblend.catalog import ChunkCatalog
@@ -189,8 +189,8 @@ class FindBench:
 
     def _engine(self, folder: str) -> BlendEngine:
         # Chunks are only named.
-        config = BlendConfig(encode_on="second_use", self_check=False)
-        return BlendEngine(self._model, self._tokenizer, config=config, store=folder)
+        settings = engine_settings(encode_on="second_use", self_check=False)
+        return BlendEngine(self._model, self._tokenizer, store=folder, **settings)
 
     def _name(self, engine: BlendEngine) -> None:
         for start in range(0, len(self.texts), _ROWS_AT_ONCE):

@@ -11,7 +11,6 @@ from statistics import median
 
 import torch
 
-from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.encode import Encoder, Target
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lab.bench.coldfiles import ColdFolder
@@ -23,6 +22,7 @@ from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import inspect_model
 from cacheblend_rag.store import KVReader, open_store
+from cacheblend_rag.tuning import Tuning
 
 __all__ = ["LoadBench", "LoadRow", "LoadSetting"]
 
@@ -57,7 +57,7 @@ class LoadSetting:
     chunks: int = 6
     chunk_tokens: int = 512
     threads: tuple[int, ...] = (0, 1, 2, 4)
-    ahead: int = BlendConfig.model_fields["prefetch_layers"].default
+    ahead: int = Tuning().prefetch_layers
     repeats: int = 5
     dtype: str = "float32"
     folder: Path | None = None

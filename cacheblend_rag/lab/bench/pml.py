@@ -11,7 +11,6 @@ from statistics import median
 import torch
 from transformers import DynamicCache
 
-from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lab.bench.coldfiles import ColdFolder
@@ -126,8 +125,8 @@ class PMLBench:
     def __init__(self, setting: PMLSetting) -> None:
         self.setting = setting
         for name in setting.selectors:
-            make_selector(BlendConfig(selector=name))
-        config = setting.blend_config(
+            make_selector(name)
+        settings = setting.engine_settings(
             # From disk, nothing may be kept in RAM.
             ram_bytes=0 if setting.tier == "disk" else NO_LIMIT,
             selector="none",
@@ -136,7 +135,7 @@ class PMLBench:
         model, tokenizer = make_model(setting)
         self._disk = ColdFolder(setting.folder) if setting.tier == "disk" else None
         location = None if self._disk is None else self._disk.path
-        self.engine = BlendEngine(model, tokenizer, config=config, store=location)
+        self.engine = BlendEngine(model, tokenizer, store=location, **settings)
         words = RandomWords(tokenizer, setting.seed)
         names = [f"module-{number}" for number in range(setting.modules)]
         schema = Schema(
@@ -211,8 +210,8 @@ class PMLBench:
 
     def _cached(self, selector: str) -> BlendReport:
         ratio = 0.0 if selector == "none" else self.setting.ratio
-        config = self.engine.config.replace(selector=selector, recompute_ratio=ratio)
-        result = self.engine.prefill(self.prompt, config=config)
+        blend = self.engine.blend.replace(selector=selector, recompute_ratio=ratio)
+        result = self.engine.prefill(self.prompt, blend=blend)
         int(result.logits.argmax())
         return result.report
 

@@ -118,7 +118,7 @@ class PrefetchBench:
 
     def __init__(self, setting: PrefetchSetting) -> None:
         self.setting = setting
-        self._config = setting.blend_config(selector=setting.selector, recompute_ratio=setting.ratio)
+        self._settings = setting.engine_settings(selector=setting.selector, recompute_ratio=setting.ratio)
         self._model, self._tokenizer = make_model(setting)
         words = RandomWords(self._tokenizer, setting.seed)
         self._disk = ColdFolder(setting.folder)
@@ -158,7 +158,7 @@ class PrefetchBench:
         return [self._row(method, runs[method], runs["disk"]) for method in _METHODS]
 
     def _engine(self) -> BlendEngine:
-        return BlendEngine(self._model, self._tokenizer, config=self._config, store=self._disk.path)
+        return BlendEngine(self._model, self._tokenizer, store=self._disk.path, **self._settings)
 
     def _run(self, method: str) -> _Run:
         # A new one each time, that has nothing in RAM.

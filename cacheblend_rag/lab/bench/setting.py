@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.lab.settings import EngineSettings, engine_settings
 
 __all__ = ["NO_LIMIT", "ModelSetting", "check_least", "dtype_named"]
 
@@ -58,7 +58,7 @@ class ModelSetting:
         if not known:
             raise ConfigError(f"device {self.device!r} is not measured; choose cpu, cuda or cuda:N")
 
-    def blend_config(self, **settings: Any) -> BlendConfig:
+    def engine_settings(self, **settings: Any) -> EngineSettings:
         """Return an engine's settings under which every prompt is blended or refused, also where the environment says otherwise.
 
         Parameters
@@ -68,7 +68,7 @@ class ModelSetting:
 
         Returns
         -------
-        BlendConfig
+        EngineSettings
             Without a limit of the RAM tier, and with no check of the model by itself.
 
         Raises
@@ -76,9 +76,8 @@ class ModelSetting:
         ConfigError
             If a setting has no meaning.
         """
-        named = {
+        named: dict[str, Any] = {
             "enabled": True,
-            "min_tokens": 0,
             "encode_on": "add",
             "dtype": self.dtype,
             "device": self.device,
@@ -86,7 +85,7 @@ class ModelSetting:
             "self_check": False,
             "strict": True,
         }
-        return BlendConfig(**(named | settings))
+        return engine_settings(**(named | settings))
 
 
 def check_least(setting: object, least: int, *names: str) -> None:

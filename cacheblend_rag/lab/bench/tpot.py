@@ -123,17 +123,18 @@ class TPOTBench:
 
     def __init__(self, setting: TPOTSetting) -> None:
         self.setting = setting
-        config = setting.blend_config(selector=setting.selector, recompute_ratio=setting.ratio, kv_capacity=None)
+        settings = setting.engine_settings(selector=setting.selector, recompute_ratio=setting.ratio, kv_capacity=None)
         self._methods: list[_Method] = [
             (method, capacity)
             for method in dict.fromkeys(setting.methods)
             for capacity in (None, *dict.fromkeys(setting.capacities))
         ]
         self._configs = {
-            method: config.replace(enabled=method[0] == "blend", kv_capacity=method[1]) for method in self._methods
+            method: settings["blend"].replace(enabled=method[0] == "blend", kv_capacity=method[1])
+            for method in self._methods
         }
         model, tokenizer = make_model(setting)
-        self.engine = BlendEngine(model, tokenizer, config=config)
+        self.engine = BlendEngine(model, tokenizer, **settings)
         words = RandomWords(tokenizer, setting.seed)
         chunks = words.chunks(setting.chunks, setting.chunk_tokens)
         self.prompt = BlendPrompt(
@@ -165,8 +166,8 @@ class TPOTBench:
         return [_row(method, reports[method], reports[method[0], None]) for method in self._methods]
 
     def _run(self, method: _Method) -> BlendReport:
-        config = self._configs[method]
-        return self.engine.generate(self.prompt, self.setting.output_tokens, config=config, do_sample=False).report
+        blend = self._configs[method]
+        return self.engine.generate(self.prompt, self.setting.output_tokens, blend=blend, do_sample=False).report
 
 
 def _row(method: _Method, reports: Sequence[BlendReport], whole: Sequence[BlendReport]) -> TPOTRow:

@@ -12,7 +12,6 @@ from statistics import median
 import torch
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk, FixedText
-from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.lab.bench.coldfiles import ColdFolder
 from cacheblend_rag.lab.bench.rounds import in_rounds
@@ -22,6 +21,7 @@ from cacheblend_rag.lab.bench.slow import SlowStore, device_rate
 from cacheblend_rag.lab.bench.times import median_ratio, wait_for_device
 from cacheblend_rag.lab.bench.words import RandomWords
 from cacheblend_rag.lab.eval.prefix import PrefixCache
+from cacheblend_rag.lab.settings import engine_settings, settings_of
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.selection import make_selector
 
@@ -171,21 +171,23 @@ class TTFTBench:
     def __init__(self, setting: TTFTSetting) -> None:
         self.setting = setting
         for name in setting.selectors:
-            make_selector(BlendConfig(selector=name))
-        config = setting.blend_config()
+            make_selector(name)
+        settings = setting.engine_settings()
         model, tokenizer = make_model(setting)
         self._disk = ColdFolder(setting.folder) if any(tier.startswith("disk") for tier in setting.tiers) else None
         location = None if self._disk is None else self._disk.path
-        self.engine = BlendEngine(model, tokenizer, config=config, store=location)
+        self.engine = BlendEngine(model, tokenizer, store=location, **settings)
         # The same files, of which nothing is ever kept in RAM, and the same KV from devices that are emulated.
         self._engines = {"ram": self.engine}
         if location is not None:
-            self._engines["disk"] = BlendEngine(model, tokenizer, config=config.replace(ram_bytes=0), store=location)
+            self._engines["disk"] = BlendEngine(
+                model, tokenizer, store=location, **engine_settings(settings, ram_bytes=0)
+            )
         for tier in dict.fromkeys(each.removesuffix(_NO_PIPELINE) for each in setting.tiers):
             rate = device_rate(tier)
             if rate is not None:
                 slow = SlowStore(tier, rate, NO_LIMIT)
-                self._engines[tier] = BlendEngine(model, tokenizer, config=config, store=slow)
+                self._engines[tier] = BlendEngine(model, tokenizer, store=slow, **settings)
         words = RandomWords(tokenizer, setting.seed)
         chunks = words.chunks(setting.chunks, setting.chunk_tokens)
         question = words.text(setting.question_tokens)
@@ -217,13 +219,13 @@ class TTFTBench:
         prompt = BlendPrompt(FixedText(head), [str(piece.id) for piece in pieces], question, separator)
         self._prompts[_GAPLESS] = prompt
         for tier, engine in self._engines.items():
-            config = engine.config.replace(separator=separator)
-            gapless = BlendEngine(engine.model, engine.tokenizer, config=config, store=engine.store)
+            settings = engine_settings(settings_of(engine), separator=separator)
+            gapless = BlendEngine(engine.model, engine.tokenizer, store=engine.store, **settings)
             self._gapless[tier] = gapless
             if tier != "disk":
                 gapless.add(pieces)
             # The head is computed and stored by the first prompt that begins with it.
-            gapless.prefill(prompt, config=gapless.config.replace(selector="none", recompute_ratio=0.0))
+            gapless.prefill(prompt, blend=gapless.blend.replace(selector="none", recompute_ratio=0.0))
             gapless.flush()
 
     def __enter__(self) -> TTFTBench:
@@ -302,10 +304,21 @@ class TTFTBench:
     def _prefix_cache(self) -> None:
         int(self._cached.logits(self._ids[:, self._cached_tokens :]).argmax())
 
+    def _without_pipeline(self, tier: str) -> BlendEngine:
+        """Return an engine over the same store that loads each layer when it is asked for."""
+        label = f"{tier}{_NO_PIPELINE}"
+        if label not in self._engines:
+            engine = self._engines[tier]
+            settings = engine_settings(settings_of(engine), pipeline=False)
+            self._engines[label] = BlendEngine(engine.model, engine.tokenizer, store=engine.store, **settings)
+        return self._engines[label]
+
     def _blend(self, tier: str, selector: str, ratio: float, pipeline: bool, name: str = _REUSE) -> BlendReport:
         engine = (self._gapless if name == _GAPLESS else self._engines)[tier]
-        config = engine.config.replace(selector=selector, recompute_ratio=ratio, pipeline=pipeline)
-        result = engine.prefill(self._prompts.get(name, self.prompt), config=config)
+        if not pipeline:
+            engine = self._without_pipeline(tier)
+        blend = engine.blend.replace(selector=selector, recompute_ratio=ratio)
+        result = engine.prefill(self._prompts.get(name, self.prompt), blend=blend)
         int(result.logits.argmax())
         return result.report
 

@@ -44,7 +44,7 @@ def figures(
     with open_engine(model, store=kv_folder_of(store), recompute_ratio="auto") as engine:
         with console(stderr=True).status("measuring") as status:
             found = engine.profile(budget_s=seconds, progress=lambda what: status.update(f"measuring: {what}"))
-        quality = engine.config.quality_ratio
+        quality = engine.blend.quality_ratio
         works = predicted_works(engine, found, chunk_tokens)
     typical = {
         tier if codec == "native" else f"{tier}, {codec}": work

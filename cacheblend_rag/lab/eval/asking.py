@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError, PromptTooLongError, UnsupportedModelError
@@ -13,6 +13,7 @@ from cacheblend_rag.lab.eval.methods import WHOLE_WAYS, EvalMethod, order_method
 from cacheblend_rag.lab.eval.retrieve import RetrievalSetting, Retriever
 from cacheblend_rag.lab.eval.task import EvalContext, EvalTask
 from cacheblend_rag.lab.eval.ways import make_way
+from cacheblend_rag.lab.settings import engine_settings, settings_of
 
 __all__ = ["Asker", "EvalSetting"]
 
@@ -148,15 +149,13 @@ class Asker:
         Documents are read as prompts are written, with the task's separator between their chunks.
         """
         settings = {"self_check": False, "separator": self._task.separator} | method.settings()
-        config = self._engine.config.replace(**settings)
-        changed = {
-            name: value
-            for name, value in config.model_dump().items()
-            if BlendEngine.is_settled(name) and name != "self_check" and value != getattr(self._engine.config, name)
-        }
-        label = repr(sorted(changed.items())) if changed else ""
+        own = settings_of(self._engine)
+        asked = engine_settings(own, **settings)
+        # Whether the model is checked by itself changes no answer.
+        same = asked["config"] == own["config"] and asked["tuning"] == replace(own["tuning"], self_check=False)
+        label = "" if same else repr((asked["config"], asked["tuning"]))
         if label not in self._engines:
             self._engines[label] = (
-                BlendEngine(self._engine.model, self._engine.tokenizer, config=config) if changed else self._engine
+                self._engine if same else BlendEngine(self._engine.model, self._engine.tokenizer, **asked)
             )
         return self._engines[label]

@@ -15,6 +15,7 @@ from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.lab.eval.overlap import TokenOverlap
+from cacheblend_rag.lab.settings import engine_settings, settings_of
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import AttentionCall, attention_weights
 from cacheblend_rag.selection.hkvd import kv_deviation
@@ -108,7 +109,7 @@ class PromptInside:
             norms[layer] = float(seen.index_select(2, self.layout.context_rows).double().norm())
             np.add(total, seen.index_select(2, candidates).mean(dim=0).double().numpy(), out=total)
 
-        whole = engine.watch_prefill(prompt, remember, config=engine.config.replace(enabled=False))
+        whole = engine.watch_prefill(prompt, remember, blend=engine.blend.replace(enabled=False))
         self.attention_norm: NDArray[np.float64] = np.array([norms[layer] for layer in sorted(norms)])
         self.attention: NDArray[np.float64] = total / len(self._calls)
         self.reuse, stored = self._measure(_REUSE, None)
@@ -147,8 +148,8 @@ class PromptInside:
             )
             deviation[layer] = float((blended - full).double().norm())
 
-        config = self._engine.config.replace(**settings)
-        watched = self._engine.watch_prefill(self._prompt, compare, config=config, rows=rows)
+        blend = engine_settings(settings_of(self._engine), **settings)["blend"]
+        watched = self._engine.watch_prefill(self._prompt, compare, blend=blend, rows=rows)
         candidates = self.layout.candidate_rows
         recomputed = torch.isin(candidates, watched.recomputed_rows.cpu()).nonzero().flatten().numpy()
         return InsidePass(watched.result.report.charged_ratio, deviation, recomputed), watched.kv

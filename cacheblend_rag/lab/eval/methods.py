@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.lab.settings import setting_names
 from cacheblend_rag.selection import selector_names
 
 __all__ = [
@@ -269,8 +269,8 @@ def _reads(words: list[str]) -> tuple[list[str], str]:
 
 def _setting(word: str, text: str) -> tuple[str, Any]:
     name, _, value = word.partition("=")
-    if name not in BlendConfig.model_fields:
-        known = ", ".join(sorted(BlendConfig.model_fields))
+    if name not in setting_names():
+        known = ", ".join(setting_names())
         raise ConfigError(f"method {text!r} has the setting {name!r}, which there is not; the settings are {known}")
     try:
         return name, json.loads(value)

@@ -6,7 +6,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.controller import check_selector
@@ -16,8 +16,10 @@ from cacheblend_rag.lab.eval.inquiry import Inquiry
 from cacheblend_rag.lab.eval.journal import Answer
 from cacheblend_rag.lab.eval.methods import PROMPT_CACHE, EvalMethod
 from cacheblend_rag.lab.eval.prefix import PrefixAnswer, PrefixCache
+from cacheblend_rag.lab.settings import engine_settings, settings_of
 from cacheblend_rag.model import num_decoder_layers
 from cacheblend_rag.pml import Import, Module, Node, Param, Prompt, Schema, Text
+from cacheblend_rag.selection import make_selector
 
 __all__ = ["Way", "make_way"]
 
@@ -75,9 +77,10 @@ class _Engine:
         self._engine = engine
         # What has no meaning is found before the first question.
         whole = method.way == "full"
-        self._config = engine.config.replace(**{"enabled": False} if whole else method.settings())
+        changes: dict[str, Any] = {"enabled": False} if whole else method.settings()
+        self._blend = engine_settings(settings_of(engine), **changes)["blend"]
         if not whole:
-            check_selector(self._config, num_decoder_layers(engine.model))
+            check_selector(self._blend, num_decoder_layers(engine.model))
 
     def answer(
         self, inquiries: Sequence[Inquiry], before: Sequence[Mapping[str, Answer | None]]
@@ -91,15 +94,15 @@ class _Engine:
                 by_ratio.setdefault(ratio, []).append(number)
         alone = len(inquiries) == 1
         for ratio, numbers in by_ratio.items():
-            config = self._config
-            if ratio != config.recompute_ratio:
-                config = config.replace(recompute_ratio=ratio)
+            blend = self._blend
+            if ratio != blend.recompute_ratio:
+                blend = blend.replace(recompute_ratio=ratio)
             prompts = [self._prompt(inquiries[number]) for number in numbers]
             limit = inquiries[numbers[0]].max_new_tokens
             results = (
-                [self._engine.generate(prompts[0], limit, config=config, do_sample=False)]
+                [self._engine.generate(prompts[0], limit, blend=blend, do_sample=False)]
                 if alone
-                else self._engine.generate_many(prompts, limit, config=config, do_sample=False)
+                else self._engine.generate_many(prompts, limit, blend=blend, do_sample=False)
             )
             for number, result in zip(numbers, results, strict=True):
                 answers[number] = self._found(result, alone)
@@ -117,7 +120,7 @@ class _Engine:
             return None if other is None or other.charged_ratio is None else min(1.0, other.charged_ratio)
         if self._method.charge is not None:
             return self._ratio_for(inquiry, self._method.charge)
-        return self._config.recompute_ratio
+        return self._blend.recompute_ratio
 
     def _prompt(self, inquiry: Inquiry) -> BlendPrompt | Prompt:
         return inquiry.prompt
@@ -127,13 +130,13 @@ class _Engine:
         count = sum(_chunk_lengths(self._engine, inquiry))
 
         def measure(tokens: int) -> float:
-            config = self._config.replace(recompute_ratio=tokens / count)
-            if config.repair_ratio:
+            blend = self._blend.replace(recompute_ratio=tokens / count)
+            if make_selector(blend.selector).repair:
                 # What is repaired while decoding is part of the charge, and only known then.
                 return self._engine.generate(
-                    inquiry.prompt, inquiry.max_new_tokens, config=config, do_sample=False
+                    inquiry.prompt, inquiry.max_new_tokens, blend=blend, do_sample=False
                 ).report.charged_ratio
-            return self._engine.prefill(inquiry.prompt, config=config).report.charged_ratio
+            return self._engine.prefill(inquiry.prompt, blend=blend).report.charged_ratio
 
         tokens = budget_for_charge(charge, count, measure)
         return None if tokens is None else tokens / count
@@ -226,8 +229,8 @@ class _MapReduce(_Map):
     def _answer(self, inquiry: Inquiry) -> Answer:
         parts = self._map(inquiry)
         texts = [text for text in (_text(self._engine, part).strip() for part in parts) if text]
-        config = self._engine.config.replace(enabled=False)
-        result = self._engine.generate(inquiry.over(texts), inquiry.max_new_tokens, config=config, do_sample=False)
+        blend = self._engine.blend.replace(enabled=False)
+        result = self._engine.generate(inquiry.over(texts), inquiry.max_new_tokens, blend=blend, do_sample=False)
         ttft_s = sum(part.seconds for part in parts) + result.report.ttft_s
         return Answer(result.text, None, None, ttft_s, result.report.output_tokens)
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lab.eval.asking import Asker, EvalSetting
 from cacheblend_rag.lab.eval.journal import Asked, Journal
 from cacheblend_rag.lab.eval.result import EvalResult, tabulate
 from cacheblend_rag.lab.eval.task import EvalContext, EvalTask
+from cacheblend_rag.lab.settings import EngineSettings, settings_of
 from cacheblend_rag.model import model_fingerprint
 
 __all__ = ["default_workers", "evaluate"]
@@ -117,7 +117,7 @@ def evaluate(
         if workers == 1 or len(missing) <= 1:
             source = _ask_here(asker, missing)
         else:
-            source = _ask_elsewhere(model, engine.config, task, setting, missing, workers)
+            source = _ask_elsewhere(model, settings_of(engine), task, setting, missing, workers)
         for each in source:
             asked[each.question] = each
             if written is not None:
@@ -139,7 +139,7 @@ def _ask_here(asker: Asker, missing: Sequence[tuple[EvalContext, list[str]]]) ->
 
 def _ask_elsewhere(
     model: str,
-    config: BlendConfig,
+    settings: EngineSettings,
     task: EvalTask,
     setting: EvalSetting,
     missing: Sequence[tuple[EvalContext, list[str]]],
@@ -149,7 +149,7 @@ def _ask_elsewhere(
     bare = replace(task, contexts=(), metrics={}, extract=str.strip)
     # Spawned, because a process that has used torch's threads cannot be forked safely.
     spawning = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, spawning, _start, (model, config, bare, setting)) as pool:
+    with ProcessPoolExecutor(workers, spawning, _start, (model, settings, bare, setting)) as pool:
         futures = [pool.submit(_ask, context, wanted) for context, wanted in missing]
         try:
             for future in as_completed(futures):
@@ -160,14 +160,14 @@ def _ask_elsewhere(
             raise
 
 
-def _start(model: str, config: BlendConfig, task: EvalTask, setting: EvalSetting) -> None:
+def _start(model: str, settings: EngineSettings, task: EvalTask, setting: EvalSetting) -> None:
     from transformers.utils import logging
 
     global _asker
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(1)
-    _asker = Asker(BlendEngine.from_pretrained(model, config=config), task, setting)
+    _asker = Asker(BlendEngine.from_pretrained(model, **settings), task, setting)
 
 
 def _ask(context: EvalContext, wanted: list[str]) -> list[Asked]:
@@ -178,7 +178,8 @@ def _ask(context: EvalContext, wanted: list[str]) -> list[Asked]:
 def _header(engine: BlendEngine, model: str, task: EvalTask, setting: EvalSetting) -> dict[str, Any]:
     """Return what answers depend on, as plain values."""
     # The address of a remote tier may hold a password; where a profile is, and how many threads load, changes no answer.
-    settings = engine.config.model_dump(mode="json", exclude={"remote", "profile_path", "load_threads"})
+    settings = engine.config.model_dump(mode="json", exclude={"remote"}) | engine.blend.model_dump(mode="json")
+    settings |= {k: v for k, v in asdict(engine.tuning).items() if k not in ("profile_path", "load_threads")}
     contexts = [asdict(context) for context in task.contexts]
     frame = [task.head, task.tail, task.separator, task.chunked, task.document_tokens]
     return {

@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.encode import Encoder, Target
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.engine.selfcheck import TrueKV
@@ -88,7 +88,7 @@ def prove(model: PreTrainedModel, tolerance: float = 2e-5) -> Proof:
     if why is not None:
         return Proof(why)
     # The prompt's first chunk stands where it was encoded, but behind other text.
-    config = BlendConfig(encoding_prefix=_words(4, 9))
+    config = EngineConfig(encoding_prefix=_words(4, 9))
     with BlendEngine(model, _tokenizer(), config=config) as engine:
         differences: list[tuple[str, float]] = []
         if engine.decoder is not None:
@@ -188,29 +188,29 @@ def _answers(engine: BlendEngine) -> Iterator[tuple[str, float]]:
     )
     engine.add(chunks)
     ids = torch.tensor([engine.prompt_ids(prompt)], device=model.device)
-    everything = engine.config.replace(recompute_ratio=1.0)
+    everything = engine.blend.replace(recompute_ratio=1.0)
     yield (
         "ratio 1.0",
-        _distance(engine.prefill(prompt, config=everything).logits, model(input_ids=ids).logits[0, -1].cpu()),
+        _distance(engine.prefill(prompt, blend=everything).logits, model(input_ids=ids).logits[0, -1].cpu()),
     )
 
-    some = engine.config.replace(recompute_ratio=0.15, selector="boundary")
-    hits = engine.prefill(prompt, config=some).logits
+    some = engine.blend.replace(recompute_ratio=0.15, selector="boundary")
+    hits = engine.prefill(prompt, blend=some).logits
     worst = 0.0
     for missing in (["n1"], ["n0", "n2"], ["n0", "n1", "n2"]):
         for key in _keys(engine, missing):
             engine.store.discard(key)
-        worst = max(worst, _distance(engine.prefill(prompt, config=some).logits, hits))
+        worst = max(worst, _distance(engine.prefill(prompt, blend=some).logits, hits))
         engine.flush()
     yield "hits and misses", worst
 
     own = _own_answer(model, ids)
-    got = engine.generate(prompt, _OUTPUT_TOKENS, config=everything, do_sample=False).token_ids
+    got = engine.generate(prompt, _OUTPUT_TOKENS, blend=everything, do_sample=False).token_ids
     yield "greedy answer", _differing(got, own)
 
     other = BlendPrompt(segments=[_words(4, 13), ChunkRef("n1"), _words(5, 14)])
-    together = engine.generate_many([prompt, other], _OUTPUT_TOKENS, config=some, do_sample=False)
-    alone = [engine.generate(each, _OUTPUT_TOKENS, config=some, do_sample=False) for each in (prompt, other)]
+    together = engine.generate_many([prompt, other], _OUTPUT_TOKENS, blend=some, do_sample=False)
+    alone = [engine.generate(each, _OUTPUT_TOKENS, blend=some, do_sample=False) for each in (prompt, other)]
     yield (
         "answers in a batch",
         sum(_differing(a.token_ids, b.token_ids) for a, b in zip(together, alone, strict=True)),
