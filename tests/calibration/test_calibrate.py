@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.calibration import calibrate
 from cacheblend_rag.calibration.calibrate import CalibrationRow, confirmed, explain, least_questions, lower_bound
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.lab.training.corpus import eval_examples
 from cacheblend_rag.reference.prompt import DEFAULT_FORMAT, FORMATS
 from tests.families import tiny_model, tiny_tokenizer, words
@@ -20,7 +21,7 @@ from tests.families import tiny_model, tiny_tokenizer, words
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[BlendEngine]:
-    with BlendEngine.from_pretrained("reference", config=BlendConfig(device="cpu", seed=3)) as engine:
+    with BlendEngine.from_pretrained("reference", **engine_settings(device="cpu", seed=3)) as engine:
         yield engine
 
 
@@ -75,7 +76,7 @@ def test_a_ratio_whose_next_fails_is_not_trusted() -> None:
 
 
 def tiny(**changes: Any) -> BlendEngine:
-    return BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=BlendConfig(**changes))
+    return BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings(**changes))
 
 
 def exact(count: int) -> list[BlendPrompt]:

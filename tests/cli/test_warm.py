@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag import BlendEngine
 from cacheblend_rag.documents import open_chroma
+from cacheblend_rag.lab.settings import engine_settings
 
 from .conftest import Command, read_rows
 
@@ -96,7 +97,7 @@ def test_a_file_is_a_document(warm: Any, documents: Path, model_folder: Path, st
         """The passages of the tower as the engine reads them."""
         shown = passages_in(store)
         with BlendEngine.from_pretrained(
-            model_folder, store=store / "kv", config=BlendConfig(self_check=False)
+            model_folder, store=store / "kv", **engine_settings(self_check=False)
         ) as engine:
             ids = engine.document(str(tower))
             assert engine.places(list(shown)) == [id.partition("#")[0] for id in shown]

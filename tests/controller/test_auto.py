@@ -13,6 +13,7 @@ from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.controller.control import profile_identity, save_profile
 from cacheblend_rag.controller.policy import BlendCost, LoadCost, PrefillCost, Profile
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import KVReader
 from cacheblend_rag.store.ram import RamReader
 from tests.families import tiny_model, tiny_tokenizer, words
@@ -75,7 +76,7 @@ def test_one_short_chunk_is_computed_as_a_whole(engine: BlendEngine) -> None:
     assert report.fallback_reason is not None
     assert "predicted to be no slower" in report.fallback_reason
     assert (report.recompute_ratio, report.selector, report.hits) == (1.0, "full", 1)
-    whole = engine.prefill(prompt(CHUNKS[:1]), config=engine.config.replace(enabled=False))
+    whole = engine.prefill(prompt(CHUNKS[:1]), blend=engine.blend.replace(enabled=False))
     torch.testing.assert_close(result.logits, whole.logits)
 
 
@@ -84,18 +85,18 @@ def test_a_long_prompt_is_blended_at_the_chosen_ratio(engine: BlendEngine) -> No
     assert report.fallback_reason is None
     assert 0.15 <= report.recompute_ratio < 1
     fixed = engine.config.replace(recompute_ratio=report.recompute_ratio)
-    again = engine.prefill(prompt(CHUNKS), config=fixed)
+    again = engine.prefill(prompt(CHUNKS), blend=fixed)
     assert again.report.recomputed_tokens == report.recomputed_tokens
     torch.testing.assert_close(again.logits, engine.prefill(prompt(CHUNKS)).logits)
 
 
 def test_the_quality_floor_holds_for_one_call(engine: BlendEngine) -> None:
-    report = engine.prefill(prompt(CHUNKS), config=engine.config.replace(quality_ratio=0.4)).report
+    report = engine.prefill(prompt(CHUNKS), blend=engine.blend.replace(quality_ratio=0.4)).report
     assert 0.4 <= report.recompute_ratio < 1
 
 
 def test_a_fixed_ratio_is_an_order(engine: BlendEngine) -> None:
-    report = engine.prefill(prompt(CHUNKS[:1]), config=engine.config.replace(recompute_ratio=0.2)).report
+    report = engine.prefill(prompt(CHUNKS[:1]), blend=engine.blend.replace(recompute_ratio=0.2)).report
     assert (report.fallback_reason, report.recompute_ratio) == (None, 0.2)
 
 
@@ -157,7 +158,7 @@ def test_the_first_use_measures_once_and_keeps_it_beside_the_store(
 
 
 def test_without_a_store_it_is_kept_in_the_users_cache(tmp_path: Path) -> None:
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=BlendConfig(strict=True)) as engine:
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings(strict=True)) as engine:
         said: list[str] = []
         profile = engine.profile(budget_s=0.3, progress=said.append)
         assert {(cost.tier, cost.codec) for cost in profile.loads} == {("ram", "native")}
@@ -168,7 +169,7 @@ def test_without_a_store_it_is_kept_in_the_users_cache(tmp_path: Path) -> None:
 
 
 def test_every_tier_of_the_store_is_measured(tmp_path: Path) -> None:
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=BlendConfig(), store=tmp_path / "kv") as engine:
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings(), store=tmp_path / "kv") as engine:
         engine.add(CHUNKS)
         profile = engine.profile(budget_s=0.3)
         assert [cost.tier for cost in profile.loads] == ["ram", "disk"]
@@ -221,7 +222,7 @@ def test_a_profile_that_cannot_be_kept_is_used_all_the_same(tmp_path: Path, capl
 
 
 def test_a_model_that_cannot_be_blended_has_no_profile() -> None:
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=BlendConfig()) as engine:
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings()) as engine:
         engine.unsupported_reason = "it cannot"
         with pytest.raises(UnsupportedModelError, match="nothing to profile"):
             engine.profile()

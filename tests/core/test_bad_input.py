@@ -25,6 +25,7 @@ from cacheblend_rag.errors import (
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.lab.families import tiny_config
 from cacheblend_rag.lab.families import tiny_model as random_model
+from cacheblend_rag.lab.settings import blend_settings, engine_settings
 from cacheblend_rag.store import KVStore, open_store
 from tests.families import tiny_model, tiny_tokenizer, words
 
@@ -98,11 +99,11 @@ def test_an_engine_that_cannot_be_made_leaves_no_store_open(tmp_path: Path, monk
     close = KVStore.close
     monkeypatch.setattr(KVStore, "close", lambda store: (closed.append(store), close(store)))
     with pytest.raises(PromptError, match="half of a UTF-16 pair"):
-        BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=BlendConfig(encoding_prefix="\ud800"), store=tmp_path)
+        BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings(encoding_prefix="\ud800"), store=tmp_path)
     assert len(closed) == 1
     own = open_store(tmp_path, ram_bytes=1 << 20)
     with pytest.raises(PromptError):
-        BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=BlendConfig(encoding_prefix="\ud800"), store=own)
+        BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings(encoding_prefix="\ud800"), store=own)
     # What was handed in is closed by whom it belongs to.
     assert len(closed) == 1
     own.close()
@@ -187,7 +188,7 @@ def test_settings_that_do_not_fit_the_model(engine: BlendEngine) -> None:
         with pytest.raises(ConfigError, match=message):
             BlendEngine(engine.model, engine.tokenizer, config=config)
         with pytest.raises(ConfigError, match=message):
-            engine.prefill(BlendPrompt("t5", [GOOD], "t6"), config=config)
+            engine.prefill(BlendPrompt("t5", [GOOD], "t6"), blend=config)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +243,7 @@ def test_a_model_that_cannot_be_blended(case: str, caplog: pytest.LogCaptureFixt
     else:
         model = random_model(tiny_config(case))
     with pytest.raises(UnsupportedModelError, match=reason):
-        BlendEngine(model, tiny_tokenizer(), config=BlendConfig(strict=True))
+        BlendEngine(model, tiny_tokenizer(), **engine_settings(strict=True))
     with caplog.at_level(logging.WARNING, logger="cacheblend_rag"):
         engine = BlendEngine(model, tiny_tokenizer())
     assert any(reason in record.message for record in caplog.records)
@@ -273,7 +274,7 @@ def test_a_model_whose_forward_was_changed_is_caught() -> None:
 
     layer.forward = leaky
     with pytest.raises(UnsupportedModelError, match="depends on more than the rows"):
-        BlendEngine(model, tiny_tokenizer(), config=BlendConfig(strict=True))
+        BlendEngine(model, tiny_tokenizer(), **engine_settings(strict=True))
 
 
 @pytest.mark.parametrize(
@@ -285,7 +286,7 @@ def test_a_model_whose_forward_was_changed_is_caught() -> None:
     ],
 )
 def test_a_whole_prefill_says_why(engine: BlendEngine, changes: dict[str, object], reason: str | None) -> None:
-    report = engine.prefill(BlendPrompt("t5", [GOOD], "t6"), config=engine.config.replace(**changes)).report
+    report = engine.prefill(BlendPrompt("t5", [GOOD], "t6"), blend=blend_settings(engine.blend, **changes)).report
     assert report.selector == ("hkvd" if changes == {"min_tokens": 12} else "full")
     assert (report.fallback_reason or "").endswith(reason or "")
 
@@ -380,7 +381,7 @@ def test_arguments_of_another_kind(engine: BlendEngine) -> None:
 )
 def test_settings_that_one_call_cannot_change(engine: BlendEngine, setting: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(setting))}=.* cannot be set for one call"):
-        engine.prefill(BlendPrompt("t5", [GOOD], "t6"), config=BlendConfig(**setting))
+        engine.prefill(BlendPrompt("t5", [GOOD], "t6"), blend=blend_settings(BlendConfig(), **setting))
 
 
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:
@@ -407,7 +408,7 @@ def test_a_device_that_is_not_there() -> None:
     # Neither without CUDA nor with it.
     for device in ("cuda:99", "xpu:99"):
         with pytest.raises(ConfigError, match=f"device='{device}' cannot be used: .*leave device out"):
-            BlendEngine.from_pretrained("reference", config=BlendConfig(device=device))
+            BlendEngine.from_pretrained("reference", **engine_settings(device=device))
 
 
 def test_settings_that_are_none(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,7 +416,7 @@ def test_settings_that_are_none(engine: BlendEngine, monkeypatch: pytest.MonkeyP
     asked = (
         lambda: BlendEngine(engine.model, engine.tokenizer, config=settings),  # type: ignore[arg-type]
         lambda: BlendEngine.from_pretrained("reference", config=settings),  # type: ignore[arg-type]
-        lambda: engine.prefill(BlendPrompt("t5", [GOOD], "t6"), config=settings),  # type: ignore[arg-type]
+        lambda: engine.prefill(BlendPrompt("t5", [GOOD], "t6"), blend=settings),  # type: ignore[arg-type]
     )
     for ask in asked:
         with pytest.raises(ConfigError, match=r"config is a dict; give a BlendConfig, as in config=BlendConfig\("):
@@ -427,7 +428,7 @@ def test_settings_that_are_none(engine: BlendEngine, monkeypatch: pytest.MonkeyP
     # A wrong name is said before the model is loaded for nothing.
     monkeypatch.setattr("cacheblend_rag.engine.engine.load_pretrained", load)
     with pytest.raises(ConfigError, match="selector='hkdv' is unknown"):
-        BlendEngine.from_pretrained("reference", config=BlendConfig(selector="hkdv"))
+        BlendEngine.from_pretrained("reference", **engine_settings(selector="hkdv"))
 
 
 def test_an_argument_that_is_none_is_not_taken_for_the_mask(engine: BlendEngine) -> None:
@@ -453,7 +454,7 @@ def test_a_call_cannot_change_the_remote_tier_and_shows_no_password(tmp_path: Pa
     with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config, store=tmp_path) as engine:
         other = config.replace(remote="memory://two?token=hunter3")
         with pytest.raises(ConfigError, match="remote cannot be set for one call") as caught:
-            engine.prefill(BlendPrompt("t3", [Chunk("t4")], "t5"), config=other)
+            engine.prefill(BlendPrompt("t3", [Chunk("t4")], "t5"), blend=other)
         assert "hunter" not in str(caught.value)
 
 

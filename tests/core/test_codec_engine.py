@@ -10,6 +10,7 @@ import torch
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.codec import codec_names
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.lab.settings import blend_settings
 from tests.families import tiny_model, tiny_tokenizer, words
 
 CHUNKS = [Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate((40, 33, 20, 17))]
@@ -57,14 +58,14 @@ def test_a_prompt_of_chunks_that_were_packed_by_different_codecs(tmp_path: Path)
 def test_the_whole_prompt_recomputed_is_exact_whatever_the_codec() -> None:
     with engine_with(ram_codec="int2") as engine:
         engine.add(CHUNKS)
-        full = engine.prefill(PROMPT, config=engine.config.replace(enabled=False)).logits
-        whole = engine.prefill(PROMPT, config=engine.config.replace(recompute_ratio=1.0)).logits
+        full = engine.prefill(PROMPT, blend=engine.blend.replace(enabled=False)).logits
+        whole = engine.prefill(PROMPT, blend=engine.blend.replace(recompute_ratio=1.0)).logits
         assert (whole - full).abs().max() < 1e-4
 
 
 def test_codecs_are_settings_of_the_engine() -> None:
     with engine_with(ram_codec="int8") as engine:
         with pytest.raises(ConfigError, match="ram_codec='int4' cannot be set for one call"):
-            engine.prefill(PROMPT, config=engine.config.replace(ram_codec="int4"))
+            engine.prefill(PROMPT, blend=blend_settings(engine.blend, ram_codec="int4"))
     with pytest.raises(ConfigError, match="disk_codec='gzip': Input should be 'native'"):
         engine_with(disk_codec="gzip")

@@ -10,6 +10,7 @@ import torch
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.lab.settings import blend_settings, engine_settings
 from cacheblend_rag.store import open_store
 from cacheblend_rag.store.device import spare_bytes
 from tests.families import tiny_model, tiny_tokenizer, words
@@ -59,7 +60,7 @@ def test_answers_are_those_without_it(
             for way in ways:
                 config = engine.config.replace(**way)
                 for prompt, logits in zip(PROMPTS, wanted, strict=True):
-                    result = engine.prefill(prompt, config=config)
+                    result = engine.prefill(prompt, blend=config)
                     assert torch.equal(result.logits, logits)
                     assert engine.store.stats().device_bytes <= some_room
                     used = {chunk.tier for chunk in result.report.chunks}
@@ -107,7 +108,7 @@ def test_tenants_do_not_share_it(make: Make, tmp_path: Path) -> None:
     shared = open_store(tmp_path / "shared", 10**8, device_bytes=10**8)
     plain = make()
     acme, other = (
-        BlendEngine(plain.model, plain.tokenizer, config=BlendConfig(namespace=name, strict=True), store=shared)
+        BlendEngine(plain.model, plain.tokenizer, **engine_settings(tenant=name, strict=True), store=shared)
         for name in ("acme", "other")
     )
     acme.add(CHUNKS)
@@ -138,14 +139,14 @@ def test_it_is_measured_like_any_tier(make: Make, tmp_path: Path) -> None:
         assert [cost.tier for cost in engine.profile(budget_s=0.5).loads] == ["device", "ram", "disk"]
         engine.add(CHUNKS)
         auto = engine.config.replace(recompute_ratio="auto")
-        assert {engine.prefill(PROMPTS[0], config=auto).report.hits for _ in range(3)} == {4}
+        assert {engine.prefill(PROMPTS[0], blend=auto).report.hits for _ in range(3)} == {4}
 
 
 def test_how_much_by_default(make: Make) -> None:
     with make() as engine:
         assert engine.store._device.limit_bytes == 0  # type: ignore[attr-defined]
         with pytest.raises(ConfigError, match="device_bytes=5 cannot be set for one call"):
-            engine.prefill(PROMPTS[0], config=BlendConfig(device_bytes=5))
+            engine.prefill(PROMPTS[0], blend=blend_settings(BlendConfig(), device_bytes=5))
         assert not engine.store._ram._page_locked  # type: ignore[attr-defined]
     with make(page_locked=True) as engine:
         assert engine.store._ram._page_locked  # type: ignore[attr-defined]

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend_rag import BlendConfig, BlendEngine, Chunk
+from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.encode import Encoder, Target, plan_batches
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.model import KVCache, inspect_model
 from tests.families import CASES, tiny_model, tiny_tokenizer, words
 
@@ -51,7 +52,7 @@ def test_a_shared_prefix_gives_each_chunk_the_kv_it_has_behind_its_own(family: s
 def test_a_long_prefix_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     prefix = some_ids(24, 1)
-    engine = BlendEngine(model, tiny_tokenizer(), config=BlendConfig(encoding_prefix=tuple(prefix), strict=True))
+    engine = BlendEngine(model, tiny_tokenizer(), **engine_settings(encoding_prefix=tuple(prefix), strict=True))
     rows = []
     handle = model.get_decoder().register_forward_pre_hook(
         lambda _, args, kwargs: rows.append(kwargs["input_ids"].tolist()), with_kwargs=True

@@ -22,6 +22,7 @@ from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRe
 from cacheblend_rag.engine.scheduling import SchedulerLock
 from cacheblend_rag.errors import AnswerTimeoutError, ConfigError
 from cacheblend_rag.kv import ChunkKV
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import open_store
 from tests.families import tiny_model, tiny_tokenizer, words
 
@@ -62,8 +63,8 @@ def test_chunks_in_reverse_order_blend(engine: BlendEngine) -> None:
     assert engine.prefill(backwards).report.hits == 4
     # The order matters to the model, and so it must to the blended prompt.
     assert (engine.prefill(forwards).logits - engine.prefill(backwards).logits).abs().max() > 1e-3
-    near = (engine.prefill(backwards, config=engine.config.replace(recompute_ratio=0.99)).logits).float()
-    assert torch.nn.functional.cosine_similarity(near, engine.prefill(backwards, config=full).logits, dim=0) > 0.9
+    near = (engine.prefill(backwards, blend=engine.blend.replace(recompute_ratio=0.99)).logits).float()
+    assert torch.nn.functional.cosine_similarity(near, engine.prefill(backwards, blend=full).logits, dim=0) > 0.9
 
 
 def test_the_same_chunk_twice_in_one_prompt(engine: BlendEngine) -> None:
@@ -131,7 +132,7 @@ def test_another_text_under_a_known_id_is_not_served_from_its_kv(engine: BlendEn
 def test_a_prompt_that_ends_with_a_chunk_computes_it(engine: BlendEngine) -> None:
     engine.add(CHUNKS)
     prompt = BlendPrompt(segments=[words(4, 1), ChunkRef("n0"), ChunkRef("n1")])
-    result = engine.prefill(prompt, config=engine.config.replace(selector="none"))
+    result = engine.prefill(prompt, blend=engine.blend.replace(selector="none"))
     assert [chunk.reason for chunk in result.report.chunks] == [
         None,
         "the prompt ends with it, so it is computed like text",
@@ -142,9 +143,9 @@ def test_a_prompt_that_ends_with_a_chunk_computes_it(engine: BlendEngine) -> Non
 def test_a_prompt_that_begins_with_a_chunk_gets_a_bos_and_serves_it_exactly(engine: BlendEngine) -> None:
     engine.add(CHUNKS)
     prompt = BlendPrompt("", ["n0"], words(5, 3))
-    result = engine.prefill(prompt, config=engine.config.replace(selector="none"))
+    result = engine.prefill(prompt, blend=engine.blend.replace(selector="none"))
     assert result.token_ids[0] == 1
-    whole = engine.prefill(prompt, config=engine.config.replace(enabled=False))
+    whole = engine.prefill(prompt, blend=engine.blend.replace(enabled=False))
     assert (result.logits - whole.logits).abs().max() < TOLERANCE
 
 
@@ -171,12 +172,12 @@ def test_positions_place_segments(engine: BlendEngine, gap: int) -> None:
     config = engine.config.replace(recompute_ratio=1.0)
     with torch.no_grad():
         wanted = engine.model(input_ids=ids, position_ids=places, past_key_values=None).logits[0, -1]
-        cached = engine.prefill(prompt, config=config)
+        cached = engine.prefill(prompt, blend=config)
     if not gap:
         assert (cached.logits - wanted).abs().max() < TOLERANCE
-    reused = engine.prefill(prompt, config=engine.config.replace(selector="none"))
+    reused = engine.prefill(prompt, blend=engine.blend.replace(selector="none"))
     assert reused.report.hits == 2
-    answer = engine.generate(prompt, 5, config=config, do_sample=False)
+    answer = engine.generate(prompt, 5, blend=config, do_sample=False)
     assert len(answer.token_ids) >= 1
 
 
@@ -196,8 +197,8 @@ def test_generation_follows_the_blended_logits(engine: BlendEngine) -> None:
     engine.add(CHUNKS)
     for selector in ("none", "random", "hkvd"):
         config = engine.config.replace(selector=selector)
-        first = engine.prefill(_prompt(CHUNKS), config=config).logits.argmax()
-        assert engine.generate(_prompt(CHUNKS), 4, config=config, do_sample=False).token_ids[0] == first
+        first = engine.prefill(_prompt(CHUNKS), blend=config).logits.argmax()
+        assert engine.generate(_prompt(CHUNKS), 4, blend=config, do_sample=False).token_ids[0] == first
 
 
 def test_an_unread_stream_blocks_nobody(engine: BlendEngine) -> None:
@@ -355,7 +356,7 @@ def test_another_model_never_gets_this_ones_kv(tmp_path: Path, seed: int) -> Non
 def test_evicted_kv_is_a_miss_and_not_an_error() -> None:
     model = tiny_model("llama")
     one = 22 * 6 * 2 * 2 * 8 * 4
-    with BlendEngine(model, tiny_tokenizer(), config=BlendConfig(ram_bytes=int(2.5 * one))) as engine:
+    with BlendEngine(model, tiny_tokenizer(), **engine_settings(ram_bytes=int(2.5 * one))) as engine:
         engine.add(CHUNKS)
         assert engine.store.stats().entries < 4
         result = engine.prefill(BlendPrompt("t5", ["n0", "n1", "n2", "n3"], "t6"))
@@ -375,10 +376,10 @@ def test_a_store_of_ones_own_is_not_closed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "glm4"])
 def test_half_precision_blends_and_stores(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     model = tiny_model(family).to(dtype)
-    with BlendEngine(model, tiny_tokenizer(), config=BlendConfig(strict=True), store=tmp_path / "kv") as engine:
+    with BlendEngine(model, tiny_tokenizer(), **engine_settings(strict=True), store=tmp_path / "kv") as engine:
         engine.add(CHUNKS)
-        near = engine.prefill(_prompt(CHUNKS), config=engine.config.replace(recompute_ratio=0.99, selector="random"))
-        whole = engine.prefill(_prompt(CHUNKS), config=engine.config.replace(enabled=False))
+        near = engine.prefill(_prompt(CHUNKS), blend=engine.blend.replace(recompute_ratio=0.99, selector="random"))
+        whole = engine.prefill(_prompt(CHUNKS), blend=engine.blend.replace(enabled=False))
         assert near.report.hits == 4
         assert near.logits.dtype == dtype
         assert torch.nn.functional.cosine_similarity(near.logits.float(), whole.logits.float(), dim=0) > 0.9
@@ -466,7 +467,7 @@ def test_a_stream_over_damaged_kv_shows_the_answer_only(tmp_path: Path) -> None:
 
 def test_a_report_of_a_whole_prefill_claims_no_reuse(engine: BlendEngine) -> None:
     engine.add(CHUNKS)
-    report = engine.prefill(_prompt(CHUNKS), config=engine.config.replace(enabled=False)).report
+    report = engine.prefill(_prompt(CHUNKS), blend=engine.blend.replace(enabled=False)).report
     assert (report.recompute_ratio, report.charged_ratio, report.recomputed_tokens) == (1.0, 1.0, 79)
     assert {chunk.reason for chunk in report.chunks} == {"the whole prompt was computed"}
     assert "4 of 4 chunks hit, 79 of 79 chunk tokens recomputed (full)" in str(report)

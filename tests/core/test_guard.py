@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.engine.firsttoken import TokenDistribution
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.lab.settings import blend_settings, engine_settings
 from cacheblend_rag.lab.training.corpus import eval_examples
 from cacheblend_rag.reference import load_model, load_tokenizer
 from cacheblend_rag.reference.prompt import DEFAULT_FORMAT, FORMATS
@@ -71,7 +72,7 @@ def pronoun_prompts() -> list[BlendPrompt]:
 
 def guarded(reference: tuple[Any, Any], action: str, **changes: Any) -> BlendEngine:
     values = {"recompute_ratio": 0.0, "guard_rate": 1.0, "guard_window": 3, "guard_limit": 0.01} | changes
-    return BlendEngine(*reference, config=BlendConfig(guard_action=action, self_check=False, **values))
+    return BlendEngine(*reference, **engine_settings(guard_action=action, self_check=False, **values))
 
 
 def ask_until_it_acts(engine: BlendEngine, prompts: list[BlendPrompt]) -> int:
@@ -99,7 +100,7 @@ def test_it_raises_the_ratio_where_reuse_spoils_answers(
         assert metric(engine, "recompute_ratio") == 0.05
         assert metric(engine, "acted") == 1
         # Settings that a call brings itself are its own business.
-        own = engine.generate(pronoun_prompts[0], 2, config=engine.config.replace()).report
+        own = engine.generate(pronoun_prompts[0], 2, blend=engine.blend.replace()).report
         assert (own.recompute_ratio, own.guard) == (0.0, None)
         engine.guard.reset()
         assert engine.generate(pronoun_prompts[0], 2).report.recompute_ratio == 0.0
@@ -114,7 +115,7 @@ def test_it_falls_back_to_full_prefill(reference: tuple[Any, Any], pronoun_promp
         result = engine.generate(pronoun_prompts[0], 32)
         assert result.report.selector == "full"
         assert result.report.guard == result.report.fallback_reason == engine.guard.status().action
-        full = engine.generate(pronoun_prompts[0], 32, config=engine.config.replace(enabled=False))
+        full = engine.generate(pronoun_prompts[0], 32, blend=engine.blend.replace(enabled=False))
         assert result.text == full.text
         assert engine.guard.wait(120)
         assert engine.guard.status().compared == compared
@@ -298,7 +299,7 @@ def test_settings_without_meaning_are_refused(values: dict[str, Any]) -> None:
 
 def test_it_is_set_for_an_engine(engine: BlendEngine) -> None:
     with pytest.raises(ConfigError, match=r"guard_rate=0\.5 cannot be set for one call"):
-        engine.generate(prompt(), 1, config=engine.config.replace(guard_rate=0.5))
+        engine.generate(prompt(), 1, blend=blend_settings(engine.blend, guard_rate=0.5))
 
 
 @settings(deadline=None, max_examples=40)

@@ -23,6 +23,7 @@ from cacheblend_rag.engine.background import BatchWriter
 from cacheblend_rag.engine.scheduling import SchedulerLock
 from cacheblend_rag.errors import ConfigError, EmptyChunkError, StoreFullError
 from cacheblend_rag.kv import ChunkKV
+from cacheblend_rag.lab.settings import blend_settings
 from tests.families import tiny_model, tiny_tokenizer, words
 
 MODEL = tiny_model("llama")
@@ -317,7 +318,7 @@ def test_on_second_use_a_chunk_is_encoded_when_it_is_retrieved_again(tmp_path: P
         assert engine.add(CHUNKS).unchanged == 6
         assert all(engine.contains(f"n{n}") for n in range(6))
         assert not any(held(engine).values())
-        whole = engine.prefill(prompt, config=engine.config.replace(enabled=False))
+        whole = engine.prefill(prompt, blend=engine.blend.replace(enabled=False))
         engine.prompt_ids(prompt)
 
         first = engine.prefill(prompt)
@@ -351,7 +352,7 @@ def test_on_second_use_texts_without_an_id_stay_in_ram(tmp_path: Path) -> None:
 
 def test_when_chunks_are_encoded_is_settled_with_the_engine(engine: BlendEngine) -> None:
     with pytest.raises(ConfigError, match="encode_on"):
-        engine.prefill(BlendPrompt("t5", [], "t6"), config=engine.config.replace(encode_on="second_use"))
+        engine.prefill(BlendPrompt("t5", [], "t6"), blend=blend_settings(engine.blend, encode_on="second_use"))
 
 
 def test_turns_are_taken_in_the_order_of_coming() -> None:

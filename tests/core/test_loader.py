@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ChunkReadError
 from cacheblend_rag.kv import ChunkKV, LayerKV
+from cacheblend_rag.lab.settings import blend_settings, engine_settings
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import Decoder, inspect_model
@@ -336,7 +337,7 @@ def stored(tmp_path: Path) -> Iterator[BlendEngine]:
 
 @pytest.mark.parametrize("selector", ["none", "hkvd"])
 def test_the_pipeline_changes_no_answer(stored: BlendEngine, tmp_path: Path, selector: str) -> None:
-    in_ram = BlendEngine(stored.model, stored.tokenizer, config=BlendConfig(strict=True), store=tmp_path / "kv")
+    in_ram = BlendEngine(stored.model, stored.tokenizer, **engine_settings(strict=True), store=tmp_path / "kv")
     wanted = None
     with in_ram:
         for engine, threads, ahead, pipeline in (
@@ -350,7 +351,7 @@ def test_the_pipeline_changes_no_answer(stored: BlendEngine, tmp_path: Path, sel
             config = engine.config.replace(
                 selector=selector, load_threads=threads, prefetch_layers=ahead, pipeline=pipeline
             )
-            logits = engine.prefill(PROMPT, config=config).logits
+            logits = engine.prefill(PROMPT, blend=config).logits
             wanted = logits if wanted is None else wanted
             assert torch.equal(logits, wanted)
     assert loader_threads() == []
@@ -358,25 +359,25 @@ def test_the_pipeline_changes_no_answer(stored: BlendEngine, tmp_path: Path, sel
 
 def test_the_report_says_what_was_loaded_and_from_where(stored: BlendEngine, tmp_path: Path) -> None:
     layer_bytes = stored.prefill(PROMPT).report.context_tokens * 2 * 2 * 8 * 4
-    with BlendEngine(stored.model, stored.tokenizer, config=BlendConfig(strict=True), store=tmp_path / "kv") as engine:
+    with BlendEngine(stored.model, stored.tokenizer, **engine_settings(strict=True), store=tmp_path / "kv") as engine:
         plain = engine.config.replace(selector="none")
         prompt = BlendPrompt("t5", [*CHUNKS, Chunk("t9 t8", "new")], "t6 t7")
-        first, second = engine.prefill(prompt, config=plain).report, engine.prefill(prompt, config=plain).report
+        first, second = engine.prefill(prompt, blend=plain).report, engine.prefill(prompt, blend=plain).report
         assert [chunk.tier for chunk in first.chunks] == ["disk"] * 4 + [None]
         assert [chunk.tier for chunk in second.chunks] == ["ram"] * 5
         assert second.load_bytes == 6 * second.context_tokens * 2 * 2 * 8 * 4
         # The layer before the check layer is computed in full.
         blend = engine.config.replace(recompute_ratio=0.15)
-        assert engine.prefill(PROMPT, config=blend).report.load_bytes == 5 * layer_bytes
+        assert engine.prefill(PROMPT, blend=blend).report.load_bytes == 5 * layer_bytes
         assert 0 < second.load_s < second.ttft_s
-        whole = engine.prefill(PROMPT, config=engine.config.replace(enabled=False)).report
+        whole = engine.prefill(PROMPT, blend=engine.blend.replace(enabled=False)).report
         assert (whole.load_s, whole.load_bytes) == (0, 0)
         assert {chunk.tier for chunk in whole.chunks} == {None}
 
 
 @needs_proc
 def test_an_abandoned_stream_leaves_nothing(stored: BlendEngine) -> None:
-    stream = stored.stream(PROMPT, 400, config=stored.config.replace(load_threads=4))
+    stream = stored.stream(PROMPT, 400, blend=blend_settings(stored.blend, load_threads=4))
     next(iter(stream))
     stream.close()
     stream.result()

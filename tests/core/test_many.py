@@ -314,8 +314,8 @@ def test_what_no_batch_can_do_is_done_one_by_one(config: dict[str, Any], options
     prompts, config_of_call = some_prompts(), CONFIG.replace(**config)
     with engine_of() as engine:
         engine.add(CHUNKS)
-        results = engine.generate_many(prompts, 6, config=config_of_call, do_sample=False, **options)
-        wanted = [engine.generate(prompt, 6, config=config_of_call, do_sample=False, **options) for prompt in prompts]
+        results = engine.generate_many(prompts, 6, blend=config_of_call, do_sample=False, **options)
+        wanted = [engine.generate(prompt, 6, blend=config_of_call, do_sample=False, **options) for prompt in prompts]
     assert [result.token_ids for result in results] == [result.token_ids for result in wanted]
     for result in results:
         assert result.report.batch_size == 1

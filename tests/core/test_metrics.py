@@ -7,13 +7,14 @@ import logging
 import pytest
 from prometheus_client import generate_latest
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag.lab.settings import blend_settings, engine_settings
 from tests.families import tiny_model, tiny_tokenizer, words
 
 
 @pytest.fixture
 def engine() -> BlendEngine:
-    engine = BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=BlendConfig(recompute_ratio=0.25))
+    engine = BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings(recompute_ratio=0.25))
     engine.add([Chunk(id="a", text=words(8, 1)), Chunk(id="b", text=words(8, 2))])
     return engine
 
@@ -28,7 +29,12 @@ def value(engine: BlendEngine, name: str, **labels: str) -> float | None:
 def test_counts(engine: BlendEngine) -> None:
     first = engine.prefill(PROMPT).report
     second = engine.generate(PROMPT, max_new_tokens=3).report
-    whole = engine.prefill(PROMPT, config=engine.config.replace(min_tokens=1000)).report
+    whole = engine.prefill(
+        PROMPT,
+        blend=blend_settings(
+            engine.blend,
+        ),
+    ).report
     stream = engine.stream(PROMPT, max_new_tokens=2)
     assert "".join(stream)
     reports = [first, second, whole, stream.result().report]

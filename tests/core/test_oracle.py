@@ -8,12 +8,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.encode import Encoder, Target
 from cacheblend_rag.engine.selfcheck import TrueKV
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.lab.settings import blend_settings, engine_settings
 from cacheblend_rag.model import inspect_model
 from cacheblend_rag.rope import shift_layer
 from cacheblend_rag.selection import FixedSelection
@@ -66,7 +67,7 @@ def test_a_moved_chunk_is_the_chunk_encoded_there(model: PreTrainedModel) -> Non
 
 
 def _engine(model: PreTrainedModel, **settings: object) -> BlendEngine:
-    return BlendEngine(model, tiny_tokenizer(), config=BlendConfig(strict=True, **settings))  # type: ignore[arg-type]
+    return BlendEngine(model, tiny_tokenizer(), **engine_settings(strict=True, **settings))  # type: ignore[arg-type]
 
 
 def _prompt(engine: BlendEngine) -> tuple[BlendPrompt, list[tuple[int, int]]]:
@@ -118,7 +119,7 @@ def test_random_and_no_recompute_on_stale_kv_are_the_dense_reference(model: PreT
         ids = engine.prompt_ids(prompt)
         for selector in ("none", "random"):
             config = engine.config.replace(selector=selector, recompute_ratio=0.15)
-            result = engine.prefill(prompt, config=config)
+            result = engine.prefill(prompt, blend=config)
             rows = torch.tensor([], dtype=torch.int64)
             if selector == "random":
                 from cacheblend_rag.selection import SelectionTask, make_selector
@@ -135,7 +136,7 @@ def test_reuse_without_new_positions_is_the_dense_reference(model: PreTrainedMod
     with _engine(model, selector="none") as engine:
         prompt, spans = _prompt(engine)
         ids = engine.prompt_ids(prompt)
-        got = engine.prefill(prompt, config=engine.config.replace(reposition=False)).logits
+        got = engine.prefill(prompt, blend=blend_settings(engine.blend, reposition=False)).logits
         nothing = torch.tensor([], dtype=torch.int64)
         wanted = dense_blend(model, ids, spans, [1], recomputed=nothing, reposition=False)
         assert (got - wanted).abs().max() < TOLERANCE

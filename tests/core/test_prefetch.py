@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store.chunkfile import ChunkFile
 from tests.core.forked import status_of_child
 from tests.families import tiny_model, tiny_tokenizer, words
@@ -31,7 +32,7 @@ def open_engine(tmp_path: Path) -> Iterator[Open]:
     def make(**values: Any) -> BlendEngine:
         settings = {"strict": True, "self_check": False, "selector": "hkvd", "load_threads": 2} | values
         model, tokenizer = tiny_model("llama"), tiny_tokenizer()
-        engines.append(BlendEngine(model, tokenizer, config=BlendConfig(**settings), store=tmp_path / "kv"))
+        engines.append(BlendEngine(model, tokenizer, **engine_settings(**settings), store=tmp_path / "kv"))
         return engines[-1]
 
     with make() as first:
@@ -154,7 +155,7 @@ def test_a_prompt_that_reads_no_kv_takes_nothing_over(open_engine: Open, monkeyp
     gate = _Gate(monkeypatch)
     begun = engine.prefetch(NAMES)
     assert gate.reached.wait(60)
-    assert engine.prefill(PROMPT, config=engine.config.replace(enabled=False)).report.fallback_reason is None
+    assert engine.prefill(PROMPT, blend=engine.blend.replace(enabled=False)).report.fallback_reason is None
     assert not begun.wait(0)
     gate.open.set()
     assert begun.wait(60)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef
+from cacheblend_rag.lab.settings import engine_settings
 from tests.core.dense import dense_blend
 from tests.families import tiny_model, tiny_tokenizer, words
 
@@ -59,14 +60,14 @@ def test_any_prompt_blends_as_the_dense_reference(
 
 
 def test_a_first_chunk_is_exact_only_behind_a_prefix_that_is_where_it_was() -> None:
-    with BlendEngine(tiny_model("llama", "sdpa"), tiny_tokenizer(), config=BlendConfig(selector="none")) as engine:
+    with BlendEngine(tiny_model("llama", "sdpa"), tiny_tokenizer(), **engine_settings(selector="none")) as engine:
         engine.add([Chunk(words(20, 0), "n0")])
         segments = [(1,), ChunkRef("n0"), words(5, 2)]
         moved = BlendPrompt(segments=segments, positions=[40, 1, 60])
         ids = torch.tensor([engine.prompt_ids(moved)])
         positions = torch.tensor([[40, *range(1, 21), *range(60, 65)]])
         own = engine.model(input_ids=ids, position_ids=positions, past_key_values=DynamicCache()).logits[0, -1]
-        full = engine.prefill(moved, config=engine.config.replace(selector="random", recompute_ratio=0.99999))
+        full = engine.prefill(moved, blend=engine.blend.replace(selector="random", recompute_ratio=0.99999))
         assert (full.logits - own).abs().max() < 1e-4
 
 

@@ -11,6 +11,7 @@ from cacheblend_rag.engine.selfcheck import TrueKV
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fuse import BlendCache, Repair, Steering
 from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.lab.settings import blend_settings, engine_settings
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.model import inspect_model
 from cacheblend_rag.selection import FixedSelection
@@ -109,7 +110,7 @@ def test_a_repaired_step_is_the_dense_reference() -> None:
 
 
 def test_without_a_budget_nothing_is_watched() -> None:
-    with BlendEngine(tiny_model("llama", "sdpa"), tiny_tokenizer(), config=BlendConfig(selector="none")) as engine:
+    with BlendEngine(tiny_model("llama", "sdpa"), tiny_tokenizer(), **engine_settings(selector="none")) as engine:
         engine.add([Chunk(words(20, 0), "n0")])
         report = engine.generate(BlendPrompt(words(4, 1), ["n0"], words(5, 2)), 4).report
         assert report.repaired_tokens == 0 and report.charged_ratio == 0
@@ -147,8 +148,8 @@ def test_a_model_of_one_layer_is_not_asked_for_layers_that_repair_would_watch() 
     )
     model = AutoModelForCausalLM.from_config(config)
     prompt = BlendPrompt(words(4, 1), ["n0"], words(5, 2))
-    with BlendEngine(model, tiny_tokenizer(), config=BlendConfig(selector="none")) as engine:
+    with BlendEngine(model, tiny_tokenizer(), **engine_settings(selector="none")) as engine:
         engine.add([Chunk(words(20, 0), "n0")])
         assert engine.generate(prompt, 3).report.selector == "none"
         with pytest.raises(ConfigError, match="two layers or more"):
-            engine.generate(prompt, 3, config=engine.config.replace(repair_ratio=0.1))
+            engine.generate(prompt, 3, blend=blend_settings(engine.blend, repair=0.1))

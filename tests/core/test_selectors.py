@@ -11,6 +11,7 @@ from cacheblend_rag.engine.selfcheck import TrueKV
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.lab.settings import blend_settings, engine_settings
 from cacheblend_rag.model import inspect_model
 from cacheblend_rag.selection import SelectionTask, make_selector, selector_names
 from tests.core.dense import RecordingCache, own_kv, stale_kv
@@ -164,7 +165,7 @@ def test_a3_chooses_by_the_fresh_keys_of_layer_1() -> None:
 )
 def test_layers_that_are_not_there(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        BlendEngine(tiny_model("llama", "sdpa"), tiny_tokenizer(), config=BlendConfig(**settings))  # type: ignore[arg-type]
+        BlendEngine(tiny_model("llama", "sdpa"), tiny_tokenizer(), **engine_settings(**settings))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("settings", [{"selector": "query"}, {"selector": "a3"}, {"repair_ratio": 0.1}])
@@ -174,13 +175,13 @@ def test_a_model_that_does_not_show_its_attention(settings: dict[str, object]) -
     )
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ConfigError, match="FalconForCausalLM does not show"):
-        BlendEngine(model, tiny_tokenizer(), config=BlendConfig(strict=True, **settings))  # type: ignore[arg-type]
-    with BlendEngine(model, tiny_tokenizer(), config=BlendConfig(strict=True, selector="hkvd")) as engine:
+        BlendEngine(model, tiny_tokenizer(), **engine_settings(strict=True, **settings))  # type: ignore[arg-type]
+    with BlendEngine(model, tiny_tokenizer(), **engine_settings(strict=True, selector="hkvd")) as engine:
         engine.add([Chunk(words(20, 0), "n0"), Chunk(words(20, 1), "n1")])
         prompt = BlendPrompt(words(4, 10), ["n0", "n1"], words(6, 12))
         assert engine.prefill(prompt).report.selector == "hkvd"
         with pytest.raises(ConfigError, match="FalconForCausalLM does not show"):
-            engine.prefill(prompt, config=engine.config.replace(**settings))
+            engine.prefill(prompt, blend=blend_settings(engine.blend, **settings))
 
 
 @pytest.mark.parametrize("name", [name for name in selector_names() if name not in ("auto", "full")])
@@ -191,6 +192,6 @@ def test_at_ratio_0_nothing_is_spent_on_choosing(name: str) -> None:
     with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config) as engine:
         engine.add(chunks)
         got = engine.prefill(prompt)
-        wanted = engine.prefill(prompt, config=engine.config.replace(selector="none"))
+        wanted = engine.prefill(prompt, blend=engine.blend.replace(selector="none"))
     assert got.report.charged_ratio == 0.0
     torch.testing.assert_close(got.logits, wanted.logits, atol=0, rtol=0)

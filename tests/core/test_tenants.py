@@ -9,6 +9,7 @@ import pytest
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ConfigError, StoreError, UnknownChunkError
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import check_store, open_store
 from tests.families import tiny_model, tiny_tokenizer, words
 from tests.store.kit import files_of
@@ -19,8 +20,8 @@ CHUNKS = [Chunk(words(20, 1), "a"), Chunk(words(21, 2), "b")]
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[tuple[BlendEngine, BlendEngine]]:
     model = tiny_model("llama")
-    one = BlendEngine(model, tiny_tokenizer(), store=tmp_path, namespace="acme")
-    two = BlendEngine(model, tiny_tokenizer(), store=tmp_path, config=BlendConfig(namespace="globex"))
+    one = BlendEngine(model, tiny_tokenizer(), store=tmp_path, tenant="acme")
+    two = BlendEngine(model, tiny_tokenizer(), store=tmp_path, **engine_settings(tenant="globex"))
     yield one, two
     one.close()
     two.close()
@@ -79,7 +80,7 @@ def test_no_tenant_is_as_it_always_was(pair: tuple[BlendEngine, BlendEngine], tm
 def test_ram_is_shared_out_as_well() -> None:
     store = open_store(None, 10**7)
     engines = [
-        BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=store, namespace=name) for name in ("acme", "globex")
+        BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=store, tenant=name) for name in ("acme", "globex")
     ]
     for engine in engines:
         engine.add(CHUNKS)
@@ -94,7 +95,7 @@ def test_ram_is_shared_out_as_well() -> None:
 )
 def test_a_tenants_name_leads_nowhere(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "deep" / "store"
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=folder, namespace=name) as engine:
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=folder, tenant=name) as engine:
         engine.add([Chunk(words(9, 1), "../../../escaped"), Chunk(words(9, 2), "/etc/passwd")])
         assert sorted(engine.ids()) == ["../../../escaped", "/etc/passwd"]
         assert engine.prefill(BlendPrompt("t1", ["/etc/passwd"], "t2")).report.hits == 1
@@ -116,12 +117,12 @@ def test_what_is_no_tenants_name(name: object) -> None:
 def test_a_call_cannot_change_the_tenant(pair: tuple[BlendEngine, BlendEngine]) -> None:
     one, two = pair
     with pytest.raises(ConfigError, match="namespace='globex' cannot be set for one call"):
-        one.prefill(BlendPrompt("t1", CHUNKS, "t2"), config=two.config)
+        one.prefill(BlendPrompt("t1", CHUNKS, "t2"), blend=two.config)
 
 
 def test_a_namespace_has_one_owner(tmp_path: Path) -> None:
     store = open_store(tmp_path, 0)
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=store, namespace="acme") as engine:
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=store, tenant="acme") as engine:
         engine.add(CHUNKS)
         record = engine.records(["a"])[0]
         assert record is not None

@@ -12,7 +12,8 @@ import torch
 from langchain_core.embeddings import Embeddings
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag import BlendEngine
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.reference import load_tokenizer
 
 CHUNKS = {
@@ -60,13 +61,13 @@ def tiny(tokenizer: Any) -> LlamaForCausalLM:
 @pytest.fixture(scope="package")
 def reference() -> Iterator[BlendEngine]:
     """The shipped model; what a test adds to it, other tests see."""
-    with BlendEngine.from_pretrained("reference", config=BlendConfig(self_check=False)) as engine:
+    with BlendEngine.from_pretrained("reference", **engine_settings(self_check=False)) as engine:
         yield engine
 
 
 @pytest.fixture
 def engine(tiny: LlamaForCausalLM, tokenizer: Any) -> Iterator[BlendEngine]:
-    with BlendEngine(tiny, tokenizer, config=BlendConfig(self_check=False)) as engine:
+    with BlendEngine(tiny, tokenizer, **engine_settings(self_check=False)) as engine:
         yield engine
 
 

@@ -27,6 +27,7 @@ from langgraph.prebuilt import ToolNode, tools_condition
 
 from cacheblend_rag import BlendConfig, BlendEngine, Chunk
 from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.lab.settings import engine_settings
 from langchain_cacheblend import BlendLLM, BlendVectorStore, ChatBlend, create_blend_documents_chain
 from tests.langchain.asking import EXACT, TOOL_TEMPLATE, Reports, chunk_ids, own_answer
 
@@ -239,7 +240,7 @@ async def test_a_graph_whose_model_calls_the_retrieval_tool(
 ) -> None:
     shows = copy.deepcopy(tokenizer)
     shows.chat_template = TOOL_TEMPLATE
-    with BlendEngine(tiny, shows, config=BlendConfig(self_check=False)) as engine:
+    with BlendEngine(tiny, shows, **engine_settings(self_check=False)) as engine:
         store = BlendVectorStore(InMemoryVectorStore(embedding), engine=engine)
         store.add_documents([Document(text, id=id) for id, text in chunks.items()])
         retrieve = create_retriever_tool(

@@ -20,6 +20,7 @@ from transformers import LlamaForCausalLM
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import CacheBlendError, ConfigError, PromptError
+from cacheblend_rag.lab.settings import engine_settings
 from langchain_cacheblend import BlendLLM, ChatBlend, documents_to_blocks
 from tests.langchain.asking import chunk_ids, own_answer
 
@@ -342,7 +343,7 @@ def test_chat_needs_a_chat_template(tiny: LlamaForCausalLM, tokenizer: Any) -> N
 
     bare = copy.deepcopy(tokenizer)
     bare.chat_template = None
-    with BlendEngine(tiny, bare, config=BlendConfig(self_check=False)) as engine:
+    with BlendEngine(tiny, bare, **engine_settings(self_check=False)) as engine:
         with pytest.raises(ConfigError, match="chat template"):
             ChatBlend(engine=engine).invoke("hello")
         tokenizer_error = "{{ raise_exception('only users here') }}"

@@ -342,7 +342,7 @@ def test_after_index_no_chunk_knows_of_a_text_that_is_gone(
     # An engine that never knew another text has the same KV for what is there now.
     prompt = BlendPrompt("Read:\n", sorted(live), "\nWho?")
     reuse = CONFIG.replace(recompute_ratio=0.0)
-    logits = engine.prefill(prompt, config=reuse).logits
+    logits = engine.prefill(prompt, blend=reuse).logits
     with BlendEngine(tiny, tokenizer, config=CONFIG) as fresh:
         for name in dict.fromkeys(engine.places(list(live))):
             before: str | None = None
@@ -351,9 +351,9 @@ def test_after_index_no_chunk_knows_of_a_text_that_is_gone(
                 behind = None if start else before
                 fresh.add([Chunk(live[id].page_content, id, document=name, start=place, previous=behind)])
                 before = id
-        assert torch.allclose(fresh.prefill(prompt, config=reuse).logits, logits, atol=1e-4)
+        assert torch.allclose(fresh.prefill(prompt, blend=reuse).logits, logits, atol=1e-4)
         fresh.add([Chunk(live[id].page_content, id) for id in live])
-        assert not torch.allclose(fresh.prefill(prompt, config=reuse).logits, logits, atol=1e-3)
+        assert not torch.allclose(fresh.prefill(prompt, blend=reuse).logits, logits, atol=1e-3)
 
 
 def test_deleting_a_piece_leaves_no_trace_of_it(
@@ -366,14 +366,14 @@ def test_deleting_a_piece_leaves_no_trace_of_it(
     left = [*ids[:1], *ids[2:]]
     prompt = BlendPrompt("Read:\n", left, "\nWho?", separator="\n\n")
     reuse = CONFIG.replace(recompute_ratio=0.0)
-    result = store.engine.prefill(prompt, config=reuse)
+    result = store.engine.prefill(prompt, blend=reuse)
     assert (result.report.hits, result.report.misses) == (1, len(left) - 1)
     with BlendEngine(tiny, tokenizer, config=CONFIG) as fresh:
         again = BlendVectorStore(InMemoryVectorStore(store.embeddings), engine=fresh)
         again.add_documents([*pieces[:1], *pieces[2:]], ids=left)
-        assert torch.allclose(fresh.prefill(prompt, config=reuse).logits, result.logits, atol=1e-4)
+        assert torch.allclose(fresh.prefill(prompt, blend=reuse).logits, result.logits, atol=1e-4)
         again.add_documents(pieces[1:2], ids=ids[1:2])
-        assert not torch.allclose(fresh.prefill(prompt, config=reuse).logits, result.logits, atol=1e-3)
+        assert not torch.allclose(fresh.prefill(prompt, blend=reuse).logits, result.logits, atol=1e-3)
 
 
 # Filters

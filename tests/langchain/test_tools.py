@@ -17,8 +17,9 @@ from langchain_core.tools import create_retriever_tool, tool
 from pydantic import BaseModel
 from transformers import LlamaForCausalLM
 
-from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag import BlendEngine
 from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.lab.settings import engine_settings
 from langchain_cacheblend import BlendVectorStore, ChatBlend
 from langchain_cacheblend.tools import ToolGate, parse_calls
 from tests.langchain.asking import TOOL_TEMPLATE, chunk_ids
@@ -129,7 +130,7 @@ def test_a_stream_shows_what_the_answer_says(before: str, cuts: list[int], form:
 def tool_engine(tiny: LlamaForCausalLM, tokenizer: Any) -> Iterator[BlendEngine]:
     shows = copy.deepcopy(tokenizer)
     shows.chat_template = TOOL_TEMPLATE
-    with BlendEngine(tiny, shows, config=BlendConfig(self_check=False)) as engine:
+    with BlendEngine(tiny, shows, **engine_settings(self_check=False)) as engine:
         yield engine
 
 

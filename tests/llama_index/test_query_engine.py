@@ -16,7 +16,8 @@ from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import NodeWithScore, QueryBundle
 from llama_index.core.vector_stores import SimpleVectorStore
 
-from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag import BlendEngine
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.reference import load_model, load_tokenizer
 from llama_index_cacheblend import BlendLLM, BlendVectorStore, install
 
@@ -37,7 +38,7 @@ def blended_index(llm: BlendLLM, embedding: WordEmbedding) -> VectorStoreIndex:
 
 @pytest.fixture(scope="module")
 def reference() -> Iterator[BlendLLM]:
-    engine = BlendEngine(load_model(), load_tokenizer(), config=BlendConfig(recompute_ratio=1.0, selector="hkvd"))
+    engine = BlendEngine(load_model(), load_tokenizer(), **engine_settings(recompute_ratio=1.0, selector="hkvd"))
     yield BlendLLM(engine=engine, max_new_tokens=24)
     engine.close()
 

@@ -350,7 +350,7 @@ def test_kv_stays_while_another_node_or_tenant_has_the_text(
     kind: str, model: Any, tokenizer: Any, tmp_path: Path, embedding: WordEmbedding
 ) -> None:
     def tenant(name: str) -> BlendVectorStore:
-        engine = BlendEngine(model, tokenizer, store=tmp_path, namespace=name)
+        engine = BlendEngine(model, tokenizer, store=tmp_path, tenant=name)
         return BlendVectorStore(make_inner(kind, False), engine=engine, context="none")
 
     ours, theirs = tenant("ours"), tenant("theirs")

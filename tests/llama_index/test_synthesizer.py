@@ -29,6 +29,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt
 from cacheblend_rag.demo import demo_documents, demo_questions
 from cacheblend_rag.errors import ConfigError, PromptTooLongError
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.reference import load_model, load_tokenizer
 from llama_index_cacheblend import (
     BlendCondensePlusContextChatEngine,
@@ -118,7 +119,7 @@ def test_a_ratio_of_one_answers_as_compact_does(
 
 
 def test_the_reference_model_answers_as_in_compact(events: EventLog) -> None:
-    engine = BlendEngine(load_model(), load_tokenizer(), config=BlendConfig(recompute_ratio=EVERY_ROW))
+    engine = BlendEngine(load_model(), load_tokenizer(), **engine_settings(recompute_ratio=EVERY_ROW))
     llm = BlendLLM(engine=engine, max_new_tokens=10)
     chunks = [chunk for document in demo_documents()[:3] for chunk in document.chunks][:12]
     nodes = [NodeWithScore(node=TextNode(id_=str(number), text=text)) for number, text in enumerate(chunks)]

@@ -15,9 +15,10 @@ from llama_index.core.vector_stores.types import BasePydanticVectorStore, Vector
 from llama_index.vector_stores.chroma import ChromaVectorStore
 from pydantic import Field
 
-from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag import BlendEngine
 from cacheblend_rag.chunk import text_hash
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.lab.settings import engine_settings
 from llama_index_cacheblend import BlendLLM, BlendSynthesizer, BlendVectorStore
 
 from .conftest import FACTS, WordEmbedding
@@ -285,7 +286,7 @@ def test_kv_that_finds_no_room_keeps_no_node_out(
     tokenizer: Any,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    engine = BlendEngine(model, tokenizer, config=BlendConfig(ram_bytes=1, self_check=False))
+    engine = BlendEngine(model, tokenizer, **engine_settings(ram_bytes=1, self_check=False))
     llm = BlendLLM(engine=engine, max_new_tokens=8)
     store = BlendVectorStore(chroma, engine=engine)
     with caplog.at_level(logging.WARNING):

@@ -12,8 +12,9 @@ from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.core.vector_stores.types import BasePydanticVectorStore
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
-from cacheblend_rag import BlendConfig, BlendEngine, Chunk
+from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.errors import ConfigError, StoreError
+from cacheblend_rag.lab.settings import engine_settings
 from llama_index_cacheblend import BlendLLM, BlendSynthesizer, BlendVectorStore, warm_index
 
 from .conftest import FACTS, WordEmbedding
@@ -202,7 +203,7 @@ def test_what_cannot_be_encoded_is_said(index: VectorStoreIndex, llm: BlendLLM, 
 def test_a_store_without_room_is_said(
     index: VectorStoreIndex, model: Any, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with BlendEngine(model, tokenizer, config=BlendConfig(ram_bytes=1, self_check=False)) as engine:
+    with BlendEngine(model, tokenizer, **engine_settings(ram_bytes=1, self_check=False)) as engine:
         result = warm_index(index, engine=engine)
         assert len(result.failed) == 5
         assert "of 5 nodes was not stored" in caplog.text

@@ -12,9 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lab.families import prove, tiny_config
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.model import model_fingerprint
 from tests.families import tiny_model, tiny_tokenizer, words
 
@@ -63,7 +64,7 @@ def with_adapters(model: PreTrainedModel, *names: str) -> Any:
 
 
 def hits(model: PreTrainedModel, folder: Path) -> int:
-    with BlendEngine(model, tiny_tokenizer(), store=folder, config=BlendConfig(strict=True)) as engine:
+    with BlendEngine(model, tiny_tokenizer(), store=folder, **engine_settings(strict=True)) as engine:
         engine.store.flush()
         return engine.prefill(PROMPT).report.hits
 

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.lab.families import prove, tiny_config, tiny_model
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.model import inspect_model
 from tests.families import tiny_tokenizer, words
 
@@ -48,7 +49,7 @@ def test_every_scaling_is_exact(scaling: str) -> None:
 def test_where_frequencies_depend_on_the_length_long_prompts_are_computed_as_a_whole() -> None:
     model = scaled_model("longrope")
     chunks = [Chunk(words(count, count), f"n{count}") for count in (60, 70, 90)]
-    with BlendEngine(model, tiny_tokenizer(), config=BlendConfig(recompute_ratio=0.3, strict=True)) as engine:
+    with BlendEngine(model, tiny_tokenizer(), **engine_settings(recompute_ratio=0.3, strict=True)) as engine:
         assert engine.decoder is not None and engine.decoder.rope_reach == 256
         # A chunk beyond the reach goes to the same batch as short ones, were it not kept apart.
         engine.add([*chunks, Chunk(words(300, 1), "long")])
@@ -60,7 +61,7 @@ def test_where_frequencies_depend_on_the_length_long_prompts_are_computed_as_a_w
         # The long prompt has left the model with other frequencies, which must not reach what is moved afterwards.
         assert (engine.prefill(short).logits - before.logits).abs().max() < TOLERANCE
 
-    alone = BlendEngine(model, tiny_tokenizer(), config=BlendConfig(recompute_ratio=0.3, strict=True))
+    alone = BlendEngine(model, tiny_tokenizer(), **engine_settings(recompute_ratio=0.3, strict=True))
     with alone as engine:
         engine.add(chunks)
         assert (engine.prefill(short).logits - before.logits).abs().max() < TOLERANCE
@@ -72,7 +73,7 @@ def test_kv_of_learned_positions_is_reused_where_it_was_encoded_and_nowhere_else
     head = words(4, 9)
     first, second = Chunk(words(20, 1), "first"), Chunk(words(22, 2), "second")
     with BlendEngine(
-        model, tiny_tokenizer(), config=BlendConfig(encoding_prefix=head, selector="none", strict=True)
+        model, tiny_tokenizer(), **engine_settings(encoding_prefix=head, selector="none", strict=True)
     ) as engine:
         assert engine.decoder is not None and not engine.decoder.is_movable
         engine.add([first, second])

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.lab.families import prove
+from cacheblend_rag.lab.settings import engine_settings
 from tests.families import tiny_model, tiny_tokenizer, words
 
 
@@ -64,7 +65,7 @@ def test_a_patched_layer_is_caught_and_prompts_are_prefilled_as_a_whole(
     model = tiny_model("llama")
     patch(model.model.layers[3])
     with pytest.raises(UnsupportedModelError, match=reason):
-        BlendEngine(model, tiny_tokenizer(), config=BlendConfig(strict=True))
+        BlendEngine(model, tiny_tokenizer(), **engine_settings(strict=True))
     with BlendEngine(model, tiny_tokenizer()) as engine:
         engine.add([Chunk(words(20, 1), "n")])
         prompt = BlendPrompt(words(4, 2), ["n"], words(5, 3))
@@ -80,7 +81,7 @@ def test_without_the_check_a_patched_layer_gives_wrong_answers() -> None:
     """What the check is for: the inspection alone does not see it."""
     model = tiny_model("llama")
     mixes_rows(model.model.layers[3])
-    with BlendEngine(model, tiny_tokenizer(), config=BlendConfig(self_check=False, strict=True)) as engine:
+    with BlendEngine(model, tiny_tokenizer(), **engine_settings(self_check=False, strict=True)) as engine:
         assert engine.unsupported_reason is None
 
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.engine.firsttoken import FirstLogits
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
+from cacheblend_rag.lab.settings import blend_settings
 from cacheblend_rag.model import uncompiled, unwrapped, watch_forward
 from tests.families import tiny_model, tiny_tokenizer, words
 
@@ -86,7 +87,7 @@ WRAPS = [adapter, causal_adapter, patched, *COMPILED]
 
 
 def _answer(engine: BlendEngine, **settings: Any) -> dict[str, Any]:
-    result = engine.generate(PROMPT, TOKENS, config=engine.config.replace(**settings), do_sample=False)
+    result = engine.generate(PROMPT, TOKENS, blend=blend_settings(engine.blend, **settings), do_sample=False)
     report = result.report
     return {
         "tokens": result.token_ids,
@@ -114,7 +115,7 @@ def _guarded(engine: BlendEngine) -> dict[str, Any]:
 
 
 def _prefill(engine: BlendEngine, **settings: Any) -> dict[str, Any]:
-    result = engine.prefill(PROMPT, config=engine.config.replace(**settings))
+    result = engine.prefill(PROMPT, blend=blend_settings(engine.blend, **settings))
     return {"logits": result.logits, "evicted": result.report.evicted_tokens}
 
 
@@ -123,7 +124,7 @@ def _watched(engine: BlendEngine, **settings: Any) -> dict[str, Any]:
     watched = engine.watch_prefill(
         PROMPT,
         lambda layer, call: seen.append((layer, tuple(call.query.shape), tuple(call.key.shape))),
-        config=engine.config.replace(**settings),
+        blend=blend_settings(engine.blend, **settings),
     )
     return {"calls": seen, "rows": watched.recomputed_rows.tolist(), "logits": watched.result.logits}
 

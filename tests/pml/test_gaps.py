@@ -69,8 +69,8 @@ def test_full_prefill_and_decoding_keep_the_positions(engine: BlendEngine) -> No
     whole = engine.config.replace(enabled=False)
     ids = list(engine.prompt_ids(prompt))
     own = own_logits(engine.model, ids, positions)
-    assert (engine.prefill(prompt, config=whole).logits - own).abs().max() < TOLERANCE * own.abs().max()
-    answers = [engine.generate(prompt, 6, config=config, do_sample=False).token_ids for config in (None, whole)]
+    assert (engine.prefill(prompt, blend=whole).logits - own).abs().max() < TOLERANCE * own.abs().max()
+    answers = [engine.generate(prompt, 6, blend=config, do_sample=False).token_ids for config in (None, whole)]
     wanted: list[int] = []
     for step in range(len(answers[0])):
         wanted.append(int(own_logits(engine.model, ids + wanted, [*positions, *range(38, 38 + step)]).argmax()))

@@ -57,7 +57,7 @@ def check(engine: BlendEngine, data: st.DataObject) -> None:
     loaded = data.draw(st.booleans())
     if loaded:
         engine.load_schema(schema)
-    reuse = engine.prefill(prompt, config=engine.config.replace(selector="none", recompute_ratio=0.0))
+    reuse = engine.prefill(prompt, blend=engine.blend.replace(selector="none", recompute_ratio=0.0))
     assert reuse.report.recomputed_tokens == 0
     # What of a scaffold is encoded together depends on the prompt.
     assert not loaded or "Scaffold(" in repr(schema) or reuse.report.misses == 0

@@ -93,10 +93,10 @@ def test_apart_modules_do_not_see_each_other_but_any_selector_can_make_up_for_it
     reuse = engine.prefill(prompt)
     assert reuse.report.misses == 0 and reuse.report.hits == 5 and reuse.report.recomputed_tokens == 0
     assert (reuse.logits - own).abs().max() > 10 * TOLERANCE * size
-    full = engine.prefill(prompt, config=engine.config.replace(selector="full", recompute_ratio=0.999))
+    full = engine.prefill(prompt, blend=engine.blend.replace(selector="full", recompute_ratio=0.999))
     assert full.report.hits == 5
     assert (full.logits - own).abs().max() < TOLERANCE * size
-    off = engine.prefill(prompt, config=engine.config.replace(enabled=False))
+    off = engine.prefill(prompt, blend=engine.blend.replace(enabled=False))
     assert (off.logits - own).abs().max() < TOLERANCE * size
 
 
@@ -230,7 +230,7 @@ def test_random_selector_at_any_ratio_gives_finite_logits_between_both_ends(engi
     own = own_logits(engine.model, layout.token_ids, layout.positions)
     for selector, ratio in (("random", 0.5), ("boundary", 0.2), ("hkvd", 0.3)):
         config = engine.config.replace(selector=selector, recompute_ratio=ratio)
-        result = engine.prefill(prompt, config=config)
+        result = engine.prefill(prompt, blend=config)
         assert 0 < result.report.recomputed_tokens < layout.context_tokens
         assert torch.isfinite(result.logits).all() and (result.logits - own).abs().max() > 0
 

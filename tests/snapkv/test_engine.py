@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
+from cacheblend_rag.lab.settings import engine_settings
 from tests.families import CASES, tiny_model, tiny_tokenizer, words
 from tests.store.kit import files_of
 
@@ -37,7 +38,7 @@ def test_room_for_the_whole_context_changes_no_token(family: str, attention: str
         engine.add(CHUNKS)
         for enabled in (True, False):
             settings = engine.config.replace(enabled=enabled)
-            own = engine.generate(PROMPT, 10, config=settings, do_sample=False)
+            own = engine.generate(PROMPT, 10, blend=settings, do_sample=False)
             for capacity in (1.0, CONTEXT, 10_000):
                 kept = engine.generate(PROMPT, 10, config=settings.replace(kv_capacity=capacity), do_sample=False)
                 assert kept.token_ids == own.token_ids
@@ -47,12 +48,12 @@ def test_room_for_the_whole_context_changes_no_token(family: str, attention: str
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_report_counts_what_was_evicted(engine: BlendEngine, enabled: bool) -> None:
     length = len(engine.prompt_ids(PROMPT))
-    own = engine.generate(PROMPT, 8, config=engine.config.replace(enabled=enabled)).report
+    own = engine.generate(PROMPT, 8, blend=engine.blend.replace(enabled=enabled)).report
     assert (own.evicted_tokens, own.kept_reason) == (0, None)
     assert own.kv_bytes == own.kv_bytes_before == length * TOKEN_BYTES
     for capacity, kept in ((0.25, 16), (10, 10), (1, 1)):
         config = engine.config.replace(enabled=enabled, kv_capacity=capacity)
-        for report in (engine.generate(PROMPT, 8, config=config).report, engine.prefill(PROMPT, config=config).report):
+        for report in (engine.generate(PROMPT, 8, blend=config).report, engine.prefill(PROMPT, blend=config).report):
             assert report.evicted_tokens == CONTEXT - kept
             assert report.kv_bytes == (length - CONTEXT + kept) * TOKEN_BYTES
             assert report.kv_bytes_before == length * TOKEN_BYTES
@@ -63,7 +64,7 @@ def test_the_report_counts_what_was_evicted(engine: BlendEngine, enabled: bool) 
 def test_the_first_token_is_that_of_the_whole_context(engine: BlendEngine) -> None:
     evicting = engine.config.replace(kv_capacity=1)
     torch.testing.assert_close(
-        engine.prefill(PROMPT, config=evicting).logits, engine.prefill(PROMPT).logits, atol=0, rtol=0
+        engine.prefill(PROMPT, blend=evicting).logits, engine.prefill(PROMPT).logits, atol=0, rtol=0
     )
 
 
@@ -78,18 +79,18 @@ def test_time_per_output_token_needs_two_tokens(engine: BlendEngine) -> None:
 @pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("llama", "eager"), ("gemma2", "eager")])
 def test_half_precision(family: str, attention: str, dtype: torch.dtype) -> None:
     model = tiny_model(family, attention).to(dtype)
-    with BlendEngine(model, tiny_tokenizer(), config=BlendConfig(self_check=False, kv_capacity=10)) as engine:
+    with BlendEngine(model, tiny_tokenizer(), **engine_settings(self_check=False, kv_capacity=10)) as engine:
         engine.add(CHUNKS)
         for enabled in (True, False):
-            report = engine.generate(PROMPT, 5, config=engine.config.replace(enabled=enabled)).report
+            report = engine.generate(PROMPT, 5, blend=engine.blend.replace(enabled=enabled)).report
             assert report.evicted_tokens == CONTEXT - 10
             assert report.kv_bytes_before == report.prompt_tokens * TOKEN_BYTES // 2
 
 
 def test_a_stream_is_what_is_generated(engine: BlendEngine) -> None:
     config = engine.config.replace(kv_capacity=0.25)
-    wanted = engine.generate(PROMPT, 10, config=config, do_sample=False)
-    stream = engine.stream(PROMPT, 10, config=config, do_sample=False)
+    wanted = engine.generate(PROMPT, 10, blend=config, do_sample=False)
+    stream = engine.stream(PROMPT, 10, blend=config, do_sample=False)
     assert "".join(stream) == wanted.text
     result = stream.result()
     assert result.token_ids == wanted.token_ids
@@ -106,7 +107,7 @@ def test_every_pattern_of_hits_and_misses_keeps_the_same(engine: BlendEngine) ->
     for pattern in itertools.product([True, False], repeat=3):
         engine.store.clear()
         engine.add([chunk for chunk, hit in zip(CHUNKS, pattern, strict=True) if hit])
-        result = engine.generate(prompt, 10, config=config, do_sample=False)
+        result = engine.generate(prompt, 10, blend=config, do_sample=False)
         assert result.report.hits == sum(pattern)
         answers.add(result.token_ids)
     assert len(answers) == 1
@@ -124,9 +125,9 @@ def test_chunks_computed_like_text_are_evicted_too() -> None:
 def test_a_chunk_at_the_end_is_kept(engine: BlendEngine) -> None:
     config = engine.config.replace(kv_capacity=10)
     prompt = BlendPrompt(segments=[words(4, 1), ChunkRef("n0"), words(3, 2), ChunkRef("n1"), ChunkRef("n2")])
-    assert engine.generate(prompt, 4, config=config).report.evicted_tokens == 20 + 3 + 22 - 10
+    assert engine.generate(prompt, 4, blend=config).report.evicted_tokens == 20 + 3 + 22 - 10
     alone = BlendPrompt(segments=[words(4, 1), ChunkRef("n0")])
-    report = engine.generate(alone, 4, config=config).report
+    report = engine.generate(alone, 4, blend=config).report
     assert (report.evicted_tokens, report.kv_bytes) == (0, report.kv_bytes_before)
 
 
@@ -135,26 +136,26 @@ def test_text_without_tokens_is_no_end(engine: BlendEngine, end: str | tuple[int
     segments = [words(4, 1), ChunkRef("n0"), ChunkRef("n1")]
     wanted = engine.prefill(BlendPrompt(segments=segments))
     config = engine.config.replace(kv_capacity=10)
-    result = engine.prefill(BlendPrompt(segments=[*segments, end]), config=config)
+    result = engine.prefill(BlendPrompt(segments=[*segments, end]), blend=config)
     assert result.report.chunks[-1].reason == "the prompt ends with it, so it is computed like text"
     assert result.report.evicted_tokens == 20 - 10
     assert (result.logits - wanted.logits).abs().max() < 1e-4
 
 
 def test_a_prompt_without_chunks_keeps_all(engine: BlendEngine) -> None:
-    report = engine.generate(BlendPrompt(words(9, 1)), 4, config=engine.config.replace(kv_capacity=1)).report
+    report = engine.generate(BlendPrompt(words(9, 1)), 4, blend=engine.blend.replace(kv_capacity=1)).report
     assert (report.evicted_tokens, report.kv_bytes) == (0, 10 * TOKEN_BYTES)
 
 
 def test_long_answers_outgrow_the_room(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     config = engine.config.replace(kv_capacity=0.25)
-    wanted = engine.generate(PROMPT, 40, config=config, do_sample=False, min_new_tokens=40).token_ids
+    wanted = engine.generate(PROMPT, 40, blend=config, do_sample=False, min_new_tokens=40).token_ids
     monkeypatch.setattr("cacheblend_rag.engine.caches.ROOM_FOR_OUTPUT", 2)
-    assert engine.generate(PROMPT, 40, config=config, do_sample=False, min_new_tokens=40).token_ids == wanted
+    assert engine.generate(PROMPT, 40, blend=config, do_sample=False, min_new_tokens=40).token_ids == wanted
 
 
 def test_layers_with_a_window_are_kept_whole_and_the_report_says_so() -> None:
-    with BlendEngine(tiny_model("gemma3"), tiny_tokenizer(), config=BlendConfig(kv_capacity=10)) as engine:
+    with BlendEngine(tiny_model("gemma3"), tiny_tokenizer(), **engine_settings(kv_capacity=10)) as engine:
         engine.add(CHUNKS)
         report = engine.generate(PROMPT, 4).report
         assert report.kept_reason == "4 of 6 layers are kept whole: sliding_attention of 16 tokens"
@@ -182,11 +183,11 @@ def test_damaged_kv_found_after_layers_were_evicted_starts_anew(tmp_path: Path) 
 def test_a_model_whose_attention_is_its_own_is_refused(model_type: str) -> None:
     sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "bos_token_id": 1}
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**sizes, eos_token_id=2, pad_token_id=0)).eval()
-    with BlendEngine(model, tiny_tokenizer(), config=BlendConfig(min_tokens=10_000)) as engine:
+    with BlendEngine(model, tiny_tokenizer(), **engine_settings()) as engine:
         engine.add(CHUNKS)
         assert len(engine.generate(PROMPT, 3, min_new_tokens=3).token_ids) == 3
         with pytest.raises(UnsupportedModelError, match=r"layers 0, 1 cannot be watched.*leave kv_capacity at None"):
-            engine.generate(PROMPT, 3, config=engine.config.replace(kv_capacity=5))
+            engine.generate(PROMPT, 3, blend=engine.blend.replace(kv_capacity=5))
         assert len(engine.generate(PROMPT, 3, min_new_tokens=3).token_ids) == 3
 
 

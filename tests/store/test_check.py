@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cacheblend_rag import BlendConfig, BlendEngine, Chunk
+from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.cli import app
 from cacheblend_rag.errors import StoreError
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import KVStore, check_store, collect_garbage, open_store
 from cacheblend_rag.store.folder import StoreFolder
 from tests.core.documents.naive import small_model
@@ -81,7 +82,7 @@ def change_count(folder: Path) -> None:
 
 @pytest.fixture
 def documents(tmp_path: Path) -> Path:
-    with BlendEngine(small_model(), tiny_tokenizer(), config=BlendConfig(self_check=False), store=tmp_path) as engine:
+    with BlendEngine(small_model(), tiny_tokenizer(), **engine_settings(self_check=False), store=tmp_path) as engine:
         engine.add([*TEXT.chunks, Chunk("t5 t6", "alone")])
     return tmp_path
 
@@ -117,7 +118,7 @@ def test_damaged_documents(documents: Path, statement: str, problems: list[str],
             assert part in problem
     report = check_store(documents)
     assert (report.problems, report.names, report.entries) == ([], names, entries)
-    with BlendEngine(small_model(), tiny_tokenizer(), config=BlendConfig(self_check=False), store=documents) as engine:
+    with BlendEngine(small_model(), tiny_tokenizer(), **engine_settings(self_check=False), store=documents) as engine:
         engine.add(TEXT.chunks)
         assert engine.document("d") == ["d-0", "d-1", "d-2", "d-3"]
         for number in range(4):
@@ -126,7 +127,7 @@ def test_damaged_documents(documents: Path, statement: str, problems: list[str],
 
 
 def test_what_no_document_leads_to_is_collected(documents: Path) -> None:
-    with BlendEngine(small_model(), tiny_tokenizer(), config=BlendConfig(self_check=False), store=documents) as engine:
+    with BlendEngine(small_model(), tiny_tokenizer(), **engine_settings(self_check=False), store=documents) as engine:
         # As if the process that encoded it had died before it was named.
         kv = make_kv(1)
         engine.store.put(key_of(1), kv)

@@ -216,12 +216,12 @@ def test_forged_contents(folder: Path, tmp_path: Path, name: str, data: bytes) -
 def test_the_importing_engine_hits(tmp_path: Path) -> None:
     chunks = [Chunk(words(20, 1), "a"), Chunk(words(21, 2), "b")]
     prompt = BlendPrompt("t1", chunks, "t2")
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=tmp_path / "s", namespace="acme") as engine:
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=tmp_path / "s", tenant="acme") as engine:
         engine.add(chunks)
         wanted = engine.prefill(prompt).logits
     export_store(tmp_path / "s", tmp_path / "f", "acme")
     import_store(tmp_path / "t", tmp_path / "f")
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=tmp_path / "t", namespace="acme") as engine:
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=tmp_path / "t", tenant="acme") as engine:
         result = engine.prefill(prompt)
         assert result.report.hits == 2
         assert (result.logits - wanted).abs().max() == 0

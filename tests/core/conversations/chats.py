@@ -41,9 +41,9 @@ def second_turn(engine: BlendEngine, conversation: Conversation, **config: Any) 
     """How many tokens a turn takes over that says the same behind the same context, and more."""
     prompt = chat_prompt(CHUNKS[:2], ids_of(words(5, 1)), words(6, 2))
     settings = engine.config.replace(**config) if config else None
-    return engine.prefill(prompt, config=settings, conversation=conversation).report.conversation_tokens
+    return engine.prefill(prompt, blend=settings, conversation=conversation).report.conversation_tokens
 
 
 def first_turn(engine: BlendEngine, conversation: Conversation, **config: Any) -> None:
     settings = engine.config.replace(**config) if config else None
-    engine.prefill(chat_prompt(CHUNKS[:2], [], words(5, 1)), config=settings, conversation=conversation)
+    engine.prefill(chat_prompt(CHUNKS[:2], [], words(5, 1)), blend=settings, conversation=conversation)

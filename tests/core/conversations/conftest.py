@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag import BlendEngine
+from cacheblend_rag.lab.settings import engine_settings
 from tests.core.conversations.chats import CHUNKS, MakeEngine
 from tests.families import tiny_model, tiny_tokenizer
 
@@ -24,7 +25,7 @@ def make_engine(model: PreTrainedModel) -> Iterator[MakeEngine]:
 
     def make(model: PreTrainedModel = model, store: Any = None, **values: Any) -> BlendEngine:
         settings = {"strict": True, "self_check": False, "selector": "hkvd", "recompute_ratio": 0.15} | values
-        engines.append(BlendEngine(model, tiny_tokenizer(), config=BlendConfig(**settings), store=store))
+        engines.append(BlendEngine(model, tiny_tokenizer(), **engine_settings(**settings), store=store))
         engines[-1].add(CHUNKS)
         return engines[-1]
 

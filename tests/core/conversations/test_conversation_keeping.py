@@ -13,6 +13,7 @@ import pytest
 
 from cacheblend_rag import BlendConfig, BlendPrompt, Chunk
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.lab.settings import blend_settings
 from cacheblend_rag.store import open_store
 from tests.core.conversations.chats import (
     CHUNKS,
@@ -227,7 +228,7 @@ def test_a_conversation_belongs_to_its_engine(make_engine: MakeEngine, tmp_path:
     with pytest.raises(ConfigError, match="max_bytes=-1 is negative"):
         engine.conversation(-1)
     with pytest.raises(ConfigError, match="conversation_bytes=5 cannot be set for one call"):
-        engine.prefill(BlendPrompt(words(5, 1)), config=BlendConfig(conversation_bytes=5))
+        engine.prefill(BlendPrompt(words(5, 1)), blend=blend_settings(BlendConfig(), conversation_bytes=5))
     for each in (engine, twin):
         each.close()
     store.close()

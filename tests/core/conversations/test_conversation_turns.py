@@ -49,7 +49,7 @@ def test_a_turn_that_only_adds_text_is_exact_whatever_the_selector(make_engine: 
     engine = make_engine(selector=selector)
     conversation = engine.conversation()
     whole = engine.config.replace(recompute_ratio=1.0, selector="hkvd")
-    first = engine.generate(chat_prompt(CHUNKS[:2], [], words(5, 1)), 6, config=whole, conversation=conversation)
+    first = engine.generate(chat_prompt(CHUNKS[:2], [], words(5, 1)), 6, blend=whole, conversation=conversation)
     history = [*ids_of(words(5, 1)), *first.token_ids]
     prompt = chat_prompt(CHUNKS[:2], history, words(6, 2))
     result = engine.prefill(prompt, conversation=conversation)

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef, FixedText
+from cacheblend_rag.lab.settings import blend_settings
 from tests.core.documents.texts import Text
 from tests.families import CASES, FURTHER_CASES, tiny_model, tiny_tokenizer, words
 
@@ -41,7 +42,7 @@ def own_logits(engine: BlendEngine, prompt: BlendPrompt) -> torch.Tensor:
 def off(engine: BlendEngine, prompt: BlendPrompt, **values: Any) -> float:
     """How far the engine's logits are from the model's own."""
     config = engine.config.replace(**values) if values else None
-    result = engine.prefill(prompt, config=config)
+    result = engine.prefill(prompt, blend=config)
     assert result.report.charged_ratio == 0
     return float((result.logits - own_logits(engine, prompt)).abs().max())
 
@@ -186,7 +187,7 @@ def test_full_recomputation_stays_full_prefill_of_the_chunks() -> None:
         prompt = prompt_of(["d-2", "d-0"], SEPARATOR, FixedText(HEAD))
         whole = own_logits(engine, prompt)
         for values in ({"recompute_ratio": 1.0}, {"enabled": False}):
-            result = engine.prefill(prompt, config=engine.config.replace(**values))
+            result = engine.prefill(prompt, blend=blend_settings(engine.blend, **values))
             assert float((result.logits - whole).abs().max()) < TOLERANCE
         # Each knows of its document, which full prefill of the chunks does not.
         reuse = engine.prefill(prompt)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef, FixedText
 from cacheblend_rag.errors import ConfigError, StoreReadOnlyError, UnknownChunkError
 from cacheblend_rag.lab import families
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.pml import Schema
 from cacheblend_rag.store import check_store
 from tests.families import tiny_model, tiny_tokenizer, words
@@ -102,8 +103,8 @@ def test_a_prompt_without_chunks_and_one_computed_as_a_whole(make: MakeEngine, f
     engine.add(CHUNKS)
     alone = BlendPrompt(segments=[FixedText(HEAD), QUESTION])
     for prompt, config in ((alone, engine.config), (asking(), engine.config.replace(recompute_ratio=1.0))):
-        engine.prefill(prompt, config=config)
-        result = engine.prefill(prompt, config=config)
+        engine.prefill(prompt, blend=config)
+        result = engine.prefill(prompt, blend=config)
         assert result.report.head_tokens == HEAD_TOKENS
         assert result.report.selector == "full"
         assert same(result.logits, own_logits(engine, prompt))
@@ -112,13 +113,13 @@ def test_a_prompt_without_chunks_and_one_computed_as_a_whole(make: MakeEngine, f
 def test_switched_off_everything_is_computed(make: MakeEngine) -> None:
     engine = make()
     off = engine.config.replace(enabled=False)
-    engine.prefill(asking(), config=off)
+    engine.prefill(asking(), blend=off)
     assert engine.heads() == []
     engine.prefill(asking())
     assert len(engine.heads()) == 1
     seen = []
     hook = engine.model.model.layers[-1].mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
-    result = engine.prefill(asking(), config=off)
+    result = engine.prefill(asking(), blend=off)
     hook.remove()
     assert seen == [result.report.prompt_tokens]
     assert result.report.head_tokens == 0
@@ -204,16 +205,16 @@ def test_any_prompt_is_what_it_is_without_the_word_fixed(parts: list[tuple[str, 
     if not any(engine.prompt_ids(BlendPrompt(segments=plain))):
         return
     config = engine.config.replace(recompute_ratio=ratio, selector="hkvd")
-    wanted = engine.prefill(BlendPrompt(segments=plain), config=config)
+    wanted = engine.prefill(BlendPrompt(segments=plain), blend=config)
     for _ in range(2):
-        found = engine.prefill(BlendPrompt(segments=segments), config=config)
+        found = engine.prefill(BlendPrompt(segments=segments), blend=config)
         assert same(found.logits, wanted.logits)
         assert found.report.charged_ratio == wanted.report.charged_ratio
 
 
 @cache
 def _shared_engine() -> BlendEngine:
-    engine = BlendEngine(_model("llama"), tiny_tokenizer(), config=BlendConfig(self_check=False))
+    engine = BlendEngine(_model("llama"), tiny_tokenizer(), **engine_settings(self_check=False))
     engine.add(CHUNKS)
     return engine
 
@@ -238,7 +239,7 @@ def test_streams_many_prompts_eviction_and_repair(make: MakeEngine) -> None:
     assert stream.result().report.head_tokens == HEAD_TOKENS
     for values in ({"kv_capacity": 12}, {"repair_ratio": 0.5, "recompute_ratio": 0.1}, {"source_attention": True}):
         config = engine.config.replace(**values)
-        with_head, without = (engine.generate(each[1], 6, config=config) for each in (prompts, plain))
+        with_head, without = (engine.generate(each[1], 6, blend=config) for each in (prompts, plain))
         assert with_head.token_ids == without.token_ids
         assert with_head.report.head_tokens == HEAD_TOKENS
         for figure in ("evicted_tokens", "kv_bytes", "kv_bytes_before"):
@@ -267,7 +268,7 @@ def test_auto_and_what_is_watched(make: MakeEngine) -> None:
     # All text is computed.
     assert set(shapes) == {HEAD_TOKENS + 6}
     assert watched.result.report.head_tokens == 0
-    report = engine.prefill(asking(), config=engine.config.replace(recompute_ratio="auto")).report
+    report = engine.prefill(asking(), blend=engine.blend.replace(recompute_ratio="auto")).report
     assert report.head_tokens == HEAD_TOKENS
 
 
@@ -314,7 +315,7 @@ def test_what_a_conversation_keeps_behind_a_head_is_exact(make: MakeEngine) -> N
     assert conversation.tokens == HEAD_TOKENS + 9
     whole = engine.config.replace(recompute_ratio=1.0)
     longer = BlendPrompt(segments=[FixedText(HEAD), words(9, 31), CHUNKS[0], QUESTION])
-    result = engine.prefill(longer, config=whole, conversation=conversation)
+    result = engine.prefill(longer, blend=whole, conversation=conversation)
     assert (result.report.conversation_tokens, result.report.head_tokens) == (HEAD_TOKENS + 9, 0)
     assert same(result.logits, own_logits(engine, longer))
 
@@ -343,7 +344,7 @@ def test_turns_of_any_kind_are_full_prefill_where_they_are_computed_as_a_whole(
         segments: list[Any] = [FixedText(words(9 + 4 * head, 70 + head)), CHUNKS[chunk], history, words(5, chunk)]
         prompt = BlendPrompt(segments=segments)
         config = engine.config.replace(recompute_ratio=1.0 if is_whole else 0.2)
-        result = engine.prefill(prompt, config=config, conversation=conversation)
+        result = engine.prefill(prompt, blend=config, conversation=conversation)
         if is_whole:
             assert same(result.logits, own_logits(engine, prompt))
         report = result.report

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import check_store
 from tests.core.documents.texts import TOLERANCE, Text, distance
 from tests.families import tiny_model, tiny_tokenizer, words
@@ -28,7 +29,7 @@ def open_engine(tmp_path: Path) -> Iterator[OpenEngine]:
 
     def open_one(name: str = "store", **values: Any) -> BlendEngine:
         settings = {"recompute_ratio": 0.0, "selector": "none", "self_check": False, "ram_bytes": 0} | values
-        engines.append(BlendEngine(MODEL, tiny_tokenizer(), config=BlendConfig(**settings), store=tmp_path / name))
+        engines.append(BlendEngine(MODEL, tiny_tokenizer(), **engine_settings(**settings), store=tmp_path / name))
         return engines[-1]
 
     yield open_one

@@ -23,7 +23,7 @@ def test_both_sides_prefill_the_same_prompt() -> None:
         layout = bench.layout
         assert (len(layout), layout.context_tokens) == (1 + 60 + 4, 58)
         engine = bench.engine
-        full = engine.prefill(bench.prompt, config=engine.config.replace(selector="full", recompute_ratio=0.999))
+        full = engine.prefill(bench.prompt, blend=engine.blend.replace(selector="full", recompute_ratio=0.999))
         with torch.no_grad():
             own = engine.model(
                 input_ids=torch.tensor([layout.token_ids]),

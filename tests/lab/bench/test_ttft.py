@@ -39,7 +39,7 @@ def test_every_method_answers_the_same_prompt(bench: TTFTBench) -> None:
     with torch.no_grad():
         own = bench.engine.model(input_ids=ids).logits[0, -1]
     blended = bench.engine.prefill(
-        bench.prompt, config=bench.engine.config.replace(selector="hkvd", recompute_ratio=0.999)
+        bench.prompt, blend=bench.engine.blend.replace(selector="hkvd", recompute_ratio=0.999)
     )
     assert blended.token_ids == bench.token_ids
     torch.testing.assert_close(blended.logits, own, atol=1e-4, rtol=0)

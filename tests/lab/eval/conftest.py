@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag import BlendEngine
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.reference import load_tokenizer
 
 
@@ -40,5 +41,5 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(model_folder: Path) -> Iterator[BlendEngine]:
-    with BlendEngine.from_pretrained(model_folder, config=BlendConfig(device="cpu")) as engine:
+    with BlendEngine.from_pretrained(model_folder, **engine_settings(device="cpu")) as engine:
         yield engine

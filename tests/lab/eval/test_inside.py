@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.cli import app
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.lab.eval import EvalContext, EvalQuestion, EvalTask, reference_task
@@ -26,6 +26,7 @@ from cacheblend_rag.lab.eval.inside_result import InsideSetting, look_inside
 from cacheblend_rag.lab.eval.metrics import best_f1
 from cacheblend_rag.lab.eval.runs import read_runs
 from cacheblend_rag.lab.eval.spread import Spread, rank_correlation, spread
+from cacheblend_rag.lab.settings import blend_settings, engine_settings
 from tests.core.dense import _FixedRows, own_kv, stale_kv
 from tests.families import tiny_model, tiny_tokenizer, words
 
@@ -37,7 +38,7 @@ CASES = [("llama", "sdpa"), ("mistral", "eager"), ("gemma2", "eager"), ("qwen3",
 
 @pytest.fixture(params=CASES, ids="-".join)
 def engine(request: pytest.FixtureRequest) -> Iterator[BlendEngine]:
-    with BlendEngine(tiny_model(*request.param), tiny_tokenizer(), config=BlendConfig(device="cpu")) as engine:
+    with BlendEngine(tiny_model(*request.param), tiny_tokenizer(), **engine_settings(device="cpu")) as engine:
         engine.add(CHUNKS)
         yield engine
 
@@ -81,7 +82,7 @@ def test_attention_deviation_is_that_of_dense_matrices(engine: BlendEngine) -> N
     assert drawn.attention_deviation == pytest.approx(_naive(engine, inside, rows), abs=1e-4)
     # The same rows given by hand are the same pass.
     given = engine.watch_prefill(PROMPT, lambda layer, call: None, rows=rows)
-    asked = engine.prefill(PROMPT, config=engine.config.replace(**settings))
+    asked = engine.prefill(PROMPT, blend=blend_settings(engine.blend, **settings))
     assert torch.equal(given.result.logits, asked.logits)
     assert given.result.report.selector == "given"
     assert given.result.report.charged_ratio == drawn.charged_ratio
@@ -136,7 +137,7 @@ def test_true_kv_deviates_by_nothing(engine: BlendEngine) -> None:
             if "o_proj" in name or name.endswith("dense.weight"):
                 parameter.zero_()
     engine.delete([str(chunk.id) for chunk in CHUNKS])
-    with BlendEngine(engine.model, engine.tokenizer, config=BlendConfig(device="cpu")) as same:
+    with BlendEngine(engine.model, engine.tokenizer, **engine_settings(device="cpu")) as same:
         same.add(CHUNKS)
         inside = PromptInside(same, PROMPT)
         for each in (inside.reuse, inside.blended({"selector": "hkvd", "recompute_ratio": 0.2, "min_tokens": 0})):
@@ -154,7 +155,7 @@ def test_the_figures_of_a_task() -> None:
     task = EvalTask("words", contexts, {"f1": best_f1}, chunked=True, separator=" ", tail=" {question}")
     setting = InsideSetting(("hkvd check_layers=[1,2]", "random", "oracle_attention"), (0.0, 0.2, 1.0), 0.2)
     done: list[tuple[int, int]] = []
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=BlendConfig(device="cpu")) as engine:
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings(device="cpu")) as engine:
         result = look_inside(engine, task, setting, lambda *counts: done.append(counts))
         assert engine.ids() == []
         engine.add([Chunk(text, f"chunk {number}") for number, text in enumerate(texts)])

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lab.eval import EvalSetting, evaluate, grid_methods, parse_methods, reference_task
 from cacheblend_rag.lab.eval.asking import Asker
 from cacheblend_rag.lab.eval.inquiry import Inquiry
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.lab.training.corpus import KINDS, eval_examples
 from cacheblend_rag.reference.prompt import FORMATS
 
@@ -147,7 +148,7 @@ def test_what_has_no_meaning_is_refused(engine: BlendEngine) -> None:
 @pytest.mark.parametrize("questions", [20, pytest.param(200, marks=pytest.mark.full)])
 def test_codecs_leave_the_answers_of_the_reference_model(questions: int) -> None:
     setting = EvalSetting(methods=grid_methods(["hkvd"], [0.15], codecs=["int8", "int4"]), resamples=10)
-    with BlendEngine.from_pretrained("reference", config=BlendConfig(device="cpu")) as engine:
+    with BlendEngine.from_pretrained("reference", **engine_settings(device="cpu")) as engine:
         result = evaluate(engine, "reference", reference_task(questions), setting)
     f1 = {row.method: row.metrics["f1"].mean for row in result.rows if row.kind == "all"}
     # One answer of few weighs more than what is allowed over 500 (docs/codecs.md); so one more, and two, may differ.

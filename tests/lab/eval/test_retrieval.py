@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag import BlendEngine
 from cacheblend_rag.cli import app
 from cacheblend_rag.documents import Embedding
 from cacheblend_rag.errors import ConfigError
@@ -19,6 +19,7 @@ from cacheblend_rag.lab.eval.methods import BEHIND_OTHER, BEHIND_SHUFFLED, DOCUM
 from cacheblend_rag.lab.eval.pieces import Pieces
 from cacheblend_rag.lab.eval.ranked import found_chunks
 from cacheblend_rag.lab.eval.retrieve import RetrievalSetting, Retriever
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.lab.training.corpus import Document, eval_examples
 
 READING = reference_task(60)
@@ -217,7 +218,7 @@ def test_a_run_is_resumed_with_its_own_retrieval_and_encodings_only(model_folder
 def test_chunks_that_remember_their_document_answer_better_than_full_prefill(questions: int) -> None:
     task = reference_task(questions, retrieval="shuffled")
     setting = EvalSetting(parse_methods(ROWS), resamples=200, together=True)
-    with BlendEngine.from_pretrained("reference", config=BlendConfig(device="cpu")) as engine:
+    with BlendEngine.from_pretrained("reference", **engine_settings(device="cpu")) as engine:
         result = evaluate(engine, "reference", task, setting)
         assert engine.ids() == []
     rows = {row.method: row for row in result.rows if row.kind == "all"}

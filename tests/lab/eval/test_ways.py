@@ -9,20 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.lab.eval import EvalSetting, evaluate, parse_method, parse_methods, reference_task
 from cacheblend_rag.lab.eval.charge import budget_for_charge
 from cacheblend_rag.lab.eval.inquiry import Inquiry
 from cacheblend_rag.lab.eval.journal import parse_asked
 from cacheblend_rag.lab.eval.prefix import PrefixCache
 from cacheblend_rag.lab.eval.ways import make_way
+from cacheblend_rag.lab.settings import blend_settings, engine_settings
 from tests.families import CASES, tiny_model, tiny_tokenizer, words
 
 
 @pytest.mark.parametrize(("family", "attention"), CASES, ids=["-".join(case) for case in CASES])
 def test_prefix_caching_answers_like_full_prefill(family: str, attention: str) -> None:
     model, tokenizer = tiny_model(family, attention), tiny_tokenizer()
-    with BlendEngine(model, tokenizer, config=BlendConfig(strict=True)) as engine:
+    with BlendEngine(model, tokenizer, **engine_settings(strict=True)) as engine:
         task = replace(reference_task(1), head=f"{words(4, 1)} ", tail=f" {words(3, 2)} {{question}}", separator=" t7 ")
         engine.add([Chunk(words(20, seed), f"n{seed}") for seed in range(3)])
         inquiry = Inquiry(task, ("n0", "n1", "n2"), words(5, 9), 8)
@@ -34,18 +35,18 @@ def test_prefix_caching_answers_like_full_prefill(family: str, attention: str) -
         ids = engine.prompt_ids(inquiry.prompt)
         rest = torch.tensor([ids[24:]])
         behind = PrefixCache(model, ids[:24]).logits(rest)
-        own = engine.prefill(inquiry.prompt, config=engine.config.replace(enabled=False)).logits
+        own = engine.prefill(inquiry.prompt, blend=engine.blend.replace(enabled=False)).logits
         assert (behind - own).abs().max() < 1e-4
 
 
 def test_full_reuse_leaves_keys_where_they_were_encoded() -> None:
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=BlendConfig(strict=True)) as engine:
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings(strict=True)) as engine:
         engine.add([Chunk(words(20, seed), f"n{seed}") for seed in range(2)])
         prompt = BlendPrompt(words(4, 5), ["n0", "n1"], words(3, 6))
         settings = parse_method("full_reuse").settings()
         assert settings["reposition"] is False
-        moved = engine.prefill(prompt, config=engine.config.replace(**parse_method("reuse").settings())).logits
-        stayed = engine.prefill(prompt, config=engine.config.replace(**settings)).logits
+        moved = engine.prefill(prompt, blend=blend_settings(engine.blend, **parse_method("reuse").settings())).logits
+        stayed = engine.prefill(prompt, blend=blend_settings(engine.blend, **settings)).logits
         assert (moved - stayed).abs().max() > 1e-2
 
 
@@ -56,7 +57,7 @@ def test_the_baselines_on_the_reference_model(tmp_path: Path) -> None:
         resamples=20,
     )
     journal = tmp_path / "answers.jsonl"
-    with BlendEngine.from_pretrained("reference", config=BlendConfig(device="cpu")) as engine:
+    with BlendEngine.from_pretrained("reference", **engine_settings(device="cpu")) as engine:
         result = evaluate(engine, "reference", task, setting, journal=journal)
     rows = {row.method: row for row in result.rows if row.kind == "all"}
     assert rows["prefix"].same_as_full == 1.0
