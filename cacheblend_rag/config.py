@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -15,9 +19,11 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["BlendConfig", "EngineConfig"]
+__all__ = ["BlendConfig", "EngineConfig", "did_you_mean"]
 
 _Codec = Literal["native", "float32", "float16", "bfloat16", "int8", "int4", "int2"]
+_PREFIX = "CACHEBLEND_"
+_log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _Settings = TypeVar("_Settings", bound="_Base")
 
@@ -25,13 +31,14 @@ _Settings = TypeVar("_Settings", bound="_Base")
 class _Base(BaseSettings):
     """What both kinds of settings have in common; frozen, and an unknown name is an error."""
 
-    model_config = SettingsConfigDict(env_prefix="CACHEBLEND_", extra="forbid", frozen=True)
+    model_config = SettingsConfigDict(env_prefix=_PREFIX, extra="forbid", frozen=True)
 
     kinds: ClassVar[dict[str, type[_Base]]] = {}
     """Whose setting each name is."""
     lifetime: ClassVar[str]
 
     def __init__(self, **values: Any) -> None:
+        _warn_of_unknown_variables()
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -83,6 +90,11 @@ class _Base(BaseSettings):
             raise ConfigError(
                 f"settings file {path} holds a {type(values).__name__}; it must be a mapping of names to values"
             )
+        return cls.from_mapping(values)
+
+    @classmethod
+    def from_mapping(cls: type[_Settings], values: Mapping[Any, Any]) -> _Settings:
+        """Take the settings of this kind from a mapping that may hold those of both; see `from_yaml`."""
         named = {str(name): value for name, value in values.items()}
         return cls(**{name: value for name, value in named.items() if cls.kinds.get(name, cls) is cls})
 
@@ -114,8 +126,27 @@ class _Base(BaseSettings):
                 problems.append(f"{name} is {other.lifetime}; give it in {other.__name__}({name}=...)")
             else:
                 known = ", ".join(sorted(cls.model_fields))
-                problems.append(f"unknown setting {name}; {cls.__name__} has {known}")
+                problems.append(f"unknown setting {name}{did_you_mean(name, cls.kinds)}; {cls.__name__} has {known}")
         return "; ".join(problems)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a question behind a misspelt name, or nothing where no name is like it."""
+    close = get_close_matches(name, list(known), n=1)
+    return f", did you mean {close[0]}?" if close else ""
+
+
+@cache
+def _warned_of(variable: str) -> None:
+    name = variable.removeprefix(_PREFIX).lower()
+    _log.warning("the variable %s names no setting%s and is ignored", variable, did_you_mean(name, _Base.kinds))
+
+
+def _warn_of_unknown_variables() -> None:
+    """Say once of each variable of the environment that looks like a setting that it is none."""
+    for variable in os.environ:
+        if variable.upper().startswith(_PREFIX) and variable.upper().removeprefix(_PREFIX).lower() not in _Base.kinds:
+            _warned_of(variable)
 
 
 class EngineConfig(_Base):

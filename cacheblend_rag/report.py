@@ -142,7 +142,8 @@ class BlendReport:
         """Return the figures that people look for first, on one line."""
         return (
             f"first token after {1000 * self.ttft_s:.0f} ms; {self.hits} of {self.hits + self.misses} chunks hit, "
-            f"{self.recomputed_tokens} of {self.context_tokens} chunk tokens recomputed ({self.selector})"
+            f"{self.recomputed_tokens} of {self.context_tokens} chunk tokens recomputed"
+            + (f" ({self.selector})" if self.recomputed_tokens else "")
             + (f", {self.head_tokens} tokens of the head reused" if self.head_tokens else "")
             + (f", {self.conversation_tokens} tokens of the conversation reused" if self.conversation_tokens else "")
             + (f", {self.repaired_tokens} repaired while answering" if self.repaired_tokens else "")

@@ -28,7 +28,7 @@ class ReadingOrder(BaseNodePostprocessor):
 
 def main() -> None:
     # source_attention: say of each source how much the answer looked at it
-    llm = BlendLLM(model="reference", max_new_tokens=40, config=BlendConfig(source_attention=True))
+    llm = BlendLLM(model="reference", max_new_tokens=40, blend_config=BlendConfig(source_attention=True))
     chroma = ChromaVectorStore(chroma_collection=chromadb.EphemeralClient().create_collection("llama_index_chat"))
     store = BlendVectorStore(chroma, engine=llm.engine)
     index = VectorStoreIndex(

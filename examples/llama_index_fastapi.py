@@ -103,4 +103,4 @@ def make_app(folder: Path, model: str = "reference") -> FastAPI:
 if __name__ == "__main__":
     import uvicorn
 
-    uvicorn.run(make_app(Path(os.environ.get("CACHEBLEND_EXAMPLE_FOLDER", ".cacheblend-fastapi"))))
+    uvicorn.run(make_app(Path(os.environ.get("EXAMPLE_FOLDER", ".cacheblend-fastapi"))))

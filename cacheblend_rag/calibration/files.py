@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.config import BlendConfig, EngineConfig
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.files import replace_text
 
@@ -42,7 +42,9 @@ def write_settings(path: str | Path, changes: Mapping[str, Scalar]) -> None:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"settings file {path} cannot be read: {error}") from error
     edited = edit_settings(text, changes, name=str(path))
-    BlendConfig(**{str(name): value for name, value in yaml.safe_load(edited).items()})
+    named = {str(name): value for name, value in yaml.safe_load(edited).items()}
+    for kind in (EngineConfig, BlendConfig):
+        kind.from_mapping(named)
     try:
         replace_text(target, edited)
     except OSError as error:

@@ -159,7 +159,7 @@ def run(
     of = Schema.from_file(schema_beside(file) if schema is None else schema, root=root)
     prompt = of.read_prompt(file)
     recompute = 0.0 if selector == "none" else ratio
-    with open_engine(model, store=store, selector=selector, recompute_ratio=recompute, min_tokens=0) as engine:
+    with open_engine(model, store=store, selector=selector, recompute_ratio=recompute) as engine:
         loaded = engine.load_schema(of)
         whole = engine.blend.replace(enabled=False)
         if compare:

@@ -259,7 +259,7 @@ class BlendEngine:
                     self.store.settle()
 
     def check_blend(self, blend: BlendConfig) -> BlendConfig:
-        """Return settings of a call, if this engine's model can be blended so.
+        """Return settings of a call as they are used: the engine's own, but for those that the call has set.
 
         Raises
         ------
@@ -267,6 +267,7 @@ class BlendEngine:
             If they name a selector or a layer that does not exist, or ask of the model what it does not have.
         """
         blend = BlendConfig.of(blend)
+        blend = self.blend.replace(**{name: getattr(blend, name) for name in blend.model_fields_set})
         self._check_blend(blend)
         return blend
 
@@ -703,7 +704,7 @@ class BlendEngine:
         prompt : BlendPrompt or Prompt
             The prompt.
         blend : BlendConfig, optional
-            Blending settings for this call.
+            Blending settings for this call; what it does not set is as the engine has it.
         conversation : Conversation, optional
             The conversation that this is a turn of.
 
@@ -748,7 +749,7 @@ class BlendEngine:
         max_new_tokens : int, optional
             Most tokens to generate, never beyond the model's window; by default the model's own setting, or 256.
         blend : BlendConfig, optional
-            Blending settings for this call.
+            Blending settings for this call; what it does not set is as the engine has it.
         conversation : Conversation, optional
             The conversation that this is a turn of (`conversation`).
         wait_s : float, optional
@@ -805,7 +806,7 @@ class BlendEngine:
         batch_size : int, optional
             Most prompts that are decoded together; by default as many as memory is meant to allow.
         blend : BlendConfig, optional
-            Blending settings for this call.
+            Blending settings for this call; what it does not set is as the engine has it.
         wait_s : float, optional
             Most seconds to wait for the model while other calls have it; by default as long as it takes.
         **generation_kwargs : Any
@@ -940,7 +941,7 @@ class BlendEngine:
             Called with each layer's number and its `AttentionCall`, as the layers come. Where stored KV turns out damaged, the
             prompt is run again, and the layers come again from the first.
         blend : BlendConfig, optional
-            Blending settings for this call.
+            Blending settings for this call; what it does not set is as the engine has it.
         rows : torch.Tensor, optional
             The rows of chunk tokens to recompute, ascending, int64, instead of those that the selector would choose.
 
@@ -958,7 +959,7 @@ class BlendEngine:
         UnsupportedModelError
             If the model's attention cannot be watched.
         """
-        run = self._begin(prompt, (self.blend if blend is None else blend).replace(kv_capacity=None))
+        run = self._begin(prompt, (BlendConfig() if blend is None else blend).replace(kv_capacity=None))
         layout = run.prompt.layout
         if rows is not None and not (
             bool((rows[1:] > rows[:-1]).all()) and bool(torch.isin(rows, layout.context_rows).all())

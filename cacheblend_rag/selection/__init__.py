@@ -10,6 +10,7 @@ from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
+from cacheblend_rag.config import did_you_mean
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.selection.base import LayerProbe, Selection, SelectionTask, Selector
 from cacheblend_rag.selection.boundary import BoundarySelector
@@ -86,7 +87,9 @@ def parse_selector(text: str) -> Selector:
                 f'selector={text!r} cannot be read; write a name, or options behind it as in "hkvd(check_layers=[1, 8])"'
             ) from error
     if name not in _SELECTORS:
-        raise ConfigError(f"unknown selector {name!r}; choose one of {', '.join(selector_names())}")
+        raise ConfigError(
+            f"unknown selector {name!r}{did_you_mean(name, _SELECTORS)}; choose one of {', '.join(selector_names())}"
+        )
     known = {each.name for each in fields(_SELECTORS[name])}
     unknown = sorted(options.keys() - known)
     if unknown:

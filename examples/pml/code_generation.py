@@ -17,8 +17,8 @@ TASK = Turn("user", "Create a main entry point for the game, using Map, Player, 
 
 
 def main(model: str = "reference") -> None:
-    config = BlendConfig(selector="none", recompute_ratio=0.0, min_tokens=0)
-    with tempfile.TemporaryDirectory() as folder, BlendEngine.from_pretrained(model, config=config) as engine:
+    blend = BlendConfig(selector="none", recompute_ratio=0.0)
+    with tempfile.TemporaryDirectory() as folder, BlendEngine.from_pretrained(model, blend=blend) as engine:
         project = Path(folder)
         shutil.copytree(HERE / "game", project / "game")
         shutil.copy(HERE / "code-generation-game.pml", project)

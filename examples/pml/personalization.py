@@ -19,14 +19,14 @@ TASK = Turn("user", "Concisely describe the learner's profile.")
 
 def main(model: str = "reference") -> None:
     schema = Schema.from_file(Path(__file__).parent / "personalization-education.pml")
-    config = BlendConfig(selector="none", recompute_ratio=0.0, min_tokens=0)
-    with BlendEngine.from_pretrained(model, config=config) as engine:
+    blend = BlendConfig(selector="none", recompute_ratio=0.0)
+    with BlendEngine.from_pretrained(model, blend=blend) as engine:
         loaded = engine.load_schema(schema)
         print(f"{loaded.encoded} of {loaded.parts} parts encoded, {loaded.tokens} tokens")
         for name, traits in LEARNERS.items():
             prompt = schema.prompt(*map(Import, traits), TASK)
             cached = engine.generate(prompt, 60, do_sample=False)
-            full = engine.generate(prompt, 60, config=config.replace(enabled=False), do_sample=False)
+            full = engine.generate(prompt, 60, blend=BlendConfig(enabled=False), do_sample=False)
             print(f"{name}: {cached.text}")
             print(
                 f"  {cached.report.hits} hits, {cached.report.misses} misses; first token after "

@@ -15,8 +15,8 @@ TASK = Turn("user", "Create a travel plan.")
 
 def main(model: str = "reference") -> None:
     schema = Schema.from_file(Path(__file__).parent / "travel.pml")
-    config = BlendConfig(selector="none", recompute_ratio=0.0, min_tokens=0)
-    with BlendEngine.from_pretrained(model, config=config) as engine:
+    blend = BlendConfig(selector="none", recompute_ratio=0.0)
+    with BlendEngine.from_pretrained(model, blend=blend) as engine:
         loaded = engine.load_schema(schema)
         print(f"{loaded.encoded} of {loaded.parts} parts encoded, {loaded.tokens} tokens")
         for duration, place in (("a week", "tokyo"), ("two days", "rome")):

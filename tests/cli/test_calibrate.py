@@ -35,10 +35,10 @@ def calibrate(run: Command, questions: Path, tmp_path: Path, monkeypatch: pytest
 
 
 def test_from_documents(calibrate: Any, documents: Path, model_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "blend.yaml").write_text("recompute_ratio: 0.3 # ours\nseed: 1\n")
+    (tmp_path / "blend.yaml").write_text("recompute_ratio: 0.3 # ours\nttl_s: 1\n")
     options = [documents, "--model", model_folder, "--chunk-tokens", "40", "--ratios", "0.999,0.998"]
     output, config = calibrate(*options, "--json", tmp_path / "found.json")
-    assert config.read_text() == "recompute_ratio: 0.998 # ours\nseed: 1\n"
+    assert config.read_text() == "recompute_ratio: 0.998 # ours\nttl_s: 1\n"
     assert "0.998 is the smallest ratio tried" in output
     assert f"{config} says recompute_ratio: 0.998" in output
     rows = read_rows(tmp_path / "found.json")
@@ -85,7 +85,7 @@ def test_mistakes(calibrate: Any, run: Command, questions: Path, tmp_path: Path)
     assert "nothing was warmed into" in calibrate("--store", tmp_path / "none", code=1)[0]
     assert "no file or folder" in calibrate(tmp_path / "none", code=2)[0]
     (tmp_path / "blend.yaml").write_text("ratio: 0.2\n")
-    assert "ratio is no setting" in calibrate(tmp_path, code=1)[0]
+    assert "unknown setting ratio" in calibrate(tmp_path, code=1)[0]
     assert "cannot be read" in run("calibrate", "--questions", tmp_path / "none.txt", code=1).output
     elsewhere = tmp_path / "none" / "blend.yaml"
     assert "does not exist" in run("calibrate", "--questions", questions, "--config", elsewhere, code=2).output

@@ -86,7 +86,7 @@ def test_the_version(run: Command) -> None:
         ("bench ttft --shape tiny --device toaster", "device 'toaster' cannot be used"),
         ("bench tpot --shape tiny --device toaster", "device 'toaster' cannot be used"),
         ("bench load --shape tiny --threads 1,-1", "must be numbers of threads"),
-        ("bench ttft --shape tiny --chunk-tokens 9 --selectors best", "selector='best' is unknown"),
+        ("bench ttft --shape tiny --chunk-tokens 9 --selectors best", "unknown selector 'best'"),
         ("eval reference --ratios inf", "ratio inf must be a finite number"),
         ("eval figures --out x --task round", "task 'round' is unknown"),
         ("eval figures --out x --selectors best", "method 'best 0' is unknown"),

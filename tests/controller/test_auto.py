@@ -49,8 +49,8 @@ def write_profile(
 
 
 def make_engine(path: Path, store: Path | None = None, **settings: object) -> BlendEngine:
-    config = BlendConfig(strict=True, recompute_ratio="auto", selector="hkvd", profile_path=path, **settings)
-    return BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config, store=store)
+    auto = engine_settings(strict=True, recompute_ratio="auto", selector="hkvd", profile_path=path, **settings)
+    return BlendEngine(tiny_model("llama"), tiny_tokenizer(), **auto, store=store)
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_a_long_prompt_is_blended_at_the_chosen_ratio(engine: BlendEngine) -> No
     report = engine.prefill(prompt(CHUNKS)).report
     assert report.fallback_reason is None
     assert 0.15 <= report.recompute_ratio < 1
-    fixed = engine.config.replace(recompute_ratio=report.recompute_ratio)
+    fixed = engine.blend.replace(recompute_ratio=report.recompute_ratio)
     again = engine.prefill(prompt(CHUNKS), blend=fixed)
     assert again.report.recomputed_tokens == report.recomputed_tokens
     torch.testing.assert_close(again.logits, engine.prefill(prompt(CHUNKS)).logits)
@@ -142,10 +142,10 @@ def test_damaged_kv_is_a_miss_under_auto(path: Path, tmp_path: Path) -> None:
 def test_the_first_use_measures_once_and_keeps_it_beside_the_store(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = BlendConfig(strict=True, recompute_ratio="auto", profile_budget_s=0.3)
+    auto = engine_settings(strict=True, recompute_ratio="auto", profile_budget_s=0.3)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config, store=tmp_path / "kv") as engine:
+            with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **auto, store=tmp_path / "kv") as engine:
                 engine.add(CHUNKS)
                 for chunks in (CHUNKS, CHUNKS[:1]):
                     report = engine.prefill(prompt(chunks)).report

@@ -10,7 +10,7 @@ import torch
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.codec import codec_names
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.lab.settings import blend_settings
+from cacheblend_rag.lab.settings import engine_settings
 from tests.families import tiny_model, tiny_tokenizer, words
 
 CHUNKS = [Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate((40, 33, 20, 17))]
@@ -18,8 +18,8 @@ PROMPT = BlendPrompt(words(4, 50), CHUNKS, words(6, 51))
 
 
 def engine_with(store: Path | None = None, **settings: object) -> BlendEngine:
-    config = BlendConfig(strict=True, selector="hkvd", recompute_ratio=0.15, **settings)
-    return BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config, store=store)
+    config = engine_settings(strict=True, selector="hkvd", recompute_ratio=0.15, **settings)
+    return BlendEngine(tiny_model("llama"), tiny_tokenizer(), **config, store=store)
 
 
 def test_logits_move_no_more_than_the_bits_allow(tmp_path: Path) -> None:
@@ -64,8 +64,7 @@ def test_the_whole_prompt_recomputed_is_exact_whatever_the_codec() -> None:
 
 
 def test_codecs_are_settings_of_the_engine() -> None:
-    with engine_with(ram_codec="int8") as engine:
-        with pytest.raises(ConfigError, match="ram_codec='int4' cannot be set for one call"):
-            engine.prefill(PROMPT, blend=blend_settings(engine.blend, ram_codec="int4"))
+    with pytest.raises(ConfigError, match="ram_codec is settled when an engine is made"):
+        BlendConfig(ram_codec="int4")
     with pytest.raises(ConfigError, match="disk_codec='gzip': Input should be 'native'"):
         engine_with(disk_codec="gzip")

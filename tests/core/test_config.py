@@ -8,15 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend_rag import BlendConfig
+from cacheblend_rag import BlendConfig, EngineConfig
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.lab.settings import engine_settings
+from cacheblend_rag.selection import make_selector
+from cacheblend_rag.selection.hkvd import HKVDSelector
 
 
 def test_the_environment_fills_in_and_arguments_win(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CACHEBLEND_RECOMPUTE_RATIO", "0.3")
-    monkeypatch.setenv("CACHEBLEND_CHECK_LAYERS", "[1, 3]")
+    monkeypatch.setenv("CACHEBLEND_ENCODING_PREFIX", "[1, 3]")
     config = BlendConfig(selector="none")
-    assert (config.recompute_ratio, config.check_layers, config.selector) == (0.3, (1, 3), "none")
+    assert (config.recompute_ratio, EngineConfig().encoding_prefix, config.selector) == (0.3, (1, 3), "none")
     assert BlendConfig(recompute_ratio=0.2).recompute_ratio == 0.2
 
 
@@ -28,9 +31,10 @@ def test_a_bad_value_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch
 
 def test_yaml(tmp_path: Path) -> None:
     path = tmp_path / "blend.yaml"
-    path.write_text("recompute_ratio: 0.25\ncheck_layers: [1, 2]\ndtype: bfloat16\n")
+    path.write_text("recompute_ratio: 0.25\nselector: hkvd(check_layers=[1, 2])\ndtype: bfloat16\n")
     config = BlendConfig.from_yaml(path)
-    assert (config.recompute_ratio, config.check_layers, config.torch_dtype()) == (0.25, (1, 2), torch.bfloat16)
+    assert (config.recompute_ratio, make_selector(config.selector)) == (0.25, HKVDSelector(check_layers=(1, 2)))
+    assert EngineConfig.from_yaml(path).torch_dtype() == torch.bfloat16
     path.write_text("")
     assert BlendConfig.from_yaml(path) == BlendConfig()
 
@@ -38,10 +42,10 @@ def test_yaml(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("ratio: 0.2", "ratio is no setting"),
+        ("ratio: 0.2", "unknown setting ratio"),
         ("- 1", "holds a list"),
         ("a: [", "cannot be read"),
-        ("seed: x", "seed='x'"),
+        ("quality_ratio: x", "quality_ratio='x'"),
     ],
 )
 def test_bad_yaml(tmp_path: Path, text: str, message: str) -> None:
@@ -62,46 +66,45 @@ def test_replacing_checks_again_and_settings_are_frozen() -> None:
     with pytest.raises(ConfigError, match="finite"):
         config.replace(recompute_ratio=2)
     with pytest.raises(ValueError, match="frozen"):
-        config.seed = 3  # type: ignore[misc]
+        config.enabled = False  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
     "values",
     [
         {"remote": ["redis://user:hunter2@host"]},
-        {"remote": "redis://user:hunter2@host", "check_layers": (1, 2), "ratio_schedule": (1.0,)},
+        {"remote": "redis://user:hunter2@host", "ram_bytes": -1},
     ],
 )
 def test_no_message_shows_the_password_of_a_remote_tier(values: dict[str, object]) -> None:
     with pytest.raises(ConfigError) as caught:
-        BlendConfig(**values)
+        EngineConfig(**values)
     assert "hunter2" not in str(caught.value)
-    assert "hunter2" not in repr(BlendConfig(remote="redis://user:hunter2@host"))
+    assert "hunter2" not in repr(EngineConfig(remote="redis://user:hunter2@host"))
 
 
 def test_an_unknown_codec_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="disk_codec='int3'"):
-        BlendConfig(disk_codec="int3")
+        EngineConfig(disk_codec="int3")
 
 
-def test_a_list_in_the_environment_that_is_no_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CACHEBLEND_CHECK_LAYERS", "1,2")
-    with pytest.raises(ConfigError, match=r"check_layers.*lists are written as JSON, as in \[1,2\]"):
-        BlendConfig()
+def test_a_selector_in_the_environment_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHEBLEND_SELECTOR", "hkvd(1,2)")
+    with pytest.raises(ConfigError, match=r"selector='hkvd\(1,2\)' cannot be read; write a name, or options behind it"):
+        make_selector(BlendConfig().selector)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"device": "gpu"}, "device='gpu': is no device; give cpu, cuda or cuda:N"),
-        ({"seed": 2**70}, "seed=1180591620717411303424: "),
-        ({"gradual_start": float("inf")}, "gradual_start=inf: "),
-        ({"repair_ratio": -1}, "from 0 .repairs nothing. to 1"),
-        ({"repair_ratio": 0.1, "kv_capacity": 0.5}, "what was evicted cannot be repaired"),
-        ({"look_layers": (3, 2)}, "look_layers=.*ascending"),
-        ({"look_layers": ()}, "look_layers=.*at least one"),
+        ({"device": "gpu"}, "device='gpu': unknown device; give cpu, cuda or cuda:N"),
+        ({"selector": "random", "seed": 2**70}, "seed=1180591620717411303424 must be"),
+        ({"gradual_start": float("inf")}, "gradual_start=inf must be"),
+        ({"repair": -1}, "repair=-1 must be a number from 0 to 1"),
+        ({"selector": "query", "look_layers": (3, 2)}, "look_layers=.*ascending"),
+        ({"selector": "query", "look_layers": ()}, "look_layers=.*at least one"),
     ],
 )
 def test_values_without_a_meaning_are_named(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        BlendConfig(**settings)
+        engine_settings(**settings)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, EngineConfig
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.lab.settings import blend_settings, engine_settings
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import open_store
 from cacheblend_rag.store.device import spare_bytes
 from tests.families import tiny_model, tiny_tokenizer, words
@@ -29,8 +30,8 @@ def make(tmp_path: Path) -> Make:
     model, tokenizer = tiny_model("llama"), tiny_tokenizer()
 
     def engine(folder: str | None = "kv", **settings: object) -> BlendEngine:
-        config = BlendConfig(strict=True, **settings)
-        return BlendEngine(model, tokenizer, config=config, store=None if folder is None else tmp_path / folder)
+        config = engine_settings(strict=True, **settings)
+        return BlendEngine(model, tokenizer, **config, store=None if folder is None else tmp_path / folder)
 
     return engine
 
@@ -54,17 +55,15 @@ def test_answers_are_those_without_it(
         plain.add(CHUNKS)
         wanted = [plain.prefill(prompt).logits for prompt in PROMPTS]
         text = plain.generate(PROMPTS[0], 8).text
-    for some_room in (10**8, 60_000):
-        with make(folder, selector=selector, device_bytes=some_room) as engine:
+    for some_room, way in product((10**8, 60_000), ways):
+        with make(folder, selector=selector, device_bytes=some_room, **way) as engine:
             engine.add(CHUNKS)
-            for way in ways:
-                config = engine.config.replace(**way)
-                for prompt, logits in zip(PROMPTS, wanted, strict=True):
-                    result = engine.prefill(prompt, blend=config)
-                    assert torch.equal(result.logits, logits)
-                    assert engine.store.stats().device_bytes <= some_room
-                    used = {chunk.tier for chunk in result.report.chunks}
-                    assert used <= {"device", "ram", "disk"}
+            for prompt, logits in zip(PROMPTS, wanted, strict=True):
+                result = engine.prefill(prompt)
+                assert torch.equal(result.logits, logits)
+                assert engine.store.stats().device_bytes <= some_room
+                used = {chunk.tier for chunk in result.report.chunks}
+                assert used <= {"device", "ram", "disk"}
             assert engine.generate(PROMPTS[0], 8).text == text
             if some_room > 10**6:
                 assert used == {"device"}
@@ -138,29 +137,29 @@ def test_it_is_measured_like_any_tier(make: Make, tmp_path: Path) -> None:
     with make(device_bytes=10**8, profile_path=tmp_path / "profile.json") as engine:
         assert [cost.tier for cost in engine.profile(budget_s=0.5).loads] == ["device", "ram", "disk"]
         engine.add(CHUNKS)
-        auto = engine.config.replace(recompute_ratio="auto")
+        auto = engine.blend.replace(recompute_ratio="auto")
         assert {engine.prefill(PROMPTS[0], blend=auto).report.hits for _ in range(3)} == {4}
 
 
 def test_how_much_by_default(make: Make) -> None:
     with make() as engine:
         assert engine.store._device.limit_bytes == 0  # type: ignore[attr-defined]
-        with pytest.raises(ConfigError, match="device_bytes=5 cannot be set for one call"):
-            engine.prefill(PROMPTS[0], blend=blend_settings(BlendConfig(), device_bytes=5))
+        with pytest.raises(ConfigError, match="device_bytes is settled when an engine is made"):
+            BlendConfig(device_bytes=5)
         assert not engine.store._ram._page_locked  # type: ignore[attr-defined]
     with make(page_locked=True) as engine:
         assert engine.store._ram._page_locked  # type: ignore[attr-defined]
     assert spare_bytes([torch.device("cpu")]) == 0
     with pytest.raises(ConfigError, match="device_bytes"):
-        BlendConfig(device_bytes=-1)
+        EngineConfig(device_bytes=-1)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("threads", [1, 3])
 def test_on_a_cuda_device(make: Make, threads: int) -> None:
     model = tiny_model("llama").to("cuda")  # type: ignore[arg-type]
-    config = BlendConfig(strict=True, load_threads=threads)
-    with BlendEngine(model, tiny_tokenizer(), config=config) as engine:
+    settings = engine_settings(strict=True, load_threads=threads)
+    with BlendEngine(model, tiny_tokenizer(), **settings) as engine:
         assert engine.store._device.limit_bytes > 0  # type: ignore[attr-defined]
         assert engine.store._ram._page_locked  # type: ignore[attr-defined]
         engine.add(CHUNKS)

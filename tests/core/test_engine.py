@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import StoppingCriteria
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.engine.scheduling import SchedulerLock
 from cacheblend_rag.errors import AnswerTimeoutError, ConfigError
 from cacheblend_rag.kv import ChunkKV
@@ -32,8 +32,8 @@ CHUNKS = [Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate((
 
 @pytest.fixture
 def engine() -> Iterator[BlendEngine]:
-    config = BlendConfig(strict=True, selector="hkvd", recompute_ratio=0.15)
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config) as engine:
+    settings = engine_settings(strict=True, selector="hkvd", recompute_ratio=0.15)
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings) as engine:
         yield engine
 
 
@@ -58,7 +58,7 @@ def test_every_pattern_of_hits_and_misses_gives_the_same_logits(engine: BlendEng
 
 def test_chunks_in_reverse_order_blend(engine: BlendEngine) -> None:
     engine.add(CHUNKS)
-    full = engine.config.replace(enabled=False)
+    full = engine.blend.replace(enabled=False)
     forwards, backwards = _prompt(CHUNKS), _prompt(CHUNKS[::-1])
     assert engine.prefill(backwards).report.hits == 4
     # The order matters to the model, and so it must to the blended prompt.
@@ -169,7 +169,7 @@ def test_positions_place_segments(engine: BlendEngine, gap: int) -> None:
     ids = torch.tensor([engine.prompt_ids(prompt)])
     starts = [0, 5, 25, 47, 53]
     places = torch.cat([torch.arange(b - a) + p for a, b, p in zip(starts, starts[1:], positions, strict=False)])[None]
-    config = engine.config.replace(recompute_ratio=1.0)
+    config = engine.blend.replace(recompute_ratio=1.0)
     with torch.no_grad():
         wanted = engine.model(input_ids=ids, position_ids=places, past_key_values=None).logits[0, -1]
         cached = engine.prefill(prompt, blend=config)
@@ -196,7 +196,7 @@ def test_generate_and_stream_give_the_same_text(engine: BlendEngine) -> None:
 def test_generation_follows_the_blended_logits(engine: BlendEngine) -> None:
     engine.add(CHUNKS)
     for selector in ("none", "random", "hkvd"):
-        config = engine.config.replace(selector=selector)
+        config = engine.blend.replace(selector=selector)
         first = engine.prefill(_prompt(CHUNKS), blend=config).logits.argmax()
         assert engine.generate(_prompt(CHUNKS), 4, blend=config, do_sample=False).token_ids[0] == first
 
@@ -327,11 +327,11 @@ def test_no_hit_at_all_is_said_once(engine: BlendEngine, caplog: pytest.LogCaptu
 
 def test_a_folder_keeps_kv_for_the_next_process(tmp_path: Path) -> None:
     prompt = _prompt(CHUNKS)
-    config = BlendConfig(selector="hkvd")
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config, store=tmp_path / "kv") as first:
+    settings = engine_settings(selector="hkvd")
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings, store=tmp_path / "kv") as first:
         first.add(CHUNKS)
         wanted = first.prefill(prompt).logits
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config, store=tmp_path / "kv") as second:
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings, store=tmp_path / "kv") as second:
         assert second.add(CHUNKS).encoded == 0
         result = second.prefill(prompt)
         assert result.report.hits == 4
@@ -439,8 +439,8 @@ def test_a_checkpoints_own_wish_for_beams_or_another_cache_is_set_aside(engine: 
 
 
 def test_a_miss_with_an_id_is_named_and_one_without_stays_in_ram(tmp_path: Path) -> None:
-    config = BlendConfig(selector="hkvd")
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config, store=tmp_path / "kv") as engine:
+    settings = engine_settings(selector="hkvd")
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings, store=tmp_path / "kv") as engine:
         engine.prefill(BlendPrompt("t5", [CHUNKS[0], Chunk(CHUNKS[1].text)], "t6"))
         assert engine.ids() == ["n0"]
         assert engine.prefill(BlendPrompt("t5", [CHUNKS[0], Chunk(CHUNKS[1].text)], "t6")).report.hits == 2
@@ -448,14 +448,14 @@ def test_a_miss_with_an_id_is_named_and_one_without_stays_in_ram(tmp_path: Path)
         for chunk in changed:
             engine.prefill(BlendPrompt("t5", [chunk], "t6"))
         assert engine.delete(["n0"]) == 1
-    with BlendEngine(engine.model, engine.tokenizer, config=config, store=tmp_path / "kv") as after:
+    with BlendEngine(engine.model, engine.tokenizer, **settings, store=tmp_path / "kv") as after:
         assert after.store.stats().entries == 0
         assert not list((tmp_path / "kv").rglob("*.safetensors"))
 
 
 def test_a_stream_over_damaged_kv_shows_the_answer_only(tmp_path: Path) -> None:
-    config = BlendConfig(ram_bytes=0, selector="hkvd")
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config, store=tmp_path / "kv") as engine:
+    settings = engine_settings(ram_bytes=0, selector="hkvd")
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings, store=tmp_path / "kv") as engine:
         engine.add(CHUNKS)
         path = next((tmp_path / "kv").rglob("*.safetensors"))
         content = bytearray(path.read_bytes())

@@ -12,7 +12,7 @@ _SCRIPT = """
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from tests.families import tiny_model, tiny_tokenizer, words
 
-engine = BlendEngine(tiny_model("llama", "sdpa"), tiny_tokenizer(), config=BlendConfig(selector="none"))
+engine = BlendEngine(tiny_model("llama", "sdpa"), tiny_tokenizer(), blend=BlendConfig(selector="none"))
 engine.add([Chunk(words(20, 0), "n0")])
 prompt = BlendPrompt(words(4, 1), ["n0"], words(5, 2))
 streams = [engine.stream(prompt, 400, min_new_tokens=400) for _ in range(3)]

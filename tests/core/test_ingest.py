@@ -23,7 +23,7 @@ from cacheblend_rag.engine.background import BatchWriter
 from cacheblend_rag.engine.scheduling import SchedulerLock
 from cacheblend_rag.errors import ConfigError, EmptyChunkError, StoreFullError
 from cacheblend_rag.kv import ChunkKV
-from cacheblend_rag.lab.settings import blend_settings
+from cacheblend_rag.lab.settings import engine_settings
 from tests.families import tiny_model, tiny_tokenizer, words
 
 MODEL = tiny_model("llama")
@@ -32,8 +32,8 @@ CHUNKS = [Chunk(words(12 + seed, seed), f"n{seed}") for seed in range(6)]
 
 def make(store: Path | None = None, **changes: object) -> BlendEngine:
     # One chunk a batch, so that there is much to come in between.
-    config = BlendConfig(**({"strict": True, "self_check": False, "encode_batch_tokens": 1} | changes))  # type: ignore[arg-type]
-    return BlendEngine(MODEL, tiny_tokenizer(), config=config, store=store)
+    settings = engine_settings(**({"strict": True, "self_check": False, "encode_batch_tokens": 1} | changes))  # type: ignore[arg-type]
+    return BlendEngine(MODEL, tiny_tokenizer(), **settings, store=store)
 
 
 @pytest.fixture
@@ -350,9 +350,9 @@ def test_on_second_use_texts_without_an_id_stay_in_ram(tmp_path: Path) -> None:
         assert engine.store.stats().disk_bytes == 0
 
 
-def test_when_chunks_are_encoded_is_settled_with_the_engine(engine: BlendEngine) -> None:
-    with pytest.raises(ConfigError, match="encode_on"):
-        engine.prefill(BlendPrompt("t5", [], "t6"), blend=blend_settings(engine.blend, encode_on="second_use"))
+def test_when_chunks_are_encoded_is_settled_with_the_engine() -> None:
+    with pytest.raises(ConfigError, match="encode_on is settled when an engine is made"):
+        BlendConfig(encode_on="second_use")
 
 
 def test_turns_are_taken_in_the_order_of_coming() -> None:

@@ -16,10 +16,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ChunkReadError
 from cacheblend_rag.kv import ChunkKV, LayerKV
-from cacheblend_rag.lab.settings import blend_settings, engine_settings
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import Decoder, inspect_model
@@ -329,45 +329,45 @@ def test_an_error_of_any_kind_reaches_whoever_waits(decoder: Decoder, threads: i
 
 @pytest.fixture
 def stored(tmp_path: Path) -> Iterator[BlendEngine]:
-    config = BlendConfig(strict=True, selector="hkvd", ram_bytes=0)
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config, store=tmp_path / "kv") as engine:
+    settings = engine_settings(strict=True, selector="hkvd", ram_bytes=0, load_threads=4)
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings, store=tmp_path / "kv") as engine:
         engine.add(CHUNKS)
         yield engine
 
 
 @pytest.mark.parametrize("selector", ["none", "hkvd"])
 def test_the_pipeline_changes_no_answer(stored: BlendEngine, tmp_path: Path, selector: str) -> None:
-    in_ram = BlendEngine(stored.model, stored.tokenizer, **engine_settings(strict=True), store=tmp_path / "kv")
+    in_ram = open_store(tmp_path / "kv", 10**8)
     wanted = None
-    with in_ram:
-        for engine, threads, ahead, pipeline in (
-            (stored, 1, 1, False),
-            (stored, 1, 1, True),
-            (stored, 4, 3, True),
-            (in_ram, 2, 2, True),
-            (in_ram, 4, 1, True),
-            (in_ram, 1, 1, False),
-        ):
-            config = engine.config.replace(
-                selector=selector, load_threads=threads, prefetch_layers=ahead, pipeline=pipeline
-            )
-            logits = engine.prefill(PROMPT, blend=config).logits
-            wanted = logits if wanted is None else wanted
-            assert torch.equal(logits, wanted)
+    for store, threads, ahead, pipeline in (
+        (stored.store, 1, 1, False),
+        (stored.store, 1, 1, True),
+        (stored.store, 4, 3, True),
+        (in_ram, 2, 2, True),
+        (in_ram, 4, 1, True),
+        (in_ram, 1, 1, False),
+    ):
+        ways = {"load_threads": threads, "prefetch_layers": ahead, "pipeline": pipeline}
+        settings = engine_settings(strict=True, selector=selector, **ways)
+        with BlendEngine(stored.model, stored.tokenizer, **settings, store=store) as engine:
+            logits = engine.prefill(PROMPT).logits
+        wanted = logits if wanted is None else wanted
+        assert torch.equal(logits, wanted)
+    in_ram.close()
     assert loader_threads() == []
 
 
 def test_the_report_says_what_was_loaded_and_from_where(stored: BlendEngine, tmp_path: Path) -> None:
     layer_bytes = stored.prefill(PROMPT).report.context_tokens * 2 * 2 * 8 * 4
     with BlendEngine(stored.model, stored.tokenizer, **engine_settings(strict=True), store=tmp_path / "kv") as engine:
-        plain = engine.config.replace(selector="none")
+        plain = engine.blend.replace(selector="none")
         prompt = BlendPrompt("t5", [*CHUNKS, Chunk("t9 t8", "new")], "t6 t7")
         first, second = engine.prefill(prompt, blend=plain).report, engine.prefill(prompt, blend=plain).report
         assert [chunk.tier for chunk in first.chunks] == ["disk"] * 4 + [None]
         assert [chunk.tier for chunk in second.chunks] == ["ram"] * 5
         assert second.load_bytes == 6 * second.context_tokens * 2 * 2 * 8 * 4
         # The layer before the check layer is computed in full.
-        blend = engine.config.replace(recompute_ratio=0.15)
+        blend = engine.blend.replace(recompute_ratio=0.15)
         assert engine.prefill(PROMPT, blend=blend).report.load_bytes == 5 * layer_bytes
         assert 0 < second.load_s < second.ttft_s
         whole = engine.prefill(PROMPT, blend=engine.blend.replace(enabled=False)).report
@@ -377,7 +377,7 @@ def test_the_report_says_what_was_loaded_and_from_where(stored: BlendEngine, tmp
 
 @needs_proc
 def test_an_abandoned_stream_leaves_nothing(stored: BlendEngine) -> None:
-    stream = stored.stream(PROMPT, 400, blend=blend_settings(stored.blend, load_threads=4))
+    stream = stored.stream(PROMPT, 400)
     next(iter(stream))
     stream.close()
     stream.result()

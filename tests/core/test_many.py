@@ -20,9 +20,9 @@ from transformers import LogitsProcessor, StoppingCriteria
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.engine.many import plan_decoding
 from cacheblend_rag.errors import ConfigError, PromptTooLongError, UnsupportedModelError
+from cacheblend_rag.lab.settings import blend_settings, engine_settings
 from tests.families import tiny_model, tiny_tokenizer, words
 
-CONFIG = BlendConfig(self_check=False)
 CHUNKS = [Chunk(words(5 + 6 * number, number), f"c{number}") for number in range(6)]
 # Of the scale of the logits. Summing in another order, as a batch does, changes the last digits.
 TOLERANCE = 1e-5
@@ -31,10 +31,9 @@ TOLERANCE = 1e-5
 _model = cache(tiny_model)
 
 
-def engine_of(
-    family: str = "llama", attention: str = "sdpa", config: BlendConfig = CONFIG, **options: Any
-) -> BlendEngine:
-    return BlendEngine(_model(family, attention), tiny_tokenizer(), config=config, **options)
+def engine_of(family: str = "llama", attention: str = "sdpa", store: Path | None = None, **values: Any) -> BlendEngine:
+    settings = engine_settings(**{"self_check": False} | values)
+    return BlendEngine(_model(family, attention), tiny_tokenizer(), **settings, store=store)
 
 
 def some_prompts(count: int = 6) -> list[BlendPrompt]:
@@ -124,8 +123,8 @@ def test_any_mix_of_lengths_hits_and_misses(family: str, data: st.DataObject) ->
 
 @pytest.mark.parametrize("ratio", [0.0, 0.15, 1.0])
 def test_the_reference_model_answers_as_one_by_one(ratio: float) -> None:
-    config = BlendConfig(recompute_ratio=ratio, self_check=False)
-    with BlendEngine.from_pretrained("reference", config=config) as engine:
+    values = engine_settings(recompute_ratio=ratio, self_check=False)
+    with BlendEngine.from_pretrained("reference", **values) as engine:
         texts = [f"Person number {number} was born in the town of Oslo and works there." for number in range(4)]
         engine.add(Chunk(text, str(number)) for number, text in enumerate(texts[:2]))
         chunks = [Chunk(text, str(number)) for number, text in enumerate(texts)]
@@ -288,12 +287,9 @@ def test_more_prompts_than_fit_are_decoded_batch_after_batch() -> None:
     prompts = some_prompts(7)
     with engine_of() as engine:
         wanted = [engine.generate(prompt, 4, do_sample=False).token_ids for prompt in prompts]
-        for options, sizes in (
-            ({"batch_size": 3}, {3, 1}),
-            ({"batch_size": 1}, {1}),
-            ({"config": CONFIG.replace(decode_batch_tokens=1)}, {1}),
-        ):
-            results = engine.generate_many(prompts, 4, do_sample=False, **options)
+        for room, size, sizes in ((32_768, 3, {3, 1}), (32_768, 1, {1}), (1, None, {1})):
+            with engine_of(decode_batch_tokens=room) as other:
+                results = other.generate_many(prompts, 4, do_sample=False, batch_size=size)
             assert [result.token_ids for result in results] == wanted
             assert {result.report.batch_size for result in results} == sizes
             assert {result.report.alone_reason for result in results} == {None}
@@ -304,14 +300,14 @@ def test_more_prompts_than_fit_are_decoded_batch_after_batch() -> None:
 @pytest.mark.parametrize(
     ("config", "options", "reason"),
     [
-        ({"repair_ratio": 0.2}, {}, "repair_ratio=0.2"),
+        ({"repair": 0.2}, {}, "decode-time repair"),
         ({"kv_capacity": 20}, {}, "kv_capacity=20"),
         ({}, {"no_repeat_ngram_size": 2}, "no_repeat_ngram_size=2"),
         ({}, {"max_time": 60.0}, "max_time=60.0"),
     ],
 )
 def test_what_no_batch_can_do_is_done_one_by_one(config: dict[str, Any], options: dict[str, Any], reason: str) -> None:
-    prompts, config_of_call = some_prompts(), CONFIG.replace(**config)
+    prompts, config_of_call = some_prompts(), blend_settings(BlendConfig(), **config)
     with engine_of() as engine:
         engine.add(CHUNKS)
         results = engine.generate_many(prompts, 6, blend=config_of_call, do_sample=False, **options)
@@ -323,7 +319,7 @@ def test_what_no_batch_can_do_is_done_one_by_one(config: dict[str, Any], options
 
 
 def test_a_model_that_fails_in_a_batch_answers_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    with engine_of(config=BlendConfig()) as engine:
+    with engine_of(self_check=True) as engine:
         model = engine.model
         own = model.forward
 
@@ -341,7 +337,7 @@ def test_a_model_that_fails_in_a_batch_answers_one_by_one(monkeypatch: pytest.Mo
 
 
 def test_the_model_is_left_as_it_was() -> None:
-    with engine_of(config=BlendConfig()) as engine:
+    with engine_of(self_check=True) as engine:
         engine.generate_many(some_prompts(), 3, do_sample=False)
         assert "forward" not in vars(engine.model)
         with pytest.raises(ValueError, match="temperature"):
@@ -392,7 +388,7 @@ def test_nothing_is_computed_if_one_prompt_cannot_be_served() -> None:
 
 
 def test_drawn_answers_of_a_batch_are_compared_by_the_guard() -> None:
-    with engine_of(config=CONFIG.replace(guard_rate=1.0)) as engine:
+    with engine_of(guard_rate=1.0) as engine:
         engine.add(CHUNKS)
         engine.generate_many(some_prompts(4), 4, do_sample=False)
         assert engine.guard.wait(60)

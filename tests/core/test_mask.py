@@ -12,9 +12,10 @@ from torch.nn import functional
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.fuse import mask as fuse_mask
 from cacheblend_rag.fuse.mask import RowMask, attend_in_blocks, row_mask
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.model import replace_attention
 from tests.families import tiny_model, tiny_tokenizer, words
 
@@ -100,7 +101,7 @@ def test_only_the_models_of_the_block_and_its_thread_attend_by_another_function(
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek-v3"])
 def test_a_blended_prefill_attends_in_blocks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = BlendConfig(strict=True, self_check=False, selector="random", recompute_ratio=0.7)
+    settings = engine_settings(strict=True, self_check=False, selector="random", recompute_ratio=0.7)
     chunks = [Chunk(words(110, seed), f"n{seed}") for seed in range(3)]
     prompt = BlendPrompt("t5", ["n0", "n1", "n2"], "t6 t7")
     attended: list[int] = []
@@ -111,7 +112,7 @@ def test_a_blended_prefill_attends_in_blocks(family: str, monkeypatch: pytest.Mo
         return attend(mask, query, *args)
 
     monkeypatch.setattr(RowMask, "attend", noted)
-    with BlendEngine(tiny_model(family), tiny_tokenizer(), config=config) as engine:
+    with BlendEngine(tiny_model(family), tiny_tokenizer(), **settings) as engine:
         engine.add(chunks)
         got = engine.prefill(prompt)
         assert engine.decoder is not None

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.lab.settings import blend_settings, engine_settings
+from cacheblend_rag.lab.settings import engine_settings
 from tests.families import tiny_model, tiny_tokenizer, words
 
 
@@ -29,12 +29,7 @@ def value(engine: BlendEngine, name: str, **labels: str) -> float | None:
 def test_counts(engine: BlendEngine) -> None:
     first = engine.prefill(PROMPT).report
     second = engine.generate(PROMPT, max_new_tokens=3).report
-    whole = engine.prefill(
-        PROMPT,
-        blend=blend_settings(
-            engine.blend,
-        ),
-    ).report
+    whole = engine.prefill(BlendPrompt(words(3, 3))).report
     stream = engine.stream(PROMPT, max_new_tokens=2)
     assert "".join(stream)
     reports = [first, second, whole, stream.result().report]

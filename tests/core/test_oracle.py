@@ -14,7 +14,7 @@ from cacheblend_rag.engine.selfcheck import TrueKV
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.kv import LayerKV
-from cacheblend_rag.lab.settings import blend_settings, engine_settings
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.model import inspect_model
 from cacheblend_rag.rope import shift_layer
 from cacheblend_rag.selection import FixedSelection
@@ -118,14 +118,14 @@ def test_random_and_no_recompute_on_stale_kv_are_the_dense_reference(model: PreT
         prompt, spans = _prompt(engine)
         ids = engine.prompt_ids(prompt)
         for selector in ("none", "random"):
-            config = engine.config.replace(selector=selector, recompute_ratio=0.15)
+            config = engine.blend.replace(selector=selector, recompute_ratio=0.15)
             result = engine.prefill(prompt, blend=config)
             rows = torch.tensor([], dtype=torch.int64)
             if selector == "random":
                 from cacheblend_rag.selection import SelectionTask, make_selector
 
                 task = SelectionTask(span_layout(list(ids)), model.config.num_hidden_layers, 9)
-                rows = make_selector(config).begin(task).rows()
+                rows = make_selector(config.selector).begin(task).rows()
                 assert rows.numel() == 9
             wanted = dense_blend(model, ids, spans, [1], recomputed=rows)
             assert (result.logits - wanted).abs().max() < TOLERANCE
@@ -133,16 +133,17 @@ def test_random_and_no_recompute_on_stale_kv_are_the_dense_reference(model: PreT
 
 @torch.no_grad()
 def test_reuse_without_new_positions_is_the_dense_reference(model: PreTrainedModel) -> None:
-    with _engine(model, selector="none") as engine:
+    with _engine(model, selector="none", reposition=False) as engine, _engine(model, selector="none") as moving:
         prompt, spans = _prompt(engine)
         ids = engine.prompt_ids(prompt)
-        got = engine.prefill(prompt, blend=blend_settings(engine.blend, reposition=False)).logits
+        got = engine.prefill(prompt).logits
         nothing = torch.tensor([], dtype=torch.int64)
         wanted = dense_blend(model, ids, spans, [1], recomputed=nothing, reposition=False)
         assert (got - wanted).abs().max() < TOLERANCE
         assert engine.decoder is not None
         if any(rotation is not None for rotation in engine.decoder.rotations):
-            assert (got - engine.prefill(prompt).logits).abs().max() > 10 * TOLERANCE
+            _prompt(moving)
+            assert (got - moving.prefill(prompt).logits).abs().max() > 10 * TOLERANCE
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.lab.settings import engine_settings
 from tests.core.dense import dense_blend
 from tests.families import tiny_model, tiny_tokenizer, words
@@ -36,8 +36,8 @@ def test_any_prompt_blends_as_the_dense_reference(
         if isinstance(segment, Chunk):
             spans.append((len(ids), len(ids) + len(own)))
         ids += own
-    config = BlendConfig(selector="hkvd", recompute_ratio=budget / 100, strict=True, self_check=False)
-    with BlendEngine(_MODEL, tokenizer, config=config) as engine:
+    settings = engine_settings(selector="hkvd", recompute_ratio=budget / 100, strict=True, self_check=False)
+    with BlendEngine(_MODEL, tokenizer, **settings) as engine:
         engine.add(
             [segment for number, segment in enumerate(segments) if isinstance(segment, Chunk) and number in stored]
         )
@@ -72,8 +72,8 @@ def test_a_first_chunk_is_exact_only_behind_a_prefix_that_is_where_it_was() -> N
 
 
 def test_the_report_has_chunks_in_prompt_order() -> None:
-    config = BlendConfig(selector="none", encode_on="second_use")
-    with BlendEngine(tiny_model("llama", "sdpa"), tiny_tokenizer(), config=config) as engine:
+    settings = engine_settings(selector="none", encode_on="second_use")
+    with BlendEngine(tiny_model("llama", "sdpa"), tiny_tokenizer(), **settings) as engine:
         engine.add([Chunk(words(10, number), f"n{number}") for number in range(3)])
         engine.prefill(BlendPrompt(words(3, 4), ["n1"], words(5, 2)))
         report = engine.prefill(BlendPrompt(words(3, 4), ["n2", "n1", "n0"], words(5, 2))).report

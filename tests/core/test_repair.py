@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.engine.selfcheck import TrueKV
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fuse import BlendCache, Repair, Steering
@@ -15,6 +15,7 @@ from cacheblend_rag.lab.settings import blend_settings, engine_settings
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.model import inspect_model
 from cacheblend_rag.selection import FixedSelection
+from cacheblend_rag.selection.question import QuerySelector
 from tests.core.dense import RecordingCache, own_kv, stale_kv
 from tests.core.spans import LENGTH, SPANS, random_ids, span_layout
 from tests.families import CASES, tiny_model, tiny_tokenizer, words
@@ -38,8 +39,8 @@ def test_repairing_true_kv_changes_nothing(model: PreTrainedModel) -> None:
     wanted = model.generate(ids, **options, **scored)
     cache = BlendCache(decoder.num_layers)
     steering = Steering(decoder, cache, layout, FixedSelection(torch.tensor([], dtype=torch.int64)), own)
-    config = BlendConfig(repair_ratio=0.6, repair_limit=0.0, segment_tokens=5, stop_layer=6)
-    repair = Repair(decoder, cache, layout, steering, config)
+    selector = QuerySelector(repair=0.6, repair_limit=0.0, stop_layer=6)
+    repair = Repair(decoder, cache, layout, steering, selector)
     with steering(), repair():
         got = model.generate(ids, past_key_values=cache, **options, **scored)
     assert 0 < repair.repaired_rows < 62
@@ -69,18 +70,13 @@ class _Replacing(RecordingCache):
 
 
 @torch.no_grad()
-def test_a_repaired_step_is_the_dense_reference() -> None:
+def test_a_repaired_step_is_the_dense_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheblend_rag.fuse.repair.SEGMENT_TOKENS", 1)
     model = tiny_model("llama", "eager")
-    config = BlendConfig(
-        selector="none",
-        repair_ratio=0.25,
-        repair_limit=0.0,
-        segment_tokens=1,
-        look_layers=(1, 2),
-        strict=True,
-        stop_layer=6,
+    settings = engine_settings(
+        selector="query", repair=0.25, repair_limit=0.0, look_layers=(1, 2), strict=True, stop_layer=6
     )
-    with BlendEngine(model, tiny_tokenizer(), config=config) as engine:
+    with BlendEngine(model, tiny_tokenizer(), **settings) as engine:
         engine.add([Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate((20, 22, 20))])
         refs = [ChunkRef(f"n{number}") for number in range(3)]
         prompt = BlendPrompt(segments=[words(4, 10), *refs[:2], words(3, 11), refs[2], words(6, 12)])
@@ -117,8 +113,8 @@ def test_without_a_budget_nothing_is_watched() -> None:
 
 
 def test_a_spent_budget_costs_nothing_more() -> None:
-    config = BlendConfig(selector="none", repair_ratio=0.02, repair_limit=0.0)
-    with BlendEngine(tiny_model("llama", "sdpa"), tiny_tokenizer(), config=config) as engine:
+    settings = engine_settings(selector="none", repair=0.02, repair_limit=0.0)
+    with BlendEngine(tiny_model("llama", "sdpa"), tiny_tokenizer(), **settings) as engine:
         engine.add([Chunk(words(20, 0), "n0"), Chunk(words(30, 3), "n1")])
         report = engine.generate(BlendPrompt(words(4, 1), ["n0", "n1"], words(5, 2)), 60, min_new_tokens=60).report
         assert report.charged_ratio <= 0.02
@@ -132,8 +128,8 @@ def test_only_what_is_over_the_limit_is_repaired() -> None:
     nothing = FixedSelection(torch.tensor([], dtype=torch.int64))
     steering = Steering(decoder, cache, layout, nothing, TrueKV([]))
     # Ten rows and the redone step can be paid for.
-    config = BlendConfig(repair_ratio=11 / 34, repair_limit=0.05, stop_layer=6)
-    repair = Repair(decoder, cache, layout, steering, config)
+    selector = QuerySelector(repair=11 / 34, repair_limit=0.05, stop_layer=6)
+    repair = Repair(decoder, cache, layout, steering, selector)
     repair._stale = layout.candidate_rows
     mass = torch.zeros(40)
     mass[1:33] = 0.06 / 32

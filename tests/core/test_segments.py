@@ -6,9 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend_rag import BlendConfig
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
-from cacheblend_rag.selection import SelectionTask, make_selector
+from cacheblend_rag.selection import SelectionTask
+from cacheblend_rag.selection.boundary import BoundarySelector
+from cacheblend_rag.selection.question import QuerySelector
 from cacheblend_rag.selection.segments import pick, segment_numbers
 
 
@@ -52,16 +53,16 @@ def test_whole_segments_are_picked_by_their_mean_score(layout: PromptLayout, mos
 
 
 @given(layouts(), st.floats(0, 1), st.sampled_from(["first", "both"]))
-def test_boundary_takes_what_is_nearest_to_a_border(layout: PromptLayout, ratio: float, boundary: str) -> None:
+def test_boundary_takes_what_is_nearest_to_a_border(layout: PromptLayout, ratio: float, ends: str) -> None:
     budget = round(ratio * layout.candidate_rows.numel())
-    selector = make_selector(BlendConfig(selector="boundary", boundary=boundary))  # type: ignore[arg-type]
+    selector = BoundarySelector(ends=ends)  # type: ignore[arg-type]
     rows = selector.begin(SelectionTask(layout, 4, budget)).rows().tolist()
     assert rows == sorted(set(rows)) and len(rows) == budget
     assert set(rows) <= set(layout.candidate_rows.tolist())
 
     def distance(row: int) -> int:
         span = next(span for span in layout.chunks if span.start <= row < span.stop)
-        return row - span.start if boundary == "first" else min(2 * (row - span.start), 2 * (span.stop - 1 - row) + 1)
+        return row - span.start if ends == "first" else min(2 * (row - span.start), 2 * (span.stop - 1 - row) + 1)
 
     left = [distance(row) for row in layout.candidate_rows.tolist() if row not in rows]
     assert not rows or not left or max(map(distance, rows)) <= min(left)
@@ -77,8 +78,8 @@ def test_the_question_weighs_what_a_naive_count_weighs(
     numbers = segment_numbers(layout, rows, most).tolist()
     members = [[score for score, other in zip(attention.tolist(), numbers, strict=True) if other == n] for n in numbers]
     means = [sum(each) / len(each) for each in members]
-    config = BlendConfig(selector="query", segment_tokens=most, stop_layer=stop, look_layers=(0,))
-    look = make_selector(config).begin(SelectionTask(layout, 4, budget))
+    selector = QuerySelector(segment_tokens=most, stop_layer=stop, look_layers=(0,))
+    look = selector.begin(SelectionTask(layout, 4, budget))
     look.look(0, attention[None])
     picked = look.rows().tolist()
     assert len(picked) == min(round(budget * 4 / (stop or 3)), rows.numel())

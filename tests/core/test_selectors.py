@@ -45,7 +45,9 @@ def test_every_selector_over_true_kv_gives_the_models_own_logits(model: PreTrain
     own = [LayerKV(*kv) for kv in own_kv(model, ids)]
     wanted = model(input_ids=torch.tensor([ids])).logits[0, -1]
     for settings in SETTINGS:
-        selection = make_selector(BlendConfig(**settings)).begin(SelectionTask(layout, decoder.num_layers, 9))
+        selection = make_selector(blend_settings(BlendConfig(), **settings).selector).begin(
+            SelectionTask(layout, decoder.num_layers, 9)
+        )
         cache = BlendCache(decoder.num_layers)
         steering = Steering(decoder, cache, layout, selection, TrueKV(own))
         with steering():
@@ -83,10 +85,10 @@ class _Layered(RecordingCache):
 def test_the_question_chooses_as_in_the_dense_reference(stop: int) -> None:
     model = tiny_model("llama", "eager")
     looks, budget = (1, 2), 12
-    config = BlendConfig(
+    settings = engine_settings(
         selector="query", recompute_ratio=budget / 62, look_layers=looks, stop_layer=stop, segment_tokens=1, strict=True
     )
-    with BlendEngine(model, tiny_tokenizer(), config=config) as engine:
+    with BlendEngine(model, tiny_tokenizer(), **settings) as engine:
         lengths = (20, 22, 20)
         engine.add([Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate(lengths)])
         refs = [ChunkRef(f"n{number}") for number in range(3)]
@@ -140,8 +142,8 @@ def test_the_question_chooses_as_in_the_dense_reference(stop: int) -> None:
 @torch.no_grad()
 def test_a3_chooses_by_the_fresh_keys_of_layer_1() -> None:
     model = tiny_model("llama", "eager")
-    config = BlendConfig(selector="a3", recompute_ratio=9 / 62, strict=True)
-    with BlendEngine(model, tiny_tokenizer(), config=config) as engine:
+    settings = engine_settings(selector="a3", recompute_ratio=9 / 62, strict=True)
+    with BlendEngine(model, tiny_tokenizer(), **settings) as engine:
         chunks = [Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate((20, 22, 20))]
         engine.add(chunks)
         refs = [ChunkRef(f"n{number}") for number in range(3)]
@@ -168,7 +170,7 @@ def test_layers_that_are_not_there(settings: dict[str, object], message: str) ->
         BlendEngine(tiny_model("llama", "sdpa"), tiny_tokenizer(), **engine_settings(**settings))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("settings", [{"selector": "query"}, {"selector": "a3"}, {"repair_ratio": 0.1}])
+@pytest.mark.parametrize("settings", [{"selector": "query"}, {"selector": "a3"}, {"repair": 0.1}])
 def test_a_model_that_does_not_show_its_attention(settings: dict[str, object]) -> None:
     config = CONFIG_MAPPING["falcon"](
         hidden_size=32, num_attention_heads=4, num_hidden_layers=6, vocab_size=97, alibi=False, parallel_attn=True
@@ -184,12 +186,12 @@ def test_a_model_that_does_not_show_its_attention(settings: dict[str, object]) -
             engine.prefill(prompt, blend=blend_settings(engine.blend, **settings))
 
 
-@pytest.mark.parametrize("name", [name for name in selector_names() if name not in ("auto", "full")])
+@pytest.mark.parametrize("name", [name for name in selector_names() if name != "full"])
 def test_at_ratio_0_nothing_is_spent_on_choosing(name: str) -> None:
-    config = BlendConfig(strict=True, selector=name, recompute_ratio=0.0)
+    settings = engine_settings(strict=True, selector=name, recompute_ratio=0.0)
     chunks = [Chunk(words(20, seed), f"n{seed}") for seed in range(3)]
     prompt = BlendPrompt("t5", ["n0", "n1", "n2"], "t6 t7")
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config) as engine:
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings) as engine:
         engine.add(chunks)
         got = engine.prefill(prompt)
         wanted = engine.prefill(prompt, blend=engine.blend.replace(selector="none"))

@@ -13,12 +13,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.engine.padded import PaddedBatch
 from cacheblend_rag.engine.scheduling import SchedulerLock, scheduler_lock
 from cacheblend_rag.engine.selfcheck import TrueKV
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.model import KVCache, inspect_model
 from cacheblend_rag.selection import FixedSelection
 from tests.core.dense import own_kv
@@ -26,12 +27,12 @@ from tests.core.forked import status_of_child
 from tests.core.spans import random_ids, span_layout
 from tests.families import tiny_model, tiny_tokenizer, words
 
-CONFIG = BlendConfig(strict=True, selector="hkvd", recompute_ratio=0.15)
+SETTINGS = engine_settings(strict=True, selector="hkvd", recompute_ratio=0.15)
 PROMPT = BlendPrompt(words(4, 50), [Chunk(words(20, seed), f"n{seed}") for seed in range(3)], words(6, 51))
 
 
 def _make(model: PreTrainedModel, **settings: Any) -> BlendEngine:
-    return BlendEngine(model, tiny_tokenizer(), config=CONFIG.replace(**settings))
+    return BlendEngine(model, tiny_tokenizer(), **engine_settings(SETTINGS, **settings))
 
 
 def _during(module: torch.nn.Module, call: Callable[[], Any]) -> list[Any]:

@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, GenerationResult
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, GenerationResult
+from cacheblend_rag.lab.settings import engine_settings
 from tests.families import tiny_model, tiny_tokenizer, words
 
 CHUNKS = [Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate((20, 22, 17))]
 PROMPT = BlendPrompt(words(4, 50), CHUNKS, words(6, 51))
-LAYERS = (1, 3)
+LAYERS = (2, 3)
 
 
 def own_shares(model: PreTrainedModel, engine: BlendEngine, result: GenerationResult) -> list[float]:
@@ -31,15 +31,10 @@ def own_shares(model: PreTrainedModel, engine: BlendEngine, result: GenerationRe
 @pytest.mark.parametrize(("selector", "ratio"), [("hkvd", 0.999), ("random", 0.999), ("query", 1.0)])
 def test_the_shares_are_those_of_the_models_own_matrices(selector: str, ratio: float) -> None:
     model = tiny_model("llama")
-    config = BlendConfig(
-        strict=True,
-        self_check=False,
-        selector=selector,
-        recompute_ratio=ratio,
-        source_attention=True,
-        look_layers=LAYERS,
+    settings = engine_settings(
+        strict=True, self_check=False, selector=selector, recompute_ratio=ratio, source_attention=True
     )
-    with BlendEngine(model, tiny_tokenizer(), config=config) as engine:
+    with BlendEngine(model, tiny_tokenizer(), **settings) as engine:
         engine.add(CHUNKS)
         result = engine.generate(PROMPT, 7, eos_token_id=None)
         shares = [chunk.attention for chunk in result.report.chunks]
@@ -47,22 +42,22 @@ def test_the_shares_are_those_of_the_models_own_matrices(selector: str, ratio: f
         wanted = own_shares(model, engine, result)
         assert max(wanted) > 0.05
         assert shares == pytest.approx(wanted, abs=1e-4)
-        unasked = engine.generate(PROMPT, 7, config=config.replace(source_attention=False), eos_token_id=None)
+        unasked = engine.generate(PROMPT, 7, blend=engine.blend.replace(source_attention=False), eos_token_id=None)
         assert unasked.token_ids == result.token_ids
         assert [chunk.attention for chunk in unasked.report.chunks] == [None] * 3
 
 
 def test_it_is_not_said_where_kv_is_evicted() -> None:
-    config = BlendConfig(strict=True, self_check=False, selector="hkvd", source_attention=True, kv_capacity=12)
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config) as engine:
+    settings = engine_settings(strict=True, self_check=False, selector="hkvd", source_attention=True, kv_capacity=12)
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings) as engine:
         report = engine.generate(PROMPT, 4).report
     assert report.evicted_tokens
     assert [chunk.attention for chunk in report.chunks] == [None] * 3
 
 
 def test_a_conversations_chunks_have_shares_too() -> None:
-    config = BlendConfig(strict=True, self_check=False, selector="hkvd", source_attention=True)
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config) as engine:
+    settings = engine_settings(strict=True, self_check=False, selector="hkvd", source_attention=True)
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings) as engine:
         conversation = engine.conversation()
         engine.generate(PROMPT, 4, conversation=conversation)
         longer = BlendPrompt(segments=[*PROMPT.segments, words(9, 60)])
@@ -70,9 +65,3 @@ def test_a_conversations_chunks_have_shares_too() -> None:
     assert [chunk.tier for chunk in chunks] == ["conversation"] * 3
     assert all(chunk.attention for chunk in chunks)
     assert sum(chunk.attention or 0 for chunk in chunks) < 1
-
-
-def test_layers_that_are_not_there_are_refused() -> None:
-    config = BlendConfig(self_check=False, selector="hkvd", source_attention=True, look_layers=(9,))
-    with pytest.raises(ConfigError, match="look_layers"):
-        BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, EngineConfig
 from cacheblend_rag.errors import ConfigError, StoreError, UnknownChunkError
 from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import check_store, open_store
@@ -110,14 +110,16 @@ def test_a_tenants_name_leads_nowhere(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["", "a" * 201, "a\nb", "a\0", "\ud800", 7])
 def test_what_is_no_tenants_name(name: object) -> None:
-    with pytest.raises(ConfigError, match="namespace"):
-        BlendConfig(namespace=name)
+    with pytest.raises(ConfigError, match="tenant"):
+        EngineConfig(tenant=name)
 
 
 def test_a_call_cannot_change_the_tenant(pair: tuple[BlendEngine, BlendEngine]) -> None:
     one, two = pair
-    with pytest.raises(ConfigError, match="namespace='globex' cannot be set for one call"):
-        one.prefill(BlendPrompt("t1", CHUNKS, "t2"), blend=two.config)
+    with pytest.raises(ConfigError, match="a BlendConfig is wanted, not the EngineConfig"):
+        one.prefill(BlendPrompt("t1", CHUNKS, "t2"), blend=two.config)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="tenant is settled when an engine is made"):
+        BlendConfig(tenant="globex")
 
 
 def test_a_namespace_has_one_owner(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ from pathlib import Path
 
 import torch
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import check_store
 from tests.core.documents.naive import Library, Rows, small_model
 from tests.families import tiny_tokenizer
@@ -72,7 +73,7 @@ def moving(document: str) -> Chunk:
 
 
 def open_engine(scene: Scene) -> BlendEngine:
-    config = BlendConfig(
+    settings = engine_settings(
         context_tokens=30,
         ram_bytes=20_000,
         encode_batch_tokens=32,
@@ -81,7 +82,7 @@ def open_engine(scene: Scene) -> BlendEngine:
         self_check=False,
         miss_tokens=40,
     )
-    return BlendEngine(small_model(), tiny_tokenizer(), config=config, store=scene.folder)
+    return BlendEngine(small_model(), tiny_tokenizer(), **settings, store=scene.folder)
 
 
 def flaws(engine: BlendEngine, rows: Rows) -> list[str]:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ChunkReadError, StoreError
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import KVStore, check_store, open_store
 from tests.core.documents.naive import Library, Rows, small_model
 from tests.core.documents.texts import Text
@@ -116,10 +117,10 @@ def test_index_of_documents(tmp_path: Path, count: int) -> None:
     """Whatever is damaged, no chunk is served behind other text than its own, and what is repaired can be added again."""
     chance = random.Random(count)
     folder, model = tmp_path / "store", small_model()
-    config = BlendConfig(recompute_ratio=0.0, selector="none", ram_bytes=0, self_check=False, context_tokens=20)
+    settings = engine_settings(recompute_ratio=0.0, selector="none", ram_bytes=0, self_check=False, context_tokens=20)
 
     def opened() -> BlendEngine:
-        return BlendEngine(model, tiny_tokenizer(), config=config, store=folder)
+        return BlendEngine(model, tiny_tokenizer(), **settings, store=folder)
 
     texts = [Text.of(f"d{number}", [5, 6, 4, 7], [2, 0, 1], number) for number in range(3)]
     chunks = [chunk for text in texts for chunk in text.chunks] + [Chunk("t5 t6", "alone")]
@@ -170,8 +171,8 @@ def test_index_of_documents(tmp_path: Path, count: int) -> None:
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[BlendEngine]:
-    config = BlendConfig(recompute_ratio=0.3, ram_bytes=0)
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config, store=tmp_path / "store") as engine:
+    settings = engine_settings(recompute_ratio=0.3, ram_bytes=0)
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings, store=tmp_path / "store") as engine:
         yield engine
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import StoreFullError
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import check_store
 from tests.families import tiny_model, tiny_tokenizer, words
 
@@ -32,9 +33,9 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_full_disk(disk: Path) -> None:
-    config = BlendConfig(recompute_ratio=0.3, ram_bytes=0, encode_batch_tokens=64)
+    settings = engine_settings(recompute_ratio=0.3, ram_bytes=0, encode_batch_tokens=64)
     chunks = [Chunk(id=str(number), text=words(60, number)) for number in range(2_000)]
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config, store=disk / "store") as engine:
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings, store=disk / "store") as engine:
         engine.add(chunks[:4])
         prompt = BlendPrompt(words(3, 10_000), ["0", "1", "2", "3"], words(5, 10_001))
         undisturbed = engine.prefill(prompt)

@@ -17,7 +17,6 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_huggingface import HuggingFaceEmbeddings
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 
-from cacheblend_rag import BlendConfig
 from cacheblend_rag.lab.training.corpus import EVAL_STYLE, Question, make_example
 from cacheblend_rag.lab.training.world import build_world
 from cacheblend_rag.reference.prompt import value_of
@@ -51,7 +50,7 @@ def stories(count: int, splitter: RecursiveCharacterTextSplitter) -> Iterator[tu
     "count", [40, pytest.param(400, marks=[pytest.mark.full, pytest.mark.timeout(1800)])], ids=["sampled", "all"]
 )
 def test_chunks_that_remember_answer_better_than_full_prefill_of_them(count: int) -> None:
-    llm = ChatBlend(model="reference", blend_config=BlendConfig(self_check=False), max_tokens=48, temperature=0)
+    llm = ChatBlend(model="reference", max_tokens=48, temperature=0)
     engine = llm.engine
     splitter = RecursiveCharacterTextSplitter(
         chunk_size=32,
@@ -95,7 +94,7 @@ def test_chunks_that_remember_answer_better_than_full_prefill_of_them(count: int
         return "\n\n".join(whole[source] for source in sorted({document.metadata["source"] for document in documents}))
 
     reports = Reports()
-    plain = ChatBlend(engine=engine, blend_config=engine.config.replace(enabled=False), max_tokens=48, temperature=0)
+    plain = ChatBlend(engine=engine, blend_config=engine.blend.replace(enabled=False), max_tokens=48, temperature=0)
     blended = right(llm, as_retrieved, reports)
     full, of_the_whole = right(plain, as_retrieved, Reports()), right(plain, as_written, Reports())
     print(f"of {count}: blended {blended}, full prefill of the chunks {full}, of the whole documents {of_the_whole}")

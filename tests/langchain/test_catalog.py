@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.chunk import text_hash
+from cacheblend_rag.lab.settings import engine_settings
 from langchain_cacheblend.catalog import ChunkCatalog, catalog_of
 
-CONFIG = BlendConfig(self_check=False)
+SETTINGS = engine_settings(self_check=False)
 
 
 def ids_in(catalog: ChunkCatalog, engine: BlendEngine, text: str) -> list[str | None]:
@@ -70,12 +71,12 @@ def test_text_comes_back_from_any_reference_tokens(engine: BlendEngine) -> None:
 def test_a_store_of_an_earlier_process(
     tiny: LlamaForCausalLM, tokenizer: Any, chunks: dict[str, str], tmp_path: Path
 ) -> None:
-    with BlendEngine(tiny, tokenizer, config=CONFIG, store=tmp_path) as engine:
+    with BlendEngine(tiny, tokenizer, store=tmp_path, **SETTINGS) as engine:
         engine.add(Chunk(text, id) for id, text in chunks.items())
-    with BlendEngine(tiny, tokenizer, config=CONFIG, store=tmp_path) as engine:
+    with BlendEngine(tiny, tokenizer, store=tmp_path, **SETTINGS) as engine:
         catalog = ChunkCatalog()
         assert ids_in(catalog, engine, "\n".join(chunks.values())) == list(chunks)
-        with BlendEngine(tiny, tokenizer, config=CONFIG, store=tmp_path) as other:
+        with BlendEngine(tiny, tokenizer, store=tmp_path, **SETTINGS) as other:
             other.delete(["goat"])
             other.add([Chunk("Somebody else wrote this line.", "else")])
         assert ids_in(catalog, engine, "\n".join([*chunks.values(), "Somebody else wrote this line."])) == [
@@ -106,7 +107,7 @@ STEPS = st.lists(
 def test_a_catalog_that_follows_changes_is_as_good_as_a_new_one(
     tiny: LlamaForCausalLM, tokenizer: Any, rounds: list[list[tuple[str, str, str]]]
 ) -> None:
-    with tempfile.TemporaryDirectory() as folder, BlendEngine(tiny, tokenizer, config=CONFIG, store=folder) as engine:
+    with tempfile.TemporaryDirectory() as folder, BlendEngine(tiny, tokenizer, store=folder, **SETTINGS) as engine:
         catalog = ChunkCatalog()
         for steps in rounds:
             for step, id, text in steps:
@@ -151,7 +152,7 @@ def test_a_tokenizer_that_loses_text_is_said_once(
     )
     lossy.normalizer = normalizers.Lowercase()
     lossy.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    with BlendEngine(tiny, PreTrainedTokenizerFast(tokenizer_object=lossy), config=CONFIG) as engine:
+    with BlendEngine(tiny, PreTrainedTokenizerFast(tokenizer_object=lossy), **SETTINGS) as engine:
         engine.add(Chunk(text, id) for id, text in chunks.items())
         catalog = ChunkCatalog()
         for _ in range(2):
@@ -160,7 +161,7 @@ def test_a_tokenizer_that_loses_text_is_said_once(
 
 
 def test_models_of_one_engine_share_a_catalog_that_ends_with_it(tiny: LlamaForCausalLM, tokenizer: Any) -> None:
-    engine = BlendEngine(tiny, tokenizer, config=CONFIG)
+    engine = BlendEngine(tiny, tokenizer, **SETTINGS)
     assert catalog_of(engine) is catalog_of(engine)
     gone = weakref.ref(catalog_of(engine))
     engine.close()

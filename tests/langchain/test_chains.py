@@ -124,7 +124,7 @@ def test_documents_are_blended_and_at_ratio_one_the_answer_is_the_models_own(
     handing_over = kind(engine=engine, max_tokens=TOKENS, min_chunk_chars=100_000)
     looking = kind(engine=engine, max_tokens=TOKENS)
     inputs = {"context": store.similarity_search(QUESTION, k=3), "input": QUESTION}
-    exact, unblended = {"blend_config": EXACT}, {"blend_config": engine.config.replace(enabled=False)}
+    exact, unblended = {"blend_config": EXACT}, {"blend_config": engine.blend.replace(enabled=False)}
     for options in ({}, {"document_prompt": PromptTemplate.from_template("{name}:\n{page_content}\n")}):
         ours, reports = create_blend_documents_chain(handing_over, prompt, **options), Reports()
         assert isinstance(ours.invoke(inputs, {"callbacks": [reports]}), str)

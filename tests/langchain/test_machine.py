@@ -15,7 +15,8 @@ from hypothesis.stateful import run_state_machine_as_test as run
 from langchain_core.documents import Document
 from langchain_core.vectorstores import InMemoryVectorStore
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import check_store
 from langchain_cacheblend import BlendVectorStore, warm
 from tests.core.documents.naive import Library, Rows, small_model
@@ -49,7 +50,7 @@ class StoreMachine(RuleBasedStateMachine):
         context_tokens=st.sampled_from([15, 200]), separator=st.sampled_from(["", "t3 t4"]), later=st.booleans()
     )
     def make(self, context_tokens: int, separator: str, later: bool) -> None:
-        self.config = BlendConfig(
+        self.settings = engine_settings(
             context_tokens=context_tokens,
             separator=separator,
             recompute_ratio=0.0,
@@ -66,7 +67,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.library = Library(rules.limit, rules.separator)
 
     def open(self) -> None:
-        self.engine = BlendEngine(small_model(), tiny_tokenizer(), config=self.config, store=self.folder)
+        self.engine = BlendEngine(small_model(), tiny_tokenizer(), store=self.folder, **self.settings)
         self.store = BlendVectorStore(self.inner, engine=self.engine, background=self.background, name="machine")
 
     @rule(given=PIECES)

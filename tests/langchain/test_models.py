@@ -60,7 +60,7 @@ def test_a_chain_blends_and_at_ratio_one_says_what_the_model_says(
     assert chunk_ids(prompt) == list(chunks)
     assert engine.generate(prompt, 1).report.hits == len(chunks)
 
-    full = template | llm.bind(blend_config=engine.config.replace(recompute_ratio=1.0, selector="full"))
+    full = template | llm.bind(blend_config=engine.blend.replace(recompute_ratio=1.0, selector="full"))
     assert text_of(full.invoke(inputs)) == own_answer(engine, prompt, TOKENS)
     # Borders beside line breaks: the same tokens as those of the whole text.
     ids = engine.tokenizer(
@@ -127,7 +127,7 @@ def test_usage_and_report(engine: BlendEngine, context: str, chunks: dict[str, s
     assert whole.response_metadata["blend"]["hits"] == len(chunks)
     assert whole.text == answer.text
 
-    full = llm.invoke(context + "\nWho?", blend_config=engine.config.replace(enabled=False))
+    full = llm.invoke(context + "\nWho?", blend_config=engine.blend.replace(enabled=False))
     assert full.usage_metadata["input_token_details"] == {"cache_read": 0}
     result = BlendLLM(engine=engine, max_tokens=TOKENS).generate([context, context + "\nWho?"])
     assert [generation[0].generation_info["blend"]["output_tokens"] for generation in result.generations] == [
@@ -207,7 +207,7 @@ def test_what_has_no_meaning_is_refused_when_the_model_is_made(
         ({"stop": [1]}, r"stop=\[1\] holds 1"),
         ({"stop": 1}, "stop=1 is a int"),
         ({"stop": "x"}, "stop is the string"),
-        ({"blend_config": 1}, "blend_config is the int 1"),
+        ({"blend_config": 1}, "a BlendConfig is wanted, not the int 1"),
         ({"logits_processor": 1}, "logits_processor is the int 1"),
         ({"stopping_criteria": 1}, "stopping_criteria is the int 1"),
         ({"stopping_criteria": 1, "stop": ["x"]}, "stopping_criteria is the int 1"),
@@ -227,7 +227,7 @@ def test_what_has_no_meaning_is_refused_in_a_call_as_when_the_model_is_made(
 def test_settings_of_the_engine_among_the_options_are_shown_their_place(engine: BlendEngine) -> None:
     with pytest.raises(ConfigError, match=r"blend_config=BlendConfig\(\.\.\.\)"):
         ChatBlend(engine=engine, recompute_ratio=0.2)
-    with pytest.raises(ConfigError, match=r"blend_config=BlendConfig\(recompute_ratio=\.\.\.\)"):
+    with pytest.raises(ConfigError, match="recompute_ratio: no options of an answer, but of BlendConfig"):
         ChatBlend(engine=engine).invoke("Who?", recompute_ratio=0.2)
 
 
@@ -235,8 +235,8 @@ def test_options_of_a_call_are_read_as_those_of_the_object(engine: BlendEngine) 
     llm = ChatBlend(engine=engine, max_tokens=9, temperature=0)
     assert llm.invoke("Who?", max_tokens="5").usage_metadata["output_tokens"] == 5
     assert llm.invoke("Who?", max_tokens=None, temperature="0").usage_metadata["output_tokens"] == 9
-    with pytest.raises(ConfigError, match="config is a dict"):
-        engine.generate(BlendPrompt("Who?"), 1, config={"recompute_ratio": 1.0})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="a BlendConfig is wanted, not the dict"):
+        engine.generate(BlendPrompt("Who?"), 1, blend={"recompute_ratio": 1.0})  # type: ignore[arg-type]
 
 
 class Tokens(BaseCallbackHandler):
@@ -370,7 +370,7 @@ def test_what_langchain_asks_about(engine: BlendEngine) -> None:
     llm = ChatBlend(engine=engine, temperature=0.5)
     assert llm._llm_type == "cacheblend"
     assert llm._identifying_params["temperature"] == 0.5
-    assert llm._identifying_params["blend_config"]["recompute_ratio"] == engine.config.recompute_ratio
+    assert llm._identifying_params["blend_config"]["recompute_ratio"] == engine.blend.recompute_ratio
     assert llm.get_num_tokens("Mara Lind") == len(engine.tokenizer("Mara Lind", add_special_tokens=False)["input_ids"])
     assert llm._get_ls_params()["ls_model_name"] == llm.model
     assert "engine" not in llm.model_dump()
@@ -379,9 +379,9 @@ def test_what_langchain_asks_about(engine: BlendEngine) -> None:
 def test_a_model_by_its_folder(tiny: LlamaForCausalLM, tokenizer: Any, tmp_path: Any) -> None:
     tiny.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    config = BlendConfig(self_check=False, recompute_ratio=0.3)
-    llm = BlendLLM(model=tmp_path / "model", blend_config=config, store=tmp_path / "kv", max_tokens=3)
-    assert llm.engine.config.recompute_ratio == 0.3
+    blend = BlendConfig(recompute_ratio=0.3)
+    llm = BlendLLM(model=tmp_path / "model", blend_config=blend, store=tmp_path / "kv", max_tokens=3)
+    assert llm.engine.blend.recompute_ratio == 0.3
     assert llm.invoke("Hello there")
     llm.engine.close()
     assert (tmp_path / "kv").is_dir()

@@ -21,13 +21,14 @@ from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 from transformers import LlamaForCausalLM
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, EngineConfig
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.lab.settings import engine_settings
 from langchain_cacheblend import BlendLLM, BlendVectorStore, ChatBlend, warm
 from langchain_cacheblend.keeper import Inventory
 from tests.langchain.asking import chunk_ids
 
-CONFIG = BlendConfig(self_check=False, separator="\n\n")
+SETTINGS = engine_settings(self_check=False, separator="\n\n")
 TEXT = (
     "Mara Lind was born in Oslo and moved north when she was nine. She works at the harbour as a rope maker, and has done so for "
     "years. Her house stands behind the old light tower. A striped goat called Pim lives there too, and a cat that nobody named."
@@ -40,7 +41,7 @@ OTHER = (
 
 @pytest.fixture
 def engine(tiny: LlamaForCausalLM, tokenizer: Any) -> Iterator[BlendEngine]:
-    with BlendEngine(tiny, tokenizer, config=CONFIG) as engine:
+    with BlendEngine(tiny, tokenizer, **SETTINGS) as engine:
         yield engine
 
 
@@ -127,13 +128,11 @@ def test_a_document_in_order_is_the_prefill_of_all_of_it(store: BlendVectorStore
         pieces = split(of(TEXT, source), start=start, overlap=0)
         ids = store.add_documents(pieces)
         prompt = BlendPrompt("", ids, "\n\nWho?", separator="\n\n")
-        reuse = engine.prefill(prompt, config=CONFIG.replace(recompute_ratio=0.0)).logits
-        full = engine.prefill(prompt, config=CONFIG.replace(enabled=False)).logits
+        reuse = engine.prefill(prompt, blend=BlendConfig(recompute_ratio=0.0)).logits
+        full = engine.prefill(prompt, blend=BlendConfig(enabled=False)).logits
         assert torch.allclose(reuse, full, atol=1e-4)
         alone = BlendPrompt("", [Chunk(piece.page_content) for piece in pieces], "\n\nWho?", separator="\n\n")
-        assert not torch.allclose(
-            engine.prefill(alone, config=CONFIG.replace(recompute_ratio=0.0)).logits, full, atol=1e-2
-        )
+        assert not torch.allclose(engine.prefill(alone, blend=BlendConfig(recompute_ratio=0.0)).logits, full, atol=1e-2)
 
 
 def test_a_falling_or_repeated_start_begins_another_text_of_the_source(store: BlendVectorStore) -> None:
@@ -222,7 +221,8 @@ def test_without_context_every_text_stands_alone(
     where: str, embedding: Embeddings, tiny: LlamaForCausalLM, tokenizer: Any
 ) -> None:
     options: dict[str, Any] = {"context": "none"} if where == "store" else {}
-    with BlendEngine(tiny, tokenizer, config=CONFIG.replace(context="none") if where == "engine" else CONFIG) as engine:
+    settings = engine_settings(SETTINGS, context="none") if where == "engine" else SETTINGS
+    with BlendEngine(tiny, tokenizer, **settings) as engine:
         pieces = split(of(TEXT))
         store = BlendVectorStore.from_documents(pieces, embedding, inner=InMemoryVectorStore, engine=engine, **options)
         assert engine.places(engine.ids()) == [None] * len(pieces)
@@ -341,9 +341,9 @@ def test_after_index_no_chunk_knows_of_a_text_that_is_gone(
     assert any(document.metadata["source"] == "two" for document in live.values()) == (cleanup != "full")
     # An engine that never knew another text has the same KV for what is there now.
     prompt = BlendPrompt("Read:\n", sorted(live), "\nWho?")
-    reuse = CONFIG.replace(recompute_ratio=0.0)
+    reuse = BlendConfig(recompute_ratio=0.0)
     logits = engine.prefill(prompt, blend=reuse).logits
-    with BlendEngine(tiny, tokenizer, config=CONFIG) as fresh:
+    with BlendEngine(tiny, tokenizer, **SETTINGS) as fresh:
         for name in dict.fromkeys(engine.places(list(live))):
             before: str | None = None
             for id in engine.document(str(name)):
@@ -365,10 +365,10 @@ def test_deleting_a_piece_leaves_no_trace_of_it(
     store.delete(ids[1:2])
     left = [*ids[:1], *ids[2:]]
     prompt = BlendPrompt("Read:\n", left, "\nWho?", separator="\n\n")
-    reuse = CONFIG.replace(recompute_ratio=0.0)
+    reuse = BlendConfig(recompute_ratio=0.0)
     result = store.engine.prefill(prompt, blend=reuse)
     assert (result.report.hits, result.report.misses) == (1, len(left) - 1)
-    with BlendEngine(tiny, tokenizer, config=CONFIG) as fresh:
+    with BlendEngine(tiny, tokenizer, **SETTINGS) as fresh:
         again = BlendVectorStore(InMemoryVectorStore(store.embeddings), engine=fresh)
         again.add_documents([*pieces[:1], *pieces[2:]], ids=left)
         assert torch.allclose(fresh.prefill(prompt, blend=reuse).logits, result.logits, atol=1e-4)
@@ -463,9 +463,9 @@ def test_of_several_entries_of_a_text_that_of_the_fullest_document_serves(
 def test_an_engine_made_by_name_joins_chunks_as_chains_do() -> None:
     for config, separator in (
         (None, "\n\n"),
-        (BlendConfig(self_check=False), "\n\n"),
-        ({"separator": "\n", "self_check": False}, "\n"),
+        (EngineConfig(strict=True), "\n\n"),
+        ({"separator": "\n"}, "\n"),
     ):
-        llm = ChatBlend(model="reference", blend_config=config)
+        llm = ChatBlend(model="reference", engine_config=config)
         assert llm.engine.config.separator == separator
         llm.engine.close()

@@ -20,8 +20,9 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import ConfigurableField
 from transformers import LlamaForCausalLM, StoppingCriteria
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, EngineConfig
 from cacheblend_rag.errors import AnswerTimeoutError, ConfigError
+from cacheblend_rag.lab.settings import settings_of
 from langchain_cacheblend import BlendLLM, ChatBlend
 
 KINDS = pytest.mark.parametrize("kind", [BlendLLM, ChatBlend])
@@ -54,8 +55,8 @@ async def test_a_cached_answer_is_taken_for_the_same_question_only(
     assert text_of(llm.invoke("Who?", timeout=50)) == text_of(await llm.ainvoke("Who?", timeout=60)) == first
     assert text_of(llm.invoke("Who?")) == text_of(await llm.ainvoke("Who?")) == first
     assert cache.size == 1
-    exact = engine.config.replace(recompute_ratio=1.0)
-    with BlendEngine(tiny, tokenizer, config=engine.config) as other:
+    exact = engine.blend.replace(recompute_ratio=1.0)
+    with BlendEngine(tiny, tokenizer, **settings_of(engine)) as other:
         makes = [
             lambda: llm.invoke("Who?", blend_config=exact),
             lambda: llm.bind(blend_config=exact.replace(recompute_ratio=0.5)).invoke("Who?"),
@@ -91,8 +92,10 @@ def test_what_tracing_is_told(kind: Kind, engine: BlendEngine) -> None:
     assert params["ls_stop"] == ["x"]
     assert llm._get_ls_params(stop=["y"], temperature=0.1)["ls_stop"] == ["y"]
     assert llm._get_ls_params(temperature=0.1)["ls_temperature"] == 0.1
-    secret = kind(engine=engine, blend_config=BlendConfig(remote="redis://:secret@nowhere"), api_key="secret")
+    remote = EngineConfig(remote="redis://:secret@nowhere")
+    secret = kind(model="reference", engine_config=remote, api_key="secret")
     assert "secret" not in f"{secret._identifying_params} {secret!r} {dumpd(secret)}"
+    secret.engine.close()
 
 
 def test_counting_tokens_is_the_models_own(engine: BlendEngine) -> None:
@@ -116,7 +119,7 @@ def test_fields_can_be_configured(kind: Kind, engine: BlendEngine) -> None:
         configurable.with_config(configurable={"tokens": 0}).invoke("Who?")
     chosen = llm.configurable_alternatives(ConfigurableField(id="which"), short=kind(engine=engine, max_tokens=1))
     assert len(text_of(chosen.with_config(configurable={"which": "short"}).invoke("Who?"))) < len(text_of(short)) + 8
-    tiny_ratio = configurable.with_config(configurable={"blend": engine.config.replace(enabled=False)})
+    tiny_ratio = configurable.with_config(configurable={"blend": engine.blend.replace(enabled=False)})
     assert text_of(tiny_ratio.invoke("Who?")) == text_of(llm.invoke("Who?"))
 
 
@@ -157,15 +160,16 @@ def test_a_model_with_a_name_can_be_written_down(
 ) -> None:
     tiny.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    config = BlendConfig(self_check=False, recompute_ratio=0.4)
+    blend = BlendConfig(recompute_ratio=0.4)
     options = {"max_tokens": TOKENS, "stop": ["never"], "generation_kwargs": {"repetition_penalty": 1.1}}
-    llm = kind(model=tmp_path / "model", store=tmp_path / "kv", blend_config=config, **options)
+    llm = kind(model=tmp_path / "model", store=tmp_path / "kv", blend_config=blend, **options)
     written = dumpd(llm)
     assert written["type"] == "constructor"
     again = load(written, **trusting(kind))
     assert again._identifying_params == llm._identifying_params
     assert again.engine is not llm.engine
-    assert again.engine.config == llm.engine.config == config.replace(separator="\n\n")
+    assert again.engine.config == llm.engine.config == EngineConfig(separator="\n\n")
+    assert again.engine.blend == llm.engine.blend == blend
     assert text_of(again.invoke("Who?")) == text_of(llm.invoke("Who?"))
     for each in (llm, again):
         each.engine.close()
@@ -185,8 +189,7 @@ def test_what_cannot_be_written_down_says_so(kind: Kind, engine: BlendEngine) ->
 def test_a_dtype_is_written_by_its_name(tiny: LlamaForCausalLM, tokenizer: Any, tmp_path: Path) -> None:
     tiny.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    config = BlendConfig(self_check=False)
-    llm = BlendLLM(model=tmp_path, blend_config=config, model_kwargs={"dtype": torch.bfloat16})
+    llm = BlendLLM(model=tmp_path, model_kwargs={"dtype": torch.bfloat16})
     again = load(dumpd(llm), **trusting(BlendLLM))
     assert again.engine.model.dtype == llm.engine.model.dtype == torch.bfloat16
     for each in (llm, again):

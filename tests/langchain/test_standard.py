@@ -21,6 +21,7 @@ from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 
 from cacheblend_rag import BlendEngine, Chunk
+from cacheblend_rag.lab.settings import settings_of
 from langchain_cacheblend import ChatBlend
 from tests.langchain.asking import TOOL_TEMPLATE
 
@@ -33,7 +34,7 @@ CACHED = "The harbour of Ostwick was built of grey stone, and its tower can be s
 def tool_engine(reference: BlendEngine) -> Iterator[BlendEngine]:
     tokenizer = copy.deepcopy(reference.tokenizer)
     tokenizer.chat_template = TOOL_TEMPLATE
-    with BlendEngine(reference.model, tokenizer, config=reference.config) as engine:
+    with BlendEngine(reference.model, tokenizer, **settings_of(reference)) as engine:
         yield engine
 
 
@@ -106,7 +107,7 @@ class TestChatBlendUnit(_Shipped, ChatModelUnitTests):
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return {"model": "reference", "store": "kv", "blend_config": {"self_check": False}}
+        return {"model": "reference", "store": "kv", "engine_config": {"strict": True}}
 
 
 class TestChatBlendUnitWithTools(_Chat, ChatModelUnitTests):

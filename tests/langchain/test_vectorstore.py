@@ -20,9 +20,10 @@ from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings
 from langchain_core.indexing import InMemoryRecordManager, aindex, index
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.chunk import text_hash
 from cacheblend_rag.errors import ConfigError, PromptError, StoreFullError
+from cacheblend_rag.lab.settings import engine_settings
 from langchain_cacheblend import BlendLLM, BlendRetriever, BlendVectorStore, warm
 from langchain_cacheblend.keeper import Inventory
 
@@ -419,11 +420,11 @@ async def test_what_is_retrieved_comes_to_ram(
     asynchronous: bool,
     wrapped: bool,
 ) -> None:
-    config = BlendConfig(self_check=False)
+    settings = engine_settings(self_check=False)
     inner = InMemoryVectorStore(embedding)
-    with BlendEngine(tiny, tokenizer, config=config, store=tmp_path) as engine:
+    with BlendEngine(tiny, tokenizer, store=tmp_path, **settings) as engine:
         BlendVectorStore(inner, engine=engine).add_documents([Document(t, id=i) for i, t in chunks.items()])
-    with BlendEngine(tiny, tokenizer, config=config, store=tmp_path) as engine:
+    with BlendEngine(tiny, tokenizer, store=tmp_path, **settings) as engine:
         store = BlendVectorStore(inner, engine=engine)
         options = {"search_kwargs": {"k": 3}}
         retriever: Any = store.as_retriever(**options)

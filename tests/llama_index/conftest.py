@@ -21,7 +21,8 @@ from pydantic import Field
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import llama_index_cacheblend
-from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag import BlendEngine
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.reference import load_tokenizer
 from llama_index_cacheblend import BlendLLM
 
@@ -99,8 +100,8 @@ def make_llm(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> Ite
     engines: list[BlendEngine] = []
 
     def make(recompute_ratio: float = EVERY_ROW, model: Any = model, store: Any = None, **options: Any) -> BlendLLM:
-        config = BlendConfig(recompute_ratio=recompute_ratio, self_check=False, selector="hkvd")
-        engines.append(BlendEngine(model, tokenizer, config=config, store=store))
+        settings = engine_settings(recompute_ratio=recompute_ratio, self_check=False, selector="hkvd")
+        engines.append(BlendEngine(model, tokenizer, store=store, **settings))
         return BlendLLM(engine=engines[-1], **({"max_new_tokens": 12} | options))
 
     yield make

@@ -100,7 +100,7 @@ def corpus_index(embedding: WordEmbedding) -> VectorStoreIndex:
 
 @pytest.fixture(scope="module")
 def reference() -> Iterator[BlendLLM]:
-    llm = BlendLLM("reference", config=BlendConfig(recompute_ratio=1.0, self_check=False), max_new_tokens=24)
+    llm = BlendLLM("reference", blend_config=BlendConfig(recompute_ratio=1.0), max_new_tokens=24)
     yield llm
     llm.engine.close()
 
@@ -501,7 +501,9 @@ def test_settings_give_the_model(
 ) -> None:
     llm = make_llm(0.15)
     monkeypatch.setattr(Settings, "_llm", llm)
-    chat = BlendContextChatEngine.from_defaults(_retriever(make_index(llm)), config=BlendConfig(recompute_ratio=0.5))
+    chat = BlendContextChatEngine.from_defaults(
+        _retriever(make_index(llm)), blend_config=BlendConfig(recompute_ratio=0.5)
+    )
     assert chat.chat(_questions(1)[0]).metadata["blend"]["recompute_ratio"] == 0.5
 
 
@@ -511,8 +513,8 @@ def test_sources_say_what_became_of_them(
 ) -> None:
     llm = make_llm(0.15)
     index = make_index(llm)
-    config = llm.engine.config.replace(source_attention=True)
-    chat = BlendContextChatEngine.from_defaults(_retriever(index), llm=llm, config=config)
+    blend = llm.engine.blend.replace(source_attention=True)
+    chat = BlendContextChatEngine.from_defaults(_retriever(index), llm=llm, blend_config=blend)
     llm.engine.delete(["n001"])
     question = corpus().nodes[0].get_content()
     _, response = FORMS[form](chat, question)
@@ -537,8 +539,8 @@ def test_contexts_over_the_window_are_refined(
 ) -> None:
     llm = make_llm(0.15, model=make_model(200), max_new_tokens=8)
     index = make_index(llm)
-    config = llm.engine.config.replace(source_attention=True)
-    chat = BlendContextChatEngine.from_defaults(_retriever(index, 12), llm=llm, config=config)
+    blend = llm.engine.blend.replace(source_attention=True)
+    chat = BlendContextChatEngine.from_defaults(_retriever(index, 12), llm=llm, blend_config=blend)
     response = chat.chat(_questions(1)[0])
     report = response.metadata["blend"]
     assert report["earlier_calls"] and report["dropped"] == []

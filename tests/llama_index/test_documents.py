@@ -25,8 +25,9 @@ from llama_index.core.vector_stores import MetadataFilter, MetadataFilters, Simp
 from llama_index.core.vector_stores.types import BasePydanticVectorStore
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
-from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag import BlendEngine, EngineConfig
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.lab.settings import engine_settings
 from llama_index_cacheblend import BlendLLM, BlendSynthesizer, BlendVectorStore, warm_index
 
 from .conftest import WordEmbedding
@@ -52,9 +53,9 @@ def make_engine(model: Any, tokenizer: Any, tmp_path: Path) -> Iterator[MakeEngi
     engines: list[BlendEngine] = []
 
     def make(**settings: Any) -> BlendEngine:
-        config = BlendConfig(**{"self_check": False, "separator": "\n\n"} | settings)
+        settings = engine_settings(**{"self_check": False, "separator": "\n\n"} | settings)
         # The keys of what is in RAM alone differ from engine to engine.
-        engines.append(BlendEngine(model, tokenizer, config=config, store=tmp_path / str(len(engines))))
+        engines.append(BlendEngine(model, tokenizer, store=tmp_path / str(len(engines)), **settings))
         return engines[-1]
 
     yield make
@@ -317,12 +318,12 @@ def test_options_that_mean_nothing(make_engine: MakeEngine) -> None:
 def test_the_models_own_engine_joins_chunks_as_prompts_do(
     model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def separator(config: BlendConfig | None = None) -> str:
+    def separator(config: EngineConfig | None = None) -> str:
         llm = BlendLLM(model, tokenizer=tokenizer, config=config)
         llm.engine.close()
         return llm.engine.config.separator
 
-    assert separator() == separator(BlendConfig(recompute_ratio=0.3)) == "\n\n"
-    assert [separator(BlendConfig(separator=given)) for given in ("", "\n")] == ["", "\n"]
+    assert separator() == separator(EngineConfig(ttl_s=60)) == "\n\n"
+    assert [separator(EngineConfig(separator=given)) for given in ("", "\n")] == ["", "\n"]
     monkeypatch.setenv("CACHEBLEND_SEPARATOR", " | ")
     assert separator() == " | "

@@ -118,8 +118,8 @@ def test_blend_prompt_and_config_of_a_call(make_llm: MakeLLM) -> None:
     report = llm.complete("shown to callbacks", blend_prompt=prompt).raw["blend"]
     assert report["hits"] == 2
     assert report["recompute_ratio"] == 0.2
-    config = llm.engine.config.replace(recompute_ratio=0.5)
-    assert llm.chat(MESSAGES, blend_prompt=prompt, blend_config=config).raw["blend"]["recompute_ratio"] == 0.5
+    blend = llm.engine.blend.replace(recompute_ratio=0.5)
+    assert llm.chat(MESSAGES, blend_prompt=prompt, blend_config=blend).raw["blend"]["recompute_ratio"] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -152,8 +152,8 @@ def test_bad_options_of_a_call(llm: BlendLLM) -> None:
 
 
 def test_ready_made_objects(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, llm: BlendLLM) -> None:
-    own = BlendLLM(model, tokenizer=tokenizer, config=BlendConfig(recompute_ratio=1.0), max_new_tokens=12)
-    assert own.engine.config.recompute_ratio == 1.0
+    own = BlendLLM(model, tokenizer=tokenizer, blend_config=BlendConfig(recompute_ratio=1.0), max_new_tokens=12)
+    assert own.engine.blend.recompute_ratio == 1.0
     assert own.chat(MESSAGES).raw["token_ids"] == llm.chat(MESSAGES).raw["token_ids"]
     own.engine.close()
 

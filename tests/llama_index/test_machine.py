@@ -23,9 +23,10 @@ from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.schema import BaseNode, NodeRelationship, RelatedNodeInfo, TextNode, TransformComponent
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
-from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag import BlendEngine
 from cacheblend_rag.chunk import BlendPrompt, Chunk, text_hash
 from cacheblend_rag.engine import GenerationResult
+from cacheblend_rag.lab.settings import engine_settings
 from llama_index_cacheblend import BlendLLM, BlendSynthesizer, BlendVectorStore, warm_index
 
 from .conftest import WordEmbedding
@@ -34,7 +35,7 @@ from .conftest import WordEmbedding
 LINES = ["Mara bakes bread.", "Otto paints ships.", "Lena dives deep.", "Ada counts stars.", "Ivo mends clocks."]
 QUESTION = "Who does what?"
 # Nothing is recomputed, so that every bit of KV counts.
-REUSE = BlendConfig(recompute_ratio=0.0, selector="none", self_check=False, separator="\n\n")
+REUSE = engine_settings(recompute_ratio=0.0, selector="none", self_check=False, separator="\n\n")
 
 DOCUMENTS = st.sampled_from(["d0", "d1", "d2"])
 TEXTS = st.lists(st.sampled_from(LINES), min_size=1, max_size=2).map("\n".join)
@@ -66,7 +67,7 @@ class Watched:
     """An engine whose prompts and answers are kept."""
 
     def __init__(self, model: Any, tokenizer: Any, store: Path | None = None) -> None:
-        self.engine = BlendEngine(model, tokenizer, config=REUSE, store=store)
+        self.engine = BlendEngine(model, tokenizer, store=store, **REUSE)
         self.llm = BlendLLM(engine=self.engine, max_new_tokens=6)
         self.asked: list[tuple[BlendPrompt, GenerationResult]] = []
         generate = self.engine.generate

@@ -35,12 +35,12 @@ SCHEMA = Schema.from_text(
 """
 )
 MARKUP = '<prompt schema="facts"><rules count="{count}"/><facts/>Question: {query_str}</prompt>'
-REUSE = BlendConfig(selector="none", recompute_ratio=0.0, min_tokens=0)
+REUSE = BlendConfig(selector="none", recompute_ratio=0.0)
 
 
 @pytest.fixture(params=[True, False], ids=["chat", "text"])
 def llm(request: pytest.FixtureRequest, model: Any, tokenizer: Any) -> Iterator[BlendLLM]:
-    with BlendEngine(model, tokenizer, config=REUSE) as engine:
+    with BlendEngine(model, tokenizer, blend=REUSE) as engine:
         engine.load_schema(SCHEMA)
         yield BlendLLM(engine=engine, is_chat_model=request.param, max_new_tokens=6)
 

@@ -85,7 +85,7 @@ async def test_every_form_answers_as_the_model_itself_and_as_compact_mode(
     llm = BlendLLM(
         engine=reference.engine,
         max_new_tokens=reference.max_new_tokens,
-        generation_kwargs={"blend_config": reference.engine.config.replace(recompute_ratio=ratio)},
+        generation_kwargs={"blend_config": reference.engine.blend.replace(recompute_ratio=ratio)},
     )
     options = {"llm": llm, "similarity_top_k": TOP_K, "streaming": "streaming" in form}
     blend = reference_index.as_query_engine(response_mode="blend", **options)

@@ -67,7 +67,7 @@ def test_more_right_answers_than_full_prefill_of_the_same_chunks(
         ),
         embed_model=HuggingFaceEmbedding(model_name=str(get_model_path())),
     )
-    full = BlendSynthesizer(llm=llm, config=BlendConfig(enabled=False))
+    full = BlendSynthesizer(llm=llm, blend_config=BlendConfig(enabled=False))
     whole = Whole(texts={document.id_: document.text for document, _ in asked})
     right: Counter[str] = Counter()
     for document, questions in asked:

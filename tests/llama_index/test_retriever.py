@@ -16,8 +16,9 @@ from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import NodeWithScore, QueryBundle
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag import BlendEngine
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.lab.settings import engine_settings
 from llama_index_cacheblend import BlendLLM, BlendRetriever, BlendSynthesizer
 from llama_index_cacheblend.nodes import node_chunks
 
@@ -31,10 +32,10 @@ def disk_llm(
     tmp_path: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, nodes: list[NodeWithScore]
 ) -> Iterator[BlendLLM]:
     """A model whose chunks are on disk, and nothing in RAM."""
-    config = BlendConfig(recompute_ratio=0.15, self_check=False, selector="hkvd")
-    with BlendEngine(model, tokenizer, config=config, store=tmp_path) as first:
+    settings = engine_settings(recompute_ratio=0.15, self_check=False, selector="hkvd")
+    with BlendEngine(model, tokenizer, store=tmp_path, **settings) as first:
         first.add(node_chunks(each.node for each in nodes))
-    with BlendEngine(model, tokenizer, config=config, store=tmp_path) as engine:
+    with BlendEngine(model, tokenizer, store=tmp_path, **settings) as engine:
         yield BlendLLM(engine=engine, max_new_tokens=6)
 
 

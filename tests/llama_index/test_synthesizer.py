@@ -26,7 +26,7 @@ from llama_index.core.types import BaseOutputParser
 from pydantic import BaseModel
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, EngineConfig
 from cacheblend_rag.demo import demo_documents, demo_questions
 from cacheblend_rag.errors import ConfigError, PromptTooLongError
 from cacheblend_rag.lab.settings import engine_settings
@@ -491,8 +491,8 @@ def test_prompts_can_be_seen_and_replaced(llm: BlendLLM, nodes: list[NodeWithSco
 
 def test_settings_of_a_synthesizer(make_llm: MakeLLM, nodes: list[NodeWithScore]) -> None:
     llm = make_llm(recompute_ratio=0.15)
-    config = llm.engine.config.replace(selector="none")
-    report = BlendSynthesizer(llm=llm, config=config).synthesize(QUESTION, nodes).metadata["blend"]
+    blend = llm.engine.blend.replace(selector="none")
+    report = BlendSynthesizer(llm=llm, blend_config=blend).synthesize(QUESTION, nodes).metadata["blend"]
     assert (report["selector"], report["recomputed_tokens"]) == ("none", 0)
 
 
@@ -507,22 +507,22 @@ class Shouting(BaseOutputParser):
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("blend", "said"),
     [
-        ({"recompute_ratio": 0.3}, r"config is a dict; give a BlendConfig"),
-        (BlendConfig(selector="hkdv"), "selector='hkdv' is unknown"),
-        (BlendConfig(check_layers=(99,)), "99"),
-        (BlendConfig(ram_bytes=1), "ram_bytes=1 cannot be set for one call"),
+        ({"recompute_ratio": 0.3}, "a BlendConfig is wanted, not the dict"),
+        (BlendConfig(selector="hkdv"), "unknown selector 'hkdv'"),
+        (BlendConfig(selector="hkvd(check_layers=[99])"), "99"),
+        (EngineConfig(ram_bytes=1), "a BlendConfig is wanted, not the EngineConfig"),
     ],
 )
-def test_wrong_settings_are_said_before_a_question(make_llm: MakeLLM, config: Any, said: str) -> None:
+def test_wrong_settings_are_said_before_a_question(make_llm: MakeLLM, blend: Any, said: str) -> None:
     llm = make_llm()
     with pytest.raises(ConfigError, match=said):
-        BlendSynthesizer(llm=llm, config=config)
+        BlendSynthesizer(llm=llm, blend_config=blend)
     retriever = SummaryIndex([]).as_retriever()
     for engine in (BlendContextChatEngine, BlendCondensePlusContextChatEngine):
         with pytest.raises(ConfigError, match=said):
-            engine.from_defaults(retriever, llm=llm, config=config)
+            engine.from_defaults(retriever, llm=llm, blend_config=blend)
 
 
 def test_output_parsers(make_llm: MakeLLM, nodes: list[NodeWithScore]) -> None:

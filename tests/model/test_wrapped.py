@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.engine.firsttoken import FirstLogits
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
-from cacheblend_rag.lab.settings import blend_settings
+from cacheblend_rag.lab.settings import blend_settings, engine_settings
 from cacheblend_rag.model import uncompiled, unwrapped, watch_forward
 from tests.families import tiny_model, tiny_tokenizer, words
 
@@ -24,7 +24,7 @@ from tests.families import tiny_model, tiny_tokenizer, words
 BACKEND = "eager"
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-CONFIG = BlendConfig(strict=True, selector="hkvd", recompute_ratio=0.15)
+SETTINGS = engine_settings(strict=True, selector="hkvd", recompute_ratio=0.15)
 CHUNKS = [Chunk(words(20, seed), f"n{seed}") for seed in range(3)]
 PROMPT = BlendPrompt(words(4, 10), CHUNKS, words(6, 11))
 TOKENS = 8
@@ -139,7 +139,7 @@ def _batch(engine: BlendEngine) -> dict[str, Any]:
 FEATURES: dict[str, tuple[Callable[[BlendEngine], dict[str, Any]], str]] = {
     "first logits": (_first_logits, "tokens"),
     "first logits, full": (lambda engine: _first_logits(engine, enabled=False), "tokens"),
-    "repair": (lambda engine: _answer(engine, repair_ratio=0.5, repair_limit=1e-4), "repaired"),
+    "repair": (lambda engine: _answer(engine, repair=0.5, repair_limit=1e-4), "repaired"),
     "eviction": (lambda engine: _answer(engine, kv_capacity=0.25), "evicted"),
     "eviction at the end": (lambda engine: _answer(engine, kv_capacity=0.25, selector="query"), "evicted"),
     "eviction, full": (lambda engine: _answer(engine, kv_capacity=0.25, enabled=False), "evicted"),
@@ -156,8 +156,8 @@ _SLOW = ("batch", "eviction, full", "guard")
 
 
 def _run(model: Any, feature: str) -> dict[str, Any]:
-    config = CONFIG.replace(guard_rate=1.0 if feature == "guard" else 0.0)
-    with BlendEngine(model, tiny_tokenizer(), config=config) as engine:
+    settings = engine_settings(SETTINGS, guard_rate=1.0 if feature == "guard" else 0.0)
+    with BlendEngine(model, tiny_tokenizer(), **settings) as engine:
         engine.add(CHUNKS)
         return FEATURES[feature][0](engine)
 
@@ -295,8 +295,8 @@ def test_a_forked_child_compiles_whatever_its_parents_threads_are_at() -> None:
 def test_an_adapter_that_does_more_than_change_layers_is_refused(adapter_config: Any, reason: str) -> None:
     model = peft.get_peft_model(tiny_model("llama"), adapter_config).eval()
     with pytest.raises(UnsupportedModelError, match=reason):
-        BlendEngine(model, tiny_tokenizer(), config=CONFIG.replace(self_check=False))
-    with BlendEngine(model, tiny_tokenizer(), config=CONFIG.replace(strict=False)) as engine:
+        BlendEngine(model, tiny_tokenizer(), **engine_settings(SETTINGS, self_check=False))
+    with BlendEngine(model, tiny_tokenizer(), **engine_settings(SETTINGS, strict=False)) as engine:
         result = engine.generate(PROMPT, TOKENS, do_sample=False)
         ids = torch.tensor([result.prompt_ids])
         own = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False)
@@ -309,7 +309,7 @@ def test_an_adapter_that_is_only_loaded_is_not_refused() -> None:
     model.add_adapter(
         "later", peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], alora_invocation_tokens=[5])
     )
-    with BlendEngine(model, tiny_tokenizer(), config=CONFIG) as engine:
+    with BlendEngine(model, tiny_tokenizer(), **SETTINGS) as engine:
         assert engine.unsupported_reason is None
 
 
@@ -317,7 +317,7 @@ def test_an_adapter_cannot_be_chosen_by_call() -> None:
     model = adapter(tiny_model("llama"))
     model.add_adapter("other", peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
     with (
-        BlendEngine(model, tiny_tokenizer(), config=CONFIG) as engine,
+        BlendEngine(model, tiny_tokenizer(), **SETTINGS) as engine,
         pytest.raises(ConfigError, match="adapter_names cannot be used here"),
     ):
         engine.generate(PROMPT, TOKENS, adapter_names=["other"])

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.chunk import ChunkPart
 from cacheblend_rag.errors import ConfigError, PromptError, PromptTooLongError
 from cacheblend_rag.lab.families import tiny_config, tiny_model
+from cacheblend_rag.lab.settings import engine_settings
 from tests.families import tiny_tokenizer
 from tests.pml.dense import own_logits
 
@@ -19,7 +20,7 @@ TOLERANCE = 1e-4
 BOS = 1
 # Rotary, twice the bias by distance, and twice learned positions.
 FAMILIES = ["llama", "gpt_neox", "bloom", "mpt", "gpt2", "opt"]
-REUSE = BlendConfig(selector="none", recompute_ratio=0.0, min_tokens=0, strict=True)
+REUSE = engine_settings(selector="none", recompute_ratio=0.0, strict=True)
 
 
 def some_ids(count: int, seed: int) -> tuple[int, ...]:
@@ -28,7 +29,7 @@ def some_ids(count: int, seed: int) -> tuple[int, ...]:
 
 @pytest.fixture(params=FAMILIES)
 def engine(request: pytest.FixtureRequest) -> Iterator[BlendEngine]:
-    with BlendEngine(tiny_model(tiny_config(request.param)), tiny_tokenizer(), config=REUSE) as made:
+    with BlendEngine(tiny_model(tiny_config(request.param)), tiny_tokenizer(), **REUSE) as made:
         yield made
 
 
@@ -66,11 +67,11 @@ def test_full_prefill_and_decoding_keep_the_positions(engine: BlendEngine) -> No
     together = Chunk("together", "s", token_ids=some_ids(len(at), 1), positions=at)
     prompt = BlendPrompt(segments=[[BOS], together, some_ids(5, 2)], positions=[0, 1, 33])
     positions = [0, *at, *range(33, 38)]
-    whole = engine.config.replace(enabled=False)
+    whole = engine.blend.replace(enabled=False)
     ids = list(engine.prompt_ids(prompt))
     own = own_logits(engine.model, ids, positions)
     assert (engine.prefill(prompt, blend=whole).logits - own).abs().max() < TOLERANCE * own.abs().max()
-    answers = [engine.generate(prompt, 6, blend=config, do_sample=False).token_ids for config in (None, whole)]
+    answers = [engine.generate(prompt, 6, blend=blend, do_sample=False).token_ids for blend in (None, whole)]
     wanted: list[int] = []
     for step in range(len(answers[0])):
         wanted.append(int(own_logits(engine.model, ids + wanted, [*positions, *range(38, 38 + step)]).argmax()))
@@ -148,7 +149,7 @@ def test_a_chunk_with_gaps_wants_positions(engine: BlendEngine) -> None:
 
 
 def test_models_that_count_their_tokens_refuse_gaps() -> None:
-    with BlendEngine(tiny_model(tiny_config("bart")), tiny_tokenizer(), config=REUSE) as engine:
+    with BlendEngine(tiny_model(tiny_config("bart")), tiny_tokenizer(), **REUSE) as engine:
         with pytest.raises(PromptError, match="takes no positions"):
             engine.prefill(BlendPrompt(segments=["t3 t4", "t5"], positions=[0, 9]))
 

@@ -13,9 +13,10 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
-from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag import BlendEngine
 from cacheblend_rag.errors import PMLError
 from cacheblend_rag.lab.families import tiny_config, tiny_model
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.pml import Schema
 from tests.pml.dense import own_logits
 from tests.pml.naive import items_markup, requests, schema_markup, schemas
@@ -35,8 +36,8 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 def engine(request: pytest.FixtureRequest) -> Iterator[BlendEngine]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    config = BlendConfig(selector="full", recompute_ratio=0.999, min_tokens=0, strict=True)
-    with BlendEngine(tiny_model(tiny_config(request.param)), character_tokenizer(), config=config) as made:
+    full = engine_settings(selector="full", recompute_ratio=0.999, strict=True)
+    with BlendEngine(tiny_model(tiny_config(request.param)), character_tokenizer(), **full) as made:
         yield made
     torch.set_num_threads(threads)
 

@@ -9,21 +9,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.lab.families import tiny_config, tiny_model
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.pml import Import, Module, Param, Prompt, Scaffold, Schema, Text, Union
 from tests.families import tiny_tokenizer, words
 from tests.pml.dense import own_logits
 
 TOLERANCE = 1e-4
-REUSE = BlendConfig(selector="none", recompute_ratio=0.0, min_tokens=0, strict=True)
+REUSE = engine_settings(selector="none", recompute_ratio=0.0, strict=True)
 # Rotary, bias by distance, learned positions.
 FAMILIES = ["llama", "bloom", "gpt2"]
 
 
-def make(family: str = "llama", store: Path | None = None, config: BlendConfig = REUSE) -> BlendEngine:
-    return BlendEngine(tiny_model(tiny_config(family)), tiny_tokenizer(), config=config, store=store)
+def make(family: str = "llama", store: Path | None = None, **changes: int | str) -> BlendEngine:
+    settings = engine_settings(REUSE, **changes)
+    return BlendEngine(tiny_model(tiny_config(family)), tiny_tokenizer(), store=store, **settings)
 
 
 @pytest.fixture(params=FAMILIES)
@@ -186,10 +188,9 @@ def test_a_prompt_that_ends_with_a_module_computes_its_last_token_alone() -> Non
 def test_union_members_are_read_into_ram_ahead(tmp_path: Path) -> None:
     members = tuple(module(f"u{n}", 12 + n) for n in range(4))
     schema = Schema("ahead", (module("head", 5), Union(members)))
-    config = REUSE.replace(ram_bytes=1 << 24)
-    with make(store=tmp_path, config=config) as engine:
+    with make(store=tmp_path, ram_bytes=1 << 24) as engine:
         engine.load_schema(schema)
-    with make(store=tmp_path, config=config) as engine:
+    with make(store=tmp_path, ram_bytes=1 << 24) as engine:
         assert engine.load_schema(schema).encoded == 0
         wait_for_ram(engine, "pml/ahead/u2")
         report = engine.prefill(Prompt(schema, (Import("head"), Import("u2"), "t4"))).report
@@ -214,9 +215,9 @@ def test_models_that_take_no_positions_serve_no_schemas() -> None:
 
 def test_two_schemas_of_one_name_in_two_tenants_do_not_meet(tmp_path: Path) -> None:
     schema = trip()
-    with make(store=tmp_path, config=REUSE.replace(namespace="one")) as one:
+    with make(store=tmp_path, tenant="one") as one:
         one.load_schema(schema)
-        with make(store=tmp_path, config=REUSE.replace(namespace="two")) as two:
+        with make(store=tmp_path, tenant="two") as two:
             assert two.load_schema(schema).encoded == 6
             two.unload_schema("trip")
         assert one.load_schema(schema).encoded == 0
@@ -229,8 +230,8 @@ def test_random_selector_at_any_ratio_gives_finite_logits_between_both_ends(engi
     layout = engine.prompt_layout(prompt)
     own = own_logits(engine.model, layout.token_ids, layout.positions)
     for selector, ratio in (("random", 0.5), ("boundary", 0.2), ("hkvd", 0.3)):
-        config = engine.config.replace(selector=selector, recompute_ratio=ratio)
-        result = engine.prefill(prompt, blend=config)
+        blend = engine.blend.replace(selector=selector, recompute_ratio=ratio)
+        result = engine.prefill(prompt, blend=blend)
         assert 0 < result.report.recomputed_tokens < layout.context_tokens
         assert torch.isfinite(result.logits).all() and (result.logits - own).abs().max() > 0
 

@@ -25,22 +25,22 @@ TOKEN_BYTES = 6 * 2 * 2 * 8 * 4
 
 @pytest.fixture
 def engine() -> Iterator[BlendEngine]:
-    config = BlendConfig(strict=True, selector="hkvd", recompute_ratio=0.15)
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config) as engine:
+    settings = engine_settings(strict=True, selector="hkvd", recompute_ratio=0.15)
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings) as engine:
         engine.add(CHUNKS)
         yield engine
 
 
 @pytest.mark.parametrize(("family", "attention"), CASES)
 def test_room_for_the_whole_context_changes_no_token(family: str, attention: str) -> None:
-    config = BlendConfig(strict=True, selector="hkvd", recompute_ratio=0.15, self_check=False)
-    with BlendEngine(tiny_model(family, attention), tiny_tokenizer(), config=config) as engine:
+    config = engine_settings(strict=True, selector="hkvd", recompute_ratio=0.15, self_check=False)
+    with BlendEngine(tiny_model(family, attention), tiny_tokenizer(), **config) as engine:
         engine.add(CHUNKS)
         for enabled in (True, False):
-            settings = engine.config.replace(enabled=enabled)
+            settings = engine.blend.replace(enabled=enabled)
             own = engine.generate(PROMPT, 10, blend=settings, do_sample=False)
             for capacity in (1.0, CONTEXT, 10_000):
-                kept = engine.generate(PROMPT, 10, config=settings.replace(kv_capacity=capacity), do_sample=False)
+                kept = engine.generate(PROMPT, 10, blend=settings.replace(kv_capacity=capacity), do_sample=False)
                 assert kept.token_ids == own.token_ids
                 assert kept.report.kv_bytes == kept.report.kv_bytes_before == own.report.kv_bytes
 
@@ -52,7 +52,7 @@ def test_the_report_counts_what_was_evicted(engine: BlendEngine, enabled: bool) 
     assert (own.evicted_tokens, own.kept_reason) == (0, None)
     assert own.kv_bytes == own.kv_bytes_before == length * TOKEN_BYTES
     for capacity, kept in ((0.25, 16), (10, 10), (1, 1)):
-        config = engine.config.replace(enabled=enabled, kv_capacity=capacity)
+        config = engine.blend.replace(enabled=enabled, kv_capacity=capacity)
         for report in (engine.generate(PROMPT, 8, blend=config).report, engine.prefill(PROMPT, blend=config).report):
             assert report.evicted_tokens == CONTEXT - kept
             assert report.kv_bytes == (length - CONTEXT + kept) * TOKEN_BYTES
@@ -62,7 +62,7 @@ def test_the_report_counts_what_was_evicted(engine: BlendEngine, enabled: bool) 
 
 
 def test_the_first_token_is_that_of_the_whole_context(engine: BlendEngine) -> None:
-    evicting = engine.config.replace(kv_capacity=1)
+    evicting = engine.blend.replace(kv_capacity=1)
     torch.testing.assert_close(
         engine.prefill(PROMPT, blend=evicting).logits, engine.prefill(PROMPT).logits, atol=0, rtol=0
     )
@@ -88,7 +88,7 @@ def test_half_precision(family: str, attention: str, dtype: torch.dtype) -> None
 
 
 def test_a_stream_is_what_is_generated(engine: BlendEngine) -> None:
-    config = engine.config.replace(kv_capacity=0.25)
+    config = engine.blend.replace(kv_capacity=0.25)
     wanted = engine.generate(PROMPT, 10, blend=config, do_sample=False)
     stream = engine.stream(PROMPT, 10, blend=config, do_sample=False)
     assert "".join(stream) == wanted.text
@@ -101,7 +101,7 @@ def test_a_stream_is_what_is_generated(engine: BlendEngine) -> None:
 
 
 def test_every_pattern_of_hits_and_misses_keeps_the_same(engine: BlendEngine) -> None:
-    config = engine.config.replace(kv_capacity=0.25)
+    config = engine.blend.replace(kv_capacity=0.25)
     prompt = BlendPrompt(words(4, 50), CHUNKS, words(6, 51))
     answers = set()
     for pattern in itertools.product([True, False], repeat=3):
@@ -114,8 +114,8 @@ def test_every_pattern_of_hits_and_misses_keeps_the_same(engine: BlendEngine) ->
 
 
 def test_chunks_computed_like_text_are_evicted_too() -> None:
-    config = BlendConfig(strict=True, selector="none", encode_on="second_use", kv_capacity=10)
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config) as engine:
+    settings = engine_settings(strict=True, selector="none", encode_on="second_use", kv_capacity=10)
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings) as engine:
         engine.add(CHUNKS)
         first = engine.generate(PROMPT, 4)
         assert (first.report.selector, first.report.evicted_tokens) == ("full", CONTEXT - 10)
@@ -123,7 +123,7 @@ def test_chunks_computed_like_text_are_evicted_too() -> None:
 
 
 def test_a_chunk_at_the_end_is_kept(engine: BlendEngine) -> None:
-    config = engine.config.replace(kv_capacity=10)
+    config = engine.blend.replace(kv_capacity=10)
     prompt = BlendPrompt(segments=[words(4, 1), ChunkRef("n0"), words(3, 2), ChunkRef("n1"), ChunkRef("n2")])
     assert engine.generate(prompt, 4, blend=config).report.evicted_tokens == 20 + 3 + 22 - 10
     alone = BlendPrompt(segments=[words(4, 1), ChunkRef("n0")])
@@ -135,7 +135,7 @@ def test_a_chunk_at_the_end_is_kept(engine: BlendEngine) -> None:
 def test_text_without_tokens_is_no_end(engine: BlendEngine, end: str | tuple[int, ...]) -> None:
     segments = [words(4, 1), ChunkRef("n0"), ChunkRef("n1")]
     wanted = engine.prefill(BlendPrompt(segments=segments))
-    config = engine.config.replace(kv_capacity=10)
+    config = engine.blend.replace(kv_capacity=10)
     result = engine.prefill(BlendPrompt(segments=[*segments, end]), blend=config)
     assert result.report.chunks[-1].reason == "the prompt ends with it, so it is computed like text"
     assert result.report.evicted_tokens == 20 - 10
@@ -148,7 +148,7 @@ def test_a_prompt_without_chunks_keeps_all(engine: BlendEngine) -> None:
 
 
 def test_long_answers_outgrow_the_room(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = engine.config.replace(kv_capacity=0.25)
+    config = engine.blend.replace(kv_capacity=0.25)
     wanted = engine.generate(PROMPT, 40, blend=config, do_sample=False, min_new_tokens=40).token_ids
     monkeypatch.setattr("cacheblend_rag.engine.caches.ROOM_FOR_OUTPUT", 2)
     assert engine.generate(PROMPT, 40, blend=config, do_sample=False, min_new_tokens=40).token_ids == wanted
@@ -164,8 +164,8 @@ def test_layers_with_a_window_are_kept_whole_and_the_report_says_so() -> None:
 
 
 def test_damaged_kv_found_after_layers_were_evicted_starts_anew(tmp_path: Path) -> None:
-    config = BlendConfig(strict=True, selector="none", ram_bytes=0, kv_capacity=0.25, pipeline=False)
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config, store=tmp_path) as engine:
+    settings = engine_settings(strict=True, selector="none", ram_bytes=0, kv_capacity=0.25, pipeline=False)
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings, store=tmp_path) as engine:
         engine.add(CHUNKS)
         wanted = engine.generate(PROMPT, 8, do_sample=False)
         file = files_of(tmp_path)[0]
@@ -183,7 +183,7 @@ def test_damaged_kv_found_after_layers_were_evicted_starts_anew(tmp_path: Path) 
 def test_a_model_whose_attention_is_its_own_is_refused(model_type: str) -> None:
     sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "bos_token_id": 1}
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**sizes, eos_token_id=2, pad_token_id=0)).eval()
-    with BlendEngine(model, tiny_tokenizer(), **engine_settings()) as engine:
+    with BlendEngine(model, tiny_tokenizer(), **engine_settings(enabled=False)) as engine:
         engine.add(CHUNKS)
         assert len(engine.generate(PROMPT, 3, min_new_tokens=3).token_ids) == 3
         with pytest.raises(UnsupportedModelError, match=r"layers 0, 1 cannot be watched.*leave kv_capacity at None"):
@@ -208,19 +208,6 @@ def test_the_environment_tells_tokens_from_shares(
     monkeypatch.setenv("CACHEBLEND_KV_CAPACITY", text)
     file = tmp_path / "blend.yaml"
     file.write_text(f"kv_capacity: {text}\n")
-    for config in (BlendConfig(), BlendConfig.from_yaml(file), BlendConfig().replace(seed=1)):
+    for config in (BlendConfig(), BlendConfig.from_yaml(file), BlendConfig().replace(enabled=False)):
         assert config.kv_capacity == meant
         assert type(config.kv_capacity) is type(meant)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"observation_window": 0}, "observation_window=0"),
-        ({"pooling_kernel": 0}, "pooling_kernel=0"),
-        ({"pooling_kernel": 4}, "pooling_kernel=4: must be odd"),
-    ],
-)
-def test_windows_without_meaning_are_refused(values: dict[str, int], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        BlendConfig(**values)  # type: ignore[arg-type]

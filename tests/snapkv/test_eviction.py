@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AttentionInterface, PreTrainedModel
 
-from cacheblend_rag import BlendConfig
 from cacheblend_rag.engine.selfcheck import TrueKV
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache, Steering
@@ -19,6 +18,7 @@ from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.model import AttentionCall, inspect_model, watch_attention
 from cacheblend_rag.selection import FixedSelection
 from cacheblend_rag.snapkv import Eviction, choose_tokens, context_attention
+from cacheblend_rag.tuning import Tuning
 from tests.core.dense import own_kv
 from tests.families import CASES, tiny_model
 from tests.snapkv.dense import dense_decode, kept_rows, naive_choice
@@ -35,15 +35,15 @@ SLIDING = {
     "gemma2": (0, 2, 4),
     "gemma3": (0, 1, 3, 4),
 }
-CONFIG = BlendConfig(kv_capacity=CAPACITY, observation_window=WINDOW, pooling_kernel=KERNEL)
+TUNING = Tuning(observation_window=WINDOW, pooling_kernel=KERNEL)
 
 
 def _ids(seed: int) -> list[int]:
     return torch.randint(3, 97, (LENGTH,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def _eviction(model: PreTrainedModel, cache: BlendCache, config: BlendConfig = CONFIG, room: int = 4) -> Eviction:
-    return Eviction(model, config, cache, LENGTH, CONTEXT, STEPS, room)
+def _eviction(model: PreTrainedModel, cache: BlendCache, capacity: float = CAPACITY, room: int = 4) -> Eviction:
+    return Eviction(model, capacity, TUNING, cache, LENGTH, CONTEXT, STEPS, room)
 
 
 def _generate(
@@ -194,7 +194,7 @@ def test_the_memory_of_what_is_evicted_is_given_back() -> None:
 def test_nothing_is_evicted_where_everything_fits(capacity: float) -> None:
     model = tiny_model("llama")
     cache = BlendCache(6)
-    eviction = _eviction(model, cache, CONFIG.replace(kv_capacity=capacity))
+    eviction = _eviction(model, cache, capacity)
     with torch.no_grad(), eviction():
         model(input_ids=torch.tensor([_ids(5)]), past_key_values=cache, use_cache=True)
     assert (eviction.evicted_tokens, eviction.kept_reason) == (0, None)
@@ -203,7 +203,7 @@ def test_nothing_is_evicted_where_everything_fits(capacity: float) -> None:
 
 def test_a_share_is_of_the_context_and_keeps_one_token_at_least() -> None:
     for share, kept in ((0.25, 16), (0.5, 32), (0.001, 1)):
-        eviction = _eviction(tiny_model("llama"), BlendCache(6), CONFIG.replace(kv_capacity=share))
+        eviction = _eviction(tiny_model("llama"), BlendCache(6), share)
         assert eviction.evicted_tokens == 65 - kept
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cacheblend_rag import BlendConfig
+from cacheblend_rag import EngineConfig
 from cacheblend_rag.codec import codec_names, make_codec, pack_kv, unpack_layer
 from cacheblend_rag.errors import ChunkReadError, ConfigError, StoreFullError
 from cacheblend_rag.kv import ChunkKV, LayerKV
@@ -265,4 +265,4 @@ def test_settings_are_checked(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"unknown codec .*; choose one of native"):
             open_store(tmp_path / "store", 0, **setting)
     assert not (tmp_path / "store").exists()
-    assert (BlendConfig().ram_codec, BlendConfig().disk_codec) == ("native", "native")
+    assert (EngineConfig().ram_codec, EngineConfig().disk_codec) == ("native", "native")

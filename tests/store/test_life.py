@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, EngineConfig
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import KVStore, StoreClock, check_store, open_store
 from cacheblend_rag.store.database import Database
 from tests.families import tiny_model, tiny_tokenizer, words
@@ -195,12 +196,12 @@ def test_the_stores_time_only_grows(steps: list[tuple[str, float]]) -> None:
 def test_settings_and_single_additions() -> None:
     for wrong in (0, -1, float("inf"), float("nan")):
         with pytest.raises(ConfigError, match="ttl_s"):
-            BlendConfig(ttl_s=wrong)
+            EngineConfig(ttl_s=wrong)
     clocks = Clocks()
     store = clocks.open(None, 10**7)
     chunks = [Chunk(words(20, 1), "a"), Chunk(words(21, 2), "b")]
-    config = BlendConfig(ttl_s=100)
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config, store=store) as engine:
+    config = engine_settings(ttl_s=100)
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **config, store=store) as engine:
         with pytest.raises(ConfigError, match="ttl_s=0 must be a positive number of seconds"):
             engine.add(chunks, ttl_s=0)
         engine.add(chunks[:1])

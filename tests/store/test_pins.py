@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag import BlendConfig, BlendEngine, Chunk
+from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.errors import StoreError, StoreFullError, UnknownChunkError
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import KVStore, check_store, open_store, pin_chunks
 from tests.families import tiny_model, tiny_tokenizer, words
 from tests.store.kit import files_of, key_of, make_kv, record
@@ -117,8 +118,8 @@ def test_the_copy_in_ram_stays(tmp_path: Path) -> None:
 
 def test_the_engines_pins(tmp_path: Path) -> None:
     chunks = [Chunk(words(20, seed), f"n{seed}") for seed in range(4)]
-    config = BlendConfig(disk_bytes=45_000)
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config, store=tmp_path) as engine:
+    settings = engine_settings(disk_bytes=45_000)
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings, store=tmp_path) as engine:
         engine.add(chunks[:1])
         assert engine.store.stats().disk_bytes < 20_000
         with pytest.raises(UnknownChunkError, match="nobody"):

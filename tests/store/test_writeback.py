@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import StoreError, StoreFullError
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import KVStore, check_store, open_store
 from cacheblend_rag.store.folder import StoreFolder
 from tests.families import tiny_model, tiny_tokenizer, words
@@ -214,8 +215,8 @@ def test_an_addition_is_durable_whatever_waits(tmp_path: Path, gate: threading.E
 
 
 def test_without_room_to_wait_the_answer_waits(tmp_path: Path) -> None:
-    config = BlendConfig(write_back_bytes=0)
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config, store=tmp_path) as engine:
+    settings = engine_settings(write_back_bytes=0)
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings, store=tmp_path) as engine:
         engine.prefill(BlendPrompt("t1", [Chunk(words(20, 1), "a")], "t2"))
         assert len(files_of(tmp_path)) == 1
         assert engine.store.stats().waiting == 0

@@ -141,6 +141,7 @@ class BatchBench:
             enabled=True,
             recompute_ratio=setting.ratio,
             kv_capacity=None,
+            repair=0.0,
         )
         self.engine = BlendEngine.from_pretrained(setting.model, **settings)
         self._llm = BlendLLM(

@@ -48,7 +48,7 @@ class TPOTSetting(ModelSetting):
     capacities: tuple[int | float, ...] = (0.25,)
     methods: tuple[str, ...] = _PREFILLS
     ratio: float = 0.15
-    selector: str = "auto"
+    selector: str = "hkvd"
 
     def __post_init__(self) -> None:
         ModelSetting.__post_init__(self)

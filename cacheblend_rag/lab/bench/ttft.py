@@ -188,6 +188,11 @@ class TTFTBench:
             if rate is not None:
                 slow = SlowStore(tier, rate, NO_LIMIT)
                 self._engines[tier] = BlendEngine(model, tokenizer, store=slow, **settings)
+        # Over the same stores, engines that load each layer when it is asked for.
+        for label in dict.fromkeys(each for each in setting.tiers if each.endswith(_NO_PIPELINE)):
+            other = self._engines[label.removesuffix(_NO_PIPELINE)]
+            own = engine_settings(settings_of(other), pipeline=False)
+            self._engines[label] = BlendEngine(model, tokenizer, store=other.store, **own)
         words = RandomWords(tokenizer, setting.seed)
         chunks = words.chunks(setting.chunks, setting.chunk_tokens)
         question = words.text(setting.question_tokens)
@@ -198,8 +203,8 @@ class TTFTBench:
             _IN_DOCUMENT: BlendPrompt(chunks=[str(piece.id) for piece in pieces], suffix=question),
         }
         for tier, engine in self._engines.items():
-            # The disk tier's files are there already.
-            if tier != "disk":
+            # The disk tier's files are there already; in memory each engine has KV of its own.
+            if not tier.startswith("disk"):
                 engine.add(chunks)
                 if 0 in setting.ratios:
                     engine.add(pieces)
@@ -222,7 +227,7 @@ class TTFTBench:
             settings = engine_settings(settings_of(engine), separator=separator)
             gapless = BlendEngine(engine.model, engine.tokenizer, store=engine.store, **settings)
             self._gapless[tier] = gapless
-            if tier != "disk":
+            if not tier.startswith("disk"):
                 gapless.add(pieces)
             # The head is computed and stored by the first prompt that begins with it.
             gapless.prefill(prompt, blend=gapless.blend.replace(selector="none", recompute_ratio=0.0))
@@ -304,19 +309,9 @@ class TTFTBench:
     def _prefix_cache(self) -> None:
         int(self._cached.logits(self._ids[:, self._cached_tokens :]).argmax())
 
-    def _without_pipeline(self, tier: str) -> BlendEngine:
-        """Return an engine over the same store that loads each layer when it is asked for."""
-        label = f"{tier}{_NO_PIPELINE}"
-        if label not in self._engines:
-            engine = self._engines[tier]
-            settings = engine_settings(settings_of(engine), pipeline=False)
-            self._engines[label] = BlendEngine(engine.model, engine.tokenizer, store=engine.store, **settings)
-        return self._engines[label]
-
     def _blend(self, tier: str, selector: str, ratio: float, pipeline: bool, name: str = _REUSE) -> BlendReport:
-        engine = (self._gapless if name == _GAPLESS else self._engines)[tier]
-        if not pipeline:
-            engine = self._without_pipeline(tier)
+        label = tier if pipeline else f"{tier}{_NO_PIPELINE}"
+        engine = (self._gapless if name == _GAPLESS else self._engines)[label]
         blend = engine.blend.replace(selector=selector, recompute_ratio=ratio)
         result = engine.prefill(self._prompts.get(name, self.prompt), blend=blend)
         int(result.logits.argmax())

@@ -39,7 +39,7 @@ def tpot(
         str, typer.Option(help="How the prompt is prefilled, comma-separated: full, blend.")
     ] = "full,blend",
     ratio: Annotated[float, typer.Option(help="Recompute ratio of the blend.")] = 0.15,
-    selector: Annotated[str, typer.Option(help="Selector of the blend.")] = "auto",
+    selector: Annotated[str, typer.Option(help="Selector of the blend.")] = "hkvd",
     repeats: RepeatsOption = 5,
     device: DeviceOption = "cpu",
     dtype: WeightsOption = None,

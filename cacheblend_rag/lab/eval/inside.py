@@ -26,7 +26,7 @@ ORACLES = ("oracle_deviation", "oracle_attention")
 """Choices that know full prefill: the tokens whose KV deviates most over all layers, and those that the question attends to
 most."""
 
-_REUSE: dict[str, Any] = {"enabled": True, "min_tokens": 0, "selector": "none", "recompute_ratio": 0.0}
+_REUSE: dict[str, Any] = {"enabled": True, "selector": "none", "recompute_ratio": 0.0}
 
 
 @dataclass(frozen=True, eq=False)

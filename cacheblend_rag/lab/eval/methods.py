@@ -82,7 +82,7 @@ class EvalMethod:
         """Return the overrides, with what blending every prompt takes; empty for a method that blends nothing."""
         if self.way in WHOLE_WAYS:
             return dict(self.overrides)
-        return {"enabled": True, "min_tokens": 0} | dict(self.overrides)
+        return {"enabled": True} | dict(self.overrides)
 
     def describe(self) -> dict[str, Any]:
         """Return the method as plain values: what a journal pins."""

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.engine import Conversation
+from cacheblend_rag.lab.settings import blend_settings
 from tests.families import tiny_tokenizer, words
 
 CHUNKS = [Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate((20, 22, 14, 17, 9))]
@@ -40,10 +41,10 @@ def own_answer(model: PreTrainedModel, prompt_ids: Sequence[int], count: int) ->
 def second_turn(engine: BlendEngine, conversation: Conversation, **config: Any) -> int:
     """How many tokens a turn takes over that says the same behind the same context, and more."""
     prompt = chat_prompt(CHUNKS[:2], ids_of(words(5, 1)), words(6, 2))
-    settings = engine.config.replace(**config) if config else None
+    settings = blend_settings(engine.blend, **config) if config else None
     return engine.prefill(prompt, blend=settings, conversation=conversation).report.conversation_tokens
 
 
 def first_turn(engine: BlendEngine, conversation: Conversation, **config: Any) -> None:
-    settings = engine.config.replace(**config) if config else None
+    settings = blend_settings(engine.blend, **config) if config else None
     engine.prefill(chat_prompt(CHUNKS[:2], [], words(5, 1)), blend=settings, conversation=conversation)

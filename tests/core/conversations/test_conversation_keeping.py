@@ -13,7 +13,6 @@ import pytest
 
 from cacheblend_rag import BlendConfig, BlendPrompt, Chunk
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.lab.settings import blend_settings
 from cacheblend_rag.store import open_store
 from tests.core.conversations.chats import (
     CHUNKS,
@@ -227,8 +226,8 @@ def test_a_conversation_belongs_to_its_engine(make_engine: MakeEngine, tmp_path:
             stranger.prefill(BlendPrompt(words(5, 1)), conversation=engine.conversation())
     with pytest.raises(ConfigError, match="max_bytes=-1 is negative"):
         engine.conversation(-1)
-    with pytest.raises(ConfigError, match="conversation_bytes=5 cannot be set for one call"):
-        engine.prefill(BlendPrompt(words(5, 1)), blend=blend_settings(BlendConfig(), conversation_bytes=5))
+    with pytest.raises(ConfigError, match="conversation_bytes is settled when an engine is made"):
+        BlendConfig(conversation_bytes=5)
     for each in (engine, twin):
         each.close()
     store.close()

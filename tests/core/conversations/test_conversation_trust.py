@@ -43,7 +43,6 @@ def test_rows_made_at_a_lower_ratio_are_not_taken_over(make_engine: MakeEngine) 
 WORSE = [
     {"selector": "none"},
     {"selector": "none", "recompute_ratio": 1.0},
-    {"reposition": False},
     {"check_layers": (2,)},
     {"segment_tokens": 16},
     {"selector": "query", "look_layers": (0,), "stop_layer": 1},
@@ -55,9 +54,8 @@ def test_rows_made_otherwise_are_not_taken_over(make_engine: MakeEngine, setting
     engine = make_engine(recompute_ratio=0.5)
     conversation = engine.conversation()
     first_turn(engine, conversation, **settings)
-    # What follows the chunks may be moved and blended at this turn's ratio, unless it stands behind keys at other places.
-    moved = 0 if "reposition" in settings else 9 + 5
-    assert second_turn(engine, conversation) == UP_TO_THE_FIRST_CHUNK + moved
+    # What follows the chunks may be moved and blended at this turn's ratio.
+    assert second_turn(engine, conversation) == UP_TO_THE_FIRST_CHUNK + 9 + 5
     conversation = engine.conversation()
     first_turn(engine, conversation, **settings)
     assert second_turn(engine, conversation, **settings) == WHOLE_FIRST_TURN

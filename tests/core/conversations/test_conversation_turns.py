@@ -48,7 +48,7 @@ def test_at_ratio_1_a_chat_has_the_models_own_answers(family: str, make_engine: 
 def test_a_turn_that_only_adds_text_is_exact_whatever_the_selector(make_engine: MakeEngine, selector: str) -> None:
     engine = make_engine(selector=selector)
     conversation = engine.conversation()
-    whole = engine.config.replace(recompute_ratio=1.0, selector="hkvd")
+    whole = engine.blend.replace(recompute_ratio=1.0, selector="hkvd")
     first = engine.generate(chat_prompt(CHUNKS[:2], [], words(5, 1)), 6, blend=whole, conversation=conversation)
     history = [*ids_of(words(5, 1)), *first.token_ids]
     prompt = chat_prompt(CHUNKS[:2], history, words(6, 2))
@@ -232,7 +232,7 @@ def test_a_question_asked_again_is_computed_again(make_engine: MakeEngine) -> No
 
 
 def test_repair_works_on_what_was_moved(make_engine: MakeEngine) -> None:
-    engine = make_engine(selector="none", repair_ratio=1.0, repair_limit=0.0)
+    engine = make_engine(selector="none", repair=1.0, repair_limit=0.0)
     conversation = engine.conversation()
     first = engine.generate(chat_prompt(CHUNKS[:2], [], words(12, 1)), 8, conversation=conversation)
     history = [*ids_of(words(12, 1)), *first.token_ids]

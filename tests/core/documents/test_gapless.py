@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef, FixedText
-from cacheblend_rag.lab.settings import blend_settings
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef, FixedText
+from cacheblend_rag.lab.settings import blend_settings, engine_settings
 from tests.core.documents.texts import Text
 from tests.families import CASES, FURTHER_CASES, tiny_model, tiny_tokenizer, words
 
@@ -29,8 +29,8 @@ _model = cache(tiny_model)
 
 
 def engine_of(family: str = "llama", attention: str = "sdpa", store: Path | None = None, **values: Any) -> BlendEngine:
-    config = BlendConfig(**{"recompute_ratio": 0.0, "strict": True, "self_check": False} | values)
-    return BlendEngine(_model(family, attention), tiny_tokenizer(), config=config, store=store)
+    settings = engine_settings(**{"recompute_ratio": 0.0, "strict": True, "self_check": False} | values)
+    return BlendEngine(_model(family, attention), tiny_tokenizer(), **settings, store=store)
 
 
 @torch.no_grad()
@@ -41,7 +41,7 @@ def own_logits(engine: BlendEngine, prompt: BlendPrompt) -> torch.Tensor:
 
 def off(engine: BlendEngine, prompt: BlendPrompt, **values: Any) -> float:
     """How far the engine's logits are from the model's own."""
-    config = engine.config.replace(**values) if values else None
+    config = blend_settings(engine.blend, **values) if values else None
     result = engine.prefill(prompt, blend=config)
     assert result.report.charged_ratio == 0
     return float((result.logits - own_logits(engine, prompt)).abs().max())

@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef, FixedText
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef, FixedText
 from cacheblend_rag.errors import ConfigError, StoreReadOnlyError, UnknownChunkError
 from cacheblend_rag.lab import families
-from cacheblend_rag.lab.settings import engine_settings
+from cacheblend_rag.lab.settings import blend_settings, engine_settings
 from cacheblend_rag.pml import Schema
 from cacheblend_rag.store import check_store
 from tests.families import tiny_model, tiny_tokenizer, words
@@ -39,8 +39,8 @@ def make() -> Iterator[MakeEngine]:
     engines: list[BlendEngine] = []
 
     def make_engine(family: str = "llama", store: Any = None, model: Any = None, **values: Any) -> BlendEngine:
-        config = BlendConfig(**{"strict": True, "self_check": False, "recompute_ratio": 0.0} | values)
-        engine = BlendEngine(model or _model(family), tiny_tokenizer(), config=config, store=store)
+        settings = engine_settings(**{"strict": True, "self_check": False, "recompute_ratio": 0.0} | values)
+        engine = BlendEngine(model or _model(family), tiny_tokenizer(), **settings, store=store)
         engines.append(engine)
         return engine
 
@@ -74,7 +74,6 @@ SETTINGS: list[dict[str, Any]] = [
     {"recompute_ratio": 1.0},
     {"reposition": False},
     {"pipeline": False},
-    {"min_tokens": 1000},
     {"ram_codec": "int4"},
 ]
 
@@ -102,7 +101,7 @@ def test_a_prompt_without_chunks_and_one_computed_as_a_whole(make: MakeEngine, f
     engine = make(family, model=model)
     engine.add(CHUNKS)
     alone = BlendPrompt(segments=[FixedText(HEAD), QUESTION])
-    for prompt, config in ((alone, engine.config), (asking(), engine.config.replace(recompute_ratio=1.0))):
+    for prompt, config in ((alone, engine.blend), (asking(), engine.blend.replace(recompute_ratio=1.0))):
         engine.prefill(prompt, blend=config)
         result = engine.prefill(prompt, blend=config)
         assert result.report.head_tokens == HEAD_TOKENS
@@ -112,7 +111,7 @@ def test_a_prompt_without_chunks_and_one_computed_as_a_whole(make: MakeEngine, f
 
 def test_switched_off_everything_is_computed(make: MakeEngine) -> None:
     engine = make()
-    off = engine.config.replace(enabled=False)
+    off = engine.blend.replace(enabled=False)
     engine.prefill(asking(), blend=off)
     assert engine.heads() == []
     engine.prefill(asking())
@@ -204,7 +203,7 @@ def test_any_prompt_is_what_it_is_without_the_word_fixed(parts: list[tuple[str, 
     plain = [each.text if isinstance(each, FixedText) else each for each in segments]
     if not any(engine.prompt_ids(BlendPrompt(segments=plain))):
         return
-    config = engine.config.replace(recompute_ratio=ratio, selector="hkvd")
+    config = engine.blend.replace(recompute_ratio=ratio, selector="hkvd")
     wanted = engine.prefill(BlendPrompt(segments=plain), blend=config)
     for _ in range(2):
         found = engine.prefill(BlendPrompt(segments=segments), blend=config)
@@ -237,8 +236,8 @@ def test_streams_many_prompts_eviction_and_repair(make: MakeEngine) -> None:
     "".join(stream)
     assert stream.result().token_ids == wanted[0]
     assert stream.result().report.head_tokens == HEAD_TOKENS
-    for values in ({"kv_capacity": 12}, {"repair_ratio": 0.5, "recompute_ratio": 0.1}, {"source_attention": True}):
-        config = engine.config.replace(**values)
+    for values in ({"kv_capacity": 12}, {"repair": 0.5, "recompute_ratio": 0.1}, {"source_attention": True}):
+        config = blend_settings(engine.blend, **values)
         with_head, without = (engine.generate(each[1], 6, blend=config) for each in (prompts, plain))
         assert with_head.token_ids == without.token_ids
         assert with_head.report.head_tokens == HEAD_TOKENS
@@ -313,7 +312,7 @@ def test_what_a_conversation_keeps_behind_a_head_is_exact(make: MakeEngine) -> N
     text = BlendPrompt(segments=[FixedText(HEAD), words(9, 31)])
     engine.prefill(text, conversation=conversation)
     assert conversation.tokens == HEAD_TOKENS + 9
-    whole = engine.config.replace(recompute_ratio=1.0)
+    whole = engine.blend.replace(recompute_ratio=1.0)
     longer = BlendPrompt(segments=[FixedText(HEAD), words(9, 31), CHUNKS[0], QUESTION])
     result = engine.prefill(longer, blend=whole, conversation=conversation)
     assert (result.report.conversation_tokens, result.report.head_tokens) == (HEAD_TOKENS + 9, 0)
@@ -343,7 +342,7 @@ def test_turns_of_any_kind_are_full_prefill_where_they_are_computed_as_a_whole(
     for head, chunk, is_whole in turns:
         segments: list[Any] = [FixedText(words(9 + 4 * head, 70 + head)), CHUNKS[chunk], history, words(5, chunk)]
         prompt = BlendPrompt(segments=segments)
-        config = engine.config.replace(recompute_ratio=1.0 if is_whole else 0.2)
+        config = engine.blend.replace(recompute_ratio=1.0 if is_whole else 0.2)
         result = engine.prefill(prompt, blend=config, conversation=conversation)
         if is_whole:
             assert same(result.logits, own_logits(engine, prompt))
@@ -356,8 +355,8 @@ def test_turns_of_any_kind_are_full_prefill_where_they_are_computed_as_a_whole(
 
 
 def test_it_is_there_after_a_restart_and_for_its_tenant_alone(make: MakeEngine, tmp_path: Path) -> None:
-    one = make(store=tmp_path, namespace="acme")
-    two = make(store=tmp_path, namespace="globex")
+    one = make(store=tmp_path, tenant="acme")
+    two = make(store=tmp_path, tenant="globex")
     one.prefill(asking())
     one.flush()
     assert two.prefill(asking()).report.head_tokens == 0
@@ -365,7 +364,7 @@ def test_it_is_there_after_a_restart_and_for_its_tenant_alone(make: MakeEngine, 
     assert not set(one.heads()) & set(two.heads())
     assert [one.store.stats(tenant).entries for tenant in ("acme", "globex")] == [3, 3]
     one.close()
-    again = make(store=tmp_path, namespace="acme")
+    again = make(store=tmp_path, tenant="acme")
     result = again.prefill(asking())
     assert result.report.head_tokens == HEAD_TOKENS
     assert same(result.logits, again.prefill(asking(fixed=False)).logits)

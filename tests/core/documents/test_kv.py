@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_rag import BlendConfig, BlendEngine, Chunk
+from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.lab import families
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.reading import Member, ReadingRules, contexts
 from tests.core.documents.texts import TOLERANCE, Text, distance
 from tests.families import CASES, FURTHER_CASES, tiny_model, tiny_tokenizer, words
@@ -20,8 +21,8 @@ SAMPLED = [("llama", "sdpa"), ("gemma3", "eager"), ("bloom", "eager")]
 
 @cache
 def shared_engine(family: str, attention: str, separator: str, batch_tokens: int) -> BlendEngine:
-    config = BlendConfig(separator=separator, encode_batch_tokens=batch_tokens, strict=True, self_check=False)
-    return BlendEngine(tiny_model(family, attention), tiny_tokenizer(), config=config)
+    settings = engine_settings(separator=separator, encode_batch_tokens=batch_tokens, strict=True, self_check=False)
+    return BlendEngine(tiny_model(family, attention), tiny_tokenizer(), **settings)
 
 
 TEXTS = st.lists(

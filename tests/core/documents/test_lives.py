@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt
+from cacheblend_rag import BlendEngine, BlendPrompt
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import KVStore, StoreClock, check_store, open_store
 from tests.core.documents.texts import TOLERANCE, Text, distance
 from tests.families import tiny_model, tiny_tokenizer
@@ -35,10 +36,10 @@ def make_engine(tmp_path: Path, time: Time) -> Iterator[MakeEngine]:
     engines: list[BlendEngine] = []
 
     def make(store: KVStore | None = None, **values: Any) -> BlendEngine:
-        config = BlendConfig(**{"recompute_ratio": 0.0, "selector": "none", "self_check": False, **values})
+        settings = engine_settings(**{"recompute_ratio": 0.0, "selector": "none", "self_check": False, **values})
         clock = StoreClock(lambda: time.now, lambda: time.now)
         store = store or open_store(tmp_path / "store", 0, clock=clock)
-        engines.append(BlendEngine(MODEL, tiny_tokenizer(), config=config, store=store))
+        engines.append(BlendEngine(MODEL, tiny_tokenizer(), **settings, store=store))
         return engines[-1]
 
     yield make

@@ -27,8 +27,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import StoreFullError
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import StoreClock, check_store, open_store
 from cacheblend_rag.store.documents import Drafts
 from tests.core.documents.naive import Ids, Library, Reading, Rows, small_model
@@ -103,7 +104,7 @@ class DocumentMachine(RuleBasedStateMachine):
         write_back_bytes: int,
         defers: bool,
     ) -> None:
-        self.config = BlendConfig(
+        self.settings = engine_settings(
             context_tokens=context_tokens,
             separator=separator,
             ttl_s=ttl_s,
@@ -125,7 +126,7 @@ class DocumentMachine(RuleBasedStateMachine):
     def open(self) -> BlendEngine:
         clock = StoreClock(lambda: self.now, lambda: self.now)
         store = open_store(self.folder, clock=clock, **self.options)  # type: ignore[arg-type]
-        return BlendEngine(small_model(), tiny_tokenizer(), config=self.config, store=store)
+        return BlendEngine(small_model(), tiny_tokenizer(), **self.settings, store=store)
 
     def end(self, engine: BlendEngine) -> None:
         engine.close()
@@ -149,7 +150,7 @@ class DocumentMachine(RuleBasedStateMachine):
         future = Library(self.library.limit, self.library.separator)
         future.pieces = {document: list(pieces) for document, pieces in self.library.pieces.items()}
         future.alone = dict(self.library.alone)
-        life = self.config.ttl_s if ttl_s is None else ttl_s
+        life = self.settings["config"].ttl_s if ttl_s is None else ttl_s
         future.add(given, math.inf if life is None else self.now + life)
         return future
 
@@ -216,7 +217,7 @@ class DocumentMachine(RuleBasedStateMachine):
         known = [id for id in ids if id in self.readings()]
         engine = self.engines[second]
         self.change(lambda: engine.prefill(BlendPrompt("t5 t6", known, "t7 t8")))
-        self.live_on(self.config.ttl_s)
+        self.live_on(self.settings["config"].ttl_s)
 
     @rule(second=st.booleans(), ids=SOME_IDS)
     def prefetch(self, second: bool, ids: list[str]) -> None:

@@ -111,7 +111,7 @@ def test_a_document_that_is_too_long_to_wait_for_is_read_in_the_background(open_
     assert [chunk.reason for chunk in late.report.chunks] == [
         "reading its document would take more than miss_tokens=20, so it is computed like text and encoded in the background"
     ] * 2
-    whole = ask(engine, "d-1", "d-3", config=engine.config.replace(enabled=False))
+    whole = ask(engine, "d-1", "d-3", blend=engine.blend.replace(enabled=False))
     torch.testing.assert_close(late.logits, whole.logits, atol=1e-4, rtol=0)
     engine.flush()
     assert held(engine) == [False, True, False, True]
@@ -201,7 +201,7 @@ def test_prefetching_brings_the_kv_of_the_context_there_is(open_engine: OpenEngi
 
 
 def test_a_tenant_has_documents_of_its_own(tmp_path: Path, open_engine: OpenEngine) -> None:
-    engines = {name: open_engine(namespace=name) for name in (None, "acme", "umbrella")}
+    engines = {name: open_engine(tenant=name) for name in (None, "acme", "umbrella")}
     for engine in engines.values():
         engine.add(TEXT.chunks)
     engines["acme"].delete(["d-1"])

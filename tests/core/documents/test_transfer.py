@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag import BlendConfig, BlendEngine, Chunk
+from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.errors import StoreError
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import check_store, export_store, import_store, open_store
 from tests.core.documents.naive import Library, Rows
 from tests.core.documents.texts import TOLERANCE, Text, distance
@@ -29,9 +30,9 @@ def open_engine(tmp_path: Path) -> Iterator[OpenEngine]:
     engines: list[BlendEngine] = []
 
     def open_one(name: str, **values: Any) -> BlendEngine:
-        config = BlendConfig(**{"recompute_ratio": 0.0, "selector": "none", "self_check": False, **values})
+        settings = engine_settings(**{"recompute_ratio": 0.0, "selector": "none", "self_check": False, **values})
         store = open_store(tmp_path / name, 0)
-        engines.append(BlendEngine(MODEL, tiny_tokenizer(), config=config, store=store))
+        engines.append(BlendEngine(MODEL, tiny_tokenizer(), **settings, store=store))
         return engines[-1]
 
     yield open_one

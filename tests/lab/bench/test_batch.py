@@ -17,7 +17,7 @@ from cacheblend_rag.lab.bench.batch import BatchBench, BatchSetting
 def test_the_rows_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     # The environment says nothing here.
     monkeypatch.setenv("CACHEBLEND_ENABLED", "false")
-    monkeypatch.setenv("CACHEBLEND_REPAIR_RATIO", "0.5")
+    monkeypatch.setenv("CACHEBLEND_SELECTOR", "hkvd(repair=0.5)")
     calls: list[tuple[int, int]] = []
     with BatchBench(BatchSetting(prompts=3, chunks=2, chunk_tokens=16, output_tokens=4, repeats=2)) as bench:
         rows = bench.measure(lambda done, total: calls.append((done, total)))

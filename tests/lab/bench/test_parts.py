@@ -82,16 +82,12 @@ def test_what_no_model_can_be_measured_with_is_refused(
 
 
 def test_the_environment_does_not_change_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "ENABLED": "false",
-        "MIN_TOKENS": "9999",
-        "ENCODE_ON": "second_use",
-        "DTYPE": "float16",
-    }.items():
+    for name, value in {"ENABLED": "false", "ENCODE_ON": "second_use", "DTYPE": "float16"}.items():
         monkeypatch.setenv(f"CACHEBLEND_{name}", value)
-    config = ModelSetting("tiny").blend_config(selector="random")
-    assert (config.enabled, config.min_tokens, config.encode_on, config.dtype) == (True, 0, "add", "float32")
-    assert config.selector == "random"
+    settings = ModelSetting("tiny").engine_settings(selector="random")
+    config, blend = settings["config"], settings["blend"]
+    assert (blend.enabled, config.encode_on, config.dtype) == (True, "add", "float32")
+    assert blend.selector == "random"
 
 
 def test_a_folder_for_a_measurement_is_removed(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_attention_deviation_is_that_of_dense_matrices(engine: BlendEngine) -> N
         _naive(engine, inside, torch.tensor([], dtype=int)), abs=1e-4
     )
     assert inside.reuse.attention_deviation.max() > 0.05
-    settings = {"selector": "random", "recompute_ratio": 0.3, "min_tokens": 0}
+    settings = {"selector": "random", "recompute_ratio": 0.3}
     drawn = inside.blended(settings)
     rows = inside.layout.candidate_rows[torch.from_numpy(drawn.recomputed)]
     assert len(rows) == inside.budget(0.3) == round(0.3 * inside.layout.context_tokens)
@@ -122,10 +122,10 @@ def test_kv_deviation_is_that_of_stored_and_true_kv(engine: BlendEngine) -> None
 @pytest.mark.parametrize("selector", ["hkvd", "query", "random", "a3", "boundary"])
 def test_everything_recomputed_deviates_by_nothing(engine: BlendEngine, selector: str) -> None:
     inside = PromptInside(engine, PROMPT)
-    whole = inside.blended({"selector": selector, "recompute_ratio": 1.0, "min_tokens": 0})
+    whole = inside.blended({"selector": selector, "recompute_ratio": 1.0})
     assert not whole.attention_deviation.any()
     assert len(whole.recomputed) == inside.layout.candidate_rows.numel()
-    part = inside.blended({"selector": selector, "recompute_ratio": 0.3, "min_tokens": 0})
+    part = inside.blended({"selector": selector, "recompute_ratio": 0.3})
     assert part.attention_deviation.max() > 1e-3
     assert inside.oracle("oracle_deviation", 1.0).attention_deviation.max() < 1e-4
 
@@ -140,7 +140,7 @@ def test_true_kv_deviates_by_nothing(engine: BlendEngine) -> None:
     with BlendEngine(engine.model, engine.tokenizer, **engine_settings(device="cpu")) as same:
         same.add(CHUNKS)
         inside = PromptInside(same, PROMPT)
-        for each in (inside.reuse, inside.blended({"selector": "hkvd", "recompute_ratio": 0.2, "min_tokens": 0})):
+        for each in (inside.reuse, inside.blended({"selector": "hkvd", "recompute_ratio": 0.2})):
             assert each.attention_deviation.max() < 1e-4
 
 

@@ -16,7 +16,7 @@ from cacheblend_rag.lab.eval.inquiry import Inquiry
 from cacheblend_rag.lab.eval.journal import parse_asked
 from cacheblend_rag.lab.eval.prefix import PrefixCache
 from cacheblend_rag.lab.eval.ways import make_way
-from cacheblend_rag.lab.settings import blend_settings, engine_settings
+from cacheblend_rag.lab.settings import engine_settings
 from tests.families import CASES, tiny_model, tiny_tokenizer, words
 
 
@@ -40,14 +40,14 @@ def test_prefix_caching_answers_like_full_prefill(family: str, attention: str) -
 
 
 def test_full_reuse_leaves_keys_where_they_were_encoded() -> None:
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings(strict=True)) as engine:
-        engine.add([Chunk(words(20, seed), f"n{seed}") for seed in range(2)])
-        prompt = BlendPrompt(words(4, 5), ["n0", "n1"], words(3, 6))
-        settings = parse_method("full_reuse").settings()
-        assert settings["reposition"] is False
-        moved = engine.prefill(prompt, blend=blend_settings(engine.blend, **parse_method("reuse").settings())).logits
-        stayed = engine.prefill(prompt, blend=blend_settings(engine.blend, **settings)).logits
-        assert (moved - stayed).abs().max() > 1e-2
+    logits = []
+    for name, moves in (("reuse", True), ("full_reuse", False)):
+        settings = engine_settings(strict=True, **parse_method(name).settings())
+        assert settings["tuning"].reposition is moves
+        with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings) as engine:
+            engine.add([Chunk(words(20, seed), f"n{seed}") for seed in range(2)])
+            logits.append(engine.prefill(BlendPrompt(words(4, 5), ["n0", "n1"], words(3, 6))).logits)
+    assert (logits[0] - logits[1]).abs().max() > 1e-2
 
 
 def test_the_baselines_on_the_reference_model(tmp_path: Path) -> None:

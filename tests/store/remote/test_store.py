@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import ChunkReadError
+from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.store.remote import RemoteTier, open_remote
 from tests.families import tiny_model, tiny_tokenizer, words
@@ -201,11 +202,11 @@ def test_answers_while_redis_is_killed_and_restarted(tmp_path: Path, redis_serve
     tier = open_remote(redis_server.url(), back_off_s=0.01, max_back_off_s=0.05)
     # There is room on disk for a single chunk: the others come from the remote tier.
     store = open_store(tmp_path, 0, 20_000, write_back_bytes=10**6, remote=tier)
-    config = BlendConfig(recompute_ratio=0.3)
+    settings = engine_settings(recompute_ratio=0.3)
     chunks = [Chunk(words(16, number), f"n{number}") for number in range(4)]
     prompt = BlendPrompt(words(3, 10), [f"n{number}" for number in range(4)], words(5, 11))
     tiers: set[str | None] = set()
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config, store=store) as engine:
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings, store=store) as engine:
         engine.add(chunks)
         engine.flush()
         undisturbed = engine.prefill(prompt).logits
@@ -225,10 +226,10 @@ def test_answers_while_redis_is_killed_and_restarted(tmp_path: Path, redis_serve
 
 
 def test_nobody_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = BlendConfig(remote="redis://127.0.0.1:1/0")
+    settings = engine_settings(remote="redis://127.0.0.1:1/0")
     with (
         caplog.at_level(logging.WARNING),
-        BlendEngine(tiny_model("llama"), tiny_tokenizer(), config=config, store=tmp_path) as engine,
+        BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings, store=tmp_path) as engine,
     ):
         engine.add([Chunk(words(16, 1), "n1")])
         assert engine.prefill(BlendPrompt(words(3, 2), ["n1"], words(4, 3))).report.hits == 1
