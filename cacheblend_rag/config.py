@@ -302,6 +302,11 @@ class BlendConfig(_Base):
     kv_capacity: int | float | None = None
     source_attention: bool = False
 
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+        # What the environment says is no wish of the call that these settings are for.
+        self.__pydantic_fields_set__ = set(values)
+
     @field_validator("recompute_ratio", mode="before")
     @classmethod
     def _ratio_or_auto(cls, ratio: Any) -> Any:

@@ -54,9 +54,7 @@ _STORE = "The folder with the vector store (chroma) and the chunk KV (kv)."
 StoreOption = Annotated[Path, typer.Option("--store", metavar="DIR", file_okay=False, help=_STORE)]
 _EMBEDDING = "A sentence-transformers model, id or folder; by default all-MiniLM-L6-v2."
 EmbeddingOption = Annotated[str | None, typer.Option("--embedding", metavar="NAME", help=_EMBEDDING)]
-_SELECTOR = (
-    "Which tokens to recompute: auto, hkvd, query, a3, boundary, random, none or full; by default as settings say."
-)
+_SELECTOR = "Which tokens to recompute: hkvd, query, a3, boundary, random, none or full; by default as settings say."
 SelectorOption = Annotated[str | None, typer.Option("--selector", metavar="NAME", help=_SELECTOR)]
 AnswerTokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Most tokens of the answer.")]
 CompareOption = Annotated[bool, typer.Option("--compare", help="Answer by full prefill too, and show both times.")]

@@ -84,6 +84,11 @@ def check_selector(blend: BlendConfig, num_layers: int) -> Selector:
     """
     selector = make_selector(blend.selector)
     selector.validate(num_layers)
+    if selector.repair and blend.kv_capacity is not None:
+        raise ConfigError(
+            f"repair={selector.repair} and kv_capacity={blend.kv_capacity} exclude each other: what was evicted cannot be "
+            "repaired; leave one of them out"
+        )
     if blend.source_attention or selector.repair:
         look_layers(getattr(selector, "look_layers", None), num_layers)
     return selector

@@ -19,8 +19,13 @@ from cacheblend_rag.selection.hkvd import HKVDSelector
 from cacheblend_rag.selection.question import A3Selector, QuerySelector
 
 __all__ = [
+    "A3Selector",
+    "BoundarySelector",
     "FixedSelection",
+    "HKVDSelector",
     "LayerProbe",
+    "QuerySelector",
+    "RandomSelector",
     "Selection",
     "SelectionTask",
     "Selector",
