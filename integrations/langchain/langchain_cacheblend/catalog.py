@@ -87,7 +87,8 @@ class ChunkCatalog:
         ]
         for start in range(0, len(fresh), _BATCH):
             self._learn(engine, fresh[start : start + _BATCH])
-        self._waiting = set(changes.waiting)
+        # What was written while the two were read is known by its number from now on, and waits no more.
+        self._waiting = changes.waiting.keys() - named.keys()
         self._mark, self._revision = changes.mark, revision
 
     def _learn(self, engine: BlendEngine, ids: Sequence[str]) -> None:
