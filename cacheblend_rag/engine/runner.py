@@ -177,7 +177,9 @@ class Runner:
         if self._supply.limit_misses(run, [key for key, reader in found.items() if reader is None]):
             return self._prepare(run)
         if ratio == "auto":
-            ratio, run.plan = self._choice(run, [reader for reader in found.values() if reader is not None])
+            ratio, run.plan = self._choice(
+                run, [reader for chunk in run.prompt.chunks if (reader := found[chunk.key]) is not None]
+            )
             if run.plan is not None:
                 return self._whole(run)
             self._resume(run, Making.of(blend, ratio))

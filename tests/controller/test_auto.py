@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.controller.control import profile_identity, save_profile
+from cacheblend_rag.controller.control import Controller, profile_identity, save_profile
 from cacheblend_rag.controller.policy import BlendCost, LoadCost, PrefillCost, Profile
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.lab.settings import engine_settings
@@ -88,6 +89,19 @@ def test_a_long_prompt_is_blended_at_the_chosen_ratio(engine: BlendEngine) -> No
     again = engine.prefill(prompt(CHUNKS), blend=fixed)
     assert again.report.recomputed_tokens == report.recomputed_tokens
     torch.testing.assert_close(again.logits, engine.prefill(prompt(CHUNKS)).logits)
+
+
+def test_a_chunk_that_stands_twice_is_loaded_twice(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    choose = Controller.choose
+
+    def note(controller: Controller, *arguments: Any) -> Any:
+        asked.append(arguments[-1])
+        return choose(controller, *arguments)
+
+    monkeypatch.setattr(Controller, "choose", note)
+    assert engine.prefill(prompt([*CHUNKS, CHUNKS[0]])).report.fallback_reason is None
+    assert [None if readers is None else len(readers) for readers in asked] == [None, 7]
 
 
 def test_the_quality_floor_holds_for_one_call(engine: BlendEngine) -> None:
