@@ -38,7 +38,6 @@ class _Base(BaseSettings):
     lifetime: ClassVar[str]
 
     def __init__(self, **values: Any) -> None:
-        _warn_of_unknown_variables()
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -235,6 +234,11 @@ class EngineConfig(_Base):
     conversation_bytes: int = Field(default=1024**3, ge=0)
     guard_rate: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
     guard_action: Literal["report", "raise", "full"] = "report"
+
+    def __init__(self, **values: Any) -> None:
+        # Here, since calls make settings of blending again and again.
+        _warn_of_unknown_variables()
+        super().__init__(**values)
 
     @field_validator("device")
     @classmethod

@@ -18,24 +18,35 @@ if TYPE_CHECKING:
     from cacheblend_rag.controller import Profile, Work
     from cacheblend_rag.engine import BlendEngine
 
-__all__ = ["TYPICAL_CHUNKS", "predicted_works", "profile"]
+__all__ = [
+    "MeasuredStoreOption",
+    "PredictedTokensOption",
+    "SecondsOption",
+    "TYPICAL_CHUNKS",
+    "predicted_works",
+    "profile",
+]
 
 _CHUNKS = (1, 2, 6, 12)
 TYPICAL_CHUNKS = 6
 """The chunks of the prompt that one figure is given for."""
 _QUESTION_TOKENS = 32
 
+SecondsOption = Annotated[float, typer.Option("--seconds", min=0.1, help="About how long measuring may take.")]
+MeasuredStoreOption = Annotated[
+    Path | None,
+    typer.Option("--store", metavar="DIR", help="A store; its disk is measured, and the profile kept there."),
+]
+PredictedTokensOption = Annotated[
+    int, typer.Option("--chunk-tokens", min=1, help="Tokens of a chunk in the prompts that are predicted.")
+]
+
 
 def profile(
     model: ModelOption = "reference",
-    store: Annotated[
-        Path | None,
-        typer.Option("--store", metavar="DIR", help="A store; its disk is measured, and the profile kept there."),
-    ] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="About how long measuring may take.")] = 30.0,
-    chunk_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of a chunk in the prompts that are predicted.")
-    ] = 256,
+    store: MeasuredStoreOption = None,
+    seconds: SecondsOption = 30.0,
+    chunk_tokens: PredictedTokensOption = 256,
     prices: Annotated[
         str | None,
         typer.Option(help="Prices a GB and month, as in ram=3,disk=0.1: name the cheapest tier that adds no delay."),

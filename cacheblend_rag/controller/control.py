@@ -147,7 +147,7 @@ def whole_plan(
 
 def make_plan(blend: BlendConfig, layout: PromptLayout, num_layers: int, ratio: float) -> Plan:
     """Return how a prompt is blended at a ratio, after `whole_plan` had nothing against it."""
-    selector = check_selector(blend, num_layers)
+    selector = make_selector(blend.selector)
     if blend.recompute_ratio == 0 or not layout.chunks:
         # Nothing is asked for, or nothing left to choose from: no selector is to spend anything on it.
         return Plan(FixedSelection(layout.candidate_rows[:0]), selector.name, ratio)

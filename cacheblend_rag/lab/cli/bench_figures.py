@@ -11,7 +11,13 @@ import typer
 from cacheblend_rag.cli.models import open_engine
 from cacheblend_rag.cli.options import ModelOption
 from cacheblend_rag.cli.output import console
-from cacheblend_rag.cli.profile import TYPICAL_CHUNKS, predicted_works
+from cacheblend_rag.cli.profile import (
+    TYPICAL_CHUNKS,
+    MeasuredStoreOption,
+    PredictedTokensOption,
+    SecondsOption,
+    predicted_works,
+)
 from cacheblend_rag.cli.store import kv_folder_of
 from cacheblend_rag.errors import ConfigError
 
@@ -24,14 +30,9 @@ __all__ = ["figures"]
 def figures(
     out: Annotated[Path, typer.Argument(metavar="DIR", file_okay=False, help="Where the figures go.")],
     model: ModelOption = "reference",
-    store: Annotated[
-        Path | None,
-        typer.Option("--store", metavar="DIR", help="A store; its disk is measured, and the profile kept there."),
-    ] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="About how long measuring may take.")] = 30.0,
-    chunk_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of a chunk in the prompts that are predicted.")
-    ] = 256,
+    store: MeasuredStoreOption = None,
+    seconds: SecondsOption = 30.0,
+    chunk_tokens: PredictedTokensOption = 256,
     runs: Annotated[
         Path | None,
         typer.Option("--runs", metavar="FILE", exists=True, dir_okay=False, help="What `bench auto --json` wrote."),
