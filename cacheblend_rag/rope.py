@@ -14,7 +14,7 @@ import torch
 
 from cacheblend_rag.kv import LayerKV
 
-__all__ = ["Rotation", "RotationTable", "shift_keys", "shift_layer"]
+__all__ = ["Rotation", "RotationTable", "shift_layer"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ class Rotation:
         Returns
         -------
         RotationTable
-            The table for `shift_keys`.
+            The table for `shift_layer`.
         """
         # float64 keeps the angle of a far position as exact as the frequency itself.
         angles = distances.to(torch.float64)[:, None] * self.inv_freq.to(torch.float64).cpu()[None, :]
@@ -69,24 +69,20 @@ class RotationTable:
     cos: torch.Tensor
     sin: torch.Tensor
     layout: Literal["half", "interleaved"]
-    part: Literal["keys", "values"] = "keys"
+    part: Literal["keys", "values"]
 
 
 def shift_layer(kv: LayerKV, table: RotationTable) -> None:
-    """Turn a layer's KV, ``(..., seq_len, head_dim)`` each, in place to the positions that `table` was made for."""
-    shift_keys(kv.values if table.part == "values" else kv.keys, table)
-
-
-def shift_keys(keys: torch.Tensor, table: RotationTable) -> None:
-    """Turn `keys` in place to the positions that `table` was made for.
+    """Turn a layer's KV in place to the positions that `table` was made for.
 
     Parameters
     ----------
-    keys : torch.Tensor
-        Rotated keys, ``(..., seq_len, head_dim)``, any floating dtype. The arithmetic is float32, rounded once.
+    kv : LayerKV
+        ``(..., seq_len, head_dim)`` each, any floating dtype. The arithmetic is float32, rounded once.
     table : RotationTable
         From `Rotation.table`.
     """
+    keys = kv.values if table.part == "values" else kv.keys
     half = table.cos.shape[-1]
     if table.layout == "half":
         first, second = keys[..., :half], keys[..., half : 2 * half]

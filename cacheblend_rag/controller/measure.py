@@ -139,7 +139,7 @@ class Measurement:
         blend: list[tuple[PromptLayout, float, _Run, list[float]]] = []
         for length in sorted({usable[0], usable[len(usable) // 2], usable[-1]}):
             layout = self._layout([max(length - 1 - _QUESTION_TOKENS, 1)])
-            source = _ScratchKV(self._sample.layers, self._decoder, len(layout))
+            source = _scratch_kv(self._sample.layers, self._decoder, len(layout))
             for ratio in _RATIOS:
                 run = partial(self._blend, layout, ratio, source)
                 if not blend:
@@ -240,7 +240,7 @@ class Measurement:
 
         def run() -> None:
             with self._loader(layout, readers, self._first_layer) as loader:
-                self._run_blend(layout, _RATIOS[0], loader)
+                self._run_blend(layout, _RATIOS[0], loader.synchronize)
 
         return self._timed(run)
 
@@ -289,24 +289,19 @@ class Measurement:
                     times.append(run())
 
 
-class _ScratchKV:
-    """A layer source whose layers are there at once, all of them in the same memory: what is in them takes no time.
+def _scratch_kv(sample: Sequence[LayerKV], decoder: Decoder, rows: int) -> LayerSource:
+    """Return a source whose layers are there at once, all of them in the same memory: what is in them takes no time.
 
     `sample` has one layer each of the model's own KV, for its shape and dtype.
     """
-
-    def __init__(self, sample: Sequence[LayerKV], decoder: Decoder, rows: int) -> None:
-        buffers: dict[tuple[torch.Size, torch.device], LayerKV] = {}
-        self._layers = []
-        for device, kv in zip(decoder.devices, sample, strict=True):
-            known = (kv.keys.shape, device)
-            if known not in buffers:
-                buffers[known] = LayerKV(*(t.new_zeros((1, t.shape[0], rows, t.shape[2])).to(device) for t in kv))
-            self._layers.append(buffers[known])
-
-    def synchronize(self, layer: int) -> LayerKV:
-        """Return a layer."""
-        return self._layers[layer]
+    buffers: dict[tuple[torch.Size, torch.device], LayerKV] = {}
+    layers = []
+    for device, kv in zip(decoder.devices, sample, strict=True):
+        known = (kv.keys.shape, device)
+        if known not in buffers:
+            buffers[known] = LayerKV(*(t.new_zeros((1, t.shape[0], rows, t.shape[2])).to(device) for t in kv))
+        layers.append(buffers[known])
+    return layers.__getitem__
 
 
 def fit_costs(amounts: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:

@@ -14,7 +14,7 @@ from cacheblend_rag.engine.request import PromptRun
 from cacheblend_rag.engine.sources import SourceAttention
 from cacheblend_rag.fuse import BlendCache, Repair, Steering
 from cacheblend_rag.layout import ChunkSpan
-from cacheblend_rag.loader import LayerLoader, ResumedLayers
+from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import Decoder, num_decoder_layers
 from cacheblend_rag.selection import FixedSelection, make_selector
 from cacheblend_rag.selection.question import look_layers
@@ -96,39 +96,29 @@ class PromptCaches:
         selection = run.plan.selection or FixedSelection(_NO_ROWS)
         cache = BlendCache(self._num_layers)
         first_layer = 0 if layout.resumed_rows else min(selection.check_layers, default=0)
-        capacity = len(layout) + _room(headroom)
         loaded = layout
-        if run.head is not None:
-            # It is loaded as chunks are, and nothing else of it is like a chunk.
+        if layout.resumed_rows:
+            # They are loaded as chunks are, and nothing else of them is like a chunk.
+            assert run.resumed is not None
             loaded = replace(layout, chunks=(ChunkSpan(0, layout.resumed_rows, 0), *layout.chunks))
-            readers = [run.head, *readers]
+            readers = [run.head or run.resumed.readers[0], *readers]
         run.timings.forward_started = time.perf_counter()
-        threads = tuning.threads if tuning.pipeline else 0
-        loader = (
-            LayerLoader(
-                self._decoder,
-                loaded,
-                readers,
-                first_layer,
-                capacity,
-                tuning.prefetch_layers,
-                threads,
-                tuning.reposition,
-            )
-            if readers
-            else None
-        )
-        with loader or nullcontext():
-            rows = () if run.resumed is None else run.resumed.rows
-            source = ResumedLayers(rows, loader, capacity) if rows else loader
-            assert source is not None
-            steering = Steering(self._decoder, cache, layout, selection, source)
+        with LayerLoader(
+            self._decoder,
+            loaded,
+            readers,
+            first_layer,
+            len(layout) + _room(headroom),
+            tuning.prefetch_layers,
+            tuning.threads if tuning.pipeline else 0,
+            tuning.reposition,
+        ) as loader:
+            steering = Steering(self._decoder, cache, layout, selection, loader.synchronize)
             selector = make_selector(run.request.blend.selector)
             repair = Repair(self._decoder, cache, layout, steering, selector) if selector.repair else None
             with steering(), nullcontext() if repair is None else repair():
                 yield cache
-        if loader is not None:
-            run.timings.wait_s, run.timings.load_bytes = loader.wait_s, loader.load_bytes
+        run.timings.wait_s, run.timings.load_bytes = loader.wait_s, loader.load_bytes
         if run.plan.selection is not None:
             run.outcome.charge, run.outcome.recomputed = steering.charge, steering.recomputed_rows.cpu()
         if repair is not None:

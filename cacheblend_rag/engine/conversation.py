@@ -8,7 +8,17 @@ from itertools import takewhile
 
 from cacheblend_rag.engine.kept import KeptTurns
 from cacheblend_rag.engine.prompt import AssembledPrompt
-from cacheblend_rag.engine.taken import LEAST_RUN, HeldTurn, Making, Resumption, find_runs, gaps, readers_of, seen_by
+from cacheblend_rag.engine.taken import (
+    LEAST_RUN,
+    HeldTurn,
+    Making,
+    Resumption,
+    Run,
+    find_runs,
+    gaps,
+    readers_of,
+    seen_by,
+)
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import ChunkSpan
 
@@ -128,7 +138,6 @@ class Conversation:
         runs = tuple(find_runs(held.token_ids, layout.token_ids, gaps(first, behind, end), rows)) if moves else ()
         if not runs and (head or not rows):
             return None
-        kept = [] if head else [LayerKV(*(tensor[:, :, :rows] for tensor in layer)) for layer in held.layers]
         spans = [*behind, *(ChunkSpan(run.start, run.stop, run.start) for run in runs)] if asked is not None else []
         exact = layout.exact_chunks if len(behind) == len(layout.chunks) else 0
         spans.sort(key=lambda span: span.start)
@@ -136,9 +145,8 @@ class Conversation:
             exact = 0
         return Resumption(
             replace(layout, chunks=tuple(spans), exact_chunks=exact if spans else 0, resumed_rows=first),
-            kept,
             sum(span.stop <= first for span in layout.chunks),
-            readers_of(held, runs),
+            readers_of(held, runs if head else (Run(0, rows, 0), *runs)),
             runs,
             held,
             head,

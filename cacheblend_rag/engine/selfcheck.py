@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from cacheblend_rag.engine.padded import PaddedBatch
 from cacheblend_rag.errors import UnsupportedModelError
-from cacheblend_rag.fuse import BlendCache, Steering
+from cacheblend_rag.fuse import BlendCache, LayerSource, Steering
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.model import Decoder, KVCache, refusing_failures
 from cacheblend_rag.rope import shift_layer
 from cacheblend_rag.selection import FixedSelection
 
-__all__ = ["TrueKV", "check_batching", "check_blending"]
+__all__ = ["check_batching", "check_blending", "true_kv"]
 
 _PROMPT_TOKENS = 24
 _CHUNKS = (ChunkSpan(3, 11, 3), ChunkSpan(12, 20, 12))
@@ -21,22 +23,12 @@ _RECOMPUTED_ROWS = (4, 9, 12, 13, 19)
 _DISTANCE = 11
 
 
-class TrueKV:
-    """A layer source that knows the model's own KV of the whole prompt; with it, any selection must give the model's
-    own logits.
+def true_kv(layers: Sequence[LayerKV]) -> LayerSource:
+    """Return a source of copies of the model's own KV of the whole prompt, ``(1, num_kv_heads, prompt_len, head_dim)`` each.
 
-    Parameters
-    ----------
-    layers : list of LayerKV
-        ``(1, num_kv_heads, prompt_len, head_dim)`` each.
+    With it, any selection must give the model's own logits.
     """
-
-    def __init__(self, layers: list[LayerKV]) -> None:
-        self._layers = layers
-
-    def synchronize(self, layer: int) -> LayerKV:
-        """Return a copy of a layer."""
-        return LayerKV(*(tensor.clone() for tensor in self._layers[layer]))
+    return lambda layer: LayerKV(*(tensor.clone() for tensor in layers[layer]))
 
 
 @torch.no_grad()
@@ -64,7 +56,7 @@ def _check_rows(decoder: Decoder, name: str, drawn: torch.Tensor) -> list[LayerK
     wanted = decoder.model(input_ids=ids, past_key_values=own, use_cache=True).logits[0, -1]
     layout = PromptLayout(tuple(drawn[0].tolist()), tuple(range(_PROMPT_TOKENS)), _CHUNKS)
     cache = BlendCache(decoder.num_layers)
-    steering = Steering(decoder, cache, layout, FixedSelection(torch.tensor(_RECOMPUTED_ROWS)), TrueKV(own.kv()))
+    steering = Steering(decoder, cache, layout, FixedSelection(torch.tensor(_RECOMPUTED_ROWS)), true_kv(own.kv()))
     with steering():
         blended = decoder.model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, -1]
     difference, tolerance = _relative(blended, wanted), _tolerance(decoder)

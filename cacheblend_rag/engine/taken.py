@@ -145,13 +145,10 @@ class Resumption:
     layout : PromptLayout
         The prompt as it is computed: its first rows resumed, and among the chunks behind them the runs of tokens that stood
         elsewhere in the turn before.
-    rows : sequence of LayerKV
-        The KV of the resumed rows, ``(1, num_kv_heads, resumed_rows, head_dim)`` for each layer; empty where there is none, or
-        the conversation has none of them.
     chunks : int
         How many chunks of the prompt, from the first on, lie in the resumed rows.
     readers : mapping
-        A reader of each run, by the row that it begins at.
+        A reader of each run, and of the resumed rows unless they are those of the fixed head, by the row that it begins at.
     runs : tuple of Run
         Those runs, ascending.
     held : HeldTurn or None
@@ -161,7 +158,6 @@ class Resumption:
     """
 
     layout: PromptLayout
-    rows: Sequence[LayerKV]
     chunks: int
     readers: Mapping[int, KVReader]
     runs: tuple[Run, ...]
@@ -184,7 +180,7 @@ class Resumption:
         spans = layout.chunks if asked is not None else ()
         exact = layout.exact_chunks if spans else 0
         layout = replace(layout, chunks=spans, exact_chunks=exact, resumed_rows=head)
-        return cls(layout, (), 0, {}, (), None, head)
+        return cls(layout, 0, {}, (), None, head)
 
     @property
     def continued(self) -> int:

@@ -1,7 +1,6 @@
 """Blended prefill: a model's own forward over the selected rows, and stored KV for all others."""
 
-from cacheblend_rag.fuse.cache import BlendCache
 from cacheblend_rag.fuse.repair import Repair
-from cacheblend_rag.fuse.steer import LayerSource, Steering
+from cacheblend_rag.fuse.steer import BlendCache, LayerSource, Steering
 
 __all__ = ["BlendCache", "LayerSource", "Repair", "Steering"]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
 
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.fuse.mask import RowMask, row_mask
+from cacheblend_rag.model import Decoder
 
 __all__ = ["RowCutter"]
 
@@ -23,14 +22,10 @@ class RowCutter:
 
     Parameters
     ----------
-    model_name : str
-        For messages.
+    decoder : Decoder
+        The model.
     length : int
         Rows of the whole prompt.
-    row_axes : mapping of str to (int or None)
-        The axis of the rows of each tensor, by its path; see `Decoder.row_axes`.
-    states : str
-        The name of the hidden states.
 
     Attributes
     ----------
@@ -40,12 +35,12 @@ class RowCutter:
         The axis of their rows.
     """
 
-    def __init__(self, model_name: str, length: int, row_axes: Mapping[str, int | None], states: str) -> None:
-        self._model_name = model_name
+    def __init__(self, decoder: Decoder, length: int) -> None:
+        self._model_name = type(decoder.model).__name__
         self._length = length
-        self._axes: dict[str, int | None] = {**_GENERATION_AXES, **row_axes}
-        self.states = states
-        self.states_axis = row_axes[states] or -2
+        self._axes: dict[str, int | None] = {**_GENERATION_AXES, **decoder.row_axes}
+        self.states = decoder.layer_parameters[0]
+        self.states_axis = decoder.row_axes[self.states] or -2
         self._rows: torch.Tensor | None = None
         self._known: dict[tuple[str, int], tuple[Any, Any]] = {}
 
@@ -84,23 +79,20 @@ class RowCutter:
                 else:
                     keep = rows if before is None else torch.searchsorted(before, rows)
                     cut[name] = value.index_select(self.states_axis, keep.to(value.device))
-            elif name == _MASK:
-                cut[name] = self._once(name, value, partial(self._mask, value, rows, arguments[self.states].device))
-            else:
-                cut[name] = self._once(name, value, partial(self._value, name, value, rows))
+                continue
+            # The model hands the same objects to every layer; the reference kept here keeps the id from being reused.
+            known = (name, id(value))
+            if known not in self._known:
+                device = arguments[self.states].device
+                made = self._mask(value, rows, device) if name == _MASK else self._value(name, value, rows)
+                self._known[known] = (value, made)
+            cut[name] = self._known[known][1]
         return cut
 
     def forget(self) -> None:
         """Let go of what was cut: of masks above all, which are large."""
         self._rows = None
         self._known.clear()
-
-    def _once(self, name: str, value: Any, cut: partial[Any]) -> Any:
-        # The model hands the same objects to every layer; the reference kept here keeps the id from being reused.
-        known = (name, id(value))
-        if known not in self._known:
-            self._known[known] = (value, cut())
-        return self._known[known][1]
 
     def _mask(self, mask: Any, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
         if mask is None:

@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cacheblend_rag.fuse.cache import BlendCache
-from cacheblend_rag.fuse.steer import Steering
-from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.fuse.steer import BlendCache, Steering
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import (
     AttentionCall,
@@ -32,17 +30,6 @@ from cacheblend_rag.selection.question import SEGMENT_TOKENS, look_layers, stop_
 from cacheblend_rag.selection.segments import pick, segment_numbers
 
 __all__ = ["Repair"]
-
-
-class _Held:
-    """The KV of a cache as a layer source; what is written into it is written into the cache."""
-
-    def __init__(self, cache: BlendCache) -> None:
-        self._layers = cache.kv()
-
-    def synchronize(self, layer: int) -> LayerKV:
-        """Return the layer itself, not a copy."""
-        return self._layers[layer]
 
 
 class Repair:
@@ -168,7 +155,8 @@ class Repair:
         newest = torch.tensor([len(self._ids) - 1])
         selection = FixedSelection(rows, self._stop_layer)
         cache = BlendCache(decoder.num_layers)
-        steering = Steering(decoder, cache, layout, selection, _Held(self._cache), text_rows=newest)
+        # The layers themselves, not copies: what is written into them is written into the cache.
+        steering = Steering(decoder, cache, layout, selection, self._cache.kv().__getitem__, text_rows=newest)
         inputs: dict[str, Any] = {"input_ids": torch.tensor([self._ids], device=decoder.device)}
         if takes_positions(text_decoder(decoder.model)):
             inputs["position_ids"] = torch.tensor([self._positions], device=decoder.device)

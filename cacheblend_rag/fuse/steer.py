@@ -7,47 +7,71 @@ layer is re-implemented, so whatever the model does (norms, soft caps, experts, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
 
 import torch
 from torch import nn
 
 from cacheblend_rag.errors import UnsupportedModelError
-from cacheblend_rag.fuse.cache import BlendCache
 from cacheblend_rag.fuse.cut import RowCutter
 from cacheblend_rag.fuse.mask import attend_in_blocks
-from cacheblend_rag.fuse.probe import ProbingCache
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import (
     AttentionCall,
     Decoder,
+    KVCache,
     attention_weights,
+    before_layers,
     replace_attention,
     uncompiled,
     watch_attention,
 )
 from cacheblend_rag.selection import LayerProbe, Selection
 
-__all__ = ["LayerSource", "Steering"]
+__all__ = ["BlendCache", "LayerSource", "Steering"]
+
+LayerSource = Callable[[int], LayerKV]
+"""Returns the assembled chunk KV of one layer, waiting until it is there (`LayerLoader.synchronize`).
+
+Layers are asked for once each, in ascending order. They are buffers ``(1, num_kv_heads, capacity, head_dim)`` on the layer's
+device with every chunk row filled, keys rotated to their position in the prompt. The caller owns them and fills the other rows.
+"""
 
 
-class LayerSource(Protocol):
-    """Where the assembled chunk KV of each layer comes from."""
+class BlendCache(KVCache):
+    """The cache of one prompt: `steering` guides its prefill, and afterwards it is an ordinary cache."""
 
-    def synchronize(self, layer: int) -> LayerKV:
-        """Return one layer, waiting until it is there (CacheBlend, section 6); layers are asked for once each, in
-        ascending order.
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(num_layers)
+        self.steering: Steering | None = None
 
-        Returns
-        -------
-        LayerKV
-            Buffers ``(1, num_kv_heads, capacity, head_dim)`` on the layer's device with every chunk row filled, keys
-            rotated to their position in the prompt. The caller owns them and fills the other rows.
-        """
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store fresh KV and return all of the layer."""
+        if self.steering is not None:
+            return self.steering.scatter(layer_idx, key_states, value_states)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+class _LayerLeft(Exception):
+    """Leaves a layer's forward before what is not wanted of it is paid for."""
+
+
+class _ProbingCache(KVCache):
+    """A cache that hands a layer's fresh KV to `probe`, and whatever `probe` returns to the layer's attention."""
+
+    def __init__(self, num_layers: int, probe: Callable[[LayerKV], LayerKV]) -> None:
+        super().__init__(num_layers)
+        self._probe = probe
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._probe(LayerKV(key_states, value_states))
 
 
 class Steering:
@@ -64,7 +88,7 @@ class Steering:
     selection : Selection
         Chooses the rows.
     source : LayerSource
-        The chunks' stored KV.
+        Returns the chunks' stored KV of a layer.
     text_rows : torch.Tensor, optional
         The rows that are computed whatever is selected, ascending; by default all that are not of a chunk. All others must be in
         the source.
@@ -102,13 +126,11 @@ class Steering:
             self._every = torch.arange(layout.resumed_rows, len(layout), device=decoder.device)
         self._rows = self._every
         self._stored: dict[int, LayerKV] = {}
-        self._cutter = RowCutter(
-            type(decoder.model).__name__, len(layout), decoder.row_axes, decoder.layer_parameters[0]
-        )
+        self._cutter = RowCutter(decoder, len(layout))
         looks = selection.look_layers
         self._choose_at = looks[-1] + 1 if looks else 0
-        # While it looks: what each layer was called with, for the rows that have to make up for it.
-        self._passed: list[tuple[nn.Module, dict[str, Any]]] = []
+        # While it looks: what each layer, from the first on, was called with, for the rows that have to make up for it.
+        self._passed: list[dict[str, Any]] = []
         self._looking_at: int | None = None
         self._is_last_under_way = False
         self.charge = 0.0
@@ -117,15 +139,13 @@ class Steering:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Hook the decoder layers for the duration of a ``with`` block; they act on calls with this cache only."""
-        hooks = [
-            layer.register_forward_pre_hook(partial(self._before_layer, number), with_kwargs=True)
-            for number, layer in enumerate(self._decoder.layers)
-        ]
-        if self._decoder.restores_rows:
-            hooks.append(self._decoder.layers[-1].register_forward_hook(self._after_last_layer, with_kwargs=True))
+        last = self._decoder.layers[-1]
+        restoring = self._decoder.restores_rows
+        hooks = [last.register_forward_hook(self._after_last_layer, with_kwargs=True)] if restoring else []
         self._cache.steering = self
         try:
             with (
+                before_layers(self._decoder.layers, self.prefill_layer),
                 uncompiled(self._decoder.model),
                 replace_attention(attend_in_blocks) if self._decoder.device.type == "cpu" else nullcontext(),
                 watch_attention(self._look) if self._selection.look_layers else nullcontext(),
@@ -137,22 +157,7 @@ class Steering:
             for hook in hooks:
                 hook.remove()
 
-    def _before_layer(
-        self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if self._cache.steering is not self:
-            return None
-        names = self._decoder.layer_parameters
-        arguments = dict(zip(names, args, strict=False)) | kwargs
-        if not self._is_own(arguments.values()):
-            return None
-        arguments = self.prefill_layer(layer, module, arguments)
-        return tuple(arguments.pop(name) for name in names[: len(args)]), arguments
-
-    def _is_own(self, arguments: Iterable[Any]) -> bool:
-        return any(value is self._cache for value in arguments)
-
-    def prefill_layer(self, layer: int, module: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
+    def prefill_layer(self, layer: int, arguments: dict[str, Any]) -> dict[str, Any] | None:
         """Narrow the computed rows where this layer is one to do so, and cut the layer's arguments to them (CacheBlend,
         section 6).
 
@@ -160,16 +165,16 @@ class Steering:
         ----------
         layer : int
             The layer about to run.
-        module : nn.Module
-            That layer.
         arguments : dict
             What it was called with, by name.
 
         Returns
         -------
-        dict
-            What it is to be called with.
+        dict or None
+            What it is to be called with; None leaves the call alone, as one with another cache.
         """
+        if self._cache.steering is not self or not any(value is self._cache for value in arguments.values()):
+            return None
         selection = self._selection
         # The model embeds the whole prompt.
         before = self._rows if layer else None
@@ -180,15 +185,15 @@ class Steering:
                     f"and the selector looks there; choose another, or look_layers below {layer - 1}"
                 )
             self._cache.steering = None
-            return arguments
+            return None
         if layer in selection.check_layers:
-            self._check(layer, module, arguments)
+            self._check(layer, arguments)
         elif layer == 0 and not selection.check_layers:
-            self._go_on_with(self._candidates[:0] if selection.look_layers else self._rows_of_selection())
+            self._go_on_with(self._candidates[:0] if selection.look_layers else selection.rows())
         if layer < self._choose_at:
-            self._passed.append((module, arguments))
+            self._passed.append(arguments)
         elif layer == self._choose_at and selection.look_layers:
-            self._go_on_with(self._rows_of_selection())
+            self._go_on_with(selection.rows())
             arguments = arguments | {self._cutter.states: self._catch_up(arguments[self._cutter.states])}
             before = self._rows
         if layer == selection.stop_layer:
@@ -214,7 +219,8 @@ class Steering:
 
     def _after_last_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Put the computed rows back to their place, for a model that goes on with all of them; the others are zero."""
-        if not self._is_last_under_way or self._rows is None or not self._is_own((*args, *kwargs.values())):
+        is_own = any(value is self._cache for value in (*args, *kwargs.values()))
+        if not self._is_last_under_way or self._rows is None or not is_own:
             return None
         self._is_last_under_way = False
         states = output[0] if isinstance(output, tuple) else output
@@ -224,39 +230,42 @@ class Steering:
         whole = states.new_zeros(shape).index_copy_(axis, self._rows.to(states.device), states)
         return (whole, *output[1:]) if isinstance(output, tuple) else whole
 
-    def _rows_of_selection(self) -> torch.Tensor:
-        return self._selection.rows().to(self._decoder.device)
+    def _check(self, layer: int, arguments: dict[str, Any]) -> None:
+        """Compute this layer's KV for every row in the race, and let the selection compare it with the stored KV.
 
-    def _check(self, layer: int, module: nn.Module, arguments: dict[str, Any]) -> None:
-        """Compute this layer's KV for every row in the race, and let the selection compare it with the stored KV."""
-        wants_attention = self._selection.wants_attention
+        The layer is left before its attention and MLP are computed, or even before the prompt's KV is put together where the
+        selection does not want to see its attention.
+        """
         candidates = self._chosen
-        stored: LayerKV | None = None
-        found: LayerKV | None = None
+        handed: list[tuple[LayerKV, LayerKV, LayerKV]] = []
+        calls: list[AttentionCall] = []
 
-        def whole(fresh: LayerKV) -> LayerKV:
-            # The mask has a column for every row of the prompt, and so must the keys, whichever rows are computed.
-            nonlocal stored, found
-            stored = self._source.synchronize(layer)
-            found = _rows_of(stored, candidates)
+        def take(fresh: LayerKV) -> LayerKV:
+            stored = self._source(layer)
+            handed.append((fresh, stored, _rows_of(stored, candidates)))
+            # What was computed is fresher than what is stored, for the rows that drop out as well.
             self._write(stored, self._rows, fresh)
+            if not self._selection.wants_attention:
+                raise _LayerLeft
+            # The mask has a column for every row of the prompt, and so must the keys, whichever rows are computed.
             return LayerKV(*(tensor[:, :, : self._length] for tensor in stored))
 
-        probe = ProbingCache(self._decoder.num_layers, whole if wants_attention else None)
+        def leave(call: AttentionCall) -> None:
+            calls.append(call)
+            raise _LayerLeft
+
+        probe = _ProbingCache(self._decoder.num_layers, take)
         arguments = self._cutter.cut(arguments, self._rows, self._rows)
-        probed = probe.run(module, {name: probe if each is self._cache else each for name, each in arguments.items()})
-        if probed is None:
+        arguments = {name: probe if each is self._cache else each for name, each in arguments.items()}
+        with suppress(_LayerLeft), watch_attention(leave, before=True):
+            self._decoder.layers[layer].forward(**arguments)
+        if not handed or (self._selection.wants_attention and not calls):
             raise UnsupportedModelError(
                 f"{type(self._decoder.model).__name__}, layer {layer}: it did not hand its KV to the cache"
             )
-        fresh, call = probed
+        [(fresh, stored, found)] = handed
         all_rows = self._rows is self._every
         self.charge += self._decoder.probe_share * (self._context_tokens if all_rows else candidates.numel())
-        if stored is None or found is None:
-            stored = self._source.synchronize(layer)
-            found = _rows_of(stored, candidates)
-            # What the probe computed is fresher than what is stored, for the rows that drop out as well.
-            self._write(stored, self._rows, fresh)
         where = candidates if self._rows is None else torch.searchsorted(self._rows, candidates)
         kept = self._selection.narrow(
             LayerProbe(
@@ -264,7 +273,7 @@ class Steering:
                 candidates,
                 _rows_of(fresh, where),
                 found,
-                None if call is None else self._attention(call, candidates.to(call.key.device), self._question_tokens),
+                self._attention(calls[0], candidates, self._question_tokens) if calls else None,
             )
         )
         self._stored[layer] = stored
@@ -275,23 +284,23 @@ class Steering:
         if self._looking_at is None or self._cache.steering is not self:
             return
         layer, self._looking_at = self._looking_at, None
-        self._selection.look(layer, self._attention(call, self._candidates.to(call.key.device), 1)[:, 0])
+        self._selection.look(layer, self._attention(call, self._candidates, 1)[:, 0])
 
     def _attention(self, call: AttentionCall, columns: torch.Tensor, window: int) -> torch.Tensor:
         """Return the last rows' attention to some columns, and charge the scores, which were computed for this alone."""
         heads, _, width = call.query.shape[1:]
         scores = 2 * heads * width * window * call.key.shape[2]
         self.charge += scores / self._decoder.row_flops
-        return attention_weights(call, window).index_select(2, columns)
+        return attention_weights(call, window).index_select(2, columns.to(call.key.device))
 
     def _catch_up(self, text_states: torch.Tensor) -> torch.Tensor:
         """Take the chosen rows through the layers that they have missed; return the states of all rows now computed."""
         chosen = self._chosen
-        states, before = self._passed[0][1][self._cutter.states], None
+        states, before = self._passed[0][self._cutter.states], None
         passed, self._passed = self._passed[: self._selection.stop_layer], []
         self.charge += len(passed) * chosen.numel()
         self._rows = chosen
-        for module, arguments in passed:
+        for module, arguments in zip(self._decoder.layers, passed, strict=False):
             if not chosen.numel():
                 break
             cut = self._cutter.cut(arguments | {self._cutter.states: states}, before, chosen)
@@ -313,8 +322,8 @@ class Steering:
         return merged
 
     def _go_on_with(self, chosen: torch.Tensor) -> None:
-        self._chosen = self.recomputed_rows = chosen
-        self._rows = torch.cat((self._text_rows, chosen)).sort().values
+        self._chosen = self.recomputed_rows = chosen.to(self._text_rows.device)
+        self._rows = torch.cat((self._text_rows, self._chosen)).sort().values
 
     def scatter(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Merge freshly computed rows into the layer's chunk KV and return the layer's KV for the whole prompt.
@@ -338,7 +347,7 @@ class Steering:
             # A layer that is passed a second time, by the rows that were chosen after the first.
             self._write(LayerKV(held.keys, held.values), self._rows, LayerKV(keys, values))
             return held.keys, held.values
-        whole = self._stored.pop(layer, None) or self._source.synchronize(layer)
+        whole = self._stored.pop(layer, None) or self._source(layer)
         self._write(whole, self._rows, LayerKV(keys, values))
         if layer == self._decoder.num_layers - 1:
             self._cache.steering = None

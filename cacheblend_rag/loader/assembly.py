@@ -4,23 +4,45 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import PromptLayout
-from cacheblend_rag.loader.device import Uploads
-from cacheblend_rag.loader.pieces import Piece, cut_pieces, join
 from cacheblend_rag.model import Decoder
 from cacheblend_rag.rope import Rotation, RotationTable, shift_layer
 from cacheblend_rag.store.base import KVReader
 from cacheblend_rag.store.device import Upload
 
-__all__ = ["Assembly"]
+__all__ = ["Assembly", "Piece"]
 
 # Less than this of a layer is not worth a task of its own.
 _PIECE_BYTES = 256 * 1024
+_CLOSE_ROWS = 32
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Chunks that are loaded in one go, with the rows of text between them, which the computation overwrites.
+
+    Attributes
+    ----------
+    chunks : slice
+        Their indices.
+    rows : slice
+        Their rows, and those between them.
+    gaps : tuple of int
+        How many rows are between each chunk and the next.
+    is_resident : bool
+        Whether their KV is on its device.
+    """
+
+    chunks: slice
+    rows: slice
+    gaps: tuple[int, ...]
+    is_resident: bool
 
 
 class Assembly:
@@ -49,27 +71,44 @@ class Assembly:
         readers: Sequence[KVReader],
         capacity: int,
         shares: int,
-        reposition: bool = True,
+        reposition: bool,
     ) -> None:
-        self._decoder = decoder
+        self._rotations = decoder.rotations if reposition else (None,) * decoder.num_kv_layers
         self._layout = layout
         self._readers = readers
         self._capacity = capacity
         self._devices = decoder.devices
-        self._reposition = reposition
         row_bytes = max(decoder.kv_bytes_per_token // decoder.num_kv_layers, 1)
-        self.pieces = cut_pieces(
-            layout,
-            max(_PIECE_BYTES // row_bytes, layout.context_tokens // shares, 1),
-            [reader.devices == self._devices for reader in readers],
-        )
+        self.pieces = self._cut(max(_PIECE_BYTES // row_bytes, layout.context_tokens // shares, 1))
         self._rising = [reader for reader in readers if reader.promotes_to_device]
         self._lock = threading.Lock()
         self._buffers: dict[int, LayerKV] = {}
         # What was read into page-locked memory, by layer and first row of its piece.
         self._direct: dict[tuple[int, int], list[LayerKV]] = {}
         self._tables: dict[tuple[int, Rotation, torch.device], RotationTable | None] = {}
-        self._uploads = Uploads()
+        # Layers are put together on each device in one stream beside that of the computation.
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def _cut(self, least_rows: int) -> list[Piece]:
+        """Group chunks that follow each other closely, so that many small ones cost one copy and one rotation a layer.
+
+        A piece of `least_rows` rows takes no further chunk; the chunks of one piece are all resident or none.
+        """
+        pieces: list[Piece] = []
+        for index, (span, reader) in enumerate(zip(self._layout.chunks, self._readers, strict=True)):
+            is_resident = reader.devices == self._devices
+            last = pieces[-1] if pieces and pieces[-1].is_resident == is_resident else None
+            gap = span.start - last.rows.stop if last else 0
+            if last is not None and gap <= _CLOSE_ROWS and last.rows.stop - last.rows.start < least_rows:
+                pieces[-1] = Piece(
+                    slice(last.chunks.start, index + 1),
+                    slice(last.rows.start, span.stop),
+                    (*last.gaps, gap),
+                    is_resident,
+                )
+            else:
+                pieces.append(Piece(slice(index, index + 1), slice(span.start, span.stop), (), is_resident))
+        return pieces
 
     @torch.no_grad()
     def fill(self, layer: int, piece: Piece) -> int:
@@ -82,36 +121,47 @@ class Assembly:
         ChunkReadError
             If the stored KV of a chunk is gone or damaged.
         """
-        is_staged = _is_staged(self.device(layer))
-        if piece.is_resident:
-            if not is_staged:
-                parts = self._resident(layer, piece)
-                keys, values = self._buffer(layer, parts[0])
-                self._join(parts, piece, keys, values)
-                self._shift(layer, piece, LayerKV(keys, values))
+        is_staged = _is_staged(self._devices[layer])
+        if piece.is_resident and is_staged:
             return 0
-        parts = [reader.layer(layer) for reader in self._readers[piece.chunks]]
+        readers = self._readers[piece.chunks]
+        parts = [reader.resident(layer) if piece.is_resident else reader.layer(layer) for reader in readers]
         if is_staged and all(map(_is_page_locked, parts)):
             # The device copies from where they are.
             with self._lock:
                 self._direct[layer, piece.rows.start] = parts
-            return sum(part.nbytes for part in parts)
-        keys, values = self._buffer(layer, parts[0])
-        self._join(parts, piece, keys, values)
-        if not is_staged:
-            self._let_rise(layer, piece, keys, values)
-            self._shift(layer, piece, LayerKV(keys, values))
-        return sum(part.nbytes for part in parts)
+        else:
+            with self._lock:
+                buffer = self._buffers.get(layer)
+                if buffer is None:
+                    # Pages are touched first by the threads that fill them, not here and not in the computation.
+                    is_pinned = self._devices[layer].type == "cuda"
+                    buffer = self._buffers[layer] = self._empty(parts[0], torch.device("cpu"), is_pinned)
+            self._join(parts, piece, buffer)
+            if not is_staged:
+                self._settle(layer, piece, buffer)
+        return 0 if piece.is_resident else sum(part.nbytes for part in parts)
 
     @torch.no_grad()
     def finish(self, layer: int) -> LayerKV | Upload:
-        """Take away a layer of which every piece was filled, on its way to its device if that is not the CPU."""
+        """Take away a layer of which every piece was filled, on its way to its device if that is not the CPU.
+
+        What is copied from pinned memory may be let go at once, since its caching allocator waits for the copy.
+        """
+        device = self._devices[layer]
         with self._lock:
             buffer = self._buffers.pop(layer, None)
             direct = [self._direct.pop((layer, piece.rows.start), None) for piece in self.pieces]
-        device = self.device(layer)
+            if device.type == "cuda" and device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        if device.type == "cuda":
+            with torch.cuda.stream(self._streams[device]):
+                made = self._on_device(layer, buffer, direct)
+                done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                done.record()
+            return Upload(made, done)
         if _is_staged(device):
-            return self._uploads.begin(device, lambda: self._on_device(layer, buffer, direct, device))
+            return self._on_device(layer, buffer, direct)
         assert buffer is not None
         return buffer
 
@@ -121,14 +171,8 @@ class Assembly:
         for reader in self._rising:
             reader.finish()
 
-    def device(self, layer: int) -> torch.device:
-        """Return where a layer is computed."""
-        return self._devices[layer]
-
-    def _on_device(
-        self, layer: int, staged: LayerKV | None, direct: Sequence[list[LayerKV] | None], device: torch.device
-    ) -> LayerKV:
-        """Put a layer together on its device.
+    def _on_device(self, layer: int, staged: LayerKV | None, direct: Sequence[list[LayerKV] | None]) -> LayerKV:
+        """Put a layer together on its device, by copies that do not wait.
 
         Parameters
         ----------
@@ -138,9 +182,8 @@ class Assembly:
             The buffer that `fill` filled, ``(1, num_kv_heads, capacity, head_dim)``, if there was any need of it.
         direct : sequence of (list of LayerKV) or None
             For each piece the layer of its chunks, where `fill` did not put them into the buffer.
-        device : torch.device
-            The device.
         """
+        device = self._devices[layer]
         made: LayerKV | None = None
         on_the_way = zip(self.pieces, direct, strict=True)
         for is_staged, group in groupby(on_the_way, key=lambda each: not each[0].is_resident and each[1] is None):
@@ -155,38 +198,27 @@ class Assembly:
                         into[0, head, rows].copy_(tensor[0, head, rows], non_blocking=True)
                 continue
             for piece, parts in pieces:
-                there = self._resident(layer, piece) if parts is None else [_moved(part, device) for part in parts]
+                if parts is None:
+                    there = [reader.resident(layer) for reader in self._readers[piece.chunks]]
+                else:
+                    there = [LayerKV(*(tensor.to(device, non_blocking=True) for tensor in part)) for part in parts]
                 made = made or self._empty(there[0], device)
-                self._join(there, piece, *made)
+                self._join(there, piece, made)
         assert made is not None
         for piece in self.pieces:
-            self._let_rise(layer, piece, *made)
-            self._shift(layer, piece, made)
+            self._settle(layer, piece, made)
         return made
 
-    def _resident(self, layer: int, piece: Piece) -> list[LayerKV]:
-        return [reader.resident(layer) for reader in self._readers[piece.chunks]]
-
-    def _join(self, parts: Sequence[LayerKV], piece: Piece, keys: torch.Tensor, values: torch.Tensor) -> None:
-        join([part.keys for part in parts], piece.gaps, keys[0, :, piece.rows])
-        join([part.values for part in parts], piece.gaps, values[0, :, piece.rows])
-
-    def _let_rise(self, layer: int, piece: Piece, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Offer the chunks of a piece to the device tier, while their keys are as they were stored."""
-        if not self._rising:
-            return
-        for reader, span in zip(self._readers[piece.chunks], self._layout.chunks[piece.chunks], strict=True):
-            if reader.promotes_to_device:
-                reader.keep(layer, LayerKV(*(each[0, :, span.start : span.stop] for each in (keys, values))))
-
-    def _buffer(self, layer: int, sample: LayerKV) -> LayerKV:
-        with self._lock:
-            buffer = self._buffers.get(layer)
-            if buffer is None:
-                # Pages are touched first by the threads that fill them, not here and not in the computation.
-                is_pinned = self.device(layer).type == "cuda"
-                buffer = self._buffers[layer] = self._empty(sample, torch.device("cpu"), is_pinned)
-            return buffer
+    def _join(self, parts: Sequence[LayerKV], piece: Piece, whole: LayerKV) -> None:
+        """Write the layers of a piece's chunks into the rows of the piece, and zeros into the gaps between."""
+        for tensors, into in zip(zip(*parts, strict=True), whole, strict=True):
+            heads, _, width = tensors[0].shape
+            joined = [tensors[0]]
+            for tensor, gap in zip(tensors[1:], piece.gaps, strict=True):
+                if gap:
+                    joined.append(tensor.new_zeros(1, 1, 1).expand(heads, gap, width))
+                joined.append(tensor)
+            torch.cat(joined, dim=1, out=into[0, :, piece.rows])
 
     def _empty(self, sample: LayerKV, device: torch.device, is_pinned: bool = False) -> LayerKV:
         shapes = ((1, part.shape[0], self._capacity, part.shape[2]) for part in sample)
@@ -197,23 +229,27 @@ class Assembly:
             )
         )
 
-    def _shift(self, layer: int, piece: Piece, kv: LayerKV) -> None:
-        rotation = self._decoder.rotations[layer] if self._reposition else None
-        table = None if rotation is None else self._table(piece, rotation, kv.keys.device)
-        if table is not None:
-            shift_layer(LayerKV(*(part[0, :, piece.rows] for part in kv)), table)
-
-    def _table(self, piece: Piece, rotation: Rotation, device: torch.device) -> RotationTable | None:
-        """Return how far each row of a piece moves, or None if none does; made once for all layers that rotate alike."""
+    def _settle(self, layer: int, piece: Piece, whole: LayerKV) -> None:
+        """Offer the chunks of a piece to the device tier as they were stored, and then turn their keys to their positions."""
+        spans, readers = self._layout.chunks[piece.chunks], self._readers[piece.chunks]
+        for reader, span in zip(readers, spans, strict=True) if self._rising else ():
+            if reader.promotes_to_device:
+                reader.keep(layer, LayerKV(*(each[0, :, span.start : span.stop] for each in whole)))
+        rotation = self._rotations[layer]
+        if rotation is None:
+            return
         with self._lock:
-            known = (piece.rows.start, rotation, device)
+            # How far each row moves, None if none does: made once for all layers that rotate alike.
+            known = (piece.rows.start, rotation, whole.keys.device)
             if known not in self._tables:
-                spans, readers = self._layout.chunks[piece.chunks], self._readers[piece.chunks]
                 distances: list[int] = []
                 for span, reader, gap in zip(spans, readers, (*piece.gaps, 0), strict=True):
                     distances += [span.position - reader.start] * len(span) + [0] * gap
-                self._tables[known] = rotation.table(torch.tensor(distances), device) if any(distances) else None
-            return self._tables[known]
+                moves = any(distances)
+                self._tables[known] = rotation.table(torch.tensor(distances), whole.keys.device) if moves else None
+            table = self._tables[known]
+        if table is not None:
+            shift_layer(LayerKV(*(part[0, :, piece.rows] for part in whole)), table)
 
 
 def _is_staged(device: torch.device) -> bool:
@@ -223,7 +259,3 @@ def _is_staged(device: torch.device) -> bool:
 
 def _is_page_locked(part: LayerKV) -> bool:
     return all(tensor.is_pinned() for tensor in part)
-
-
-def _moved(part: LayerKV, device: torch.device) -> LayerKV:
-    return LayerKV(*(tensor.to(device, non_blocking=True) for tensor in part))

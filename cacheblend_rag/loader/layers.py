@@ -17,7 +17,6 @@ import torch
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.loader.assembly import Assembly
-from cacheblend_rag.loader.device import Stall
 from cacheblend_rag.model import Decoder
 from cacheblend_rag.store.base import KVReader
 from cacheblend_rag.store.device import Upload
@@ -77,6 +76,7 @@ class LayerLoader:
         reposition: bool = True,
     ) -> None:
         assert len(readers) == len(layout.chunks) and capacity >= len(layout)
+        self._devices = decoder.devices
         if not loads_ahead(layout.context_tokens * decoder.kv_bytes_per_token // decoder.num_kv_layers):
             threads = 0
         self._assembly = Assembly(decoder, layout, readers, capacity, max(2 * threads, 1), reposition)
@@ -92,7 +92,7 @@ class LayerLoader:
         self._closed = False
         self.load_bytes = 0
         self._host_wait_s = 0.0
-        self._stalls: list[Stall] = []
+        self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._threads = [
             threading.Thread(target=self._work, name=f"cacheblend-loader-{number}", daemon=True)
             for number in range(threads)
@@ -119,7 +119,11 @@ class LayerLoader:
     @property
     def wait_s(self) -> float:
         """Seconds in which nothing was computed because a layer was not there yet, on the device that computes it."""
-        return self._host_wait_s + sum(stall.seconds() for stall in self._stalls)
+        for _, received in self._stalls:
+            received.synchronize()
+        # The thread that gives a CUDA device its work runs ahead of it, so how long that thread waits says little.
+        stalled_ms = sum(float(began.elapsed_time(received)) for began, received in self._stalls)
+        return self._host_wait_s + stalled_ms / 1000
 
     def synchronize(self, layer: int) -> LayerKV:
         """Wait until a layer is loaded and hand it over; each layer once, in ascending order.
@@ -139,19 +143,9 @@ class LayerLoader:
         ChunkReadError
             If the stored KV of a chunk is gone or damaged.
         """
-        device = self._assembly.device(layer)
+        device = self._devices[layer]
         started = time.perf_counter()
-        stall = Stall(device) if device.type == "cuda" else None
-        loaded = self._take(layer)
-        result = loaded.receive() if isinstance(loaded, Upload) else loaded
-        if stall is None:
-            self._host_wait_s += time.perf_counter() - started
-        else:
-            stall.end()
-            self._stalls.append(stall)
-        return result
-
-    def _take(self, layer: int) -> LayerKV | Upload:
+        waited_from = _mark(device) if device.type == "cuda" else None
         with self._changed:
             self._wanted = layer
             self._changed.notify_all()
@@ -161,11 +155,18 @@ class LayerLoader:
                 while layer not in self._ready and self._error is None and self._next[0] > layer:
                     self._changed.wait()
                 if layer in self._ready:
-                    return self._ready.pop(layer)
+                    loaded = self._ready.pop(layer)
+                    break
                 if self._error is not None:
                     raise self._error
                 task = self._begin()
             self.fetch_kv(*task)
+        result = loaded.receive() if isinstance(loaded, Upload) else loaded
+        if waited_from is None:
+            self._host_wait_s += time.perf_counter() - started
+        else:
+            self._stalls.append((waited_from, _mark(device)))
+        return result
 
     def _work(self) -> None:
         compute_alone()
@@ -215,6 +216,13 @@ class LayerLoader:
             with self._changed:
                 self._ready[layer] = finished
                 self._changed.notify_all()
+
+
+def _mark(device: torch.device) -> torch.cuda.Event:
+    """Return an event behind what a CUDA device's current stream has been given."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def compute_alone() -> None:

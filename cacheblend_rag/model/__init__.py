@@ -20,6 +20,7 @@ from cacheblend_rag.model.decoder import (
     text_decoder,
 )
 from cacheblend_rag.model.fingerprint import WeightsWatch, model_fingerprint
+from cacheblend_rag.model.layers import before_layers
 from cacheblend_rag.model.positions import takes_positions
 from cacheblend_rag.model.wrapping import past_adapters, uncompiled, unwrapped, watch_forward
 
@@ -33,6 +34,7 @@ __all__ = [
     "LayerCapability",
     "WeightsWatch",
     "attention_weights",
+    "before_layers",
     "capability",
     "inspect_model",
     "layer_types",

@@ -229,7 +229,7 @@ def _inspected(model: PreTrainedModel, name: str) -> Decoder:
         raise UnsupportedModelError(
             f"{name}: its layers do not hand their KV to the cache once each, in order, but {calls.updates}"
         )
-    if calls.row_axes.get(layer_parameters(layers[0])[0]) is None:
+    if calls.row_axes.get(layer_parameters(type(layers[0]).forward)[0]) is None:
         raise UnsupportedModelError(f"{name}: its layers are not handed one hidden state for each token")
     # A token that stands alone sees itself only: of its KV, nothing but the rotation depends on where it stands.
     alone = _some_ids(model, 4).view(-1, 1)
@@ -241,7 +241,7 @@ def _inspected(model: PreTrainedModel, name: str) -> Decoder:
         model=model,
         layers=layers,
         num_kv_layers=len(calls.updates),
-        layer_parameters=layer_parameters(layers[0]),
+        layer_parameters=layer_parameters(type(layers[0]).forward),
         row_axes=calls.row_axes,
         restores_rows=calls.restores_rows,
         rotations=(None,) * len(calls.updates) if rotations is None else rotations,

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,25 +23,26 @@ __all__ = ["LayerCalls", "before_layers", "layer_parameters", "watch_layer_calls
 _FIRST_ROWS, _MORE_ROWS = 8, 5
 
 
-def layer_parameters(layer: nn.Module) -> tuple[str, ...]:
-    """Return the names of a decoder layer's positional parameters."""
-    parameters = inspect.signature(type(layer).forward).parameters.values()
+@cache
+def layer_parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of the positional parameters of the forward of a kind of decoder layer."""
+    parameters = inspect.signature(forward).parameters.values()
     return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))[1:]
 
 
 @contextmanager
-def before_layers(layers: Sequence[nn.Module], before: Callable[[int, dict[str, Any]], object]) -> Iterator[None]:
+def before_layers(
+    layers: Sequence[nn.Module], before: Callable[[int, dict[str, Any]], dict[str, Any] | None]
+) -> Iterator[None]:
     """Have `before` called at each call of a layer in a ``with`` block, with the layer's number and its arguments by their names.
 
-    Where it returns something true, the layer is called with the arguments as they are then.
+    The layer is called with the arguments that it returns; None leaves the call alone.
     """
 
     def hook(number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        names = layer_parameters(module)
-        arguments = dict(zip(names, args, strict=False)) | kwargs
-        if before(number, arguments):
-            return tuple(arguments.pop(name) for name in names[: len(args)]), arguments
-        return None
+        names = layer_parameters(type(module).forward)
+        arguments = before(number, dict(zip(names, args, strict=False)) | kwargs)
+        return None if arguments is None else (tuple(arguments.pop(name) for name in names[: len(args)]), arguments)
 
     with ExitStack() as stack:
         for number, layer in enumerate(layers):
@@ -104,7 +105,7 @@ class _Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch annot
         return result
 
 
-class _Cache(KVCache):
+class _NotingCache(KVCache):
     """Notes which layer hands over its KV, and how much arithmetic was done by then."""
 
     def __init__(self, num_layers: int, flops: _Flops) -> None:
@@ -134,7 +135,7 @@ def watch_layer_calls(
         If an argument has more than one axis that could be that of the rows.
     """
     flops = _Flops()
-    cache = _Cache(len(layers), flops)
+    noting = _NotingCache(len(layers), flops)
     calls = LayerCalls()
     shapes: list[dict[str, set[tuple[int, ...]]]] = [{}, {}]
     starts: list[int] = []
@@ -152,17 +153,17 @@ def watch_layer_calls(
 
     with before_layers(layers, note):
         with flops:
-            decoder(input_ids=ids(_FIRST_ROWS), past_key_values=cache, use_cache=True)
-        calls.order, calls.updates = list(called), [number for number, _ in cache.at_update]
+            decoder(input_ids=ids(_FIRST_ROWS), past_key_values=noting, use_cache=True)
+        calls.order, calls.updates = list(called), [number for number, _ in noting.at_update]
         if calls.order != list(range(len(layers))) or not calls.updates:
             return calls
         seen = shapes[1]
-        decoder(input_ids=ids(_MORE_ROWS), past_key_values=cache, use_cache=True)
+        decoder(input_ids=ids(_MORE_ROWS), past_key_values=noting, use_cache=True)
     calls.row_axes = {path: _row_axis(path, shapes[0].get(path, set()), after) for path, after in seen.items()}
     calls.restores_rows = _fails_on_some_rows(decoder, layers, ids, calls)
     whole = starts[1] - starts[0]
     if whole > 0:
-        calls.probe_share = (cache.at_update[0][1] - starts[0]) / whole
+        calls.probe_share = (noting.at_update[0][1] - starts[0]) / whole
         calls.row_flops = max(whole // _FIRST_ROWS, 1)
     return calls
 
@@ -170,7 +171,7 @@ def watch_layer_calls(
 def _fails_on_some_rows(
     decoder: nn.Module, layers: Sequence[nn.Module], ids: Callable[[int], torch.Tensor], calls: LayerCalls
 ) -> bool:
-    axis = calls.row_axes.get(layer_parameters(layers[-1])[0])
+    axis = calls.row_axes.get(layer_parameters(type(layers[-1]).forward)[0])
     if axis is None:
         return False
     thread = threading.get_ident()

@@ -24,7 +24,7 @@ from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model.cache import KVCache
 from cacheblend_rag.model.layers import before_layers
-from cacheblend_rag.rope import Rotation, shift_keys
+from cacheblend_rag.rope import Rotation, shift_layer
 
 __all__ = ["biases_at", "column_biases", "find_rotations", "kv_at", "takes_positions"]
 
@@ -155,7 +155,7 @@ def _shifted(keys: torch.Tensor, rotation: Rotation, distance: int) -> torch.Ten
     if rotation.rotary_dim > keys.shape[-1]:
         return torch.full_like(keys, torch.inf)
     moved = keys.to(torch.float32, copy=True)
-    shift_keys(moved, rotation.table(torch.tensor([distance]), keys.device))
+    shift_layer(LayerKV(moved, moved), rotation.table(torch.tensor([distance]), keys.device))
     return moved
 
 
@@ -191,9 +191,9 @@ def biases_at(
     """
     moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def move(number: int, arguments: dict[str, Any]) -> bool:
+    def move(number: int, arguments: dict[str, Any]) -> dict[str, Any] | None:
         if not any(value is cache for value in arguments.values()):
-            return False
+            return None
         held = cache.kv_layers[number].get_seq_length()
         for name in names:
             bias = arguments.get(name)
@@ -206,7 +206,7 @@ def biases_at(
                     moved.clear()
                 known = moved[id(bias)] = (bias, _moved(bias, held + 1 if held else len(positions), positions))
             arguments[name] = known[1]
-        return True
+        return arguments
 
     # Columns that are all shifted alike leave the attention as it is.
     is_needed = bool(names) and any(place - number != positions[0] for number, place in enumerate(positions))

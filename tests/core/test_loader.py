@@ -23,7 +23,7 @@ from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import Decoder, inspect_model
-from cacheblend_rag.rope import shift_keys
+from cacheblend_rag.rope import shift_layer
 from cacheblend_rag.store import KVReader, KVStore, open_store
 from cacheblend_rag.store.device import DeviceReader, DeviceTier, ResidentKV
 from cacheblend_rag.store.promote import PromotingReader
@@ -86,7 +86,7 @@ class Prompt:
             keys = chunk.layers[layer].keys.clone()
             distance = span.position - chunk.start
             if distance:
-                shift_keys(keys, rotation.table(torch.full((len(span),), distance), keys.device))
+                shift_layer(LayerKV(keys, keys), rotation.table(torch.full((len(span),), distance), keys.device))
             whole.keys[0, :, span.start : span.stop] = keys
             whole.values[0, :, span.start : span.stop] = chunk.layers[layer].values
         return whole

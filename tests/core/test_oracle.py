@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.encode import Encoder, Target
-from cacheblend_rag.engine.selfcheck import TrueKV
+from cacheblend_rag.engine.selfcheck import true_kv
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.kv import LayerKV
@@ -43,7 +43,7 @@ def test_any_selection_over_true_kv_gives_the_models_own_logits(model: PreTraine
             rows = sorted(draw.sample(layout.context_rows.tolist(), round(ratio * layout.context_tokens)))
             cache = BlendCache(decoder.num_layers)
             selection = FixedSelection(torch.tensor(rows, dtype=torch.int64))
-            steering = Steering(decoder, cache, layout, selection, TrueKV(own))
+            steering = Steering(decoder, cache, layout, selection, true_kv(own))
             with steering():
                 got = model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0, -1]
             assert (got - wanted).abs().max() < TOLERANCE

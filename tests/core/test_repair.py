@@ -7,7 +7,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
-from cacheblend_rag.engine.selfcheck import TrueKV
+from cacheblend_rag.engine.selfcheck import true_kv
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fuse import BlendCache, Repair, Steering
 from cacheblend_rag.kv import LayerKV
@@ -33,7 +33,7 @@ def test_repairing_true_kv_changes_nothing(model: PreTrainedModel) -> None:
     decoder = inspect_model(model)
     ids = torch.tensor([random_ids(1)])
     layout = span_layout(ids[0].tolist())
-    own = TrueKV([LayerKV(*kv) for kv in own_kv(model, ids[0].tolist())])
+    own = true_kv([LayerKV(*kv) for kv in own_kv(model, ids[0].tolist())])
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}
     scored = {"return_dict_in_generate": True, "output_logits": True}
     wanted = model.generate(ids, **options, **scored)
@@ -126,7 +126,7 @@ def test_only_what_is_over_the_limit_is_repaired() -> None:
     layout = PromptLayout(tuple(range(1, 41)), tuple(range(40)), spans)
     cache = BlendCache(decoder.num_layers)
     nothing = FixedSelection(torch.tensor([], dtype=torch.int64))
-    steering = Steering(decoder, cache, layout, nothing, TrueKV([]))
+    steering = Steering(decoder, cache, layout, nothing, true_kv([]))
     # Ten rows and the redone step can be paid for.
     selector = QuerySelector(repair=11 / 34, repair_limit=0.05, stop_layer=6)
     repair = Repair(decoder, cache, layout, steering, selector)

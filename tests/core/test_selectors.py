@@ -7,7 +7,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef
-from cacheblend_rag.engine.selfcheck import TrueKV
+from cacheblend_rag.engine.selfcheck import true_kv
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.kv import LayerKV
@@ -49,7 +49,7 @@ def test_every_selector_over_true_kv_gives_the_models_own_logits(model: PreTrain
             SelectionTask(layout, decoder.num_layers, 9)
         )
         cache = BlendCache(decoder.num_layers)
-        steering = Steering(decoder, cache, layout, selection, TrueKV(own))
+        steering = Steering(decoder, cache, layout, selection, true_kv(own))
         with steering():
             got = model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0, -1]
         assert (got - wanted).abs().max() < TOLERANCE, settings

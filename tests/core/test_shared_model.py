@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.engine.padded import PaddedBatch
 from cacheblend_rag.engine.scheduling import SchedulerLock, scheduler_lock
-from cacheblend_rag.engine.selfcheck import TrueKV
+from cacheblend_rag.engine.selfcheck import true_kv
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.lab.settings import engine_settings
@@ -106,7 +106,7 @@ def test_rows_are_put_back_in_the_blended_prompt_only() -> None:
     decoder = replace(inspect_model(model), restores_rows=True)
     ids, others = random_ids(1), torch.arange(3, 33)[None]
     wanted, others_wanted = _logits(model, torch.tensor([ids])), _logits(model, others)
-    source = TrueKV([LayerKV(*kv) for kv in own_kv(model, ids)])
+    source = true_kv([LayerKV(*kv) for kv in own_kv(model, ids)])
     outputs = _during(model.model.layers[-1].mlp, lambda: _logits(model, others))
     cache = BlendCache(decoder.num_layers)
     with Steering(decoder, cache, span_layout(ids), FixedSelection(torch.tensor([6, 30])), source)():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AttentionInterface, PreTrainedModel
 
-from cacheblend_rag.engine.selfcheck import TrueKV
+from cacheblend_rag.engine.selfcheck import true_kv
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.kv import LayerKV
@@ -110,7 +110,7 @@ def test_a_blended_prefill_keeps_the_same(family: str, attention: str) -> None:
     own = [LayerKV(*kv) for kv in own_kv(model, ids)]
     cache = BlendCache(len(rows))
     selection = FixedSelection(torch.tensor([6, 11, 12, 33, 46, 69]))
-    steering = Steering(inspect_model(model), cache, layout, selection, TrueKV(own))
+    steering = Steering(inspect_model(model), cache, layout, selection, true_kv(own))
     with steering(), _eviction(model, cache)():
         got = _generate(model, cache, ids)
     kept = {layer: each for layer, each in enumerate(rows) if layer not in SLIDING.get(family, ())}

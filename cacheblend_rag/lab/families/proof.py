@@ -16,7 +16,7 @@ from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.encode import Encoder, Target
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.engine.selfcheck import TrueKV
+from cacheblend_rag.engine.selfcheck import true_kv
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.lab.families.tiny import VOCABULARY
@@ -132,7 +132,7 @@ def _oracle(decoder: Decoder) -> float:
         rows = sorted(draw.sample(layout.context_rows.tolist(), round(ratio * layout.context_tokens)))
         cache = BlendCache(decoder.num_layers)
         selection = FixedSelection(torch.tensor(rows, dtype=torch.int64))
-        with Steering(decoder, cache, layout, selection, TrueKV(own.kv()))():
+        with Steering(decoder, cache, layout, selection, true_kv(own.kv()))():
             got = decoder.model(input_ids=inputs, past_key_values=cache, use_cache=True).logits[0, -1]
         worst = max(worst, _distance(got, wanted))
     return worst
