@@ -21,7 +21,7 @@ from transformers import StoppingCriteria
 from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.errors import PromptTooLongError
 from langchain_cacheblend import BlendLLM, ChatBlend
-from langchain_cacheblend.batch import AsyncMeeting, ThreadMeeting
+from langchain_cacheblend.batch import Meeting
 
 TOKENS = 6
 KINDS = pytest.mark.parametrize("kind", [BlendLLM, ChatBlend])
@@ -366,11 +366,11 @@ def test_an_interrupted_batch_is_not_answered_to_its_end(engine: BlendEngine, pr
 def test_threads_meet_and_those_who_leave_are_not_waited_for(at_once: int) -> None:
     rounds: list[int] = []
 
-    def answer(asks: list[int]) -> list[int]:
+    def answer(asks: list[int], unwanted: threading.Event) -> list[int]:
         rounds.append(len(asks))
         return [2 * ask for ask in asks]
 
-    meeting: ThreadMeeting[int, int] = ThreadMeeting(answer, 8, at_once)
+    meeting: Meeting[int, int] = Meeting(answer, 8, at_once)
     replies: dict[int, int] = {}
     work = iter(range(8))
     lock = threading.Lock()
@@ -382,7 +382,7 @@ def test_threads_meet_and_those_who_leave_are_not_waited_for(at_once: int) -> No
             if number is None:
                 return
             if number % 4:
-                replies[number] = meeting.ask(number)
+                replies[number] = meeting.ask(number).result()
             meeting.leave()
 
     threads = [threading.Thread(target=worker) for _ in range(at_once)]
@@ -397,15 +397,15 @@ def test_threads_meet_and_those_who_leave_are_not_waited_for(at_once: int) -> No
 async def test_a_task_that_is_cancelled_while_it_waits_holds_nobody_up() -> None:
     asked: list[list[str]] = []
 
-    async def answer(asks: list[str]) -> list[str]:
+    def answer(asks: list[str], unwanted: threading.Event) -> list[str]:
         asked.append(asks)
         return [ask.upper() for ask in asks]
 
-    meeting: AsyncMeeting[str, str] = AsyncMeeting(answer, 3, 3)
+    meeting: Meeting[str, str] = Meeting(answer, 3, 3)
 
     async def take_part(ask: str) -> str:
         try:
-            return await meeting.ask(ask)
+            return await asyncio.wrap_future(meeting.ask(ask))
         finally:
             meeting.leave()
 

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, Generic, TypeVar
 
+import torch
 from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.runnables.config import get_config_list, get_executor_for_config, run_in_executor
+from transformers import StoppingCriteria
 
 from cacheblend_rag import BlendEngine, GenerationResult
 from cacheblend_rag.errors import CacheBlendError
-from langchain_cacheblend.calls import Call, EndWhenSet
+from langchain_cacheblend.calls import Answer, Call
 
-__all__ = ["AnswersTogether", "AsyncMeeting", "ThreadMeeting"]
+__all__ = ["AnswersTogether", "Meeting", "options_of_all"]
 
 # Threads that wait cost little, but not nothing; more runs than these meet in several rounds.
 _MOST_THREADS = 64
@@ -29,131 +29,96 @@ Ask = TypeVar("Ask")
 Reply = TypeVar("Reply")
 
 
-class ThreadMeeting(Generic[Ask, Reply]):
-    """Gathers what the threads of a batch ask, until all that can be there are.
+class Meeting(Generic[Ask, Reply]):
+    """Gathers what the runs of a batch ask, until all that can be there are, and answers that in a thread of its own.
 
-    Every run takes part, whether it comes to ask or not: its answer may be found in a cache, or its prompt may be wrong. The last
-    one that was waited for answers for all, or, when it left without asking, one of those that wait. `members` are the runs of
-    the batch, `at_once` those that are under way at the same time, at most.
+    Every run takes part, whether it comes to ask or not: its answer may be found in a cache, or its prompt may be wrong. `answer`
+    is given what was gathered and an event, which is set when all who asked have cancelled. `members` are the runs of the batch,
+    `at_once` those that are under way at the same time, at most.
     """
 
-    def __init__(self, answer: Callable[[list[Ask]], Sequence[Reply]], members: int, at_once: int) -> None:
+    def __init__(
+        self, answer: Callable[[list[Ask], threading.Event], Sequence[Reply]], members: int, at_once: int
+    ) -> None:
         self._answer = answer
         self._left = members
         self._at_once = at_once
-        self._broken = False
-        self._changed = threading.Condition()
+        self._is_broken = self._is_interrupted = False
+        self._lock = threading.Lock()
         self._waiting: list[tuple[Ask, Future[Reply]]] = []
+        self._replies: list[Future[Reply]] = []
 
-    def ask(self, ask: Ask) -> Reply:
-        """Wait for the others, and return the reply."""
+    def ask(self, ask: Ask) -> Future[Reply]:
+        """Return the reply, which comes when the others are there; who cancels it is not waited for."""
         reply: Future[Reply] = Future()
-        with self._changed:
+        with self._lock:
+            if self._is_interrupted:
+                reply.cancel()
             self._waiting.append((ask, reply))
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: reply.done() or self._all_here())
-            gathered: list[tuple[Ask, Future[Reply]]] = []
-            if not reply.done():
-                gathered, self._waiting = self._waiting, []
-        if gathered:
-            self._serve(gathered)
-        return reply.result()
+            self._replies.append(reply)
+            self._begin_if_all_here()
+        return reply
 
     def leave(self) -> None:
         """Note that a run has ended."""
-        with self._changed:
+        with self._lock:
             self._left -= 1
-            self._changed.notify_all()
+            self._begin_if_all_here()
 
-    def break_up(self) -> None:
-        """Note that some runs will never come; from now on nobody waits for others."""
-        with self._changed:
-            self._broken = True
-            self._changed.notify_all()
-
-    def _all_here(self) -> bool:
-        return bool(self._waiting) and (self._broken or len(self._waiting) >= min(self._at_once, self._left))
-
-    def _serve(self, gathered: list[tuple[Ask, Future[Reply]]]) -> None:
-        try:
-            replies = self._answer([ask for ask, _ in gathered])
-        except BaseException as error:  # handed to all who asked
-            for _, reply in gathered:
-                reply.set_exception(error)
-        else:
-            for (_, reply), value in zip(gathered, replies, strict=True):
-                reply.set_result(value)
-        with self._changed:
-            self._changed.notify_all()
-
-
-@dataclass(eq=False)
-class _Round(Generic[Reply]):
-    replies: list[asyncio.Future[Reply]]
-    task: asyncio.Task[None] | None = None
-
-
-class AsyncMeeting(Generic[Ask, Reply]):
-    """The same for the tasks of one event loop; when all tasks that asked are cancelled, so is answering them."""
-
-    def __init__(self, answer: Callable[[list[Ask]], Awaitable[Sequence[Reply]]], members: int, at_once: int) -> None:
-        self._answer = answer
-        self._left = members
-        self._at_once = at_once
-        self._waiting: list[tuple[Ask, asyncio.Future[Reply]]] = []
-        self._rounds: list[_Round[Reply]] = []
-
-    async def ask(self, ask: Ask) -> Reply:
-        """Wait for the others, and return the reply."""
-        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._waiting.append((ask, reply))
-        self._begin_if_all_here()
-        try:
-            return await reply
-        finally:
-            self._waiting = [each for each in self._waiting if each[1] is not reply]
-            for each in self._rounds:
-                if each.task is not None and all(other.done() for other in each.replies):
-                    each.task.cancel()
-
-    def leave(self) -> None:
-        """Note that a run has ended."""
-        self._left -= 1
-        self._begin_if_all_here()
+    def break_up(self, interrupted: bool) -> None:
+        """Note that some runs will never come, so that nobody waits for others; an interrupted batch is not answered."""
+        with self._lock:
+            self._is_broken, self._is_interrupted = True, interrupted
+            for reply in self._replies if interrupted else ():
+                reply.cancel()
+            self._begin_if_all_here()
 
     def _begin_if_all_here(self) -> None:
-        if self._waiting and len(self._waiting) >= min(self._at_once, self._left):
-            gathered, self._waiting = self._waiting, []
-            begun = _Round([reply for _, reply in gathered])
-            self._rounds.append(begun)
-            begun.task = asyncio.get_running_loop().create_task(self._serve(begun, [ask for ask, _ in gathered]))
+        self._waiting = [each for each in self._waiting if not each[1].cancelled()]
+        if self._waiting and (self._is_broken or len(self._waiting) >= min(self._at_once, self._left)):
+            threading.Thread(target=self._serve, args=[self._waiting], name="cacheblend-batch").start()
+            self._waiting = []
 
-    async def _serve(self, begun: _Round[Reply], asks: list[Ask]) -> None:
-        outcome: Sequence[Any] | BaseException
+    def _serve(self, gathered: list[tuple[Ask, Future[Reply]]]) -> None:
+        unwanted = threading.Event()
+
+        def note(_: Future[Reply]) -> None:
+            if all(reply.cancelled() for _, reply in gathered):
+                unwanted.set()
+
+        for _, reply in gathered:
+            reply.add_done_callback(note)
+        error: BaseException | None = None
+        replies: Sequence[Any] = [None] * len(gathered)
         try:
-            outcome = await self._answer(asks)
-        except asyncio.CancelledError:
-            for reply in begun.replies:
-                reply.cancel()
-            raise
-        except BaseException as error:  # handed to all who asked
-            outcome = error
-        finally:
-            self._rounds.remove(begun)
-        for number, reply in enumerate(begun.replies):
-            if reply.done():
+            replies = self._answer([ask for ask, _ in gathered], unwanted)
+        except BaseException as raised:  # handed to all who asked
+            error = raised
+        for (_, reply), value in zip(gathered, replies, strict=True):
+            if not reply.set_running_or_notify_cancel():
                 continue
-            if isinstance(outcome, BaseException):
-                reply.set_exception(outcome)
+            if error is None:
+                reply.set_result(value)
             else:
-                reply.set_result(outcome[number])
+                reply.set_exception(error)
 
 
-_Meeting = ThreadMeeting[Any, GenerationResult] | AsyncMeeting[Any, GenerationResult]
+class _EndWhenSet(StoppingCriteria):
+    """Ends a generation at the first token after an event is set."""
+
+    def __init__(self, event: threading.Event) -> None:
+        self._event = event
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Return whether each sequence is done."""
+        return torch.full((input_ids.shape[0],), self._event.is_set(), dtype=torch.bool, device=input_ids.device)
+
+
+_CallMeeting = Meeting[Call, GenerationResult]
 # The batch under way, for its runs to join; and, inside a run, the meeting that it has joined. Two variables, so that a model
 # that is called by a callback of such a run does not take part in its place.
-_joining: ContextVar[_Meeting | None] = ContextVar("cacheblend_joining", default=None)
-_joined: ContextVar[_Meeting | None] = ContextVar("cacheblend_joined", default=None)
+_joining: ContextVar[_CallMeeting | None] = ContextVar("cacheblend_joining", default=None)
+_joined: ContextVar[_CallMeeting | None] = ContextVar("cacheblend_joined", default=None)
 
 
 class AnswersTogether:
@@ -187,9 +152,6 @@ class AnswersTogether:
         at_once = configs[0].get("max_concurrency") or min(len(inputs), _MOST_THREADS)
         for each in configs:
             each["max_concurrency"] = at_once
-        interrupted = threading.Event()
-        answer = partial(self._ask_all_until, interrupted)
-        meeting: ThreadMeeting[Any, GenerationResult] = ThreadMeeting(answer, len(inputs), at_once)
 
         def run(each: Any, config: RunnableConfig) -> Any:
             try:
@@ -199,15 +161,13 @@ class AnswersTogether:
                     return error
                 raise
 
-        with _meeting(meeting), get_executor_for_config(configs[0]) as executor:
+        with self._meeting(len(inputs), at_once) as meeting, get_executor_for_config(configs[0]) as executor:
             try:
                 return list(executor.map(run, inputs, configs))
             except BaseException as error:
                 # A run failed, or this thread was interrupted: runs that have not begun are cancelled, and those that have must
-                # not wait for them, since the executor waits for those. An interrupted batch is not answered to its end either.
-                if not isinstance(error, Exception):
-                    interrupted.set()
-                meeting.break_up()
+                # not wait for them, since the executor waits for those.
+                meeting.break_up(interrupted=not isinstance(error, Exception))
                 raise
 
     async def abatch(
@@ -219,61 +179,58 @@ class AnswersTogether:
         **kwargs: Any,
     ) -> list[Any]:
         configs = get_config_list(config, len(inputs)) if inputs else []
-        if len(inputs) < 2:
-            return await Runnable.abatch(self, inputs, configs, return_exceptions=return_exceptions, **kwargs)  # type: ignore[arg-type]
-        at_once = configs[0].get("max_concurrency") or len(inputs)
-        with _meeting(AsyncMeeting(self._aask_all, len(inputs), at_once)):
+        at_once = (configs and configs[0].get("max_concurrency")) or len(inputs)
+        with self._meeting(len(inputs), at_once):
             return await Runnable.abatch(self, inputs, configs, return_exceptions=return_exceptions, **kwargs)  # type: ignore[arg-type]
 
-    def _ask(self, call: Call) -> GenerationResult:
+    def _answer(self, call: Call) -> Answer:
         """Answer one call, together with the others of its batch if it is of one."""
         meeting = _joined.get()
-        if not isinstance(meeting, ThreadMeeting):
-            return self.engine.generate(call.prompt, **call.options)
+        if meeting is None:
+            return call.answer(self.engine.generate(call.prompt, **call.options), self.engine)
         # A prompt that cannot be served fails alone.
         self.engine.prompt_layout(call.prompt)
-        return meeting.ask(call)
+        try:
+            return call.answer(meeting.ask(call).result(), self.engine)
+        except CancelledError:
+            raise CacheBlendError("the batch was interrupted, so this answer is not whole; ask again") from None
 
-    async def _aask_in_batch(self, call: Call) -> GenerationResult | None:
-        """Answer one call together with the others of its batch; None if it is of no batch."""
+    async def _aanswer(self, make_call: Callable[[], Call]) -> Answer:
+        """Do what `_answer` does; cancelling it ends the generation, that of a batch when all are cancelled."""
+        call = await run_in_executor(None, make_call)
         meeting = _joined.get()
-        if not isinstance(meeting, AsyncMeeting):
-            return None
-        await run_in_executor(None, self.engine.prompt_layout, call.prompt)
-        return await meeting.ask(call)
+        if meeting is not None:
+            await run_in_executor(None, self.engine.prompt_layout, call.prompt)
+            return call.answer(await asyncio.wrap_future(meeting.ask(call)), self.engine)
+        # A stream, so that a cancelled task does not leave the engine busy with an answer that nobody waits for.
+        stream = await run_in_executor(None, self.engine.stream, call.prompt, **call.options)
+        try:
+            return call.answer(await stream.aresult(), self.engine)
+        finally:
+            stream.close()
 
-    def _ask_all(self, calls: Sequence[Call]) -> list[GenerationResult]:
-        """Answer calls that were made with the same options."""
-        return self.engine.generate_many([call.prompt for call in calls], **_options(calls))
+    @contextmanager
+    def _meeting(self, members: int, at_once: int) -> Iterator[_CallMeeting]:
+        """Have the runs that begin within a ``with`` block meet, where there are several."""
 
-    def _ask_all_until(self, interrupted: threading.Event, calls: Sequence[Call]) -> list[GenerationResult]:
-        """Answer calls that were made with the same options, or none of them once the batch was interrupted."""
-        options = _options(calls)
-        ends = EndWhenSet(interrupted)
-        options["stopping_criteria"] = [[*each, ends] for each in options["stopping_criteria"]]
-        results = [] if interrupted.is_set() else self.engine.generate_many([call.prompt for call in calls], **options)
-        if interrupted.is_set():
-            raise CacheBlendError("the batch was interrupted, so this answer is not whole; ask again")
-        return results
+        def answer(calls: list[Call], unwanted: threading.Event) -> list[GenerationResult]:
+            options = options_of_all(calls)
+            ends = _EndWhenSet(unwanted)
+            options["stopping_criteria"] = [[*each, ends] for each in options["stopping_criteria"]]
+            return self.engine.generate_many([call.prompt for call in calls], **options)
 
-    async def _aask_all(self, calls: Sequence[Call]) -> list[GenerationResult]:
-        """Answer calls that were made with the same options."""
-        return await self.engine.agenerate_many([call.prompt for call in calls], **_options(calls))
+        meeting: _CallMeeting = Meeting(answer, members, at_once)
+        token = _joining.set(meeting if members > 1 else None)
+        try:
+            yield meeting
+        finally:
+            _joining.reset(token)
 
 
-def _options(calls: Sequence[Call]) -> dict[str, Any]:
-    """Return the options of all calls; objects that keep a state for their call are each call's own."""
+def options_of_all(calls: Sequence[Call]) -> dict[str, Any]:
+    """Return the options of calls that were made with the same; objects that keep a state for their call are each call's own."""
     own = {name: [call.options.get(name) or [] for call in calls] for name in ("stopping_criteria", "logits_processor")}
     return calls[0].options | own
-
-
-@contextmanager
-def _meeting(meeting: _Meeting) -> Iterator[None]:
-    token = _joining.set(meeting)
-    try:
-        yield
-    finally:
-        _joining.reset(token)
 
 
 @contextmanager

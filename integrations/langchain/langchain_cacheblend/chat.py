@@ -23,10 +23,9 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 from cacheblend_rag import BlendPrompt
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.pml.fill import prompt_in
-from langchain_cacheblend.calls import Answer, Call
+from langchain_cacheblend.calls import Answer, Call, with_objects
 from langchain_cacheblend.holes import fixed_head
 from langchain_cacheblend.model import BlendModel
-from langchain_cacheblend.options import with_objects
 from langchain_cacheblend.pml import refuse_beside
 from langchain_cacheblend.structured import AnswerForm, Guide, json_grammar, requested_schema, with_schema
 from langchain_cacheblend.template import knows_tools, render_chat

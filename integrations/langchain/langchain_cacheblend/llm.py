@@ -17,6 +17,7 @@ from pydantic import PrivateAttr
 from cacheblend_rag import BlendPrompt
 from cacheblend_rag.chunk import Segment
 from cacheblend_rag.pml.fill import PMLText
+from langchain_cacheblend.batch import options_of_all
 from langchain_cacheblend.calls import Answer, Call
 from langchain_cacheblend.documents import as_chunks
 from langchain_cacheblend.holes import PromptText, TextPromptValue
@@ -116,7 +117,8 @@ class BlendLLM(BlendModel, BaseLLM):
         calls = [self._prepared(prompt, stop, kwargs) for prompt in prompts]
         if len(calls) == 1:
             return _result([self._answer(calls[0])])
-        return _result([self._finished(*pair) for pair in zip(calls, self._ask_all(calls), strict=True)])
+        results = self.engine.generate_many([call.prompt for call in calls], **options_of_all(calls))
+        return _result([call.answer(result, self.engine) for call, result in zip(calls, results, strict=True)])
 
     async def _agenerate(
         self,
@@ -128,8 +130,8 @@ class BlendLLM(BlendModel, BaseLLM):
         if len(prompts) == 1:
             return _result([await self._aanswer(partial(self._prepared, prompts[0], stop, kwargs))])
         calls = [await run_in_executor(None, self._prepared, prompt, stop, kwargs) for prompt in prompts]
-        results = await self._aask_all(calls)
-        return _result([self._finished(*pair) for pair in zip(calls, results, strict=True)])
+        results = await self.engine.agenerate_many([call.prompt for call in calls], **options_of_all(calls))
+        return _result([call.answer(result, self.engine) for call, result in zip(calls, results, strict=True)])
 
     def _prepared(self, prompt: str, stop: list[str] | None, kwargs: dict[str, Any]) -> Call:
         options = dict(kwargs)

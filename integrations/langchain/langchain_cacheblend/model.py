@@ -11,16 +11,17 @@ import torch
 from langchain_core.runnables.config import run_in_executor
 from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, ValidationError
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, EngineConfig, GenerationResult
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, EngineConfig
 from cacheblend_rag.chunk import Segment
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.stops import acut_pieces, cut_at_stop, cut_pieces
+from cacheblend_rag.stops import acut_pieces, cut_pieces
 from langchain_cacheblend.batch import AnswersTogether
-from langchain_cacheblend.calls import Answer, Call, Deadline, StopStrings
-from langchain_cacheblend.catalog import ChunkCatalog, catalog_of
-from langchain_cacheblend.find import HEAD_CHARS
-from langchain_cacheblend.options import (
+from langchain_cacheblend.calls import (
+    Answer,
+    Call,
+    Deadline,
     DecodingFields,
+    StopStrings,
     check_engine,
     check_options,
     explain,
@@ -28,6 +29,8 @@ from langchain_cacheblend.options import (
     stop_strings,
     with_objects,
 )
+from langchain_cacheblend.catalog import ChunkCatalog, catalog_of
+from langchain_cacheblend.find import HEAD_CHARS
 
 __all__ = ["BlendModel"]
 
@@ -180,27 +183,12 @@ class BlendModel(AnswersTogether, DecodingFields):
 
     # How it is answered
 
-    def _answer(self, call: Call) -> Answer:
-        return self._finished(call, self._ask(call))
-
-    async def _aanswer(self, make_call: Callable[[], Call]) -> Answer:
-        call = await run_in_executor(None, make_call)
-        result = await self._aask_in_batch(call)
-        if result is not None:
-            return self._finished(call, result)
-        # A stream, so that a cancelled task does not leave the engine busy with an answer that nobody waits for.
-        stream = await run_in_executor(None, self.engine.stream, call.prompt, **call.options)
-        try:
-            return self._finished(call, await stream.aresult())
-        finally:
-            stream.close()
-
     def _pieces(self, call: Call) -> Iterator[str | Answer]:
         """Yield the answer piece by piece, and at the end as a whole."""
         stream = self.engine.stream(call.prompt, **call.options)
         try:
             yield from cut_pieces(stream, call.stop)
-            yield self._finished(call, stream.result())
+            yield call.answer(stream.result(), self.engine)
         finally:
             stream.close()
 
@@ -211,18 +199,9 @@ class BlendModel(AnswersTogether, DecodingFields):
             async with aclosing(acut_pieces(stream, call.stop)) as pieces:
                 async for piece in pieces:
                     yield piece
-            yield self._finished(call, await stream.aresult())
+            yield call.answer(await stream.aresult(), self.engine)
         finally:
             stream.close()
-
-    def _finished(self, call: Call, result: GenerationResult) -> Answer:
-        if call.deadline is not None:
-            call.deadline.check()
-        text = cut_at_stop(result.text, call.stop)
-        ends = self.engine.model.generation_config.eos_token_id
-        ends = ends if isinstance(ends, list) else [ends]
-        at_end = len(text) < len(result.text) or result.token_ids[-1:] in [(end,) for end in ends]
-        return Answer(text, "stop" if at_end else "length", result.report)
 
     # What LangChain asks about
 

@@ -13,7 +13,7 @@ from langchain_core.vectorstores import VectorStoreRetriever
 from pydantic import ConfigDict, Field
 
 from cacheblend_rag import BlendEngine
-from langchain_cacheblend.options import check_engine
+from langchain_cacheblend.calls import check_engine
 
 __all__ = ["BlendRetriever", "BlendVectorStoreRetriever"]
 

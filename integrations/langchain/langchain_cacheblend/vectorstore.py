@@ -14,8 +14,8 @@ from langchain_core.vectorstores import VectorStore
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.engine import AddJob, AddResult
 from cacheblend_rag.errors import ConfigError
+from langchain_cacheblend.calls import check_engine
 from langchain_cacheblend.keeper import ChunkKeeper, Inventory, Siblings
-from langchain_cacheblend.options import check_engine
 from langchain_cacheblend.places import DOCUMENT_KEYS, DocumentPlaces
 from langchain_cacheblend.retriever import BlendVectorStoreRetriever
 from langchain_cacheblend.search import SearchesInner
