@@ -41,22 +41,18 @@ class ChunkCatalog:
     def split(self, engine: BlendEngine, text: str, min_chars: int = HEAD_CHARS) -> list[Segment]:
         """Split a text into the stored chunks of `min_chars` or more that stand in it, and the text around them.
 
-        A chunk that was deleted or replaced by then is text, and each chunk of the result carries its text, so that the engine
-        can tell if that happens later still. Of a text that is stored in several documents, the chunk of the one that has most
+        Each chunk of the result carries its text, so that the engine can tell if it is deleted or replaced meanwhile. Of a text that is stored in several documents, the chunk of the one that has most
         chunks here is taken; where two have as many, none of theirs: it is one that is encoded alone, with or without an id.
         """
         with self._lock:
             self._refresh(engine)
             matches = self._finder.find(text, min_chars)
-        chosen = _choose(engine, matches)
         segments: list[Segment] = []
         end = 0
-        for match, ids in zip(matches, chosen, strict=True):
-            if not ids:
-                continue
+        for match, id in zip(matches, _choose(engine, matches), strict=True):
             if match.start > end:
                 segments.append(text[end : match.start])
-            segments.append(Chunk(text[match.start : match.stop], ids[0]))
+            segments.append(Chunk(text[match.start : match.stop], id))
             end = match.stop
         if end < len(text):
             segments.append(text[end:])
@@ -115,19 +111,15 @@ class ChunkCatalog:
         self._finder.add(fresh)
 
 
-def _choose(engine: BlendEngine, matches: Sequence[Match]) -> list[list[str | None]]:
-    """Return the id that serves each match, None to have it encoded alone; nothing for what is stored no longer."""
+def _choose(engine: BlendEngine, matches: Sequence[Match]) -> list[str | None]:
+    """Return the id that serves each match, None to have it encoded alone."""
+    if all(len(match.ids) == 1 for match in matches):
+        return [match.ids[0] for match in matches]
     every = list(dict.fromkeys(id for match in matches for id in match.ids))
-    known = {record.id: record for record in engine.records(every) if record is not None}
-    entries: list[list[str]] = []
-    for match in matches:
-        same = [known[id] for id in match.ids if id in known and known[id].text_hash == match.digest]
-        # Names of one KV are worth one, that of the first.
-        entries.append(list({record.key: record.id for record in reversed(same)}.values())[::-1])
-    if all(len(entry) < 2 for entry in entries):
-        return [[*entry] for entry in entries]
-    stored = [id for entry in entries for id in entry]
-    document = dict(zip(stored, engine.places(stored), strict=True))
+    key = {record.id: record.key for record in engine.records(every) if record is not None}
+    document = dict(zip(every, engine.places(every), strict=True))
+    # Names of one KV are worth one, that of the first.
+    entries = [list({key.get(id): id for id in reversed(match.ids)}.values())[::-1] for match in matches]
     present: Counter[str | None] = Counter(
         name for entry in entries for name in {document[id] for id in entry} if name is not None
     )
@@ -139,7 +131,7 @@ def _choose(engine: BlendEngine, matches: Sequence[Match]) -> list[list[str | No
             return fullest[0]
         return next((id for id in entry if document[id] is None), None)
 
-    return [[served(entry)] if entry else [] for entry in entries]
+    return [served(entry) for entry in entries]
 
 
 def _texts(tokenizer: Any, token_ids: Sequence[list[int]]) -> list[str]:
