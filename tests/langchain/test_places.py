@@ -25,7 +25,7 @@ from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, EngineC
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lab.settings import engine_settings
 from langchain_cacheblend import BlendLLM, BlendVectorStore, ChatBlend, warm
-from langchain_cacheblend.keeper import Inventory
+from langchain_cacheblend.inventory import Inventory
 from tests.langchain.asking import chunk_ids
 
 SETTINGS = engine_settings(self_check=False, separator="\n\n")

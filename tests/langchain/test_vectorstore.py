@@ -25,7 +25,7 @@ from cacheblend_rag.chunk import text_hash
 from cacheblend_rag.errors import ConfigError, PromptError, StoreFullError
 from cacheblend_rag.lab.settings import engine_settings
 from langchain_cacheblend import BlendLLM, BlendRetriever, BlendVectorStore, warm
-from langchain_cacheblend.keeper import Inventory
+from langchain_cacheblend.inventory import Inventory
 
 INNER: dict[str, Callable[[Embeddings], VectorStore]] = {
     "chroma": lambda embedding: Chroma(

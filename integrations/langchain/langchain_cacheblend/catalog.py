@@ -41,8 +41,9 @@ class ChunkCatalog:
     def split(self, engine: BlendEngine, text: str, min_chars: int = HEAD_CHARS) -> list[Segment]:
         """Split a text into the stored chunks of `min_chars` or more that stand in it, and the text around them.
 
-        Each chunk of the result carries its text, so that the engine can tell if it is deleted or replaced meanwhile. Of a text that is stored in several documents, the chunk of the one that has most
-        chunks here is taken; where two have as many, none of theirs: it is one that is encoded alone, with or without an id.
+        Each chunk of the result carries its text, so that the engine can tell if it is deleted or replaced meanwhile. Of a text
+        that is stored in several documents, the chunk of the one that has most chunks here is taken; where two have as many,
+        none of theirs: it is one that is encoded alone, with or without an id.
         """
         with self._lock:
             self._refresh(engine)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from langchain_core.documents import Document
@@ -11,16 +12,21 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.runnables.config import run_in_executor
 from langchain_core.vectorstores import VectorStore
 
-from cacheblend_rag import BlendEngine
+from cacheblend_rag import BlendEngine, Chunk
+from cacheblend_rag.chunk import text_hash
 from cacheblend_rag.engine import AddJob, AddResult
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.errors import ConfigError, PromptError
 from langchain_cacheblend.calls import check_engine
-from langchain_cacheblend.keeper import ChunkKeeper, Inventory, Siblings
+from langchain_cacheblend.inventory import Inventory, Siblings
 from langchain_cacheblend.places import DOCUMENT_KEYS, DocumentPlaces
 from langchain_cacheblend.retriever import BlendVectorStoreRetriever
 from langchain_cacheblend.search import SearchesInner
 
 __all__ = ["BlendVectorStore", "warm"]
+
+logger = logging.getLogger(__name__)
+
+_OPTIONS = ("background", "context", "boundary", "document_keys", "name")
 
 
 class BlendVectorStore(SearchesInner):
@@ -73,12 +79,12 @@ class BlendVectorStore(SearchesInner):
         name: str | None = None,
     ) -> None:
         check_engine(engine)
-        siblings = Siblings(inner, engine, name)
-        self.places = DocumentPlaces(engine, siblings.name, document_keys, boundary, context)
-        super().__init__(inner, self.places.divides)
         self.engine = engine
         self.background = background
-        self._keeper = ChunkKeeper(inner, engine, self.places, siblings)
+        self._inventory = Inventory(inner)
+        self._siblings = Siblings(inner, engine, name)
+        self.places = DocumentPlaces(engine, self._siblings.name, document_keys, boundary, context)
+        super().__init__(inner, self.places.divides)
 
     def __getattr__(self, name: str) -> Any:
         # Asked only for what is not here.
@@ -164,11 +170,6 @@ class BlendVectorStore(SearchesInner):
         ids: list[str] | None = None,
         inner: VectorStore | type[VectorStore] | None = None,
         engine: BlendEngine | None = None,
-        background: bool = False,
-        context: str = "document",
-        boundary: Sequence[str] = (),
-        document_keys: Sequence[str] = DOCUMENT_KEYS,
-        name: str | None = None,
         **kwargs: Any,
     ) -> BlendVectorStore:
         """Wrap `inner` and add texts to it; `from_documents` does the same with documents.
@@ -190,10 +191,9 @@ class BlendVectorStore(SearchesInner):
             The store to wrap, or the class of one to make by its own ``from_texts``.
         engine : BlendEngine
             The engine.
-        background, context, boundary, document_keys, name : optional
-            As for the class.
         **kwargs : Any
-            Passed to the inner store's ``add_texts``, or the class's ``from_texts``.
+            What the class takes, as `background`; the others are passed to the inner store's ``add_texts``, or the class's
+            ``from_texts``.
 
         Raises
         ------
@@ -203,25 +203,18 @@ class BlendVectorStore(SearchesInner):
         if inner is None or engine is None:
             raise ConfigError("give inner=, the vector store to wrap, and engine=, the engine that encodes its texts")
         check_engine(engine)
-        options: dict[str, Any] = {
-            "engine": engine,
-            "background": background,
-            "context": context,
-            "boundary": boundary,
-            "document_keys": document_keys,
-            "name": name,
-        }
+        options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
         if isinstance(inner, type):
             given = [str(uuid.uuid4()) for _ in texts]
             if ids is not None:
                 given = [id or new for id, new in zip(ids, given, strict=True)]
             made = inner.from_texts(texts, embedding, metadatas, ids=given, **kwargs)  # type: ignore[arg-type]
-            store = cls(made, **options)
+            store = cls(made, engine=engine, **options)
             store.encode(given, texts, metadatas)
             return store
         if embedding is not None and inner.embeddings is not None and embedding is not inner.embeddings:
             raise ConfigError("embedding is not the one that the inner store embeds with; leave it out")
-        store = cls(inner, **options)
+        store = cls(inner, engine=engine, **options)
         store.add_texts(texts, metadatas, ids=ids, **kwargs)
         return store
 
@@ -248,7 +241,36 @@ class BlendVectorStore(SearchesInner):
         AddResult or AddJob
             What was done, or in the background what will say it.
         """
-        return self._keeper.encode(ids, texts, metadatas, progress, background=self.background)
+        self._siblings.warn_of(ids, texts)
+        given = [metadata or {} for metadata in metadatas or [{}] * len(ids)]
+        rows = [row for row in zip(ids, texts, given, strict=True) if row[1].strip()]
+        chunks = self.places.chunks(*zip(*rows, strict=True)) if rows else []
+        if len(rows) < len(ids):
+            # A store may hold documents without text; there is nothing to encode in them.
+            self.engine.delete([id for id, text in zip(ids, texts, strict=True) if not text.strip()])
+        try:
+            try:
+                return self.engine.add(chunks, progress=progress, background=self.background)
+            except PromptError:
+                return self.engine.add(self._served(chunks), progress=progress, background=self.background)
+        except BaseException:
+            # Rather no chunk under an id than the text that the store has just replaced.
+            records = self.engine.records([chunk.id for chunk in chunks if chunk.id])
+            self.engine.delete(
+                record.id
+                for chunk, record in zip(chunks, records, strict=True)
+                if record is not None and record.text_hash != text_hash(chunk.text)
+            )
+            raise
+
+    def _served(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """Return the chunks that the engine takes; what the ids of the others stood for before is forgotten."""
+        refusals = list(zip(chunks, self.engine.refusals(chunks), strict=True))
+        for chunk, refusal in refusals:
+            if refusal is not None:
+                logger.warning("document %s is stored without KV: %s", chunk.id, refusal)
+        self.engine.delete(chunk.id for chunk, refusal in refusals if refusal is not None and chunk.id)
+        return [chunk for chunk, refusal in refusals if refusal is None]
 
     def flush(self) -> None:
         """Wait until the texts that were added in the background are encoded.
@@ -281,10 +303,9 @@ class BlendVectorStore(SearchesInner):
             Passed to the inner store.
         """
         if ids is None:
-            done: bool | None = self._keeper.forgetting(lambda: self.inner.delete(None, **kwargs))
-            return done
+            return self._forgetting(lambda: self.inner.delete(None, **kwargs))
         done = self.inner.delete(ids, **kwargs)
-        self._keeper.forget(ids, certain=done is not False and not kwargs)
+        self._forget_deleted(ids, done, kwargs)
         return done
 
     async def adelete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
@@ -292,18 +313,42 @@ class BlendVectorStore(SearchesInner):
         if ids is None:
             return await run_in_executor(None, lambda: self.delete(None, **kwargs))
         done = await self.inner.adelete(ids, **kwargs)
-        await run_in_executor(None, lambda: self._keeper.forget(ids, certain=done is not False and not kwargs))
+        await run_in_executor(None, self._forget_deleted, ids, done, kwargs)
         return done
 
     def reset_collection(self) -> None:
         """Empty the inner store, in stores that have this method, and forget the KV of what it had."""
-        self._keeper.forgetting(self._inner_method("reset_collection"))
+        self._forgetting(self._inner_method("reset_collection"))
 
     def delete_collection(self) -> None:
         """Remove the inner store's collection, in stores that have this method, and forget the KV of what it had."""
-        present = self._keeper.present()
+        present = self._inventory.present(self.engine.ids())
         self._inner_method("delete_collection")()
-        self._keeper.forget_all(present)
+        self._forget(present)
+
+    def _forget_deleted(self, ids: Sequence[str], done: bool | None, kwargs: Mapping[str, Any]) -> None:
+        """Forget chunks that were to be deleted from the store, which is asked unless it is certain that they were."""
+        certain = done is not False and not kwargs
+        self._forget(ids if certain else set(ids).difference(self._inventory.present(ids)))
+
+    def _forgetting(self, action: Callable[[], bool | None]) -> bool | None:
+        """Do something to the store, then forget the chunks that it had before and has no longer."""
+        before = self._inventory.present(self.engine.ids())
+        done = action()
+        self._forget(set(before).difference(self._inventory.present(before)))
+        return done
+
+    def _forget(self, ids: Iterable[str]) -> None:
+        """Forget chunks, but not those that are documents of another store over this engine as well."""
+        ids = list(dict.fromkeys(ids))
+        held = self._siblings.texts(ids)
+        shared = [record for record in self.engine.records(list(held)) if record is not None] if held else []
+        kept = [record.id for record in shared if record.text_hash == text_hash(held[record.id])]
+        self.engine.delete(set(ids).difference(kept))
+        # What another store has still is no piece of this one's documents any more.
+        mine = [id for id, place in zip(kept, self.engine.places(kept), strict=True) if self.places.owns(place)]
+        if mine:
+            self.engine.add([Chunk(held[id], id) for id in mine])
 
     def _inner_method(self, name: str) -> Callable[..., Any]:
         method: Callable[..., Any] | None = getattr(self.inner, name, None)
@@ -319,7 +364,7 @@ class BlendVectorStore(SearchesInner):
         if len(ids) != len(texts):
             name = type(self.inner).__name__
             raise ConfigError(f"{name} gave {len(ids)} ids for {len(texts)} texts, so the chunks cannot be named")
-        self._keeper.encode(ids, texts, metadatas, None, background=self.background)
+        self.encode(ids, texts, metadatas)
         return ids
 
 
@@ -364,7 +409,7 @@ def warm(
         raise ConfigError(
             f"warm takes a BlendVectorStore, and this is a {type(store).__name__}; wrap it: BlendVectorStore(store, engine=...)"
         )
-    documents = store.places.in_reading_order(Inventory(store.inner).documents(ids))
+    documents = store.places.in_reading_order(store._inventory.documents(ids))
     nameless = sum(not document.id for document in documents)
     if nameless:
         raise ConfigError(

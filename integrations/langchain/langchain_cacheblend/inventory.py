@@ -1,4 +1,4 @@
-"""Keeping the engine's chunks in step with a vector store, and with the other stores over the engine."""
+"""Which documents a vector store has, and the other stores over its engine."""
 
 from __future__ import annotations
 
@@ -6,20 +6,17 @@ import logging
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from langchain_core.documents import Document
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 from pydantic import ValidationError
 
-from cacheblend_rag import BlendEngine, Chunk
-from cacheblend_rag.chunk import text_hash
-from cacheblend_rag.engine import AddJob, AddResult
-from cacheblend_rag.errors import ConfigError, PromptError
-from langchain_cacheblend.places import DocumentPlaces
+from cacheblend_rag import BlendEngine
+from cacheblend_rag.errors import ConfigError
 
-__all__ = ["ChunkKeeper", "Inventory", "Siblings"]
+__all__ = ["Inventory", "Siblings"]
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +93,9 @@ class Siblings:
     def texts(self, ids: Sequence[str]) -> dict[str, str]:
         """Return the texts that other stores have under these ids."""
         found: dict[str, str] = {}
-        for inner in self._others() if ids else ():
+        with self._lock:
+            others = [each._inner for each in self._family if each._inner is not self._inner] if ids else []
+        for inner in others:
             try:
                 documents = Inventory(inner).documents(ids)
             except Exception as error:  # whatever a store raises that is closed, or cannot be asked
@@ -132,93 +131,3 @@ class Siblings:
         name = f"{kind} {collection}"
         taken = not isinstance(collection, str) or any(each.name == name for each in self._family)
         return f"{kind} {uuid.uuid4().hex}" if taken else name
-
-    def _others(self) -> list[VectorStore]:
-        with self._lock:
-            return [each._inner for each in self._family if each._inner is not self._inner]
-
-
-class ChunkKeeper:
-    """Encodes what a vector store was given, and forgets what it has no longer."""
-
-    def __init__(self, inner: VectorStore, engine: BlendEngine, places: DocumentPlaces, siblings: Siblings) -> None:
-        self._engine = engine
-        self._places = places
-        self._siblings = siblings
-        self._inventory = Inventory(inner)
-
-    def encode(
-        self,
-        ids: Sequence[str],
-        texts: Sequence[str],
-        metadatas: Sequence[Mapping[str, Any]] | None,
-        progress: Callable[[int, int], None] | None,
-        *,
-        background: bool,
-    ) -> AddResult | AddJob:
-        """Encode texts under the ids that the store has for them; see `BlendVectorStore.encode`."""
-        self._siblings.warn_of(ids, texts)
-        # A store may hold documents without text; there is nothing to encode in them.
-        blank = [id for id, text in zip(ids, texts, strict=True) if not text.strip()]
-        chunks = self._chunks(ids, texts, metadatas)
-        if blank:
-            self._engine.delete(blank)
-        try:
-            try:
-                return self._engine.add(chunks, progress=progress, background=background)
-            except PromptError:
-                return self._engine.add(self._served(chunks), progress=progress, background=background)
-        except BaseException:
-            # Rather no chunk under an id than the text that the store has just replaced.
-            records = self._engine.records([chunk.id for chunk in chunks if chunk.id])
-            self._engine.delete(
-                record.id
-                for chunk, record in zip(chunks, records, strict=True)
-                if record is not None and record.text_hash != text_hash(chunk.text)
-            )
-            raise
-
-    def present(self) -> list[str]:
-        """Return which of the engine's chunks the store has."""
-        return self._inventory.present(self._engine.ids())
-
-    def forget(self, ids: Sequence[str], *, certain: bool) -> None:
-        """Forget chunks that were deleted from the store, which is asked unless that is certain."""
-        self.forget_all(ids if certain else set(ids).difference(self._inventory.present(ids)))
-
-    def forgetting(self, action: Callable[[], Any]) -> Any:
-        """Do something to the store, then forget the chunks that it had before and has no longer."""
-        before = self.present()
-        done = action()
-        self.forget_all(set(before).difference(self._inventory.present(before)))
-        return done
-
-    def forget_all(self, ids: Iterable[str]) -> None:
-        """Forget chunks, but not those that are documents of another store over this engine as well."""
-        ids = list(dict.fromkeys(ids))
-        held = self._siblings.texts(ids)
-        shared = [record for record in self._engine.records(list(held)) if record is not None] if held else []
-        kept = [record.id for record in shared if record.text_hash == text_hash(held[record.id])]
-        self._engine.delete(set(ids).difference(kept))
-        # What another store has still is no piece of this one's documents any more.
-        mine = [id for id, place in zip(kept, self._engine.places(kept), strict=True) if self._places.owns(place)]
-        if mine:
-            self._engine.add([Chunk(held[id], id) for id in mine])
-
-    def _chunks(
-        self, ids: Sequence[str], texts: Sequence[str], metadatas: Sequence[Mapping[str, Any]] | None
-    ) -> list[Chunk]:
-        given = [metadata or {} for metadata in metadatas or [{}] * len(ids)]
-        rows = [row for row in zip(ids, texts, given, strict=True) if row[1].strip()]
-        if not rows:
-            return []
-        return self._places.chunks(*zip(*rows, strict=True))
-
-    def _served(self, chunks: Sequence[Chunk]) -> list[Chunk]:
-        """Return the chunks that the engine takes; what the ids of the others stood for before is forgotten."""
-        refusals = list(zip(chunks, self._engine.refusals(chunks), strict=True))
-        for chunk, refusal in refusals:
-            if refusal is not None:
-                logger.warning("document %s is stored without KV: %s", chunk.id, refusal)
-        self._engine.delete(chunk.id for chunk, refusal in refusals if refusal is not None and chunk.id)
-        return [chunk for chunk, refusal in refusals if refusal is None]
