@@ -1,8 +1,15 @@
-from .chunk import BlendPrompt, Chunk, ChunkPart, ChunkRef, FixedText
+from . import errors
+from .calibration.calibrate import calibrate
+from .chunk import BlendPrompt, Chunk, ChunkRef, FixedText
 from .config import BlendConfig, EngineConfig
-from .engine import BlendEngine, BlendStream, GenerationResult, PrefillResult
+from .engine import BlendEngine, BlendStream, GenerationResult
 from .errors import CacheBlendError
-from .report import BlendReport, ChunkReport
+from .pml import Import, MaxTokens, Schema, Turn
+from .report import BlendReport
+from .selection import Selection, Selector, register_selector
+from .store import open_store
+from .store.remote import open_remote
+from .tuning import Tuning
 
 __all__ = [
     "BlendConfig",
@@ -12,13 +19,22 @@ __all__ = [
     "BlendStream",
     "CacheBlendError",
     "Chunk",
-    "ChunkPart",
-    "ChunkReport",
     "ChunkRef",
     "EngineConfig",
     "FixedText",
     "GenerationResult",
-    "PrefillResult",
+    "Import",
+    "MaxTokens",
+    "Schema",
+    "Selection",
+    "Selector",
+    "Tuning",
+    "Turn",
+    "calibrate",
+    "errors",
+    "open_remote",
+    "open_store",
+    "register_selector",
 ]
 
 __version__: str

@@ -24,7 +24,7 @@ store_app = typer.Typer(
 
 _DEFAULT = Path(".cacheblend")
 _Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Ids of chunks, as the vector store knows them.")]
-_Pinned = Annotated[str | None, typer.Option("--namespace", help="Only chunks of this tenant; by default of all.")]
+_Pinned = Annotated[str | None, typer.Option("--tenant", help="Only chunks of this tenant; by default of all.")]
 
 
 def kv_folder_of(store: Path | None) -> Path | None:
@@ -122,15 +122,15 @@ def gc(
 
 
 @store_app.command()
-def pin(ids: _Ids, store: StoreOption = _DEFAULT, namespace: _Pinned = None, json_file: JsonOption = None) -> None:
+def pin(ids: _Ids, store: StoreOption = _DEFAULT, tenant: _Pinned = None, json_file: JsonOption = None) -> None:
     """Never evict the KV of these chunks, now held or computed later. The store may be in use."""
-    _pin(ids, store, namespace, True, json_file)
+    _pin(ids, store, tenant, True, json_file)
 
 
 @store_app.command()
-def unpin(ids: _Ids, store: StoreOption = _DEFAULT, namespace: _Pinned = None, json_file: JsonOption = None) -> None:
+def unpin(ids: _Ids, store: StoreOption = _DEFAULT, tenant: _Pinned = None, json_file: JsonOption = None) -> None:
     """Let the KV of these chunks be evicted again."""
-    _pin(ids, store, namespace, False, json_file)
+    _pin(ids, store, tenant, False, json_file)
 
 
 def _pin(ids: list[str], store: Path, tenant: str | None, pinned: bool, json_file: Path | None) -> None:
@@ -149,7 +149,7 @@ def _pin(ids: list[str], store: Path, tenant: str | None, pinned: bool, json_fil
 def export_(
     file: Annotated[Path, typer.Argument(metavar="FILE", dir_okay=False, help="The file to write.")],
     store: StoreOption = _DEFAULT,
-    namespace: Annotated[str | None, typer.Option(help="Only what is this tenant's.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Only what is this tenant's.")] = None,
     ids: Annotated[str | None, typer.Option(help="Only the chunks of these ids, comma-separated.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
     json_file: JsonOption = None,
@@ -160,7 +160,7 @@ def export_(
     kv = _kv(store)
     if file.exists() and not force:
         raise ConfigError(f"{file} exists already; name another file, or replace it with --force")
-    report = export_store(kv, file, namespace, None if ids is None else parse_names(ids))
+    report = export_store(kv, file, tenant, None if ids is None else parse_names(ids))
     typer.echo(f"{file}: {report.entries} chunks with KV and {report.names} names, {say_bytes(report.nbytes)}")
     if report.damaged:
         typer.echo(
@@ -195,7 +195,7 @@ def import_(
 @store_app.command()
 def clear(
     store: StoreOption = _DEFAULT,
-    namespace: Annotated[str | None, typer.Option(help="Remove the KV and names of this tenant only.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Remove the KV and names of this tenant only.")] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     json_file: JsonOption = None,
 ) -> None:
@@ -204,20 +204,20 @@ def clear(
     from cacheblend_rag.store import open_store
 
     kv = _kv(store)
-    whole_library = namespace is None and is_library(store)
+    whole_library = tenant is None and is_library(store)
     with closing(open_store(kv, ram_bytes=0)) as opened:
-        figures = opened.stats(namespace)
-        what = "" if namespace is None else f" of tenant {namespace}"
+        figures = opened.stats(tenant)
+        what = "" if tenant is None else f" of tenant {tenant}"
         if not yes and not typer.confirm(
             f"remove {figures.nodes} chunks and {say_bytes(figures.disk_bytes)} of KV{what} from {store}?"
         ):
             typer.echo("nothing was removed")
             raise typer.Exit(1)
         if not whole_library:
-            opened.clear(namespace)
+            opened.clear(tenant)
     if whole_library:
         clear_library(store)
-    typer.echo(f"{store} is empty" if namespace is None else f"{store} holds nothing{what} any more")
+    typer.echo(f"{store} is empty" if tenant is None else f"{store} holds nothing{what} any more")
     row = {"store": str(kv), "removed_names": figures.nodes, "removed_bytes": figures.disk_bytes}
     write_json(json_file, "store clear", [row])
 

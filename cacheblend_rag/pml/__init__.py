@@ -18,14 +18,16 @@ from cacheblend_rag.pml.nodes import (
     Turn,
     Union,
 )
-from cacheblend_rag.pml.schema import Prompt, Schema
+from cacheblend_rag.pml.schema import PROMPT_KEY, PMLText, Prompt, Schema, prompt_in
 
 __all__ = [
+    "PROMPT_KEY",
     "Import",
     "LaidOutPrompt",
     "MaxTokens",
     "Module",
     "Node",
+    "PMLText",
     "Param",
     "Part",
     "Piece",
@@ -40,4 +42,5 @@ __all__ = [
     "Turn",
     "Union",
     "lay_out",
+    "prompt_in",
 ]

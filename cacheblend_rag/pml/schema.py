@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.errors import PMLError
+from cacheblend_rag.errors import PMLError, PromptError
 from cacheblend_rag.pml.nodes import (
     MAX_DEPTH,
     MAX_PARAM_LENGTH,
@@ -33,7 +33,10 @@ from cacheblend_rag.pml.nodes import (
 from cacheblend_rag.pml.read import SchemaReader, parse_prompt, read_text
 from cacheblend_rag.pml.template import Plan, read_template
 
-__all__ = ["Prompt", "Schema"]
+__all__ = ["PROMPT_KEY", "PMLText", "Prompt", "Schema", "prompt_in"]
+
+PROMPT_KEY = "cacheblend_pml"
+"""Under what a message's ``additional_kwargs`` have the prompt whose plain text it holds."""
 
 _PARAM_NAME = re.compile(r"[^\W\d][\w.-]*")
 _MAX_NAME_LENGTH = 200
@@ -273,6 +276,179 @@ class Prompt:
         """How many of its children stand up to the last import; new text and messages follow."""
         imports = [number for number, node in enumerate(self.children, 1) if isinstance(node, Import)]
         return imports[-1] if imports else 0
+
+    def texts(self) -> Iterator[str]:
+        """Yield what the prompt brings along: arguments and new text, in reading order."""
+        return _texts_of(self.children)
+
+    def map_texts(self, change: Callable[[str], str]) -> Prompt:
+        """Return the prompt with `change` applied to each of its `texts`.
+
+        What comes out is text and never markup, so nothing has to be escaped.
+
+        Raises
+        ------
+        PMLError
+            If the prompt does not fit its schema any more.
+        """
+
+        def changed(nodes: Sequence[PromptNode | str]) -> Iterator[PromptNode]:
+            for node in prompt_nodes(nodes):
+                if isinstance(node, Import):
+                    arguments = {name: change(text) for name, text in node.arguments.items()}
+                    yield replace(node, arguments=arguments, children=tuple(changed(node.children)))
+                else:
+                    yield replace(node, text=change(node.text))
+
+        return replace(self, children=tuple(changed(self.children)))
+
+    def check_documents(self, module: str) -> None:
+        """See that documents can be put into the place of a module.
+
+        Raises
+        ------
+        PMLError
+            If the prompt does not import the module, or it is a member of a union.
+        """
+        if module not in self.imports:
+            raise self.place.error(
+                f"the documents belong in the place of module {module!r}, which the prompt does not import; it imports "
+                f"{', '.join(self.imports) or 'none'}"
+            )
+        if any(module in union for union in self.schema.unions):
+            raise self.place.error(
+                f"module {module!r} is a member of a union, of which a prompt imports one at most; put the documents into the "
+                "place of a module outside of unions"
+            )
+
+    def put_documents(self, module: str, texts: Sequence[str], separator: str = "\n\n") -> Prompt:
+        """Put documents into the place of a module, each as a module of its own: ``name-1``, ``name-2`` and so on.
+
+        Each is tokenised as it stands, so the KV of a stored chunk with the same text is reused.
+
+        Parameters
+        ----------
+        module : str
+            The module in whose place they are put; what stands in it is not used.
+        texts : sequence of str
+            The documents, in order. Without any, the module is left out.
+        separator : str
+            Text between two documents, and behind the last one.
+
+        Returns
+        -------
+        Prompt
+            A prompt for a schema of the same name, with these modules.
+
+        Raises
+        ------
+        PMLError
+            If the prompt does not import the module, or it is a member of a union.
+        """
+        self.check_documents(module)
+        place = self.schema.modules[module].place
+        documents = [Module(f"{module}-{number}", (Text(text, place),), place) for number, text in enumerate(texts, 1)]
+
+        def in_schema(nodes: Sequence[Node]) -> Iterator[Node]:
+            for node in nodes:
+                if isinstance(node, Text | Param):
+                    yield node
+                elif not isinstance(node, Module) or node.name != module:
+                    yield replace(node, children=tuple(in_schema(node.children)))  # type: ignore[arg-type]
+                else:
+                    for document in documents:
+                        yield document
+                        if separator:
+                            yield Text(separator, place)
+
+        def in_prompt(nodes: Sequence[PromptNode | str]) -> Iterator[PromptNode | str]:
+            for node in nodes:
+                if not isinstance(node, Import):
+                    yield node
+                elif node.name != module:
+                    yield replace(node, children=tuple(in_prompt(node.children)))
+                else:
+                    yield from (Import(document.name) for document in documents)
+
+        schema = Schema(self.schema.name, tuple(in_schema(self.schema.children)), self.schema.source)
+        return Prompt(schema, tuple(in_prompt(self.children)), self.place)
+
+    def plain_text(self) -> str:
+        """Return what the prompt says, for people and logs: without the words of a chat template, new text behind its import."""
+        texts: list[tuple[str | None, str]] = []
+
+        def in_schema(nodes: Sequence[Node], module: str | None) -> None:
+            for node in nodes:
+                if isinstance(node, Text):
+                    texts.append((module, node.text))
+                elif isinstance(node, Param):
+                    texts.append((module, self.imports[module or ""].arguments[node.name]))
+                elif not isinstance(node, Module):
+                    in_schema(node.children, module)
+                elif node.name in self.imports:
+                    in_schema(node.children, node.name)
+
+        def in_prompt(nodes: Sequence[PromptNode | str], behind: int) -> int:
+            for node in prompt_nodes(nodes):
+                if isinstance(node, Import):
+                    own = [number for number, (module, _) in enumerate(texts, 1) if module == node.name]
+                    behind = in_prompt(node.children, own[-1] if own else behind)
+                else:
+                    texts.insert(behind, (None, node.text))
+                    behind += 1
+            return behind
+
+        in_schema(self.schema.children, None)
+        in_prompt(self.children[: self.body_length], 0)
+        in_prompt(self.children[self.body_length :], len(texts))
+        return "".join(text for _, text in texts)
+
+
+class PMLText(str):
+    """The plain text of a schema's prompt, which carries the prompt itself to a model that reads it.
+
+    Frameworks hand models that are no chat models a string. This one is the prompt's words for whatever shows or caches it.
+    """
+
+    prompt: Prompt
+
+    @classmethod
+    def of(cls, prompt: Prompt) -> PMLText:
+        """Return the text of a prompt."""
+        text = cls(prompt.plain_text())
+        text.prompt = prompt
+        return text
+
+
+def prompt_in(given: str | Sequence[Any]) -> Prompt | None:
+    """Return the prompt of a schema that a text or messages of either framework carry, if they do.
+
+    Raises
+    ------
+    PromptError
+        If there are other messages beside it.
+    """
+    if isinstance(given, str):
+        return given.prompt if isinstance(given, PMLText) else None
+    messages: Sequence[Any] = given
+    found = [each.additional_kwargs[PROMPT_KEY] for each in messages if PROMPT_KEY in each.additional_kwargs]
+    if not found:
+        return None
+    if len(messages) > 1 or not isinstance(found[0], Prompt):
+        raise PromptError(
+            "a schema's prompt is a whole conversation; put other messages, and a system prompt that the model was given, into "
+            "the schema or the prompt, as <system>, <user> and <assistant>"
+        )
+    return found[0]
+
+
+def _texts_of(nodes: Sequence[PromptNode | str]) -> Iterator[str]:
+    for node in prompt_nodes(nodes):
+        if isinstance(node, Import):
+            yield from node.arguments.values()
+            yield from _texts_of(node.children)
+        else:
+            yield node.text
 
 
 def _check_schema(schema: Schema) -> None:

@@ -19,7 +19,7 @@ def test_export_import_gc_and_clear_of_one_tenant(run: Command, tmp_path: Path) 
     store.put(key_of(4), make_kv(4), ttl_s=0.001)
     store.close()
 
-    out = run("store", "export", file, "--store", one, "--namespace", "acme", "--json", figures).stdout
+    out = run("store", "export", file, "--store", one, "--tenant", "acme", "--json", figures).stdout
     assert "2 chunks with KV and 2 names" in out
     assert read_rows(figures)[0]["entries"] == 2
     assert "added 2 chunks with KV" in run("store", "import", file, "--store", two).stdout
@@ -35,7 +35,7 @@ def test_export_import_gc_and_clear_of_one_tenant(run: Command, tmp_path: Path) 
     assert read_rows(figures)[0]["expired"] == 1
     assert "tenant acme" in run("store", "stats", "--store", one, "--json", figures).stdout
     assert read_rows(figures)[0]["tenants"]["acme"]["entries"] == 2
-    out = run("store", "clear", "--store", one, "--namespace", "acme", "--yes").stdout
+    out = run("store", "clear", "--store", one, "--tenant", "acme", "--yes").stdout
     assert "holds nothing of tenant acme any more" in out
     assert check_store(one).entries == 1
     file.write_bytes(file.read_bytes()[:700])
@@ -54,7 +54,7 @@ def test_pin_and_unpin(run: Command, tmp_path: Path) -> None:
     assert "no chunk has the id 'nobody'" in out and "Traceback" not in out
     assert "unpinned 1 chunks" in run("store", "unpin", "n1", "--store", folder).stdout
     assert store.stats().pinned_bytes == size
-    assert "'n2'" in run("store", "pin", "n2", "--store", folder, "--namespace", "acme", code=1).stderr
+    assert "'n2'" in run("store", "pin", "n2", "--store", folder, "--tenant", "acme", code=1).stderr
     run("store", "unpin", "n2", "--store", folder, "--json", figures)
     assert read_rows(figures) == [{"store": str(folder), "unpinned": 1, "pinned_bytes": 0}]
     store.close()

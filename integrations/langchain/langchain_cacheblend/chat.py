@@ -22,7 +22,7 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 
 from cacheblend_rag import BlendPrompt
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.pml.fill import prompt_in
+from cacheblend_rag.pml import prompt_in
 from langchain_cacheblend.calls import Answer, Call, with_objects
 from langchain_cacheblend.holes import fixed_head
 from langchain_cacheblend.model import BlendModel

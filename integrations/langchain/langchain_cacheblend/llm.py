@@ -16,7 +16,7 @@ from pydantic import PrivateAttr
 
 from cacheblend_rag import BlendPrompt
 from cacheblend_rag.chunk import Segment
-from cacheblend_rag.pml.fill import PMLText
+from cacheblend_rag.pml import PMLText
 from langchain_cacheblend.batch import options_of_all
 from langchain_cacheblend.calls import Answer, Call
 from langchain_cacheblend.documents import as_chunks

@@ -13,16 +13,7 @@ from langchain_core.utils.formatting import formatter
 from pydantic import ConfigDict
 
 from cacheblend_rag.errors import ConfigError, PromptError
-from cacheblend_rag.pml import Prompt, Schema
-from cacheblend_rag.pml.fill import (
-    PROMPT_KEY,
-    PMLText,
-    check_documents,
-    fill_texts,
-    plain_text,
-    prompt_texts,
-    put_documents,
-)
+from cacheblend_rag.pml import PROMPT_KEY, PMLText, Prompt, Schema
 
 __all__ = ["PMLPromptTemplate", "PMLPromptValue", "refuse_beside"]
 
@@ -42,7 +33,7 @@ class PMLPromptValue(PromptValue):
 
     def to_messages(self) -> list[BaseMessage]:
         """Return one message with the prompt as plain text, which `ChatBlend` takes for the prompt that it is."""
-        return [HumanMessage(content=plain_text(self.prompt), additional_kwargs={PROMPT_KEY: self.prompt})]
+        return [HumanMessage(content=self.prompt.plain_text(), additional_kwargs={PROMPT_KEY: self.prompt})]
 
 
 class PMLPromptTemplate(BasePromptTemplate[PMLPromptValue]):
@@ -85,8 +76,8 @@ class PMLPromptTemplate(BasePromptTemplate[PMLPromptValue]):
 
     def __init__(self, prompt: Prompt, documents: str | None = None, separator: str = "\n\n", **fields: Any) -> None:
         if documents is not None:
-            check_documents(prompt, documents)
-        names = {name for text in prompt_texts(prompt) for name in get_template_variables(text, _FORMAT)}
+            prompt.check_documents(documents)
+        names = {name for text in prompt.texts() for name in get_template_variables(text, _FORMAT)}
         if documents is not None:
             names.add(documents)
         names -= fields.get("partial_variables", {}).keys()
@@ -129,12 +120,12 @@ class PMLPromptTemplate(BasePromptTemplate[PMLPromptValue]):
             If the documents are neither documents nor strings.
         """
         given = self._merge_partial_and_user_variables(**values)
-        prompt = fill_texts(
-            self.prompt, lambda text: formatter.format(text, **given) if "{" in text or "}" in text else text
+        prompt = self.prompt.map_texts(
+            lambda text: formatter.format(text, **given) if "{" in text or "}" in text else text
         )
         if self.documents is None:
             return prompt
-        return put_documents(prompt, self.documents, _texts(given[self.documents]), self.separator)
+        return prompt.put_documents(self.documents, _texts(given[self.documents]), self.separator)
 
     def format_prompt(self, **kwargs: Any) -> PMLPromptValue:
         """Return the prompt for a model."""

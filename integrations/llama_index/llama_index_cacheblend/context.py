@@ -14,7 +14,6 @@ from llama_index.core.prompts import BasePromptTemplate, ChatPromptTemplate, Pro
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk, FixedText, Segment, text_hash
 from cacheblend_rag.errors import PromptTooLongError
-from cacheblend_rag.pml.fill import plain_text
 from llama_index_cacheblend.llm import BlendLLM
 from llama_index_cacheblend.nodes import SEPARATOR
 from llama_index_cacheblend.pml import PMLPromptTemplate
@@ -132,7 +131,7 @@ def _of_schema(
             f"document, and {limit} are left beside max_new_tokens={llm.max_new_tokens}; split documents into shorter chunks, or "
             "lower max_new_tokens"
         )
-    text = plain_text(prompt)
+    text = prompt.plain_text()
     messages = [ChatMessage(role=MessageRole.USER, content=text)] if llm.is_chat_model else None
     context = SEPARATOR.join(chunk.text for chunk in kept)
     return ContextPrompt(text, messages, context, blend, tuple(left_over), tuple(dropped))

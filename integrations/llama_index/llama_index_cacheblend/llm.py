@@ -30,7 +30,7 @@ from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig, EngineConfig
 from cacheblend_rag.engine import BlendEngine, BlendStream, Conversation, GenerationResult
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.pml.fill import prompt_in
+from cacheblend_rag.pml import prompt_in
 from cacheblend_rag.stops import cut_at_stop
 from llama_index_cacheblend.engines import make_engine
 from llama_index_cacheblend.messages import aresponses, as_chat, as_completion, render_messages, responses

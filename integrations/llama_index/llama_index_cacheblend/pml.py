@@ -13,16 +13,7 @@ from llama_index.core.prompts.utils import format_string, get_template_vars
 from llama_index.core.schema import BaseNode, NodeWithScore
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.pml import Prompt, Schema
-from cacheblend_rag.pml.fill import (
-    PROMPT_KEY,
-    PMLText,
-    check_documents,
-    fill_texts,
-    plain_text,
-    prompt_texts,
-    put_documents,
-)
+from cacheblend_rag.pml import PROMPT_KEY, PMLText, Prompt, Schema
 from llama_index_cacheblend.nodes import llm_text
 
 __all__ = ["CONTEXT", "PMLPromptTemplate"]
@@ -84,8 +75,8 @@ class PMLPromptTemplate(BasePromptTemplate):
         **kwargs: Any,
     ) -> None:
         if documents is not None:
-            check_documents(prompt, documents)
-        names = dict.fromkeys(name for text in prompt_texts(prompt) for name in get_template_vars(text))
+            prompt.check_documents(documents)
+        names = dict.fromkeys(name for text in prompt.texts() for name in get_template_vars(text))
         if documents is not None:
             names[CONTEXT] = None
         values: dict[str, Any] = {
@@ -138,10 +129,10 @@ class PMLPromptTemplate(BasePromptTemplate):
         missing = [name for name in self.template_vars if name not in given]
         if missing:
             raise ConfigError(f"the prompt has the variables {', '.join(missing)}, for which there is no value")
-        prompt = fill_texts(self.prompt, lambda text: format_string(text, **given))
+        prompt = self.prompt.map_texts(lambda text: format_string(text, **given))
         if self.documents is None:
             return prompt
-        return put_documents(prompt, self.documents, _texts(given[CONTEXT]), self.separator)
+        return prompt.put_documents(self.documents, _texts(given[CONTEXT]), self.separator)
 
     def partial_format(self, **kwargs: Any) -> PMLPromptTemplate:
         """Return the template with some of its variables filled in."""
@@ -161,12 +152,12 @@ class PMLPromptTemplate(BasePromptTemplate):
         """Return one message with the prompt as plain text, which `BlendLLM` takes for the prompt that it is."""
         del llm
         prompt = self.pml_prompt(**kwargs)
-        return [ChatMessage(role=MessageRole.USER, content=plain_text(prompt), additional_kwargs={PROMPT_KEY: prompt})]
+        return [ChatMessage(role=MessageRole.USER, content=prompt.plain_text(), additional_kwargs={PROMPT_KEY: prompt})]
 
     def get_template(self, llm: BaseLLM | None = None) -> str:
         """Return the prompt as plain text, with its variables."""
         del llm
-        return plain_text(self.prompt)
+        return self.prompt.plain_text()
 
 
 def _texts(context: Any) -> list[str]:

@@ -1,0 +1,64 @@
+"""The public names: docs/api.md shows exactly these, and documentation and examples import nothing else."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("cacheblend_rag", "llama_index_cacheblend", "langchain_cacheblend")
+PUBLIC = {name: set(importlib.import_module(name).__all__) for name in PACKAGES}
+PUBLIC["cacheblend_rag.errors"] = set(importlib.import_module("cacheblend_rag.errors").__all__)
+# What examples ask about.
+PUBLIC["cacheblend_rag.demo"] = {"demo_documents", "demo_questions"}
+
+PAGES = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("integrations/*/README.md")]
+# The pages of the laboratory, which is not public and says so.
+LAB_PAGES = {"evaluation.md", "datasets.md", "generated-tasks.md"}
+API = ROOT / "docs" / "api.md"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_api_page_shows_exactly_the_public_names(package: str) -> None:
+    shown = re.findall(rf"^::: {package}\.(?:\w+\.)*(\w+)$", API.read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(shown) == sorted(PUBLIC[package] - {"errors"})
+
+
+def test_every_public_name_has_its_line() -> None:
+    listed = re.findall(r"^\| \[`(\w+)`\].* \| .+ \|$", API.read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(listed) == sorted(PUBLIC["cacheblend_rag"])
+
+
+def test_pages_and_examples_import_public_names_only() -> None:
+    private = []
+    for file, source in [
+        *_blocks(),
+        *((file, file.read_text(encoding="utf-8")) for file in ROOT.glob("examples/**/*.py")),
+    ]:
+        for module, name in _imports(source):
+            if module.startswith("cacheblend_rag.lab") and file.name in LAB_PAGES:
+                continue
+            if module.partition(".")[0] in PACKAGES and name not in PUBLIC.get(module, ()):
+                private.append(f"{file.relative_to(ROOT)}: {module}.{name}")
+    assert private == []
+
+
+def _blocks() -> Iterator[tuple[Path, str]]:
+    """Every block of Python in the pages."""
+    for page in PAGES:
+        for _, block in re.findall(r"^( *)```python\n(.*?)^\1```", page.read_text(encoding="utf-8"), re.M | re.S):
+            yield page, textwrap.dedent(block)
+
+
+def _imports(source: str) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            yield from ((node.module or "", alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name.rpartition(".")[::2] for alias in node.names if "." in alias.name)
