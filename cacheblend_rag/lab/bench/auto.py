@@ -2,70 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 
 from cacheblend_rag.chunk import BlendPrompt
+from cacheblend_rag.cli.output import say_seconds
 from cacheblend_rag.controller import Profile
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.lab.bench.coldfiles import drop_cached, stored_files, temporary_folder
-from cacheblend_rag.lab.bench.rounds import in_rounds
-from cacheblend_rag.lab.bench.setting import NO_LIMIT, ModelSetting, check_least
-from cacheblend_rag.lab.bench.shapes import make_model
-from cacheblend_rag.lab.bench.slow import SlowStore, device_rate
-from cacheblend_rag.lab.bench.times import wait_for_device
-from cacheblend_rag.lab.bench.words import RandomWords
+from cacheblend_rag.lab.bench.runner import Bench, Say, in_rounds, say_nothing, wait_for_device
+from cacheblend_rag.lab.bench.settings import NO_LIMIT, AutoSetting, device_rate
+from cacheblend_rag.lab.bench.shapes import RandomWords, make_model
+from cacheblend_rag.lab.bench.tiers import SlowStore, drop_cached, stored_files, temporary_folder
 from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.store import KVStore, open_store
 
-__all__ = ["AutoBench", "AutoRow", "AutoRun", "AutoSetting"]
-
-
-@dataclass(frozen=True, slots=True)
-class AutoSetting(ModelSetting):
-    """What is measured; what it shares with other benches is described at `ModelSetting`.
-
-    Attributes
-    ----------
-    tiers : tuple of str
-        "ram", "disk" (the page cache dropped before each run), or a rate in MB/s, as in "200MB/s": a slower device, emulated.
-    prompts : tuple of (int, int)
-        The prompts: so many chunks of so many tokens.
-    question_tokens : int
-        Tokens of the question behind them.
-    ratios : tuple of float
-        Fixed ratios measured, those under `quality_ratio` left out.
-    quality_ratio : float
-        The quality floor r*.
-    profile_s : float
-        About how long a tier's profile may be measured.
-    """
-
-    tiers: tuple[str, ...] = ("ram", "disk", "200MB/s")
-    prompts: tuple[tuple[int, int], ...] = ((1, 32), (2, 128), (6, 256), (6, 512))
-    question_tokens: int = 32
-    ratios: tuple[float, ...] = (0.15, 0.3, 0.5, 0.8)
-    quality_ratio: float = 0.15
-    repeats: int = field(default=3, kw_only=True)
-    profile_s: float = 20.0
-
-    def __post_init__(self) -> None:
-        ModelSetting.__post_init__(self)
-        check_least(self, 1, "question_tokens")
-        if not self.tiers or not self.prompts:
-            raise ConfigError("give at least one tier and one prompt to measure")
-        for tier in self.tiers:
-            device_rate(tier)
-        for chunks, tokens in self.prompts:
-            if chunks < 1 or tokens < 1:
-                raise ConfigError(f"a prompt of {chunks} chunks of {tokens} tokens has none; give at least 1 of each")
+__all__ = ["AutoBench", "AutoRow", "AutoRun"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +73,8 @@ class AutoRow:
     choice_regret: float
 
 
-class AutoBench:
+class AutoBench(Bench[AutoSetting, AutoRow]):
     """One model of random weights over each of the tiers in turn.
-
-    Parameters
-    ----------
-    setting : AutoSetting
-        What is measured.
 
     Attributes
     ----------
@@ -131,36 +84,25 @@ class AutoBench:
         What was measured of each tier.
     """
 
+    text_columns = 3
+
     def __init__(self, setting: AutoSetting) -> None:
-        self.setting = setting
+        super().__init__(setting)
         self.runs: list[AutoRun] = []
         self.profiles: dict[str, Profile] = {}
         self._settings = setting.engine_settings(recompute_ratio="auto", quality_ratio=setting.quality_ratio)
         self._model, self._tokenizer = make_model(setting)
 
-    def measure(self, progress: Callable[[str], None] | None = None) -> list[AutoRow]:
-        """Measure every cell.
-
-        Parameters
-        ----------
-        progress : callable, optional
-            Called with what is measured now.
-
-        Returns
-        -------
-        list of AutoRow
-            One for each tier and prompt.
-        """
-        say = progress or (lambda _: None)
+    def measure(self, say: Say = say_nothing) -> list[AutoRow]:
         rows = []
         with temporary_folder(None) as folder:
             for number, tier in enumerate(self.setting.tiers):
                 place = Path(folder) / str(number)
                 with self._engine(tier, place) as engine:
-                    say(f"{tier}: profile")
+                    say(f"measuring {tier}: profile")
                     self.profiles[tier] = engine.profile(budget_s=self.setting.profile_s)
                     for chunks, tokens in self.setting.prompts:
-                        say(f"{tier}: {chunks} chunks of {tokens} tokens")
+                        say(f"measuring {tier}: {chunks} chunks of {tokens} tokens")
                         rows.append(self._cell(engine, tier, place, chunks, tokens))
         return rows
 
@@ -173,9 +115,8 @@ class AutoBench:
             store = SlowStore(tier, rate, NO_LIMIT)
         else:
             store = open_store(place if tier == "disk" else None, ram_bytes=0 if tier == "disk" else NO_LIMIT)
-        with ExitStack() as stack:
-            stack.callback(store.close)
-            yield stack.enter_context(BlendEngine(self._model, self._tokenizer, store=store, **settings))
+        with closing(store), BlendEngine(self._model, self._tokenizer, store=store, **settings) as engine:
+            yield engine
 
     def _cell(self, engine: BlendEngine, tier: str, place: Path, chunks: int, tokens: int) -> AutoRow:
         words = RandomWords(self._tokenizer, self.setting.seed + 1000 * chunks + tokens)
@@ -221,6 +162,33 @@ class AutoBench:
             regret=auto.ttft_s / best.ttft_s - 1,
             choice_regret=_fixed_s(fixed, auto.recompute_ratio) / best.ttft_s - 1,
         )
+
+    def title(self, rows: Sequence[AutoRow]) -> str:
+        asked = self.setting
+        return f"{asked.label}: auto against the best measured setting, median of {asked.repeats}"
+
+    def cells(self, row: AutoRow) -> dict[str, Any]:
+        return {
+            "tier": row.tier,
+            "best": row.best_method,
+            "auto": row.auto_choice,
+            "chunks": row.chunks,
+            "tokens each": row.chunk_tokens,
+            "best first token": say_seconds(row.best_ttft_s),
+            "auto's": say_seconds(row.auto_ttft_s),
+            "regret": f"{row.regret:+.1%}",
+            "of the choice": f"{row.choice_regret:+.1%}",
+        }
+
+    def shared(self) -> dict[str, Any]:
+        return {}
+
+    def about(self) -> dict[str, Any]:
+        runs = [asdict(run) for run in self.runs]
+        return super().about() | {
+            "runs": runs,
+            "profiles": {tier: asdict(each) for tier, each in self.profiles.items()},
+        }
 
 
 def _fixed_s(fixed: Sequence[AutoRun], ratio: float) -> float:

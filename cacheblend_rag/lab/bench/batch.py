@@ -4,66 +4,26 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.outputs import LLMResult
 
 from cacheblend_rag.chunk import Chunk
+from cacheblend_rag.cli.output import say_seconds
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.lab.bench.rounds import in_rounds
-from cacheblend_rag.lab.bench.setting import check_least
-from cacheblend_rag.lab.bench.times import median_ratio
-from cacheblend_rag.lab.bench.words import made_up_word
+from cacheblend_rag.lab.bench.runner import RoundsBench, median_ratio, say_range
+from cacheblend_rag.lab.bench.settings import BatchSetting
+from cacheblend_rag.lab.bench.shapes import made_up_word
 from cacheblend_rag.lab.settings import engine_settings
 from langchain_cacheblend import BlendLLM
 
-__all__ = ["BatchBench", "BatchRow", "BatchSetting"]
+__all__ = ["BatchBench", "BatchRow"]
 
-_METHODS = ("one by one", "batch")
-
-
-@dataclass(frozen=True, slots=True)
-class BatchSetting:
-    """What is measured.
-
-    Attributes
-    ----------
-    model : str
-        A Hugging Face id, a folder, or "reference".
-    prompts : int
-        Prompts of the batch.
-    chunks, chunk_tokens, question_tokens : int
-        Each prompt: so many stored chunks of about so many tokens, and a question; every chunk stands in one prompt only.
-    output_tokens : int
-        Tokens of each answer.
-    ratio : float
-        Recompute ratio.
-    repeats : int
-        Measured rounds; each runs every method once.
-    seed : int
-        Seed of the texts.
-    """
-
-    model: str = "reference"
-    prompts: int = 16
-    chunks: int = 6
-    chunk_tokens: int = 64
-    question_tokens: int = 16
-    output_tokens: int = 32
-    ratio: float = 0.15
-    repeats: int = 5
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        # A chunk is recognised by its first characters, and a question should not look like the next one.
-        check_least(self, 16, "chunk_tokens")
-        check_least(self, 4, "question_tokens")
-        check_least(self, 2, "prompts")
-        check_least(self, 1, "chunks", "output_tokens", "repeats")
+_ALONE, _BATCH = "one by one", "batch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,41 +72,22 @@ class _Reports(BaseCallbackHandler):
         self.reports.append(info["blend"])
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
+class _Run(NamedTuple):
     elapsed_s: float
     answers: list[str]
     reports: list[dict[str, Any]]
 
 
-class BatchBench:
-    """A LangChain model over an engine that has the KV of all chunks; a context manager.
-
-    Parameters
-    ----------
-    setting : BatchSetting
-        What is measured.
-
-    Raises
-    ------
-    ConfigError
-        If there is no such model.
-    PromptTooLongError
-        If a prompt does not fit the model's window.
-    """
+class BatchBench(RoundsBench[BatchSetting, str, _Run, BatchRow]):
+    """A LangChain model over an engine that has the KV of all chunks; every chunk stands in one prompt only."""
 
     def __init__(self, setting: BatchSetting) -> None:
-        self.setting = setting
-        settings = engine_settings(
-            enabled=True,
-            recompute_ratio=setting.ratio,
-            kv_capacity=None,
-            repair=0.0,
-        )
-        self.engine = BlendEngine.from_pretrained(setting.model, **settings)
+        super().__init__(setting)
+        settings = engine_settings(enabled=True, recompute_ratio=setting.ratio, kv_capacity=None, repair=0.0)
+        engine = self.closing.enter_context(BlendEngine.from_pretrained(setting.model, **settings))
         self._llm = BlendLLM(
             model=setting.model,
-            engine=self.engine,
+            engine=engine,
             max_tokens=setting.output_tokens,
             temperature=0,
             # No answer ends early, so that both methods write as much.
@@ -156,11 +97,11 @@ class BatchBench:
         self.prompts = []
         for number in range(setting.prompts):
             chunks = [Chunk(self._text(setting.chunk_tokens), f"{number}-{place}") for place in range(setting.chunks)]
-            self.engine.add(chunks)
+            engine.add(chunks)
             self.prompts.append(
                 "\n\n".join([*(chunk.text for chunk in chunks), self._text(setting.question_tokens) + "?"])
             )
-        self.prompt_tokens = [len(self.engine.prompt_ids(self._llm.blend_prompt(prompt))) for prompt in self.prompts]
+        self._lengths = [len(engine.prompt_ids(self._llm.blend_prompt(prompt))) for prompt in self.prompts]
 
     def _text(self, tokens: int) -> str:
         """Return random words, about so many tokens of them."""
@@ -170,42 +111,23 @@ class BatchBench:
             if len(self._llm.get_token_ids(" ".join(words))) >= tokens:
                 return " ".join(words)
 
-    def __enter__(self) -> BatchBench:
-        return self
+    def methods(self) -> list[str]:
+        return [_ALONE, _BATCH]
 
-    def __exit__(self, *_: object) -> None:
-        self.engine.close()
-
-    def measure(self, progress: Callable[[int, int], None] | None = None) -> list[BatchRow]:
-        """Run every method once unmeasured, then `repeats` rounds, each beginning with another method.
-
-        Parameters
-        ----------
-        progress : callable, optional
-            Called with the number of finished runs and of all.
-
-        Returns
-        -------
-        list of BatchRow
-            One by one, then the batch.
-        """
-        runs = in_rounds(_METHODS, self._run, self.setting.repeats, progress=progress)
-        return [self._row(method, runs[method], runs[_METHODS[0]]) for method in _METHODS]
-
-    def _run(self, method: str) -> _Run:
+    def run(self, method: str) -> _Run:
         seen = _Reports()
         config: Any = {"callbacks": [seen]}
         began = time.perf_counter()
-        if method == "batch":
+        if method == _BATCH:
             answers = self._llm.batch(self.prompts, config)
         else:
             answers = [self._llm.invoke(prompt, config) for prompt in self.prompts]
         return _Run(time.perf_counter() - began, answers, seen.reports)
 
-    def _row(self, method: str, runs: Sequence[_Run], alone: Sequence[_Run]) -> BatchRow:
-        times = [run.elapsed_s for run in runs]
+    def row(self, method: str, runs: Mapping[str, Sequence[_Run]]) -> BatchRow:
+        times = [run.elapsed_s for run in runs[method]]
         elapsed_s = median(times)
-        last = runs[-1]
+        last = runs[method][-1]
         return BatchRow(
             method=method,
             elapsed_s=elapsed_s,
@@ -213,8 +135,31 @@ class BatchBench:
             elapsed_max_s=max(times),
             prompts_per_s=len(self.prompts) / elapsed_s,
             tokens_per_s=sum(report["output_tokens"] for report in last.reports) / elapsed_s,
-            speedup=median_ratio([run.elapsed_s for run in alone], times),
+            speedup=median_ratio([run.elapsed_s for run in runs[_ALONE]], times),
             batch_size=max(report["batch_size"] for report in last.reports),
             hits=sum(report["hits"] for report in last.reports),
-            equal_answers=sum(map(str.__eq__, last.answers, alone[-1].answers)),
+            equal_answers=sum(map(str.__eq__, last.answers, runs[_ALONE][-1].answers)),
         )
+
+    def title(self, rows: Sequence[BatchRow]) -> str:
+        asked = self.setting
+        return (
+            f"{asked.model}: {asked.prompts} prompts of {min(self._lengths)} to {max(self._lengths)} tokens, "
+            f"{asked.chunks} chunks each, {asked.output_tokens} output tokens, median of {asked.repeats}"
+        )
+
+    def cells(self, row: BatchRow) -> dict[str, Any]:
+        return {
+            "method": row.method,
+            "all answers": say_seconds(row.elapsed_s),
+            "range": say_range(row.elapsed_min_s, row.elapsed_max_s),
+            "prompts/s": f"{row.prompts_per_s:.2f}",
+            "tokens/s": f"{row.tokens_per_s:.0f}",
+            "faster": f"{row.speedup:.2f}x",
+            "together": row.batch_size,
+            "hits": row.hits,
+            "same answers": f"{row.equal_answers} of {self.setting.prompts}",
+        }
+
+    def about(self) -> dict[str, Any]:
+        return {"model": self.setting.model}

@@ -2,48 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from cacheblend_rag.cli.output import say_bytes
 from cacheblend_rag.codec import PackedKV, codec_names, make_codec, pack_kv, unpack_layer
 from cacheblend_rag.kv import ChunkKV, LayerKV
-from cacheblend_rag.lab.bench.setting import check_least, dtype_named
+from cacheblend_rag.lab.bench.runner import Bench, Say, in_rounds, say_nothing, seconds_of
+from cacheblend_rag.lab.bench.settings import CodecSetting
 from cacheblend_rag.lab.bench.shapes import shape_config
-from cacheblend_rag.lab.bench.times import seconds_of
 from cacheblend_rag.store.chunkfile import encode_chunk
 
-__all__ = ["CodecRow", "CodecSetting", "measure_codecs"]
-
-
-@dataclass(frozen=True, slots=True)
-class CodecSetting:
-    """What is measured.
-
-    Attributes
-    ----------
-    shape : str
-        The model whose KV's shape is taken (`cacheblend_rag.lab.bench.SHAPES`).
-    chunk_tokens : int
-        Tokens of the chunk.
-    dtype : {"float32", "float16", "bfloat16"}
-        The dtype of its KV.
-    repeats : int
-        Rounds; each packs and unpacks the chunk once with every codec.
-    seed : int
-        The KV follows from it.
-    """
-
-    shape: str = "qwen2-0.5b"
-    chunk_tokens: int = 512
-    dtype: str = "float32"
-    repeats: int = 9
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_least(self, 1, "chunk_tokens", "repeats")
-        dtype_named(self.dtype)
+__all__ = ["CodecBench", "CodecRow"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,66 +51,71 @@ class CodecRow:
     copy_bytes_per_s: float
 
 
-def measure_codecs(setting: CodecSetting, progress: Callable[[int, int], None] | None = None) -> list[CodecRow]:
-    """Measure every codec on KV drawn from a normal distribution, one layer at a time as a prompt's chunks are loaded.
+class CodecBench(Bench[CodecSetting, CodecRow]):
+    """KV drawn from a normal distribution, and every codec's form of it, handled a layer at a time as chunks are loaded."""
 
-    Parameters
-    ----------
-    setting : CodecSetting
-        What is measured.
-    progress : callable, optional
-        Called with the number of rounds done and of all.
+    def __init__(self, setting: CodecSetting) -> None:
+        super().__init__(setting)
+        self._kv = _random_kv(setting)
+        self._codecs = {name: make_codec(name) for name in codec_names()}
+        self._packed = {name: pack_kv(self._kv, codec) for name, codec in self._codecs.items()}
 
-    Returns
-    -------
-    list of CodecRow
-        One for each codec.
+    def measure(self, say: Say = say_nothing) -> list[CodecRow]:
+        works = [("copy", ""), *((work, name) for name in self._codecs for work in ("pack", "unpack"))]
+        times = in_rounds(works, lambda work: seconds_of(lambda: self._work(*work)), self.setting.repeats, say=say)
+        return [
+            self._row(name, {work: self._kv.nbytes / min(each) for work, each in times.items()})
+            for name in self._codecs
+        ]
 
-    Raises
-    ------
-    ConfigError
-        If the shape is unknown.
-    """
-    kv = _random_kv(setting)
-    codecs = [make_codec(name) for name in codec_names()]
-    packed = [pack_kv(kv, codec) for codec in codecs]
-    times: dict[str, list[float]] = {}
+    def _work(self, work: str, codec: str) -> None:
+        if work == "unpack":
+            for packed in self._packed[codec].layers:
+                unpack_layer(packed)
+            return
+        for layer in self._kv.layers:
+            if work == "pack":
+                self._codecs[codec].pack(layer)
+            else:
+                for tensor in layer:
+                    tensor.clone()
 
-    def timed(what: str, work: Callable[[], object]) -> None:
-        times.setdefault(what, []).append(seconds_of(work))
-
-    # The first round warms up.
-    for number in range(setting.repeats + 1):
-        if number == 1:
-            times.clear()
-        timed("copy", lambda: _each(kv.layers, lambda layer: [tensor.clone() for tensor in layer]))
-        for codec, each in zip(codecs, packed, strict=True):
-            timed(f"pack {codec.name}", lambda codec=codec: _each(kv.layers, codec.pack))  # type: ignore[misc]
-            timed(f"unpack {codec.name}", lambda each=each: _each(each.layers, unpack_layer))  # type: ignore[misc]
-        if progress is not None:
-            progress(number, setting.repeats)
-
-    def speed(what: str) -> float:
-        return kv.nbytes / min(times[what])
-
-    float16_bytes = sum(tensor.numel() for layer in kv.layers for tensor in layer) * torch.float16.itemsize
-    rows = []
-    for codec, each in zip(codecs, packed, strict=True):
-        file_bytes = encode_chunk("0" * 32, each).nbytes
-        rms_error, max_error = _error(kv, each)
-        rows.append(
-            CodecRow(
-                codec=codec.name,
-                file_bytes=file_bytes,
-                share_of_float16=file_bytes / float16_bytes,
-                rms_error=rms_error,
-                max_error=max_error,
-                pack_bytes_per_s=speed(f"pack {codec.name}"),
-                unpack_bytes_per_s=speed(f"unpack {codec.name}"),
-                copy_bytes_per_s=speed("copy"),
-            )
+    def _row(self, name: str, speeds: Mapping[tuple[str, str], float]) -> CodecRow:
+        packed = self._packed[name]
+        file_bytes = encode_chunk("0" * 32, packed).nbytes
+        float16_bytes = sum(tensor.numel() for layer in self._kv.layers for tensor in layer) * torch.float16.itemsize
+        rms_error, max_error = _error(self._kv, packed)
+        return CodecRow(
+            codec=name,
+            file_bytes=file_bytes,
+            share_of_float16=file_bytes / float16_bytes,
+            rms_error=rms_error,
+            max_error=max_error,
+            pack_bytes_per_s=speeds["pack", name],
+            unpack_bytes_per_s=speeds["unpack", name],
+            copy_bytes_per_s=speeds["copy", ""],
         )
-    return rows
+
+    def title(self, rows: Sequence[CodecRow]) -> str:
+        asked = self.setting
+        return (
+            f"{asked.shape}, a chunk of {asked.chunk_tokens} tokens in {asked.dtype}, fastest of {asked.repeats} rounds; "
+            f"copying runs at {say_bytes(rows[0].copy_bytes_per_s)}/s"
+        )
+
+    def cells(self, row: CodecRow) -> dict[str, Any]:
+        return {
+            "codec": row.codec,
+            "file": say_bytes(row.file_bytes),
+            "of float16": f"{row.share_of_float16:.3f}",
+            "rms error": f"{row.rms_error:.4f}",
+            "max error": f"{row.max_error:.4f}",
+            "pack": f"{say_bytes(row.pack_bytes_per_s)}/s",
+            "unpack": f"{say_bytes(row.unpack_bytes_per_s)}/s",
+        }
+
+    def about(self) -> dict[str, Any]:
+        return {"model": f"random KV, {self.setting.shape}"}
 
 
 def _random_kv(setting: CodecSetting) -> ChunkKV:
@@ -145,17 +123,12 @@ def _random_kv(setting: CodecSetting) -> ChunkKV:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     shape = (config.num_key_value_heads, setting.chunk_tokens, head_dim)
     numbers = torch.Generator().manual_seed(setting.seed)
-    dtype = dtype_named(setting.dtype)
+    dtype = getattr(torch, setting.dtype)
     layers = [
         LayerKV(*(torch.randn(shape, generator=numbers).to(dtype) for _ in range(2)))
         for _ in range(config.num_hidden_layers)
     ]
     return ChunkKV(tuple(range(setting.chunk_tokens)), 0, layers)
-
-
-def _each(layers: Sequence[object], work: Callable[..., object]) -> None:
-    for layer in layers:
-        work(layer)
 
 
 def _error(kv: ChunkKV, packed: PackedKV) -> tuple[float, float]:

@@ -3,83 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from cacheblend_rag.chunk import Chunk
+from cacheblend_rag.cli.output import say_bytes, say_seconds
 from cacheblend_rag.encode import plan_batches
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.lab.bench.coldfiles import temporary_folder
-from cacheblend_rag.lab.bench.rounds import in_rounds
-from cacheblend_rag.lab.bench.setting import ModelSetting, check_least
-from cacheblend_rag.lab.bench.shapes import make_model
-from cacheblend_rag.lab.bench.times import median_ratio, wait_for_device
-from cacheblend_rag.lab.bench.words import RandomWords, text_of
+from cacheblend_rag.lab.bench.runner import Bench, Say, in_rounds, median_ratio, say_nothing, say_range, wait_for_device
+from cacheblend_rag.lab.bench.settings import EncodeSetting
+from cacheblend_rag.lab.bench.shapes import RandomWords, make_model, text_of
+from cacheblend_rag.lab.bench.tiers import temporary_folder
 from cacheblend_rag.reading import Member, Place, ReadingRules, contexts
 
-__all__ = ["EncodeBench", "EncodeRow", "EncodeSetting"]
+__all__ = ["EncodeBench", "EncodeRow"]
 
 _FORWARD = "forward"
-
-
-@dataclass(frozen=True, slots=True)
-class EncodeSetting(ModelSetting):
-    """What is measured; what it shares with other benches is described at `ModelSetting`.
-
-    Attributes
-    ----------
-    chunks, chunk_tokens : int
-        So many chunks of so many tokens.
-    prefix_tokens : int
-        Tokens of the encoding prefix; 1 is a BOS alone.
-    batch_tokens : int
-        Most tokens of a batch.
-    document_chunks : int
-        Chunks of a document; with 0 they are pieces of none, and encoded alone.
-    overlap : int
-        Tokens that each chunk of a document shares with the one before it. The first of them is another token in the later chunk,
-        as it is where a tokenizer meets a word at the beginning of a text rather than inside one: so what overlaps is read twice.
-    context_tokens : int or None
-        Most tokens of a document that are read together.
-    singly : bool
-        Whether chunks of documents are also added one by one, which reads each one's context again: with long documents that
-        takes many times as long as all else.
-    folder : Path or None
-        Where a folder for the disk rows is made, and removed again; the system's folder for temporary files by default.
-    """
-
-    chunks: int = 64
-    chunk_tokens: int = 512
-    prefix_tokens: int = 1
-    batch_tokens: int = 4096
-    document_chunks: int = 0
-    overlap: int = 0
-    context_tokens: int | None = None
-    singly: bool = True
-    repeats: int = field(default=3, kw_only=True)
-    folder: Path | None = None
-
-    def __post_init__(self) -> None:
-        ModelSetting.__post_init__(self)
-        check_least(self, 1, "chunks", "chunk_tokens", "prefix_tokens", "batch_tokens")
-        check_least(self, 0, "document_chunks", "overlap")
-        if self.document_chunks and self.chunks % self.document_chunks:
-            raise ConfigError(
-                f"{self.chunks} chunks are no documents of {self.document_chunks}; give a multiple of that"
-            )
-        if self.overlap >= self.chunk_tokens or (self.overlap and not self.document_chunks):
-            raise ConfigError(
-                f"overlap={self.overlap} must be less than the {self.chunk_tokens} tokens of a chunk, and of a document's "
-                "(document_chunks)"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,22 +71,11 @@ class _Took(NamedTuple):
     cpu_s: float
 
 
-class EncodeBench:
-    """A model of random weights and chunks of random tokens.
-
-    Parameters
-    ----------
-    setting : EncodeSetting
-        What is measured.
-
-    Raises
-    ------
-    ConfigError
-        If the shape is unknown.
-    """
+class EncodeBench(Bench[EncodeSetting, EncodeRow]):
+    """A model of random weights and chunks of random tokens."""
 
     def __init__(self, setting: EncodeSetting) -> None:
-        self.setting = setting
+        super().__init__(setting)
         self._model, self._tokenizer = make_model(setting)
         words = RandomWords(self._tokenizer, setting.seed)
         prefix = words.token_ids(setting.prefix_tokens)
@@ -195,19 +130,7 @@ class EncodeBench:
                     rows.append(ids[context.first * step : place * step + setting.chunk_tokens])
         return rows
 
-    def measure(self, progress: Callable[[int, int], None] | None = None) -> list[EncodeRow]:
-        """Run every method once unmeasured on one batch, then `repeats` rounds, each beginning with another method.
-
-        Parameters
-        ----------
-        progress : callable, optional
-            Called with the number of finished runs and of all.
-
-        Returns
-        -------
-        list of EncodeRow
-            The model's own forward first.
-        """
+    def measure(self, say: Say = say_nothing) -> list[EncodeRow]:
         methods: dict[str, Callable[[], _Took]] = {
             _FORWARD: partial(self._forward, self._batches),
             "ram": partial(self._add, self._chunks, on_disk=False),
@@ -215,14 +138,12 @@ class EncodeBench:
         }
         if self.setting.document_chunks and self.setting.singly:
             methods["singly"] = self._add_singly
+        # One batch of each, or what begins one, warms up.
         self._forward(self._batches[:1])
         for on_disk in (False, True):
             self._add(self._chunks[: self._batches[0].shape[0]], on_disk=on_disk)
-        # Each has run a batch already, or what begins one.
-        times = in_rounds(
-            list(methods), lambda name: methods[name](), self.setting.repeats, unmeasured=0, progress=progress
-        )
-        return [self._row(name, took, times[_FORWARD]) for name, took in times.items()]
+        runs = in_rounds(list(methods), lambda name: methods[name](), self.setting.repeats, unmeasured=0, say=say)
+        return [self._row(name, runs) for name in runs]
 
     @torch.no_grad()
     def _forward(self, batches: Sequence[torch.Tensor]) -> _Took:
@@ -258,18 +179,36 @@ class EncodeBench:
         wait_for_device(self.setting.device)
         took.append(_Took(time.perf_counter() - started, time.process_time() - cpu_started))
 
-    def _row(self, method: str, runs: Sequence[_Took], forward: Sequence[_Took]) -> EncodeRow:
-        tokens = self._tokens
-        times = [run.seconds for run in runs]
+    def _row(self, method: str, runs: Mapping[str, Sequence[_Took]]) -> EncodeRow:
+        times = [run.seconds for run in runs[method]]
         return EncodeRow(
             method=method,
-            tokens=tokens,
+            tokens=self._tokens,
             batches=len(self._batches),
             seconds=median(times),
             seconds_min=min(times),
             seconds_max=max(times),
-            tokens_per_s=tokens / median(times),
-            share=median_ratio([run.seconds for run in forward], times),
-            cpu_s=median(run.cpu_s for run in runs),
+            tokens_per_s=self._tokens / median(times),
+            share=median_ratio([run.seconds for run in runs[_FORWARD]], times),
+            cpu_s=median(run.cpu_s for run in runs[method]),
             kv_bytes=0 if method == _FORWARD else self._kv_bytes,
         )
+
+    def title(self, rows: Sequence[EncodeRow]) -> str:
+        asked = self.setting
+        inside = f", {asked.document_chunks} a document, {asked.overlap} shared," if asked.document_chunks else ""
+        return (
+            f"{asked.label}: {asked.chunks} chunks of {asked.chunk_tokens} tokens{inside} behind "
+            f"a prefix of {asked.prefix_tokens}, in {rows[0].batches} batches, median of {asked.repeats}"
+        )
+
+    def cells(self, row: EncodeRow) -> dict[str, Any]:
+        return {
+            "method": row.method,
+            "tokens/s": f"{row.tokens_per_s:.0f}",
+            "share": f"{row.share:.3f}",
+            "time": say_seconds(row.seconds),
+            "range": say_range(row.seconds_min, row.seconds_max),
+            "CPU time": say_seconds(row.cpu_s),
+            "KV": say_bytes(row.kv_bytes),
+        }

@@ -8,56 +8,26 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cacheblend_rag.chunk import Chunk, text_hash
+from cacheblend_rag.cli.output import say_bytes, say_seconds
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.lab.bench.times import percentiles, seconds_of
-from cacheblend_rag.lab.bench.words import made_up_word
+from cacheblend_rag.lab.bench.runner import Bench, Say, percentiles, say_nothing, seconds_of
+from cacheblend_rag.lab.bench.settings import FindSetting
+from cacheblend_rag.lab.bench.shapes import made_up_word
 from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.reference import load_model, load_tokenizer
 from cacheblend_rag.store import NodeRecord
 from langchain_cacheblend.catalog import ChunkCatalog
 
-__all__ = ["FindBench", "FindRow", "FindSetting"]
+__all__ = ["FindBench", "FindRow"]
 
 _HEADING = "# The same heading over every chunk\n\n"
 _MOST_PLACED = 16
 _ROWS_AT_ONCE = 5000
-
-
-@dataclass(frozen=True, slots=True)
-class FindSetting:
-    """What is measured.
-
-    Attributes
-    ----------
-    chunks : int
-        Stored chunks.
-    prompts : int
-        Prompts looked through.
-    prompt_chars : int
-        Characters of each prompt, at least, 4.5 for each token of English prose: 0 to 16 chunks of 200 to 1500 characters with
-        other text before, between and behind them, and as many chunks with one character changed.
-    heading : bool
-        Whether all chunks begin with the same line.
-    seed : int
-        Seed of the texts.
-    """
-
-    chunks: int = 100_000
-    prompts: int = 500
-    prompt_chars: int = 36_000
-    heading: bool = False
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.chunks < _MOST_PLACED:
-            raise ConfigError(f"chunks={self.chunks} must be at least {_MOST_PLACED}, those of one prompt")
-        if self.prompts < 100:
-            raise ConfigError(f"prompts={self.prompts} must be at least 100, for a 99th percentile")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,17 +74,11 @@ class FindRow:
     after_delete_s: float
 
 
-class FindBench:
-    """A store of the reference model with the names of many chunks, whose KV is not computed.
-
-    Parameters
-    ----------
-    setting : FindSetting
-        What is measured.
-    """
+class FindBench(Bench[FindSetting, FindRow]):
+    """A store of the reference model with the names of many chunks, whose KV is not computed."""
 
     def __init__(self, setting: FindSetting) -> None:
-        self.setting = setting
+        super().__init__(setting)
         self._random = random.Random(setting.seed)
         self._words = [made_up_word(self._random) for _ in range(3000)]
         self._tokenizer = load_tokenizer()
@@ -125,15 +89,7 @@ class FindBench:
     def _text(self, chars: int) -> str:
         return " ".join(self._random.choices(self._words, k=chars // 3 + 2))[:chars]
 
-    def measure(self, progress: Callable[[str], None] | None = None) -> FindRow:
-        """Return the figures.
-
-        Parameters
-        ----------
-        progress : callable, optional
-            Called with what is done now.
-        """
-        say = progress or (lambda _: None)
+    def measure(self, say: Say = say_nothing) -> list[FindRow]:
         with tempfile.TemporaryDirectory() as folder, self._engine(folder) as engine, self._engine(folder) as other:
             say("naming the chunks")
             self._name(engine)
@@ -165,7 +121,7 @@ class FindBench:
             engine.delete([str(number) for number in range(100)])
             after_delete_s = self._next_call(catalog, engine)
         p50_s, p99_s, max_s = percentiles(times)
-        return FindRow(
+        row = FindRow(
             chunks=self.setting.chunks,
             heading=self.setting.heading,
             open_s=open_s,
@@ -182,6 +138,29 @@ class FindBench:
             after_other_s=after_other_s,
             after_delete_s=after_delete_s,
         )
+        return [row]
+
+    def title(self, rows: Sequence[FindRow]) -> str:
+        chars = rows[0].mean_prompt_chars
+        return f"{self.setting.chunks:,} chunks, {self.setting.prompts} prompts of {chars:,.0f} characters on average"
+
+    def cells(self, row: FindRow) -> dict[str, Any]:
+        return {
+            "found": f"{row.found} of {row.placed}",
+            "taken by mistake": f"{row.false_hits}, of {row.edited} with one character changed",
+            "added to a call, median": say_seconds(row.p50_s),
+            "added to a call, 99 %": say_seconds(row.p99_s),
+            "added to a call, most": say_seconds(row.max_s),
+            "first call": say_seconds(row.open_s),
+            "memory": say_bytes(row.rss_bytes),
+            "first call after a chunk was added": say_seconds(row.after_add_s),
+            "first call after another engine added one": say_seconds(row.after_other_s),
+            "first call after 100 were deleted": say_seconds(row.after_delete_s),
+        }
+
+    def table(self, rows: Sequence[FindRow]) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
+        """Return the figures of the one row, one a line."""
+        return ("", "figure"), list(self.cells(rows[0]).items())
 
     def _next_call(self, catalog: ChunkCatalog, engine: BlendEngine) -> float:
         prompt = self._prompt()[0]

@@ -15,25 +15,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from cacheblend_rag.cli.output import say_bytes, say_seconds
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.lab.bench.times import percentiles
+from cacheblend_rag.lab.bench.runner import Bench, Say, percentiles, say_nothing, seconds_of
+from cacheblend_rag.lab.bench.settings import IDS_AT_ONCE, IndexSetting
 from cacheblend_rag.store import NodeRecord, open_store
 from cacheblend_rag.store.disk import DiskTier
 from cacheblend_rag.store.index import Entry
 from cacheblend_rag.store.names import Names
 
-__all__ = ["IDS_AT_ONCE", "IndexBench", "IndexRow", "make_index"]
+__all__ = ["IndexBench", "IndexRow", "make_index"]
 
-IDS_AT_ONCE = 8
-"""How many ids one lookup asks for, the chunks of a prompt."""
-
-_NAMESPACE = hashlib.blake2b(b"bench", digest_size=16).hexdigest()
+_TENANT = hashlib.blake2b(b"bench", digest_size=16).hexdigest()
 _TOKENS = 32
 _ROWS_AT_ONCE = 20_000
 _MEMORY = Path("/proc/self/statm")
@@ -69,54 +68,47 @@ class IndexRow:
     rss_bytes: int
 
 
-class IndexBench:
-    """Makes stores of given sizes, without their chunk files, and measures each in a fresh process.
+class IndexBench(Bench[IndexSetting, IndexRow]):
+    """Makes stores of given sizes, without their chunk files, and measures each in a fresh process."""
 
-    Parameters
-    ----------
-    sizes : sequence of int
-        Entries of each store.
-    folder : Path, optional
-        Where to make them, a new or empty folder; what is made stays there. By default a temporary one.
-    lookups : int
-        Lookups of 8 ids that are timed.
+    text_columns = 0
 
-    Raises
-    ------
-    ConfigError
-        If a number has no meaning, the folder holds something, or this system does not say what memory a process holds.
-    """
-
-    def __init__(self, sizes: Sequence[int], folder: Path | None = None, lookups: int = 10_000) -> None:
-        if not sizes or min(sizes) < IDS_AT_ONCE:
-            raise ConfigError(f"sizes {list(sizes)} must each be at least {IDS_AT_ONCE}, the ids of one lookup")
-        if lookups < 100:
-            raise ConfigError(f"lookups={lookups} must be at least 100, for a 99th percentile")
-        if folder is not None and folder.exists() and any(folder.iterdir()):
-            raise ConfigError(f"folder {folder} is not empty; give a new one")
+    def __init__(self, setting: IndexSetting) -> None:
+        super().__init__(setting)
         if not _MEMORY.exists():
             raise ConfigError(f"the memory that the index takes is read from {_MEMORY}, which is not there; use Linux")
-        self._sizes = tuple(sizes)
-        self._folder = folder
-        self._lookups = lookups
 
-    def measure(self, progress: Callable[[int, int], None] | None = None) -> list[IndexRow]:
-        """Return the figures of each size, in order."""
+    def measure(self, say: Say = say_nothing) -> list[IndexRow]:
         rows = []
         with tempfile.TemporaryDirectory() as temporary:
-            folder = self._folder or Path(temporary)
-            for number, size in enumerate(self._sizes):
-                if progress is not None:
-                    progress(number, len(self._sizes))
-                store = folder / str(size)
-                began = time.perf_counter()
-                make_index(store, size)
-                make_s = time.perf_counter() - began
-                command = [sys.executable, "-m", "cacheblend_rag.lab.bench.index", str(store), str(self._lookups)]
+            for number, size in enumerate(self.setting.entries):
+                say(f"measuring, {number} of {len(self.setting.entries)}")
+                store = (self.setting.folder or Path(temporary)) / str(size)
+                make_s = seconds_of(lambda store=store, size=size: make_index(store, size))  # type: ignore[misc]
+                command = [
+                    sys.executable,
+                    "-m",
+                    "cacheblend_rag.lab.bench.index",
+                    str(store),
+                    str(self.setting.lookups),
+                ]
                 done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
                 file_bytes = (store / "index.sqlite").stat().st_size
                 rows.append(IndexRow(entries=size, file_bytes=file_bytes, make_s=make_s, **json.loads(done.stdout)))
         return rows
+
+    def title(self, rows: Sequence[IndexRow]) -> str:
+        return f"the store's index, {self.setting.lookups} lookups of {IDS_AT_ONCE} ids"
+
+    def cells(self, row: IndexRow) -> dict[str, Any]:
+        return {
+            "entries": f"{row.entries:,}",
+            "index": say_bytes(row.file_bytes),
+            "opening": say_seconds(row.open_s),
+            f"{IDS_AT_ONCE} ids, median": say_seconds(row.lookup_p50_s),
+            f"{IDS_AT_ONCE} ids, 99 %": say_seconds(row.lookup_p99_s),
+            "memory": say_bytes(row.rss_bytes),
+        }
 
 
 def make_index(folder: Path, entries: int) -> None:
@@ -135,7 +127,7 @@ def make_index(folder: Path, entries: int) -> None:
         rows = _rows(entries)
         while batch := list(islice(rows, _ROWS_AT_ONCE)):
             tier.index.add_many([(record.key, entry) for record, entry in batch])
-            names.record(_NAMESPACE, [record for record, _ in batch])
+            names.record(_TENANT, [record for record, _ in batch])
         tier.database.tidy()
     finally:
         tier.close()
@@ -167,7 +159,7 @@ def _measure(folder: Path, lookups: int) -> dict[str, Any]:
     took = []
     for ids in asked:
         began = time.perf_counter()
-        records = store.lookup(_NAMESPACE, ids)
+        records = store.lookup(_TENANT, ids)
         held = store.holds([record.key for record in records if record is not None])
         took.append(time.perf_counter() - began)
         if held != [True] * IDS_AT_ONCE:

@@ -3,70 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
+from cacheblend_rag.cli.output import say_bytes, say_seconds
 from cacheblend_rag.encode import Encoder, Target
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.lab.bench.coldfiles import ColdFolder
-from cacheblend_rag.lab.bench.rounds import in_rounds
-from cacheblend_rag.lab.bench.setting import check_least, dtype_named
+from cacheblend_rag.lab.bench.runner import RoundsBench, median_ratio, say_range, seconds_of
+from cacheblend_rag.lab.bench.settings import LoadSetting
 from cacheblend_rag.lab.bench.shapes import random_model, shape_config
-from cacheblend_rag.lab.bench.times import median_ratio, seconds_of
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import inspect_model
 from cacheblend_rag.store import KVReader, open_store
-from cacheblend_rag.tuning import Tuning
 
-__all__ = ["LoadBench", "LoadRow", "LoadSetting"]
+__all__ = ["LoadBench", "LoadRow"]
 
 _READ_BYTES = 1 << 20
-_PLAIN = "plain reads"
-_LOADER = "loader"
-
-
-@dataclass(frozen=True, slots=True)
-class LoadSetting:
-    """What is measured.
-
-    Attributes
-    ----------
-    shape : str
-        The model's shape (`cacheblend_rag.lab.bench.SHAPES`); its vocabulary and MLP are made small, which KV does not show.
-    chunks, chunk_tokens : int
-        So many chunks of so many tokens.
-    threads : tuple of int
-        Numbers of loader threads; 0 is the loader with the pipeline off.
-    ahead : int
-        Layers that the loader may be ahead.
-    repeats : int
-        Measured rounds; each runs every method once, with nothing in the page cache.
-    dtype : str
-        The dtype of the KV.
-    folder : Path or None
-        Where files are written for the time of the measurement; the system's folder for temporary files by default.
-    """
-
-    shape: str
-    chunks: int = 6
-    chunk_tokens: int = 512
-    threads: tuple[int, ...] = (0, 1, 2, 4)
-    ahead: int = Tuning().prefetch_layers
-    repeats: int = 5
-    dtype: str = "float32"
-    folder: Path | None = None
-
-    def __post_init__(self) -> None:
-        check_least(self, 1, "chunks", "chunk_tokens", "repeats", "ahead")
-        dtype_named(self.dtype)
-        if not self.threads or min(self.threads) < 0:
-            raise ConfigError(f"threads={self.threads} must be numbers of threads; 0 is the loader without any")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,38 +55,28 @@ class LoadRow:
     of_plain_reads: float
 
 
-class LoadBench:
-    """A store of chunk files, and everything that is measured on it; a context manager that removes it.
-
-    Parameters
-    ----------
-    setting : LoadSetting
-        What is measured.
-
-    Raises
-    ------
-    ConfigError
-        If the shape is unknown.
-    """
+class LoadBench(RoundsBench[LoadSetting, "int | None", float, LoadRow]):
+    """A store of chunk files; a method is a number of loader threads, or None for plain reads."""
 
     def __init__(self, setting: LoadSetting) -> None:
-        self.setting = setting
+        super().__init__(setting)
         shape = shape_config(setting.shape)
         # KV has the shape of the attention alone; all else is as small as it may be.
         shape.vocab_size, shape.intermediate_size = 512, 8
         shape.max_position_embeddings = max(shape.max_position_embeddings, setting.chunks * setting.chunk_tokens + 1)
-        self._decoder = inspect_model(random_model(shape, device="cpu", dtype=dtype_named(setting.dtype)))
-        self._disk = ColdFolder(setting.folder)
+        self._decoder = inspect_model(random_model(shape, device="cpu", dtype=getattr(torch, setting.dtype)))
+        self._cold = self.use_disk(setting.folder)
         # Nothing is kept in RAM: every run reads the files.
-        self._store = open_store(self._disk.path, ram_bytes=0)
+        self._store = open_store(self._cold.path, ram_bytes=0)
+        self.closing.callback(self._store.close)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(1, shape.vocab_size, (setting.chunks, setting.chunk_tokens), generator=generator).tolist()
         self._keys = [f"{number:032x}" for number in range(setting.chunks)]
         for batch in Encoder(self._decoder, [0], batch_tokens=4096).encode([Target(tuple(each)) for each in ids]):
             for index, kv in batch:
                 self._store.put(self._keys[index], kv)
-        self._files = self._disk.files
-        self.file_bytes = self._disk.file_bytes
+        self._files = self._cold.files
+        self.file_bytes = self._cold.file_bytes
         tokens = setting.chunk_tokens
         prompt = (0, *(token for chunk in ids for token in chunk), 0)
         self._layout = PromptLayout(
@@ -137,36 +85,11 @@ class LoadBench:
             chunks=tuple(ChunkSpan(start, start + tokens, start) for start in range(1, len(prompt) - 1, tokens)),
         )
 
-    def cached_share_after_drop(self) -> float | None:
-        """Empty the page cache of the files and return what share of them is in it even so; None where that cannot be told."""
-        return self._disk.cached_share_after_drop()
+    def methods(self) -> list[int | None]:
+        return [None, *dict.fromkeys(self.setting.threads)]
 
-    def __enter__(self) -> LoadBench:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._store.close()
-        self._disk.remove()
-
-    def measure(self, progress: Callable[[int, int], None] | None = None) -> list[LoadRow]:
-        """Run every method once unmeasured, then `repeats` rounds, each beginning with another method.
-
-        Parameters
-        ----------
-        progress : callable, optional
-            Called with the number of finished runs and of all.
-
-        Returns
-        -------
-        list of LoadRow
-            One for each method, plain reads first.
-        """
-        methods: list[int | None] = [None, *dict.fromkeys(self.setting.threads)]
-        times = in_rounds(methods, self._timed, self.setting.repeats, progress=progress)
-        return [self._row(method, times[method], times[None]) for method in methods]
-
-    def _timed(self, method: int | None) -> float:
-        self._disk.drop_cached()
+    def run(self, method: int | None) -> float:
+        self._cold.drop_cached()
         return seconds_of(self._read_plainly if method is None else partial(self._load, method))
 
     def _read_plainly(self) -> None:
@@ -184,7 +107,7 @@ class LoadBench:
         for key in self._keys:
             reader = self._store.open(key)
             if reader is None:
-                raise ConfigError(f"the files in {self._disk.path} were removed while they were measured")
+                raise ConfigError(f"the files in {self._cold.path} were removed while they were measured")
             readers.append(reader)
         with LayerLoader(
             self._decoder, self._layout, readers, 0, len(self._layout), self.setting.ahead, threads
@@ -192,13 +115,40 @@ class LoadBench:
             for layer in range(self._decoder.num_kv_layers):
                 loader.synchronize(layer)
 
-    def _row(self, method: int | None, times: list[float], plain: list[float]) -> LoadRow:
+    def row(self, method: int | None, runs: Mapping[int | None, Sequence[float]]) -> LoadRow:
+        times = runs[method]
         return LoadRow(
-            method=_PLAIN if method is None else _LOADER,
+            method="plain reads" if method is None else "loader",
             threads=method,
             seconds=median(times),
             seconds_min=min(times),
             seconds_max=max(times),
             bytes_per_s=self.file_bytes / median(times),
-            of_plain_reads=median_ratio(plain, times),
+            of_plain_reads=median_ratio(runs[None], times),
         )
+
+    def title(self, rows: Sequence[LoadRow]) -> str:
+        asked = self.setting
+        return (
+            f"{asked.shape}, {asked.dtype}: {asked.chunks} files of {asked.chunk_tokens} tokens, {say_bytes(self.file_bytes)} in "
+            f"all, median of {asked.repeats}"
+        )
+
+    def cells(self, row: LoadRow) -> dict[str, Any]:
+        return {
+            "method": row.method,
+            "threads": row.threads,
+            "time": say_seconds(row.seconds),
+            "range": say_range(row.seconds_min, row.seconds_max),
+            "throughput": f"{say_bytes(row.bytes_per_s)}/s",
+            "of plain reads": f"{row.of_plain_reads:.2f}x",
+        }
+
+    def about(self) -> dict[str, Any]:
+        return {"model": f"random weights, {self.setting.shape}"}
+
+    def shared(self) -> dict[str, Any]:
+        return {"shape": self.setting.shape, "dtype": self.setting.dtype, "file_bytes": self.file_bytes}
+
+    def facts(self) -> dict[str, Any]:
+        return {"file_bytes": self.file_bytes, "cached_share_after_drop": self.cached_share_after_drop()}

@@ -3,74 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from transformers import DynamicCache
 
+from cacheblend_rag.cli.output import say_seconds
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.lab.bench.coldfiles import ColdFolder
-from cacheblend_rag.lab.bench.rounds import in_rounds
-from cacheblend_rag.lab.bench.setting import NO_LIMIT, ModelSetting, check_least
-from cacheblend_rag.lab.bench.shapes import make_model
-from cacheblend_rag.lab.bench.words import RandomWords
+from cacheblend_rag.lab.bench.runner import RoundsBench, say_range
+from cacheblend_rag.lab.bench.settings import NO_LIMIT, PMLSetting
+from cacheblend_rag.lab.bench.shapes import RandomWords, make_model
 from cacheblend_rag.pml import Import, Module, Param, Prompt, Schema, Text
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.selection import make_selector
 
-__all__ = ["PMLBench", "PMLRow", "PMLSetting"]
+__all__ = ["PMLBench", "PMLRow"]
 
 _FULL = "full"
-_TIERS = ("ram", "disk")
-
-_Run = tuple[float, BlendReport | None]
-
-
-@dataclass(frozen=True, slots=True)
-class PMLSetting(ModelSetting):
-    """What is measured; what it shares with other benches is described at `ModelSetting`.
-
-    Attributes
-    ----------
-    modules, module_tokens : int
-        The schema: so many modules of so many tokens, all imported.
-    new_tokens : int
-        Tokens of the prompt that the schema does not have: the question, and the argument if there is one.
-    argument_tokens : int
-        How many of them are the argument of a parameter in the first module; 0 for a schema without parameters.
-    selectors : tuple of str
-        Selectors measured; "none" is Prompt Cache's own cached inference, which recomputes nothing.
-    ratio : float
-        The recompute ratio of the others.
-    tier : str
-        Where stored KV is read from: "ram", or "disk" with nothing in the page cache.
-    folder : Path or None
-        Where the disk tier's files are meanwhile; the system's folder for temporary files by default.
-    """
-
-    modules: int = 10
-    module_tokens: int = 500
-    new_tokens: int = 50
-    argument_tokens: int = 10
-    selectors: tuple[str, ...] = ("none",)
-    ratio: float = 0.15
-    tier: str = "ram"
-    folder: Path | None = None
-
-    def __post_init__(self) -> None:
-        ModelSetting.__post_init__(self)
-        check_least(self, 1, "modules", "module_tokens", "new_tokens")
-        if not 0 <= self.argument_tokens < min(self.new_tokens, self.module_tokens):
-            raise ConfigError(
-                f"argument_tokens={self.argument_tokens} must be fewer than the {self.new_tokens} new tokens, and than the "
-                f"{self.module_tokens} of a module"
-            )
-        if self.tier not in _TIERS:
-            raise ConfigError(f"tier {self.tier!r} is unknown; give {' or '.join(_TIERS)}")
+_Run = tuple[float, "BlendReport | None"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,24 +59,13 @@ class PMLRow:
     load_bytes: int | None = None
 
 
-class PMLBench:
-    """A model of random weights with a schema loaded; a context manager.
+class PMLBench(RoundsBench[PMLSetting, str, _Run, PMLRow]):
+    """A model of random weights with a schema loaded."""
 
-    Parameters
-    ----------
-    setting : PMLSetting
-        What is measured.
-
-    Raises
-    ------
-    ConfigError
-        If the shape or a selector is unknown.
-    PromptTooLongError
-        If the prompt does not fit the shape's window.
-    """
+    text_columns = 2
 
     def __init__(self, setting: PMLSetting) -> None:
-        self.setting = setting
+        super().__init__(setting)
         for name in setting.selectors:
             make_selector(name)
         settings = setting.engine_settings(
@@ -133,9 +75,8 @@ class PMLBench:
             recompute_ratio=0.0,
         )
         model, tokenizer = make_model(setting)
-        self._disk = ColdFolder(setting.folder) if setting.tier == "disk" else None
-        location = None if self._disk is None else self._disk.path
-        self.engine = BlendEngine(model, tokenizer, store=location, **settings)
+        location = self.use_disk(setting.folder).path if setting.tier == "disk" else None
+        self.engine = self.closing.enter_context(BlendEngine(model, tokenizer, store=location, **settings))
         words = RandomWords(tokenizer, setting.seed)
         names = [f"module-{number}" for number in range(setting.modules)]
         schema = Schema(
@@ -161,38 +102,14 @@ class PMLBench:
         slot = Param("argument", self.setting.argument_tokens)
         return (Text(words.text(first)), slot, Text(words.text(rest))) if rest else (Text(words.text(first)), slot)
 
-    def __enter__(self) -> PMLBench:
-        return self
+    def methods(self) -> list[str]:
+        """Return full prefill, then every selector."""
+        return [_FULL, *dict.fromkeys(self.setting.selectors)]
 
-    def __exit__(self, *_: object) -> None:
-        self.engine.close()
-        if self._disk is not None:
-            self._disk.remove()
-
-    def cached_share_after_drop(self) -> float | None:
-        """Return which share of the disk tier's files is in memory once they were dropped; None without such files."""
-        return None if self._disk is None else self._disk.cached_share_after_drop()
-
-    def measure(self, progress: Callable[[int, int], None] | None = None) -> list[PMLRow]:
-        """Run every method once unmeasured, then `repeats` rounds, each beginning with another method.
-
-        Parameters
-        ----------
-        progress : callable, optional
-            Called with the number of finished runs and of all.
-
-        Returns
-        -------
-        list of PMLRow
-            Full prefill, then a row for each selector.
-        """
-        methods = [_FULL, *dict.fromkeys(self.setting.selectors)]
-        runs = in_rounds(methods, self._timed, self.setting.repeats, progress=progress)
-        return [self._row(method, runs[method], runs[_FULL]) for method in methods]
-
-    def _timed(self, method: str) -> _Run:
-        if self._disk is not None:
-            self._disk.drop_cached()
+    def run(self, method: str) -> _Run:
+        """Return the seconds to the first output id, laying out the prompt included, and the engine's report."""
+        if self.disk is not None:
+            self.disk.drop_cached()
         started = time.perf_counter()
         report = self._full() if method == _FULL else self._cached(method)
         return time.perf_counter() - started, report
@@ -215,10 +132,11 @@ class PMLBench:
         int(result.logits.argmax())
         return result.report
 
-    def _row(self, method: str, runs: Sequence[_Run], full: Sequence[_Run]) -> PMLRow:
+    def row(self, method: str, runs: Mapping[str, Sequence[_Run]]) -> PMLRow:
+        """Return a method's figures beside those of full prefill."""
         is_full = method == _FULL
-        times = [seconds for seconds, _ in runs]
-        reports = [report for _, report in runs if report is not None]
+        times = [seconds for seconds, _ in runs[method]]
+        reports = [report for _, report in runs[method] if report is not None]
         return PMLRow(
             method=method if is_full else "cached",
             selector=None if is_full else method,
@@ -226,7 +144,35 @@ class PMLBench:
             ttft_s=median(times),
             ttft_min_s=min(times),
             ttft_max_s=max(times),
-            speedup=median(seconds for seconds, _ in full) / median(times),
+            speedup=median(seconds for seconds, _ in runs[_FULL]) / median(times),
             load_s=median(report.load_s for report in reports) if reports else None,
             load_bytes=round(median(report.load_bytes for report in reports)) if reports else None,
         )
+
+    def title(self, rows: Sequence[PMLRow]) -> str:
+        asked = self.setting
+        return (
+            f"{asked.label}, from {asked.tier}: {asked.modules} modules of {asked.module_tokens} "
+            f"tokens and {asked.new_tokens} new tokens, median of {asked.repeats}"
+        )
+
+    def cells(self, row: PMLRow) -> dict[str, Any]:
+        return {
+            "method": row.method,
+            "selector": row.selector,
+            "charged": f"{row.charged_ratio:.3f}",
+            "first token": say_seconds(row.ttft_s),
+            "range": say_range(row.ttft_min_s, row.ttft_max_s),
+            "speedup": f"{row.speedup:.1f}x",
+            "waited": None if row.load_s is None else say_seconds(row.load_s),
+        }
+
+    def shared(self) -> dict[str, Any]:
+        return super().shared() | {"tier": self.setting.tier, "prompt_tokens": len(self.layout)}
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": len(self.layout),
+            "cached_tokens": self.layout.context_tokens,
+            "cached_share_after_drop": self.cached_share_after_drop(),
+        }

@@ -1,10 +1,12 @@
-"""Models of well-known shapes with random weights, and a tokenizer for them.
+"""Models of well-known shapes with random weights, a tokenizer for them, and texts without meaning.
 
 How long a prefill takes depends on the shapes alone, so nothing has to be downloaded to measure it.
 """
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,10 +23,22 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
+from cacheblend_rag.chunk import Chunk
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.lab.bench.setting import ModelSetting, dtype_named
+from cacheblend_rag.lab.bench.settings import ModelSetting
 
-__all__ = ["SHAPES", "make_model", "random_model", "shape_config", "word_tokenizer"]
+__all__ = [
+    "SHAPES",
+    "RandomWords",
+    "made_up_word",
+    "make_model",
+    "random_model",
+    "shape_config",
+    "text_of",
+    "word_tokenizer",
+]
+
+_SYLLABLES = ("ba", "den", "fo", "gri", "hal", "ju", "kem", "lo", "mi", "nor", "pa", "ris", "su", "tel", "vo", "wen")
 
 
 def _llama3_rope(factor: float) -> dict[str, Any]:
@@ -222,7 +236,7 @@ def make_model(setting: ModelSetting) -> tuple[PreTrainedModel, PreTrainedTokeni
         If the shape is unknown.
     """
     shape = shape_config(setting.shape)
-    model = random_model(shape, device=setting.device, dtype=dtype_named(setting.dtype), seed=setting.seed)
+    model = random_model(shape, device=setting.device, dtype=getattr(torch, setting.dtype), seed=setting.seed)
     return model, word_tokenizer(int(shape.get_text_config().vocab_size))
 
 
@@ -232,3 +246,45 @@ def word_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=words, bos_token="t0", clean_up_tokenization_spaces=False)
+
+
+class RandomWords:
+    """Tokens and texts drawn one after the other from the vocabulary of a `word_tokenizer`, its BOS left out.
+
+    Parameters
+    ----------
+    tokenizer : PreTrainedTokenizerFast
+        The tokenizer, which has a word for each id.
+    seed : int
+        What is drawn follows from it.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
+        self._vocabulary = len(tokenizer)
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def token_ids(self, count: int) -> list[int]:
+        """Return so many token ids."""
+        return torch.randint(1, self._vocabulary, (count,), generator=self._generator).tolist()
+
+    def text(self, count: int) -> str:
+        """Return a text of so many tokens."""
+        return text_of(self.token_ids(count))
+
+    def chunks(self, count: int, tokens: int) -> list[Chunk]:
+        """Return so many chunks of so many tokens each, with ids of their own."""
+        return [Chunk(self.text(tokens), f"chunk {number}") for number in range(count)]
+
+    def choice(self, of: int, count: int) -> list[int]:
+        """Return so many different numbers below `of`, in any order."""
+        return torch.randperm(of, generator=self._generator)[:count].tolist()
+
+
+def text_of(token_ids: Iterable[int]) -> str:
+    """Return the text that a `word_tokenizer` reads as these token ids."""
+    return " ".join(f"t{token}" for token in token_ids)
+
+
+def made_up_word(chance: random.Random) -> str:
+    """Return a word of one to three syllables that most languages could have."""
+    return "".join(chance.choices(_SYLLABLES, k=chance.randint(1, 3)))

@@ -2,64 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from cacheblend_rag.chunk import BlendPrompt
+from cacheblend_rag.cli.output import say_bytes, say_seconds
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.lab.bench.rounds import in_rounds
-from cacheblend_rag.lab.bench.setting import ModelSetting, check_least
-from cacheblend_rag.lab.bench.shapes import make_model
-from cacheblend_rag.lab.bench.times import median_ratio
-from cacheblend_rag.lab.bench.words import RandomWords
+from cacheblend_rag.lab.bench.runner import RoundsBench, median_ratio, say_range
+from cacheblend_rag.lab.bench.settings import TPOTSetting
+from cacheblend_rag.lab.bench.shapes import RandomWords, make_model
 from cacheblend_rag.report import BlendReport
 
-__all__ = ["TPOTBench", "TPOTRow", "TPOTSetting"]
-
-_PREFILLS = ("full", "blend")
-
-
-@dataclass(frozen=True, slots=True)
-class TPOTSetting(ModelSetting):
-    """What is measured; what it shares with other benches is described at `ModelSetting`.
-
-    Attributes
-    ----------
-    chunks, chunk_tokens, question_tokens : int
-        The prompt: so many chunks of so many tokens behind the BOS, then the question.
-    output_tokens : int
-        Tokens generated.
-    capacities : tuple of (int or float)
-        Context KV that is kept (`BlendConfig.kv_capacity`), each measured beside a cache that keeps all.
-    methods : tuple of str
-        How the prompt is prefilled: "full", "blend".
-    ratio : float
-        Recompute ratio of the blend.
-    selector : str
-        Its selector.
-    """
-
-    chunks: int = 6
-    chunk_tokens: int = 512
-    question_tokens: int = 32
-    output_tokens: int = 32
-    capacities: tuple[int | float, ...] = (0.25,)
-    methods: tuple[str, ...] = _PREFILLS
-    ratio: float = 0.15
-    selector: str = "hkvd"
-
-    def __post_init__(self) -> None:
-        ModelSetting.__post_init__(self)
-        check_least(self, 1, "chunks", "chunk_tokens", "question_tokens")
-        for method in self.methods or ("",):
-            if method not in _PREFILLS:
-                raise ConfigError(f"method {method!r} is not measured; choose among {', '.join(_PREFILLS)}")
-        if self.output_tokens < 2:
-            raise ConfigError(
-                f"output_tokens={self.output_tokens} leaves no time between two tokens to measure; give 2 or more"
-            )
+__all__ = ["TPOTBench", "TPOTRow"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,37 +60,24 @@ class TPOTRow:
     output_tokens: int
 
 
-_Method = tuple[str, int | float | None]
+_Method = tuple[str, "int | float | None"]
 
 
-class TPOTBench:
-    """A model of random weights with its chunks' KV stored; a context manager.
+class TPOTBench(RoundsBench[TPOTSetting, _Method, BlendReport, TPOTRow]):
+    """A model of random weights with its chunks' KV stored."""
 
-    Parameters
-    ----------
-    setting : TPOTSetting
-        What is measured.
-
-    Raises
-    ------
-    ConfigError
-        If the shape, the selector or a capacity has no meaning, or the prompt does not fit the shape's window.
-    """
+    text_columns = 2
 
     def __init__(self, setting: TPOTSetting) -> None:
-        self.setting = setting
+        super().__init__(setting)
         settings = setting.engine_settings(selector=setting.selector, recompute_ratio=setting.ratio, kv_capacity=None)
-        self._methods: list[_Method] = [
-            (method, capacity)
+        self._blends = {
+            (method, capacity): settings["blend"].replace(enabled=method == "blend", kv_capacity=capacity)
             for method in dict.fromkeys(setting.methods)
             for capacity in (None, *dict.fromkeys(setting.capacities))
-        ]
-        self._configs = {
-            method: settings["blend"].replace(enabled=method[0] == "blend", kv_capacity=method[1])
-            for method in self._methods
         }
         model, tokenizer = make_model(setting)
-        self.engine = BlendEngine(model, tokenizer, **settings)
+        self.engine = self.closing.enter_context(BlendEngine(model, tokenizer, **settings))
         words = RandomWords(tokenizer, setting.seed)
         chunks = words.chunks(setting.chunks, setting.chunk_tokens)
         self.prompt = BlendPrompt(
@@ -143,51 +86,62 @@ class TPOTBench:
         self.engine.add(chunks)
         self.token_ids = self.engine.prompt_ids(self.prompt)
 
-    def __enter__(self) -> TPOTBench:
-        return self
+    def methods(self) -> list[_Method]:
+        """Return full prefill and blend, each without eviction before with."""
+        return list(self._blends)
 
-    def __exit__(self, *_: object) -> None:
-        self.engine.close()
+    def run(self, method: _Method) -> BlendReport:
+        """Generate an answer."""
+        return self.engine.generate(
+            self.prompt, self.setting.output_tokens, blend=self._blends[method], do_sample=False
+        ).report
 
-    def measure(self, progress: Callable[[int, int], None] | None = None) -> list[TPOTRow]:
-        """Run every method once unmeasured, then `repeats` rounds, each beginning with another method.
+    def row(self, method: _Method, runs: Mapping[_Method, Sequence[BlendReport]]) -> TPOTRow:
+        """Return a method's figures beside those of the same method without eviction."""
+        reports, whole = runs[method], runs[method[0], None]
+        times = [_tpot(report) for report in reports]
+        ttft_s = [report.ttft_s for report in reports]
+        last = reports[-1]
+        return TPOTRow(
+            method=method[0],
+            kv_capacity=method[1],
+            evicted_tokens=last.evicted_tokens,
+            kv_bytes=last.kv_bytes,
+            kv_bytes_before=last.kv_bytes_before,
+            tpot_s=median(times),
+            tpot_min_s=min(times),
+            tpot_max_s=max(times),
+            tpot_speedup=median_ratio([_tpot(report) for report in whole], times),
+            ttft_s=median(ttft_s),
+            ttft_added=median_ratio(ttft_s, [report.ttft_s for report in whole]) - 1,
+            output_tokens=last.output_tokens,
+        )
 
-        Parameters
-        ----------
-        progress : callable, optional
-            Called with the number of finished runs and of all.
+    def title(self, rows: Sequence[TPOTRow]) -> str:
+        asked = self.setting
+        return (
+            f"{asked.label}: {asked.chunks} chunks of {asked.chunk_tokens} tokens, a question of "
+            f"{asked.question_tokens}, {asked.output_tokens} output tokens, median of {asked.repeats}"
+        )
 
-        Returns
-        -------
-        list of TPOTRow
-            One for each method, full prefill first, and without eviction before with.
-        """
-        reports = in_rounds(self._methods, self._run, self.setting.repeats, progress=progress)
-        return [_row(method, reports[method], reports[method[0], None]) for method in self._methods]
+    def cells(self, row: TPOTRow) -> dict[str, Any]:
+        return {
+            "method": row.method,
+            "kept": "all" if row.kv_capacity is None else row.kv_capacity,
+            "evicted": row.evicted_tokens,
+            "KV": say_bytes(row.kv_bytes),
+            "per token": say_seconds(row.tpot_s),
+            "range": say_range(row.tpot_min_s, row.tpot_max_s),
+            "faster": f"{row.tpot_speedup:.2f}x",
+            "first token": say_seconds(row.ttft_s),
+            "added": f"{row.ttft_added:+.1%}",
+        }
 
-    def _run(self, method: _Method) -> BlendReport:
-        blend = self._configs[method]
-        return self.engine.generate(self.prompt, self.setting.output_tokens, blend=blend, do_sample=False).report
+    def shared(self) -> dict[str, Any]:
+        return super().shared() | self.facts()
 
-
-def _row(method: _Method, reports: Sequence[BlendReport], whole: Sequence[BlendReport]) -> TPOTRow:
-    times = [_tpot(report) for report in reports]
-    ttft_s = [report.ttft_s for report in reports]
-    last = reports[-1]
-    return TPOTRow(
-        method=method[0],
-        kv_capacity=method[1],
-        evicted_tokens=last.evicted_tokens,
-        kv_bytes=last.kv_bytes,
-        kv_bytes_before=last.kv_bytes_before,
-        tpot_s=median(times),
-        tpot_min_s=min(times),
-        tpot_max_s=max(times),
-        tpot_speedup=median_ratio([_tpot(report) for report in whole], times),
-        ttft_s=median(ttft_s),
-        ttft_added=median_ratio(ttft_s, [report.ttft_s for report in whole]) - 1,
-        output_tokens=last.output_tokens,
-    )
+    def facts(self) -> dict[str, Any]:
+        return {"prompt_tokens": len(self.token_ids)}
 
 
 def _tpot(report: BlendReport) -> float:

@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 from cacheblend_rag.cli import app
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv import ChunkKV, LayerKV
-from cacheblend_rag.lab.bench import AutoBench, AutoRun, AutoSetting
+from cacheblend_rag.lab.bench.auto import AutoBench, AutoRun
 from cacheblend_rag.lab.bench.plots import plot_runs
-from cacheblend_rag.lab.bench.slow import SlowStore
+from cacheblend_rag.lab.bench.settings import AutoSetting
+from cacheblend_rag.lab.bench.tiers import SlowStore
 
 KV = ChunkKV((1, 2, 3), 1, [LayerKV(torch.ones(2, 3, 4), torch.zeros(2, 3, 4)) for _ in range(4)])
 KEY = "ab" * 16
@@ -144,7 +145,7 @@ def test_the_commands_measure_draw_and_write(tmp_path: Path) -> None:
     [
         ("profile --prices ram", "'ram' in --prices is not a price"),
         ("profile --prices =2", "is not a price"),
-        ("bench auto --shape tiny --prompts 3", "'3' is no prompt"),
+        ("bench auto --shape tiny --prompts 3", "'3' is not a prompt"),
         ("bench auto --shape tiny --tiers tape", "tier 'tape' is unknown"),
         ("bench auto --shape tiny --quality-ratio 2", "quality_ratio=2"),
         ("bench figures x --runs pyproject.toml", "holds no runs"),

@@ -11,17 +11,18 @@ from typer.testing import CliRunner
 
 from cacheblend_rag.cli import app
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.lab.bench.batch import BatchBench, BatchSetting
+from cacheblend_rag.lab.bench.batch import BatchBench
+from cacheblend_rag.lab.bench.settings import BatchSetting
 
 
 def test_the_rows_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     # The environment says nothing here.
     monkeypatch.setenv("CACHEBLEND_ENABLED", "false")
     monkeypatch.setenv("CACHEBLEND_SELECTOR", "hkvd(repair=0.5)")
-    calls: list[tuple[int, int]] = []
+    calls: list[str] = []
     with BatchBench(BatchSetting(prompts=3, chunks=2, chunk_tokens=16, output_tokens=4, repeats=2)) as bench:
-        rows = bench.measure(lambda done, total: calls.append((done, total)))
-    assert calls[-1] == (6, 6)
+        rows = bench.measure(calls.append)
+    assert calls[-1] == "measuring, 6 of 6"
     assert [(row.method, row.batch_size) for row in rows] == [("one by one", 1), ("batch", 3)]
     for row in rows:
         assert 0 < row.elapsed_min_s <= row.elapsed_s <= row.elapsed_max_s

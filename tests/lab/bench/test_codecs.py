@@ -12,14 +12,13 @@ from typer.testing import CliRunner
 from cacheblend_rag.cli import app
 from cacheblend_rag.codec import codec_names
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.lab.bench import CodecSetting, measure_codecs
+from cacheblend_rag.lab.bench.codecs import CodecBench
+from cacheblend_rag.lab.bench.settings import CodecSetting
 
 
 def test_the_rows() -> None:
-    seen: list[tuple[int, int]] = []
     setting = CodecSetting("tiny", chunk_tokens=64, repeats=2)
-    rows = {row.codec: row for row in measure_codecs(setting, lambda done, total: seen.append((done, total)))}
-    assert seen[-1] == (2, 2)
+    rows = {row.codec: row for row in CodecBench(setting).measure()}
     assert tuple(rows) == codec_names()
     assert (rows["native"].rms_error, rows["native"].max_error) == (0, 0)
     narrower = [rows[name] for name in ("native", "float16", "int8", "int4", "int2")]
@@ -51,4 +50,4 @@ def test_what_has_no_meaning_is_refused() -> None:
     with pytest.raises(ConfigError, match="dtype 'int8' is unknown"):
         CodecSetting(dtype="int8")
     with pytest.raises(ConfigError, match="shape 'huge' is unknown"):
-        measure_codecs(CodecSetting("huge"))
+        CodecBench(CodecSetting("huge"))

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from cacheblend_rag.cli import app
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.lab.bench import EncodeBench, EncodeRow, EncodeSetting
+from cacheblend_rag.lab.bench.encode import EncodeBench, EncodeRow
+from cacheblend_rag.lab.bench.settings import EncodeSetting
 
 SETTING = EncodeSetting("tiny", chunks=5, chunk_tokens=12, prefix_tokens=3, batch_tokens=30, repeats=2)
 
@@ -19,10 +20,10 @@ SETTING = EncodeSetting("tiny", chunks=5, chunk_tokens=12, prefix_tokens=3, batc
 def test_the_rows_are_complete() -> None:
     bench = EncodeBench(SETTING)
     assert [list(batch.shape) for batch in bench._batches] == [[2, 15], [2, 15], [1, 15]]
-    calls: list[tuple[int, int]] = []
-    rows = bench.measure(lambda done, total: calls.append((done, total)))
+    calls: list[str] = []
+    rows = bench.measure(calls.append)
     assert [row.method for row in rows] == ["forward", "ram", "disk"]
-    assert calls == [(done, 6) for done in range(1, 7)]
+    assert calls == [f"measuring, {done} of 6" for done in range(1, 7)]
     assert rows[0].share == 1.0
     for row in rows:
         assert (row.tokens, row.batches) == (60, 3)

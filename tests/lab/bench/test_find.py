@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from cacheblend_rag.cli import app
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.lab.bench.find import FindBench, FindSetting
+from cacheblend_rag.lab.bench.find import FindBench
+from cacheblend_rag.lab.bench.settings import FindSetting
 
 
 @pytest.mark.parametrize("heading", [False, True])
@@ -18,7 +19,7 @@ def test_every_chunk_is_found_and_no_edited_one(heading: bool) -> None:
     bench = FindBench(FindSetting(chunks=200, prompts=100, prompt_chars=2000, heading=heading))
     assert len({*bench.texts}) == 200
     said: list[str] = []
-    row = bench.measure(said.append)
+    (row,) = bench.measure(said.append)
     assert row.found == row.placed == row.edited > 300
     assert row.false_hits == 0
     assert 0 < row.p50_s <= row.p99_s <= row.max_s

@@ -8,13 +8,14 @@ import pytest
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lab.bench.index import IndexBench, make_index
+from cacheblend_rag.lab.bench.settings import IndexSetting
 from cacheblend_rag.store import open_store
 
 
 def test_a_small_index(tmp_path: Path) -> None:
-    seen: list[tuple[int, int]] = []
-    (row,) = IndexBench([500], tmp_path / "stores", lookups=100).measure(lambda done, total: seen.append((done, total)))
-    assert (row.entries, seen) == (500, [(0, 1)])
+    seen: list[str] = []
+    (row,) = IndexBench(IndexSetting((500,), 100, tmp_path / "stores")).measure(seen.append)
+    assert (row.entries, seen) == (500, ["measuring, 0 of 1"])
     assert 0 < row.lookup_p50_s <= row.lookup_p99_s <= row.lookup_max_s
     assert row.file_bytes == (tmp_path / "stores" / "500" / "index.sqlite").stat().st_size
     store = open_store(tmp_path / "stores" / "500", 0)
@@ -32,9 +33,9 @@ def test_the_same_rows_again_change_nothing(tmp_path: Path) -> None:
 
 
 def test_what_has_no_meaning(tmp_path: Path) -> None:
-    for sizes, lookups in (([], 100), ([7], 100), ([100], 9)):
+    for sizes, lookups in (((), 100), ((7,), 100), ((100,), 9)):
         with pytest.raises(ConfigError):
-            IndexBench(sizes, None, lookups)
+            IndexSetting(sizes, lookups)
     (tmp_path / "x").touch()
     with pytest.raises(ConfigError, match="is not empty"):
-        IndexBench([10], tmp_path)
+        IndexSetting((10,), folder=tmp_path)

@@ -10,23 +10,24 @@ from typer.testing import CliRunner
 
 from cacheblend_rag.cli import app
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.lab.bench import LoadBench, LoadSetting
-from cacheblend_rag.lab.bench.coldfiles import cached_share, drop_cached
+from cacheblend_rag.lab.bench.load import LoadBench
+from cacheblend_rag.lab.bench.settings import LoadSetting
+from cacheblend_rag.lab.bench.tiers import cached_share, drop_cached
 
 
 def test_the_loader_is_measured_beside_plain_reads(tmp_path: Path) -> None:
-    calls: list[tuple[int, int]] = []
+    calls: list[str] = []
     setting = LoadSetting("tiny", chunks=3, chunk_tokens=20, threads=(0, 2), repeats=2, folder=tmp_path)
     with LoadBench(setting) as bench:
         # Four layers of two heads of sixteen, keys and values, in float32, and a head for each file.
         assert bench.file_bytes > 3 * 20 * 4 * 2 * 2 * 16 * 4
-        rows = bench.measure(lambda done, total: calls.append((done, total)))
+        rows = bench.measure(calls.append)
     assert [(row.method, row.threads) for row in rows] == [("plain reads", None), ("loader", 0), ("loader", 2)]
     assert rows[0].of_plain_reads == 1
     for row in rows:
         assert 0 < row.seconds_min <= row.seconds <= row.seconds_max
         assert row.bytes_per_s > 0 and row.of_plain_reads > 0
-    assert calls[-1] == (9, 9)
+    assert calls[-1] == "measuring, 9 of 9"
     assert not list(tmp_path.iterdir())
 
 

@@ -8,34 +8,32 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.lab.bench import (
+from cacheblend_rag.lab.bench.runner import in_rounds, median_ratio, percentiles
+from cacheblend_rag.lab.bench.settings import (
     AutoSetting,
     EncodeSetting,
     ModelSetting,
+    PMLSetting,
     PrefetchSetting,
     TPOTSetting,
-    word_tokenizer,
 )
-from cacheblend_rag.lab.bench.coldfiles import ColdFolder
-from cacheblend_rag.lab.bench.pml import PMLSetting
-from cacheblend_rag.lab.bench.rounds import in_rounds
-from cacheblend_rag.lab.bench.times import median_ratio, percentiles
-from cacheblend_rag.lab.bench.words import RandomWords, made_up_word, text_of
+from cacheblend_rag.lab.bench.shapes import RandomWords, made_up_word, text_of, word_tokenizer
+from cacheblend_rag.lab.bench.tiers import ColdFolder
 
 
 def test_each_round_begins_with_another_method() -> None:
     order: list[str] = []
-    calls: list[tuple[int, int]] = []
+    calls: list[str] = []
 
     def run(method: str) -> int:
         order.append(method)
         return len(order)
 
-    results = in_rounds("abc", run, 2, unmeasured=1, progress=lambda done, total: calls.append((done, total)))
+    results = in_rounds("abc", run, 2, unmeasured=1, say=calls.append)
     assert "".join(order) == "abcbcacab"
     # The first round is not among them; the others are in the order in which they were run.
     assert results == {"a": [6, 8], "b": [4, 9], "c": [5, 7]}
-    assert calls == [(done, 9) for done in range(1, 10)]
+    assert calls == [f"measuring, {done} of 9" for done in range(1, 10)]
 
 
 def test_ratios_are_taken_round_by_round() -> None:

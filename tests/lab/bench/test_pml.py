@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from cacheblend_rag.cli import app
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.lab.bench.pml import PMLBench, PMLSetting
+from cacheblend_rag.lab.bench.pml import PMLBench
+from cacheblend_rag.lab.bench.settings import PMLSetting
 
 SETTING = PMLSetting("tiny", modules=3, module_tokens=20, new_tokens=6, argument_tokens=2, repeats=2)
 

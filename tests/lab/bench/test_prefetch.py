@@ -10,11 +10,12 @@ from typer.testing import CliRunner
 
 from cacheblend_rag.cli import app
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.lab.bench import PrefetchBench, PrefetchSetting
+from cacheblend_rag.lab.bench.prefetch import PrefetchBench
+from cacheblend_rag.lab.bench.settings import PrefetchSetting
 
 
 def test_each_method_reads_from_where_it_should(tmp_path: Path) -> None:
-    calls: list[tuple[int, int]] = []
+    calls: list[str] = []
     # Time enough to read everything.
     setting = PrefetchSetting(
         "tiny", candidates=4, chunks=2, chunk_tokens=20, reranker_s=1.0, repeats=1, folder=tmp_path
@@ -22,14 +23,14 @@ def test_each_method_reads_from_where_it_should(tmp_path: Path) -> None:
     with PrefetchBench(setting) as bench:
         # Four layers of two heads of sixteen, keys and values, in float32, for each candidate.
         assert bench.file_bytes > 4 * 20 * 4 * 2 * 2 * 16 * 4
-        rows = bench.measure(lambda done, total: calls.append((done, total)))
+        rows = bench.measure(calls.append)
     assert [row.method for row in rows] == ["disk", "prefetch", "ram"]
     assert [row.tiers for row in rows] == [{"disk": 2}, {"ram": 2}, {"ram": 2}]
     assert rows[0].of_disk == 1
     for row in rows:
         assert 0 < row.ttft_min_s <= row.ttft_s <= row.ttft_max_s
         assert row.total_s >= row.ttft_s + 1.0
-    assert calls[-1] == (6, 6)
+    assert calls[-1] == "measuring, 6 of 6"
     assert not list(tmp_path.iterdir())
 
 
@@ -52,7 +53,7 @@ def test_the_command_writes_its_rows(tmp_path: Path) -> None:
     [
         ({"repeats": 0}, "repeats=0 must be at least 1"),
         ({"chunks": 5, "candidates": 4}, "chunks=5 cannot be chosen from candidates=4"),
-        ({"reranker_s": -1.0}, "reranker_s=-1.0 must be seconds"),
+        ({"reranker_s": -1.0}, "reranker_s=-1.0 must be at least 0"),
     ],
 )
 def test_nothing_cannot_be_measured(changes: dict[str, object], message: str) -> None:

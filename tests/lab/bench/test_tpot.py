@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from cacheblend_rag.cli import app
 from cacheblend_rag.errors import CacheBlendError, ConfigError
-from cacheblend_rag.lab.bench import TPOTBench, TPOTSetting
+from cacheblend_rag.lab.bench.settings import TPOTSetting
+from cacheblend_rag.lab.bench.tpot import TPOTBench
 
 TOKEN_BYTES = 4 * 2 * 2 * 16 * 4
 
@@ -19,12 +20,12 @@ def test_the_rows_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     # The environment says nothing here.
     monkeypatch.setenv("CACHEBLEND_KV_CAPACITY", "1")
     monkeypatch.setenv("CACHEBLEND_ENABLED", "false")
-    calls: list[tuple[int, int]] = []
+    calls: list[str] = []
     setting = TPOTSetting("tiny", 3, 20, 5, output_tokens=4, capacities=(0.25, 7), selector="hkvd", repeats=2)
     with TPOTBench(setting) as bench:
-        rows = bench.measure(lambda done, total: calls.append((done, total)))
+        rows = bench.measure(calls.append)
         assert len(bench.token_ids) == 1 + 60 + 5
-    assert calls[-1] == (18, 18)
+    assert calls[-1] == "measuring, 18 of 18"
     kept = {None: 60, 0.25: 15, 7: 7}
     assert [(row.method, row.kv_capacity) for row in rows] == [(m, c) for m in ("full", "blend") for c in kept]
     for row in rows:
@@ -62,7 +63,7 @@ def test_nothing_cannot_be_measured(name: str) -> None:
 
 
 def test_one_token_has_no_time_between() -> None:
-    with pytest.raises(ConfigError, match="output_tokens=1 leaves no time"):
+    with pytest.raises(ConfigError, match="output_tokens=1 must be at least 2"):
         TPOTSetting("tiny", output_tokens=1)
 
 

@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.cli import app
 from cacheblend_rag.errors import CacheBlendError, ConfigError
-from cacheblend_rag.lab.bench import SHAPES, TTFTBench, TTFTSetting, random_model, shape_config, word_tokenizer
-from cacheblend_rag.lab.cli.options import ShapeOption
+from cacheblend_rag.lab.bench.settings import Shape, TTFTSetting
+from cacheblend_rag.lab.bench.shapes import SHAPES, random_model, shape_config, word_tokenizer
+from cacheblend_rag.lab.bench.ttft import TTFTBench
 
 SETTING = TTFTSetting("tiny", chunks=3, chunk_tokens=20, question_tokens=5, ratios=(0.0, 0.15, 1.0), repeats=2)
 
@@ -46,8 +47,8 @@ def test_every_method_answers_the_same_prompt(bench: TTFTBench) -> None:
 
 
 def test_the_rows_are_complete(bench: TTFTBench) -> None:
-    calls: list[tuple[int, int]] = []
-    rows = bench.measure(lambda done, total: calls.append((done, total)))
+    calls: list[str] = []
+    rows = bench.measure(calls.append)
     assert [(row.method, row.selector, row.recompute_ratio) for row in rows] == [
         ("full", None, None),
         ("prefix_cache", None, None),
@@ -56,7 +57,7 @@ def test_the_rows_are_complete(bench: TTFTBench) -> None:
         ("blend", "hkvd", 0.15),
         ("blend", "hkvd", 1.0),
     ]
-    assert calls[-1] == (18, 18)
+    assert calls[-1] == "measuring, 18 of 18"
     full, prefix_cache, reuse, in_document, blend, _ = rows
     assert (in_document.charged_ratio, in_document.limit) == (reuse.charged_ratio, reuse.limit)
     assert in_document.of_reuse is not None and in_document.of_reuse > 0
@@ -230,5 +231,5 @@ def test_an_emulated_device_is_as_slow_as_it_says() -> None:
 
 
 def test_help_names_every_shape() -> None:
-    help = ShapeOption.__metadata__[0].help
+    help = Shape.__metadata__[0].help
     assert all(shape in help for shape in SHAPES)

@@ -1,18 +1,32 @@
-"""Files that the operating system has no copy of in memory, so that reading them reads the disk."""
+"""Where measured KV is read from: files that the operating system has no copy of in memory, and a slower device, emulated.
+
+Reading from the emulated device sleeps until the bytes could have come from such a device, then hands over what lies in RAM;
+what the device itself would take from the machine (interrupts, a driver's copies) is not emulated.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import os
-from collections.abc import Iterable
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from cacheblend_rag.codec import make_codec
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.kv import ChunkKV, LayerKV
+from cacheblend_rag.store import KVReader, StoreClock
+from cacheblend_rag.store.base import TierProbe
+from cacheblend_rag.store.device import DeviceTier
 from cacheblend_rag.store.disk import forget_pages
+from cacheblend_rag.store.memory import MemoryStore
+from cacheblend_rag.store.ram import RamTier, ram_probe
 
-__all__ = ["ColdFolder", "cached_share", "drop_cached", "stored_files", "temporary_folder"]
+__all__ = ["ColdFolder", "SlowStore", "cached_share", "drop_cached", "stored_files", "temporary_folder"]
 
 
 class ColdFolder:
@@ -135,3 +149,80 @@ def _check_can_drop() -> None:
         raise ConfigError(
             "the disk tier is measured with an empty page cache, which this system has no call for; use Linux"
         )
+
+
+class _Line:
+    """The one way from the device, shared by all its readers: bytes queue for it."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def carry(self, nbytes: int) -> None:
+        """Wait until `nbytes` have come."""
+        with self._lock:
+            arrives = max(self._free_at, time.perf_counter()) + nbytes / self._bytes_per_s
+            self._free_at = arrives
+        time.sleep(max(arrives - time.perf_counter(), 0.0))
+
+
+class _SlowReader(KVReader):
+    """Reads another reader's KV no faster than the device.
+
+    Parameters
+    ----------
+    reader : KVReader
+        What is read.
+    tier : str
+        The name of the device.
+    line : _Line
+        The way from it.
+    """
+
+    def __init__(self, reader: KVReader, tier: str, line: _Line) -> None:
+        super().__init__(
+            reader.token_ids, reader.start, reader.context, reader.num_layers, reader.codec, reader.packed_bytes
+        )
+        self.tier = tier
+        self._reader = reader
+        self._line = line
+
+    def layer(self, index: int) -> LayerKV:
+        """Return one layer, when it has come."""
+        self._line.carry(self.packed_bytes // self.num_layers)
+        return self._reader.layer(index)
+
+
+class SlowStore(MemoryStore):
+    """A store in RAM whose KV comes from an emulated device.
+
+    Parameters
+    ----------
+    tier : str
+        The name of the device.
+    bytes_per_s : float
+        How fast it is.
+    ram_bytes : int
+        Most bytes of KV held.
+    """
+
+    def __init__(self, tier: str, bytes_per_s: float, ram_bytes: int = 2**62) -> None:
+        super().__init__(RamTier(ram_bytes), DeviceTier(0), StoreClock())
+        self._tier = tier
+        self._line = _Line(bytes_per_s)
+
+    def probes(self) -> list[TierProbe]:
+        """Return the device, to be measured."""
+
+        @contextmanager
+        def probe(chunks: Sequence[ChunkKV]) -> Iterator[Callable[[], list[KVReader]]]:
+            with ram_probe(make_codec("native"), chunks) as open_readers:
+                yield lambda: [_SlowReader(reader, self._tier, self._line) for reader in open_readers()]
+
+        return [probe]
+
+    def open(self, key: str) -> KVReader | None:
+        """Return a reader of the KV under `key`, as slow as the device, or None."""
+        reader = super().open(key)
+        return None if reader is None else _SlowReader(reader, self._tier, self._line)
