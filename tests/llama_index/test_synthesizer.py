@@ -37,9 +37,8 @@ from llama_index_cacheblend import (
     BlendLLM,
     BlendSynthesizer,
 )
-from llama_index_cacheblend.context import ContextPrompt
+from llama_index_cacheblend.context import ContextPrompt, Rounds
 from llama_index_cacheblend.nodes import node_chunks
-from llama_index_cacheblend.rounds import Rounds
 
 from .conftest import EVERY_ROW, EventLog
 

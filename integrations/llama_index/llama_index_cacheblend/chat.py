@@ -12,17 +12,17 @@ from typing import Any, TypeVar
 from llama_index.core.async_utils import asyncio_run
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
-from llama_index.core.base.response.schema import RESPONSE_TYPE, AsyncStreamingResponse, StreamingResponse
+from llama_index.core.base.response.schema import RESPONSE_TYPE
 from llama_index.core.chat_engine import CondensePlusContextChatEngine, ContextChatEngine
 from llama_index.core.chat_engine.types import AgentChatResponse, StreamingAgentChatResponse
 from llama_index.core.memory import BaseMemory, Memory
-from llama_index.core.schema import NodeWithScore, QueryType
 from llama_index.core.settings import Settings
 from llama_index.core.storage.chat_store.base_db import MessageStatus
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import Conversation
 from cacheblend_rag.errors import CacheBlendError, ConfigError
+from llama_index_cacheblend.context import Rounds
 from llama_index_cacheblend.llm import BlendLLM
 from llama_index_cacheblend.retriever import BlendRetriever
 from llama_index_cacheblend.synthesizer import BlendSynthesizer
@@ -61,46 +61,24 @@ class _TurnSynthesizer(BlendSynthesizer):
         self._turn = turn
         self._memory = memory
 
-    def synthesize(
-        self,
-        query: QueryType,
-        nodes: list[NodeWithScore],
-        additional_source_nodes: Sequence[NodeWithScore] | None = None,
-        **response_kwargs: Any,
-    ) -> RESPONSE_TYPE:
-        response = super().synthesize(query, nodes, additional_source_nodes, **response_kwargs)
-        if isinstance(response, StreamingResponse):
-            response.response_gen = self._guarded(response.response_gen, str(query))
-        self._turn.answered = response
+    def _finished(self, response: RESPONSE_TYPE, asked: dict[str, Any]) -> RESPONSE_TYPE:
+        self._turn.answered = super()._finished(response, asked)
         return response
 
-    async def asynthesize(
-        self,
-        query: QueryType,
-        nodes: list[NodeWithScore],
-        additional_source_nodes: Sequence[NodeWithScore] | None = None,
-        **response_kwargs: Any,
-    ) -> RESPONSE_TYPE:
-        response = await super().asynthesize(query, nodes, additional_source_nodes, **response_kwargs)
-        if isinstance(response, AsyncStreamingResponse):
-            response.response_gen = self._aguarded(response.response_gen, str(query))
-        self._turn.answered = response
-        return response
-
-    def _guarded(self, pieces: Generator[str, None, None], message: str) -> Generator[str, None, None]:
+    def _pieces(self, rounds: Rounds, *args: Any) -> Generator[str, None, None]:
         try:
-            yield from pieces
+            yield from super()._pieces(rounds, *args)
         except BaseException:
-            take_back(self._memory, message)
+            take_back(self._memory, rounds.query_str)
             raise
 
-    async def _aguarded(self, pieces: AsyncGenerator[str, None], message: str) -> AsyncGenerator[str, None]:
+    async def _apieces(self, rounds: Rounds, *args: Any) -> AsyncGenerator[str, None]:
         try:
-            async with aclosing(pieces):
+            async with aclosing(super()._apieces(rounds, *args)) as pieces:
                 async for piece in pieces:
                     yield piece
         except BaseException:
-            await _atake_back(self._memory, message)
+            await _atake_back(self._memory, rounds.query_str)
             raise
 
 

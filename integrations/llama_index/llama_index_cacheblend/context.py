@@ -1,26 +1,31 @@
-"""From a question, a template and chunks to the prompt that is blended."""
+"""From a question, a template and chunks to the prompts that are blended: one, or several where what has no room is refined."""
 
 from __future__ import annotations
 
 import logging
 import uuid
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from llama_index.core.base.llms.types import ChatMessage, MessageRole
+from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse, MessageRole
+from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.prompts import BasePromptTemplate, ChatPromptTemplate, PromptTemplate, SelectorPromptTemplate
+from llama_index.core.schema import NodeWithScore
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk, FixedText, Segment, text_hash
 from cacheblend_rag.errors import PromptTooLongError
 from llama_index_cacheblend.llm import BlendLLM
 from llama_index_cacheblend.nodes import SEPARATOR
 from llama_index_cacheblend.pml import PMLPromptTemplate
+from llama_index_cacheblend.sources import annotate
 
-__all__ = ["ContextPrompt", "make_context_prompt"]
+__all__ = ["ContextPrompt", "ModelResponse", "Rounds", "make_context_prompt"]
 
 logger = logging.getLogger(__name__)
+
+ModelResponse = ChatResponse | CompletionResponse
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,3 +233,74 @@ def _is_fixed(
         return True
     before = takewhile(lambda message: mark not in (message.content or ""), chosen.format_messages(llm=llm, **marks))
     return all(message.role == MessageRole.SYSTEM for message in before)
+
+
+@dataclass
+class Rounds:
+    """What has been asked of a question, and what is still to be asked.
+
+    Attributes
+    ----------
+    query_str : str
+        The question.
+    chunks : sequence of Chunk
+        The context that no call has read yet.
+    values : dict
+        Further variables of the templates.
+    answer : str or None
+        The answer so far.
+    report : dict
+        What ``response.metadata["blend"]`` will be.
+    earlier_calls : list of dict
+        The reports of the calls before the last.
+    dropped : list of Chunk
+        Context that no call has read or will read.
+    last : str, BaseModel or None
+        The answer so far, as it was read from what the model wrote.
+    sources : sequence of NodeWithScore
+        Copies of the source nodes, to be annotated with what the report says of them; none where nobody asked for that.
+    """
+
+    query_str: str
+    chunks: Sequence[Chunk]
+    values: dict[str, Any]
+    answer: str | None
+    report: dict[str, Any]
+    earlier_calls: list[dict[str, Any]] = field(default_factory=list)
+    dropped: list[Chunk] = field(default_factory=list)
+    last: str | BaseModel | None = None
+    sources: Sequence[NodeWithScore] = ()
+
+    def variables(self) -> tuple[str, dict[str, Any]]:
+        """Return the variable for the context in LlamaIndex's template of the next call, and the values of the others."""
+        values = {"query_str": self.query_str, **self.values}
+        if self.answer is None:
+            return "context_str", values
+        return "context_msg", values | {"existing_answer": self.answer}
+
+    def refine(self, prompt: ContextPrompt, response: ModelResponse, answer: str | BaseModel) -> None:
+        """Go on to the chunks that the last prompt left over."""
+        # LlamaIndex starts over where a model wrote nothing.
+        self.last = answer or self.last
+        self.answer = self.last.model_dump_json() if isinstance(self.last, BaseModel) else self.last or self.answer
+        self.chunks = prompt.left_over
+        self.dropped += prompt.dropped
+        self.earlier_calls.append(_call_report(prompt, response))
+
+    def end(self, prompt: ContextPrompt, response: ModelResponse) -> None:
+        """Fill the report; `response` is the last call's."""
+        self._fill(_call_report(prompt, response), [*self.dropped, *prompt.dropped])
+
+    def give_up(self) -> None:
+        """Fill the report; the call that answered last is the last, since beside its answer no chunk has room any more."""
+        self._fill(self.earlier_calls.pop(), [*self.dropped, *self.chunks])
+
+    def _fill(self, report: dict[str, Any], dropped: Sequence[Chunk]) -> None:
+        self.report.update(report, dropped=[chunk.id for chunk in dropped], earlier_calls=self.earlier_calls)
+        annotate(self.sources, self.report)
+
+
+def _call_report(prompt: ContextPrompt, response: ModelResponse) -> dict[str, Any]:
+    assert response.raw is not None
+    report: dict[str, Any] = response.raw["blend"]
+    return report if prompt.fallback_reason is None else report | {"fallback_reason": prompt.fallback_reason}

@@ -32,11 +32,10 @@ from llama_index.core.settings import Settings
 from cacheblend_rag.chunk import Chunk
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError, PromptTooLongError
-from llama_index_cacheblend.context import ContextPrompt, make_context_prompt
+from llama_index_cacheblend.context import ContextPrompt, ModelResponse, Rounds, make_context_prompt
 from llama_index_cacheblend.llm import BlendLLM
 from llama_index_cacheblend.nodes import node_chunks
-from llama_index_cacheblend.rounds import ModelResponse, Rounds
-from llama_index_cacheblend.sources import annotate
+from llama_index_cacheblend.sources import copies
 from llama_index_cacheblend.structured import AnswerParser, asking_for, check_mode
 
 __all__ = ["BlendSynthesizer"]
@@ -164,11 +163,8 @@ class BlendSynthesizer(BaseSynthesizer):
         **response_kwargs: Any,
     ) -> RESPONSE_TYPE:
         """Answer a query from nodes; other keywords are variables of the template."""
-        report: dict[str, Any] = {}
-        response = super().synthesize(
-            query, nodes, additional_source_nodes, blend_nodes=nodes, blend_report=report, **response_kwargs
-        )
-        return self._with_report(response, report if nodes else None)
+        asked = self._asked(nodes, additional_source_nodes or ())
+        return self._finished(super().synthesize(query, **asked, **response_kwargs), asked)
 
     async def asynthesize(
         self,
@@ -178,11 +174,20 @@ class BlendSynthesizer(BaseSynthesizer):
         **response_kwargs: Any,
     ) -> RESPONSE_TYPE:
         """Do what `synthesize` does."""
-        report: dict[str, Any] = {}
-        response = await super().asynthesize(
-            query, nodes, additional_source_nodes, blend_nodes=nodes, blend_report=report, **response_kwargs
-        )
-        return self._with_report(response, report if nodes else None)
+        asked = self._asked(nodes, additional_source_nodes or ())
+        return self._finished(await super().asynthesize(query, **asked, **response_kwargs), asked)
+
+    def _asked(self, nodes: Sequence[NodeWithScore], others: Sequence[NodeWithScore]) -> dict[str, Any]:
+        """Return the arguments of LlamaIndex's `synthesize`, and beside them those of `get_response`."""
+        asked: dict[str, Any] = {"nodes": list(nodes), "additional_source_nodes": list(others), "blend_report": {}}
+        if self._tells_sources:
+            asked |= {"nodes": copies(nodes), "additional_source_nodes": copies(others)}
+            asked["blend_sources"] = [*asked["nodes"], *asked["additional_source_nodes"]]
+        return asked | {"blend_nodes": asked["nodes"]}
+
+    def _finished(self, response: RESPONSE_TYPE, asked: dict[str, Any]) -> RESPONSE_TYPE:
+        response.metadata = {**(response.metadata or {}), "blend": asked["blend_report"] if asked["nodes"] else None}
+        return response
 
     @dispatcher.span
     def get_response(
@@ -190,8 +195,6 @@ class BlendSynthesizer(BaseSynthesizer):
         query_str: str,
         text_chunks: Sequence[str],
         prev_response: str | None = None,
-        blend_nodes: Sequence[NodeWithScore] | None = None,
-        blend_report: dict[str, Any] | None = None,
         **response_kwargs: Any,
     ) -> str | BaseModel | Generator[str, None, None]:
         """Answer from chunks.
@@ -204,12 +207,10 @@ class BlendSynthesizer(BaseSynthesizer):
             The texts of the chunks.
         prev_response : str, optional
             An answer to refine from these chunks.
-        blend_nodes : sequence of NodeWithScore, optional
-            The nodes they belong to; without them the KV is found by the text alone.
-        blend_report : dict, optional
-            Filled with the report.
         **response_kwargs : Any
-            Further variables of the template.
+            ``blend_nodes``, the nodes they belong to, without which the KV is found by the text alone; ``blend_report``, a
+            dictionary that is filled with the report; ``blend_sources``, copies of nodes that are annotated with it; further
+            variables of the template.
 
         Returns
         -------
@@ -224,7 +225,7 @@ class BlendSynthesizer(BaseSynthesizer):
             If there is room for none of the chunks, or not even for the question.
         """
         dispatcher.event(GetResponseStartEvent(query_str=query_str, text_chunks=list(text_chunks)))
-        rounds = self._rounds(query_str, text_chunks, prev_response, blend_nodes, blend_report, response_kwargs)
+        rounds = self._rounds(query_str, text_chunks, prev_response, **response_kwargs)
         while (prompt := self._prompt(rounds)) is not None and prompt.left_over:
             response = self._call(prompt)
             rounds.refine(prompt, response, self._read(response))
@@ -246,13 +247,11 @@ class BlendSynthesizer(BaseSynthesizer):
         query_str: str,
         text_chunks: Sequence[str],
         prev_response: str | None = None,
-        blend_nodes: Sequence[NodeWithScore] | None = None,
-        blend_report: dict[str, Any] | None = None,
         **response_kwargs: Any,
     ) -> str | BaseModel | AsyncGenerator[str, None]:
         """Do what `get_response` does."""
         dispatcher.event(GetResponseStartEvent(query_str=query_str, text_chunks=list(text_chunks)))
-        rounds = self._rounds(query_str, text_chunks, prev_response, blend_nodes, blend_report, response_kwargs)
+        rounds = self._rounds(query_str, text_chunks, prev_response, **response_kwargs)
         while (prompt := await asyncio.to_thread(self._prompt, rounds)) is not None and prompt.left_over:
             response = await self._call(prompt, "a")
             rounds.refine(prompt, response, self._read(response))
@@ -277,19 +276,21 @@ class BlendSynthesizer(BaseSynthesizer):
         query_str: str,
         text_chunks: Sequence[str],
         prev_response: str | None,
-        nodes: Sequence[NodeWithScore] | None,
-        report: dict[str, Any] | None,
-        values: dict[str, Any],
+        blend_nodes: Sequence[NodeWithScore] | None = None,
+        blend_report: dict[str, Any] | None = None,
+        blend_sources: Sequence[NodeWithScore] = (),
+        **values: Any,
     ) -> Rounds:
         parsers = (self._model.output_parser, self._text_qa_template.output_parser, self._refine_template.output_parser)
         if self._streams and any(parsers):
             raise ConfigError("an output parser needs the whole answer; leave it out, or set streaming=False")
         chunks = (
             [Chunk(text.strip()) for text in text_chunks if text.strip()]
-            if nodes is None
-            else node_chunks(each.node for each in nodes)
+            if blend_nodes is None
+            else node_chunks(each.node for each in blend_nodes)
         )
-        return Rounds(query_str, chunks, values, prev_response, {} if report is None else report)
+        report = {} if blend_report is None else blend_report
+        return Rounds(query_str, chunks, values, prev_response, report, sources=blend_sources)
 
     def _prompt(self, rounds: Rounds) -> ContextPrompt | None:
         """Return the prompt of the next call; None where the answer so far leaves no room for any chunk that is left.
@@ -401,10 +402,6 @@ class BlendSynthesizer(BaseSynthesizer):
             else 'retrieve fewer or shorter ones, give BlendSynthesizer overflow="refine"',
             self._model.max_new_tokens,
         )
-
-    def _with_report(self, response: RESPONSE_TYPE, report: dict[str, Any] | None) -> RESPONSE_TYPE:
-        response.metadata = {**(response.metadata or {}), "blend": report}
-        return annotate(response, report) if self._tells_sources and report is not None else response
 
 
 def _in_one_piece(answer: str) -> Generator[str, None, None]:
