@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from llama_index.core.schema import BaseNode
@@ -12,7 +13,7 @@ from llama_index.core.vector_stores.simple import SimpleVectorStore, SimpleVecto
 from llama_index.core.vector_stores.types import BasePydanticVectorStore, MetadataFilter, MetadataFilters
 from llama_index.core.vector_stores.utils import build_metadata_filter_fn
 
-__all__ = ["Inventory"]
+__all__ = ["ALL", "Inventory", "Wanted"]
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +22,19 @@ _DOCUMENT = "document_id"
 _BATCH = 1000
 # Qdrant lists 9999 nodes unless it is told a limit.
 _MOST_NODES = 10_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which nodes are meant: those of `node_ids` that are there, that pass `filters`, and that are of this document."""
+
+    node_ids: Sequence[str] | None = None
+    filters: MetadataFilters | None = None
+    document: str | None = None
+
+
+ALL = Wanted()
+"""All nodes of a store."""
 
 
 class Inventory:
@@ -51,88 +65,59 @@ class Inventory:
 
     def nodes(self) -> list[BaseNode]:
         """Return all nodes, from a store that keeps them; `NotImplementedError` if it cannot list them."""
-        [query] = _queries(self._store.get_nodes, None)
+        [query] = _queries(self._store.get_nodes, ALL)
         return list(self._store.get_nodes(**query))
 
-    def find(
-        self,
-        *,
-        node_ids: Sequence[str] | None = None,
-        filters: MetadataFilters | None = None,
-        document: str | None = None,
-    ) -> list[str] | None:
-        """Return the ids of nodes, in no order; None if nobody can say.
-
-        Only those of `node_ids` that are there, of nodes that pass `filters`, and of nodes of this document.
-        """
+    def find(self, wanted: Wanted = ALL) -> list[str] | None:
+        """Return the ids of nodes, in no order; None if nobody can say."""
         if isinstance(self._store, SimpleVectorStore):
-            return self._in_simple_store(self._store.data, node_ids, filters, document)
+            return _in_simple_store(self._store.data, wanted)
         try:
-            return [
-                node.node_id
-                for query in _queries(self._store.get_nodes, node_ids, filters, document)
-                for node in self._store.get_nodes(**query)
-            ]
+            queries = _queries(self._store.get_nodes, wanted)
+            return [node.node_id for query in queries for node in self._store.get_nodes(**query)]
         except Exception as error:
-            return self._remembered(error, node_ids, filters, document)
+            return self._remembered(error, wanted)
 
-    async def afind(
-        self,
-        *,
-        node_ids: Sequence[str] | None = None,
-        filters: MetadataFilters | None = None,
-        document: str | None = None,
-    ) -> list[str] | None:
+    async def afind(self, wanted: Wanted = ALL) -> list[str] | None:
         """Do what `find` does."""
         if isinstance(self._store, SimpleVectorStore):
-            return self._in_simple_store(self._store.data, node_ids, filters, document)
+            return _in_simple_store(self._store.data, wanted)
         try:
-            return [
-                node.node_id
-                for query in _queries(self._store.aget_nodes, node_ids, filters, document)
-                for node in await self._store.aget_nodes(**query)
-            ]
+            queries = _queries(self._store.aget_nodes, wanted)
+            return [node.node_id for query in queries for node in await self._store.aget_nodes(**query)]
         except Exception as error:
-            return self._remembered(error, node_ids, filters, document)
+            return self._remembered(error, wanted)
 
-    @staticmethod
-    def _in_simple_store(
-        data: SimpleVectorStoreData,
-        node_ids: Sequence[str] | None,
-        filters: MetadataFilters | None,
-        document: str | None,
-    ) -> list[str]:
-        """Return node ids of LlamaIndex's own store, which keeps no nodes but all their metadata."""
-        # A store that was persisted by an old version has no metadata, and no filter passes there.
-        passes = build_metadata_filter_fn(lambda node_id: data.metadata_dict.get(node_id, {}), filters)
-        held = list(data.embedding_dict) if node_ids is None else [id for id in node_ids if id in data.embedding_dict]
-        return [
-            id for id in held if passes(id) and (document is None or data.text_id_to_ref_doc_id.get(id) == document)
-        ]
-
-    def _remembered(
-        self,
-        error: Exception,
-        node_ids: Sequence[str] | None,
-        filters: MetadataFilters | None,
-        document: str | None,
-    ) -> list[str] | None:
+    def _remembered(self, error: Exception, wanted: Wanted) -> list[str] | None:
         # Asking must not keep a user from adding or deleting, whatever a store raises. Which ids are there is only asked before
         # adding, when some stores have no collection yet.
-        level = logging.DEBUG if node_ids is not None or isinstance(error, NotImplementedError) else logging.WARNING
+        is_expected = wanted.node_ids is not None or isinstance(error, NotImplementedError)
+        level = logging.DEBUG if is_expected else logging.WARNING
         logger.log(level, "%s could not be asked for its nodes: %s", type(self._store).__name__, error)
-        return None if filters is not None or node_ids is not None else self.remembered(document)
+        if wanted.filters is not None or wanted.node_ids is not None:
+            return None
+        return self.remembered(wanted.document)
 
 
-def _queries(
-    list_nodes: Callable[..., Any],
-    node_ids: Sequence[str] | None,
-    filters: MetadataFilters | None = None,
-    document: str | None = None,
-) -> Iterator[dict[str, Any]]:
+def _in_simple_store(data: SimpleVectorStoreData, wanted: Wanted) -> list[str]:
+    """Return node ids of LlamaIndex's own store, which keeps no nodes but all their metadata."""
+    # A store that was persisted by an old version has no metadata, and no filter passes there.
+    passes = build_metadata_filter_fn(lambda node_id: data.metadata_dict.get(node_id, {}), wanted.filters)
+    ids = data.embedding_dict if wanted.node_ids is None else wanted.node_ids
+    return [
+        id
+        for id in ids
+        if id in data.embedding_dict
+        and passes(id)
+        and (wanted.document is None or data.text_id_to_ref_doc_id.get(id) == wanted.document)
+    ]
+
+
+def _queries(list_nodes: Callable[..., Any], wanted: Wanted) -> Iterator[dict[str, Any]]:
     """Yield the arguments of a store's method that lists nodes: ids in lists that every store can take."""
-    if document is not None:
-        filters = MetadataFilters(filters=[MetadataFilter(key=_DOCUMENT, value=document)])
+    filters, node_ids = wanted.filters, wanted.node_ids
+    if wanted.document is not None:
+        filters = MetadataFilters(filters=[MetadataFilter(key=_DOCUMENT, value=wanted.document)])
     if node_ids is None:
         # The keyword that keeps a store from leaving nodes out, if it takes one.
         limit = {"limit": _MOST_NODES} if "limit" in inspect.signature(list_nodes).parameters else {}

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from llama_index.core.base.llms.types import (
@@ -24,6 +25,7 @@ from llama_index.core.callbacks import CallbackManager
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.prompts import BasePromptTemplate
+from llama_index.core.settings import Settings
 from llama_index.core.types import BaseOutputParser, PydanticProgramMode
 
 from cacheblend_rag.chunk import BlendPrompt
@@ -32,11 +34,11 @@ from cacheblend_rag.engine import BlendEngine, BlendStream, Conversation, Genera
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.pml import prompt_in
 from cacheblend_rag.stops import cut_at_stop
-from llama_index_cacheblend.engines import make_engine
 from llama_index_cacheblend.messages import aresponses, as_chat, as_completion, render_messages, responses
+from llama_index_cacheblend.nodes import SEPARATOR
 from llama_index_cacheblend.structured import JSONAnswers
 
-__all__ = ["BlendLLM"]
+__all__ = ["BlendLLM", "find_engine"]
 
 
 class BlendLLM(JSONAnswers):
@@ -125,7 +127,7 @@ class BlendLLM(JSONAnswers):
             raise ConfigError(
                 f"model_name only says what a model is called in logs; give BlendLLM(model={model_name!r}) to load it"
             )
-        computing = make_engine(
+        computing = _make_engine(
             model, engine, config, blend_config, tokenizer=tokenizer, store=store, model_kwargs=model_kwargs
         )
         chat = bool(getattr(computing.tokenizer, "chat_template", None))
@@ -311,3 +313,65 @@ def _decoding_options(temperature: float, stops: Sequence[str], others: dict[str
     if stops:
         options["stop_strings"] = list(stops)
     return options | others
+
+
+def find_engine(engine: Any) -> BlendEngine:
+    """Return the engine that an argument named ``engine`` means: an engine, or what has one; None for that of ``Settings.llm``.
+
+    Raises
+    ------
+    ConfigError
+        If it is none.
+    """
+    # `Settings.llm` would make a default model where none is set.
+    given = Settings._llm if engine is None else engine
+    found = given if isinstance(given, BlendEngine) else getattr(given, "engine", None)
+    if not isinstance(found, BlendEngine):
+        what = (
+            "nobody says which engine computes the KV"
+            if engine is None
+            else f"engine={str(engine)[:80]!r} is a {type(engine).__name__}, which computes no KV"
+        )
+        raise ConfigError(f"{what}; pass engine=llm.engine, or set Settings.llm to a BlendLLM")
+    return found
+
+
+def _make_engine(
+    model: Any, engine: Any, config: EngineConfig | None, blend: BlendConfig | None, **loading: Any
+) -> BlendEngine:
+    """Return the engine that the arguments of `BlendLLM` describe; `loading` are tokenizer, store and model_kwargs.
+
+    Where the settings say nothing of the separator, it is what stands between nodes in LlamaIndex's prompts.
+
+    Raises
+    ------
+    ConfigError
+        If the arguments contradict each other, or `engine` is none.
+    """
+    if (model is None) == (engine is None):
+        raise ConfigError(
+            'give BlendLLM either a model ("reference", a Hugging Face id, a folder, or an object) or an engine'
+        )
+    if engine is not None:
+        beside = next(
+            (name for name, value in {"config": config, "blend_config": blend, **loading}.items() if value is not None),
+            None,
+        )
+        if beside is not None:
+            raise ConfigError(f"{beside} belongs to the engine; give it to BlendEngine, not to BlendLLM beside engine=")
+        return find_engine(engine)
+    tokenizer, store, model_kwargs = loading["tokenizer"], loading["store"], loading["model_kwargs"]
+    config = EngineConfig.of(config)
+    if "separator" not in config.model_fields_set:
+        config = config.replace(separator=SEPARATOR)
+    if isinstance(model, str | Path):
+        if tokenizer is not None:
+            raise ConfigError(
+                f"model={str(model)!r} brings its own tokenizer; leave tokenizer out, or give a model object"
+            )
+        return BlendEngine.from_pretrained(model, config=config, blend=blend, store=store, **(model_kwargs or {}))
+    if tokenizer is None:
+        raise ConfigError(f"model is a {type(model).__name__} object; give its tokenizer too")
+    if model_kwargs is not None:
+        raise ConfigError("model_kwargs say how a model is loaded, and this one is loaded already; leave them out")
+    return BlendEngine(model, tokenizer, config=config, blend=blend, store=store)

@@ -20,11 +20,9 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
-from llama_index_cacheblend.encoder import NodeEncoder
-from llama_index_cacheblend.engines import find_engine
-from llama_index_cacheblend.inventory import Inventory
-from llama_index_cacheblend.llm import BlendLLM
-from llama_index_cacheblend.nodes import Boundary, TextOf
+from llama_index_cacheblend.inventory import Inventory, Wanted
+from llama_index_cacheblend.llm import BlendLLM, find_engine
+from llama_index_cacheblend.nodes import Boundary, NodeEncoder, TextOf
 
 __all__ = ["BlendVectorStore"]
 
@@ -156,7 +154,7 @@ class BlendVectorStore(BasePydanticVectorStore):
         node_ids = [node.node_id for node in nodes]
         self._encode(nodes)
         try:
-            held = self._inventory.find(node_ids=node_ids)
+            held = self._inventory.find(Wanted(node_ids=node_ids))
             # Where nobody can say what is there, all are deleted first if that is possible. Whatever keeps the store from
             # deleting, that it has no collection yet for example, it says when it is added to.
             if held is None:
@@ -177,7 +175,7 @@ class BlendVectorStore(BasePydanticVectorStore):
         node_ids = [node.node_id for node in nodes]
         await asyncio.to_thread(self._encode, nodes)
         try:
-            held = await self._inventory.afind(node_ids=node_ids)
+            held = await self._inventory.afind(Wanted(node_ids=node_ids))
             if held is None:
                 with suppress(Exception):
                     await self._inner.adelete_nodes(node_ids=node_ids)
@@ -195,13 +193,13 @@ class BlendVectorStore(BasePydanticVectorStore):
 
         The KV goes first: if the process dies in between, the nodes are still there to be deleted again.
         """
-        gone = self._forget(self._inventory.find(document=ref_doc_id), self._inventory.remembered(ref_doc_id))
+        gone = self._forget(self._inventory.find(Wanted(document=ref_doc_id)), self._inventory.remembered(ref_doc_id))
         self._inner.delete(ref_doc_id, **delete_kwargs)
         self._forget_again(gone)
 
     async def adelete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """Do what `delete` does."""
-        found = await self._inventory.afind(document=ref_doc_id)
+        found = await self._inventory.afind(Wanted(document=ref_doc_id))
         gone = await asyncio.to_thread(self._forget, found, self._inventory.remembered(ref_doc_id))
         await self._inner.adelete(ref_doc_id, **delete_kwargs)
         await asyncio.to_thread(self._forget_again, gone)
@@ -214,7 +212,7 @@ class BlendVectorStore(BasePydanticVectorStore):
         Without ids and filters the inner store says what is deleted; all KV is forgotten, since some take that for all nodes.
         """
         listed = node_ids is not None and filters is None
-        found = node_ids if listed else self._inventory.find(node_ids=node_ids, filters=filters)
+        found = node_ids if listed else self._inventory.find(Wanted(node_ids=node_ids, filters=filters))
         gone = self._forget(found)
         if filters is None or found is None:
             self._inner.delete_nodes(node_ids, filters, **delete_kwargs)
@@ -228,7 +226,7 @@ class BlendVectorStore(BasePydanticVectorStore):
     ) -> None:
         """Do what `delete_nodes` does."""
         listed = node_ids is not None and filters is None
-        found = node_ids if listed else await self._inventory.afind(node_ids=node_ids, filters=filters)
+        found = node_ids if listed else await self._inventory.afind(Wanted(node_ids=node_ids, filters=filters))
         gone = await asyncio.to_thread(self._forget, found)
         if filters is None or found is None:
             await self._inner.adelete_nodes(node_ids, filters, **delete_kwargs)

@@ -14,11 +14,9 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from cacheblend_rag.engine import AddJob, AddResult, BlendEngine
 from cacheblend_rag.errors import ConfigError
-from llama_index_cacheblend.encoder import EncodedNodes, NodeEncoder, Progress
-from llama_index_cacheblend.engines import find_engine
 from llama_index_cacheblend.inventory import Inventory
-from llama_index_cacheblend.llm import BlendLLM
-from llama_index_cacheblend.nodes import Boundary, TextOf
+from llama_index_cacheblend.llm import BlendLLM, find_engine
+from llama_index_cacheblend.nodes import Boundary, EncodedNodes, NodeEncoder, Progress, TextOf
 from llama_index_cacheblend.vector_store import BlendVectorStore
 
 __all__ = ["WarmJob", "WarmResult", "warm_index"]
