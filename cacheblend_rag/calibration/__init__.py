@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from cacheblend_rag.calibration.calibrate import Calibration, CalibrationRow, calibrate
-from cacheblend_rag.calibration.files import read_questions, read_questions_and_answers, write_settings
+from cacheblend_rag.calibration.files import read_questions, write_settings
 
 __all__ = [
     "Calibration",
     "CalibrationRow",
     "calibrate",
     "read_questions",
-    "read_questions_and_answers",
     "write_settings",
 ]

@@ -14,7 +14,7 @@ from cacheblend_rag.config import BlendConfig, EngineConfig
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.files import replace_text
 
-__all__ = ["edit_settings", "read_questions", "read_questions_and_answers", "write_settings"]
+__all__ = ["edit_settings", "read_questions", "write_settings"]
 
 _FIELDS = ("question", "query")
 
@@ -123,12 +123,7 @@ def _dumped(values: dict[Any, Any]) -> str:
     return text if readable else yaml.safe_dump(values, sort_keys=False, width=math.inf)
 
 
-def read_questions(path: str | Path) -> list[str]:
-    """Read questions; see `read_questions_and_answers`."""
-    return list(read_questions_and_answers(path))
-
-
-def read_questions_and_answers(path: str | Path) -> dict[str, str | None]:
+def read_questions(path: str | Path) -> dict[str, str | None]:
     """Read questions, one a line; empty lines are skipped, and a question that recurs counts once.
 
     Parameters

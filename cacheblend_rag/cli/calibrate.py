@@ -86,11 +86,11 @@ def calibrate(
     Exits with 1 if there is none and nothing is written.
     """
     from cacheblend_rag.calibration import calibrate as run
-    from cacheblend_rag.calibration import read_questions_and_answers
+    from cacheblend_rag.calibration import read_questions
     from cacheblend_rag.config import BlendConfig, EngineConfig
 
     tried = parse_ratios(ratios)
-    asked = read_questions_and_answers(questions)
+    asked = read_questions(questions)
     if chunk_tokens is not None and not paths:
         raise typer.BadParameter("passages that were warmed have their length", param_hint="--chunk-tokens")
     config = EngineConfig.from_yaml(config_file) if config_file.exists() else EngineConfig()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from cacheblend_rag.controller.control import (
     Controller,
     Plan,
-    check_attention,
     check_selector,
     make_plan,
     prompt_work,
@@ -28,7 +27,6 @@ __all__ = [
     "StoredKV",
     "Work",
     "cheapest_tier",
-    "check_attention",
     "check_selector",
     "choose",
     "layer_compute_s",

@@ -7,7 +7,6 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +14,6 @@ import platformdirs
 import torch
 from pydantic import TypeAdapter
 
-from cacheblend_rag.codec import make_codec
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.controller.measure import Measurement
 from cacheblend_rag.controller.policy import Choice, Profile, StoredKV, Work, choose
@@ -26,29 +24,24 @@ from cacheblend_rag.loader import loads_ahead
 from cacheblend_rag.model import Decoder
 from cacheblend_rag.selection import FixedSelection, Selection, SelectionTask, Selector, make_selector
 from cacheblend_rag.selection.question import look_layers
-from cacheblend_rag.store.base import KVReader
-from cacheblend_rag.store.ram import ram_probe
+from cacheblend_rag.store import KVReader, KVStore
 from cacheblend_rag.tuning import Tuning
 
 __all__ = [
     "Controller",
     "Plan",
-    "check_attention",
     "check_selector",
     "load_profile",
     "make_plan",
     "profile_identity",
     "prompt_work",
     "save_profile",
-    "stored_kv",
     "whole_plan",
 ]
 
 _log = logging.getLogger(__name__)
 
 _FORMAT = "cacheblend-rag profile 1"
-# A profile has a few kilobytes; what is far larger is not one.
-_MOST_BYTES = 1 << 20
 _ADAPTER: TypeAdapter[Profile] = TypeAdapter(Profile)
 
 
@@ -59,13 +52,13 @@ class Plan:
     Attributes
     ----------
     selection : Selection or None
-        Chooses the rows to recompute; None means that the whole prompt is computed.
+        Chooses the rows to recompute; None where the prompt is prefilled in full.
     selector : str
         Name of the selector; "full" without a selection.
     ratio : float
         Share of the chunk tokens to recompute; 1 without a selection.
     fallback_reason : str or None
-        Why the whole prompt is computed although blending was asked for.
+        Why the prompt is prefilled in full although blending was asked for.
     """
 
     selection: Selection | None
@@ -74,13 +67,16 @@ class Plan:
     fallback_reason: str | None = None
 
 
-def check_selector(blend: BlendConfig, num_layers: int) -> Selector:
-    """Return the selector that the settings name, if it can work on a model of `num_layers` layers.
+def check_selector(blend: BlendConfig, num_layers: int, decoder: Decoder | None = None) -> Selector:
+    """Return the selector that the settings name, if a model of `num_layers` layers has what it needs.
+
+    With `decoder` it is also seen that the model shows what the settings need to see of it: its attention, and the KV of check
+    layers.
 
     Raises
     ------
     ConfigError
-        If there is no such selector, or it cannot.
+        If there is no such selector, or the model does not have what it needs.
     """
     selector = make_selector(blend.selector)
     selector.validate(num_layers)
@@ -91,45 +87,34 @@ def check_selector(blend: BlendConfig, num_layers: int) -> Selector:
         )
     if blend.source_attention or selector.repair:
         look_layers(getattr(selector, "look_layers", None), num_layers)
-    return selector
-
-
-def check_attention(blend: BlendConfig, decoder: Decoder) -> None:
-    """See that a model shows what the settings need to see of it: its attention, and the KV of check layers.
-
-    Raises
-    ------
-    ConfigError
-        If it does not.
-    """
+    if decoder is None:
+        return selector
     name = type(decoder.model).__name__
     if blend.source_attention and not decoder.shows_attention:
         raise ConfigError(f"source_attention=True: {name} does not show what it attends to; leave it out")
     if not blend.enabled:
-        return
-    selector = make_selector(blend.selector)
-    for layer in _check_layers(selector, decoder.num_layers):
+        return selector
+    for layer in _check_layers(selector, num_layers):
         if layer >= decoder.num_kv_layers:
             raise ConfigError(
                 f"check layer {layer} of {name} has no KV of its own to compare, as all its layers from {decoder.num_kv_layers} "
                 "on; choose earlier check_layers"
             )
-    if decoder.shows_attention:
-        return
-    if selector.needs_attention:
+    if selector.needs_attention and not decoder.shows_attention:
         raise ConfigError(
             f"selector {selector.name!r} goes by what the question attends to, which {name} does not show; choose hkvd"
         )
-    if selector.repair:
+    if selector.repair and not decoder.shows_attention:
         raise ConfigError(
             f"repair={selector.repair} goes by what the answer attends to, which {name} does not show; leave it at 0"
         )
+    return selector
 
 
 def whole_plan(
     blend: BlendConfig, layout: PromptLayout, unsupported: str | None, ratio: float | Literal["auto"]
 ) -> Plan | None:
-    """Return the plan of a prompt that is computed as a whole, or None if it is to be blended.
+    """Return the plan of a prompt that is prefilled in full, or None if it is to be blended.
 
     `unsupported` is why the model cannot be blended, if it cannot; `ratio` is "auto" while it is not decided.
     """
@@ -169,12 +154,11 @@ class Controller:
         The engine's settings of blending, whose selector is measured.
     tuning : Tuning
         Where the profile is kept, how long measuring may take, and how layers are loaded.
-    store : object
-        The store; where it has `probes` its tiers are measured, else RAM alone, and where it has a `path` the profile is kept
-        there, beside the KV.
+    store : KVStore
+        The store, whose tiers are measured; where it has a folder the profile is kept there, beside the KV.
     """
 
-    def __init__(self, decoder: Decoder, blend: BlendConfig, tuning: Tuning, store: object) -> None:
+    def __init__(self, decoder: Decoder, blend: BlendConfig, tuning: Tuning, store: KVStore) -> None:
         self._decoder = decoder
         self._tuning = tuning
         self._store = store
@@ -202,10 +186,8 @@ class Controller:
 
     def measure(self, budget_s: float, progress: Callable[[str], None] | None = None) -> Profile:
         """Measure now, in about `budget_s` seconds, and keep the result; `progress` is called with what is measured."""
-        tiers = getattr(self._store, "probes", None)
-        probes = [partial(ram_probe, make_codec("native"))] if tiers is None else tiers()
         measurement = Measurement(self._decoder, self._tuning, self._selector, budget_s, progress)
-        self._profile = measurement.profile(self._identity, probes)
+        self._profile = measurement.profile(self._identity, self._store.probes())
         self._asked = True
         for path in self._paths():
             try:
@@ -224,9 +206,10 @@ class Controller:
         profile = self.profile()
         if profile is None:
             return Choice(0.0 if layout.remembers else blend.quality_ratio)
-        stored = stored_kv(readers or ())
-        for part in stored:
-            place = (part.tier, part.codec)
+        packed_bytes: dict[tuple[str, str], list[int]] = {}
+        for reader in readers or ():
+            packed_bytes.setdefault((reader.tier, reader.codec), []).append(reader.packed_bytes)
+        for place in packed_bytes:
             if profile.load_cost(*place) is None and place not in self._unmeasured:
                 self._unmeasured.add(place)
                 _log.warning(
@@ -234,6 +217,7 @@ class Controller:
                     "these settings, or run `cacheblend-rag profile --store DIR` with CACHEBLEND_DISK_CODEC set to that codec",
                     *place,
                 )
+        stored = tuple(StoredKV(*place, len(sizes), sum(sizes)) for place, sizes in packed_bytes.items())
         return choose(profile, prompt_work(self._decoder, blend, self._tuning, layout, stored), blend.quality_ratio)
 
     def _paths(self) -> list[Path]:
@@ -245,7 +229,7 @@ class Controller:
         selector = "".join(letter if letter.isalnum() else "-" for letter in known["selector"])
         name = "-".join([model, device, known["dtype"], threads, selector])
         # Tiers are as fast as the disk they are on: a profile belongs to the store it was measured with.
-        folders = [getattr(self._store, "path", None), Path(platformdirs.user_cache_dir("cacheblend-rag"))]
+        folders = [self._store.path, Path(platformdirs.user_cache_dir("cacheblend-rag"))]
         return [folder / "profiles" / f"{name}.json" for folder in folders if folder is not None]
 
 
@@ -253,28 +237,17 @@ def prompt_work(
     decoder: Decoder, blend: BlendConfig, tuning: Tuning, layout: PromptLayout, stored: tuple[StoredKV, ...]
 ) -> Work:
     """Return what there is to do for a prompt whose KV is where `stored` says."""
-    num_layers, context = decoder.num_layers, layout.context_tokens
-    selection = check_selector(blend, num_layers).begin(SelectionTask(layout, num_layers, 0))
+    context = layout.context_tokens
     return Work(
         prompt_tokens=len(layout),
         context_tokens=context,
         candidate_tokens=layout.candidate_rows.numel(),
-        first_layer=min(selection.check_layers, default=0),
+        first_layer=min(_check_layers(make_selector(blend.selector), decoder.num_layers), default=0),
         ahead=tuning.prefetch_layers,
         threaded=tuning.pipeline and loads_ahead(context * decoder.kv_bytes_per_token // decoder.num_kv_layers),
         stored=stored,
         remembers=layout.remembers,
     )
-
-
-def stored_kv(readers: Sequence[KVReader]) -> tuple[StoredKV, ...]:
-    """Return where the chunks of these readers are, those of one tier and codec together."""
-    found: dict[tuple[str, str], tuple[int, int]] = {}
-    for reader in readers:
-        place = (reader.tier, reader.codec)
-        chunks, kv_bytes = found.get(place, (0, 0))
-        found[place] = (chunks + 1, kv_bytes + reader.packed_bytes)
-    return tuple(StoredKV(*place, *amount) for place, amount in found.items())
 
 
 def profile_identity(decoder: Decoder, selector: str, check_layers: Sequence[int]) -> dict[str, str]:
@@ -298,11 +271,7 @@ def profile_identity(decoder: Decoder, selector: str, check_layers: Sequence[int
 def load_profile(path: Path, identity: dict[str, str]) -> Profile | None:
     """Read a profile, if there is one that is sound and was measured for this model and machine; warn if there is another."""
     try:
-        with open(path, "rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-        if len(data) > _MOST_BYTES:
-            raise ValueError(f"it has more than {_MOST_BYTES} bytes")
-        whole = json.loads(data)
+        whole = json.loads(path.read_bytes())
         if not isinstance(whole, dict) or whole.get("format") != _FORMAT:
             raise ValueError(f"it is not in the format {_FORMAT!r}")
         if whole.get("digest") != _digest(whole.get("profile")):

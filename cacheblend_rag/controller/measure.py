@@ -31,8 +31,8 @@ from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import Decoder
-from cacheblend_rag.selection import Selection, SelectionTask, Selector
-from cacheblend_rag.store.base import KVReader, OpenProbe, TierProbe
+from cacheblend_rag.selection import SelectionTask, Selector
+from cacheblend_rag.store.base import OpenProbe, TierProbe
 from cacheblend_rag.tuning import Tuning
 
 __all__ = ["Measurement", "fit_costs"]
@@ -92,7 +92,8 @@ class Measurement:
         self._ids = torch.randint(vocabulary, (_LENGTHS[-1],), generator=generator).tolist()
         few = Target(tuple(self._ids[1 : 1 + _SAMPLE_TOKENS]))
         [(_, self._sample)] = next(Encoder(decoder, self._ids[:1], _SAMPLE_TOKENS + 1).encode([few]))
-        self._first_layer = min(self._selection(self._layout([1]), 0.0).check_layers, default=0)
+        task = SelectionTask(self._layout([1]), decoder.num_layers, 0)
+        self._first_layer = min(selector.begin(task).check_layers, default=0)
 
     @torch.no_grad()
     def profile(self, identity: dict[str, str], probes: Sequence[TierProbe]) -> Profile:
@@ -101,9 +102,17 @@ class Measurement:
         lengths = [point.tokens for point in prefill_points]
         prefill = fit_costs([(1, length, length**2) for length in lengths], [each.seconds for each in prefill_points])
         unknown = BlendCost(0.0, 0.0, 0.0, 0.0)
-        layers = self._decoder.num_layers
+        layers, first = self._decoder.num_layers, self._first_layer
         profile = Profile(identity, layers, PrefillCost(*prefill), unknown, prefill_points, blend_points, (), 0.0)
-        profile = replace(profile, blend=_fit_blend(profile, self._first_layer))
+        # What the layers before the first check layer cost is known from full prefill.
+        behind = layers - first
+        seconds = [
+            max(each.seconds - first * profile.layer_s(each.tokens), 0.05 * each.seconds) for each in blend_points
+        ]
+        amounts = [
+            (1, behind * each.tokens, behind * each.rows, behind * each.rows * each.tokens) for each in blend_points
+        ]
+        profile = replace(profile, blend=BlendCost(*fit_costs(amounts, seconds)))
         for number, probe in enumerate(probes):
             spent = self._spent()
             until = spent + max(self._budget_s - spent, 0.0) / (len(probes) - number)
@@ -141,7 +150,7 @@ class Measurement:
             layout = self._layout([max(length - 1 - _QUESTION_TOKENS, 1)])
             source = _scratch_kv(self._sample.layers, self._decoder, len(layout))
             for ratio in _RATIOS:
-                run = partial(self._blend, layout, ratio, source)
+                run = partial(self._timed, partial(self._blend, layout, ratio, source))
                 if not blend:
                     run()
                 blend.append((layout, ratio, run, [run()]))
@@ -171,22 +180,18 @@ class Measurement:
                 share = self._spent() + max(until - self._spent(), 0.0) / (2 * left)
                 seconds.append(self._least(partial(self._load, layout, open_readers), share))
                 if left == 1:
-                    piped = self._least(partial(self._loaded_blend, layout, open_readers), until, most=3)
+                    piped_s = self._least(partial(self._load, layout, open_readers, blends=True), until, most=3)
         per_read_s, per_byte_s = fit_costs(amounts, seconds)
         cost = LoadCost(tier, codec, per_read_s, per_byte_s, 1.0, packed / layout.context_tokens)
-        return replace(cost, overlap=self._overlap(profile, cost, layout, piped))
-
-    def _overlap(self, profile: Profile, cost: LoadCost, layout: PromptLayout, piped_s: float) -> float:
-        """Return which share of what could hide behind computing did, in a blended prefill that took `piped_s`."""
-        known, context = replace(profile, loads=(cost,)), layout.context_tokens
-        stored = StoredKV(cost.tier, cost.codec, len(layout.chunks), round(cost.bytes_per_token * context))
-        work = self._work(context, (stored,))
-        ideal = blend_s(known, work, _RATIOS[0])
-        serial = blend_s(known, replace(work, threaded=False), _RATIOS[0])
-        if serial - ideal < 0.02 * serial:
+        # Which share of what could hide behind computing did, in the blended prefill.
+        known = replace(profile, loads=(cost,))
+        work = self._work(layout.context_tokens, (StoredKV(tier, codec, chunks, packed),))
+        ideal_s = blend_s(known, work, _RATIOS[0])
+        serial_s = blend_s(known, replace(work, threaded=False), _RATIOS[0])
+        if serial_s - ideal_s < 0.02 * serial_s:
             # Nothing worth hiding at this size; where it is, a loader in its own thread hides most of it.
-            return 1.0
-        return min(max((serial - piped_s) / (serial - ideal), 0.0), 1.0)
+            return cost
+        return replace(cost, overlap=min(max((serial_s - piped_s) / (serial_s - ideal_s), 0.0), 1.0))
 
     def _work(self, context: int, stored: tuple[StoredKV, ...]) -> Work:
         """Return a prompt of so many chunk tokens, as `_layout` makes it."""
@@ -211,63 +216,45 @@ class Measurement:
         layers = [LayerKV(*(t.repeat(1, repeats, 1)[:, : len(ids)].contiguous() for t in kv)) for kv in sample.layers]
         return ChunkKV(ids, sample.start, layers)
 
-    def _selection(self, layout: PromptLayout, ratio: float) -> Selection:
-        budget = round(ratio * layout.context_tokens)
-        return self._selector.begin(SelectionTask(layout, self._decoder.num_layers, budget))
-
     def _full(self, tokens: int) -> float:
-        """Prefill so many tokens as a whole."""
+        """Prefill so many tokens in full; return the seconds."""
         return self._timed(lambda: self._forward(BlendCache(self._decoder.num_layers), self._ids[:tokens]))
 
-    def _blend(self, layout: PromptLayout, ratio: float, source: LayerSource) -> float:
+    def _load(self, layout: PromptLayout, open_readers: OpenProbe, *, blends: bool = False) -> float:
+        """Load all layers of a prompt, and blend it meanwhile if asked to; return the seconds."""
+        readers, decoder, tuning = open_readers(), self._decoder, self._tuning
+        threads = tuning.threads if tuning.pipeline else 0
+        first = self._first_layer if blends else 0
+
+        def run() -> None:
+            with LayerLoader(decoder, layout, readers, first, len(layout), tuning.prefetch_layers, threads) as loader:
+                if blends:
+                    self._blend(layout, _RATIOS[0], loader.synchronize)
+                else:
+                    for layer in range(decoder.num_kv_layers):
+                        loader.synchronize(layer)
+
+        return self._timed(run)
+
+    def _blend(self, layout: PromptLayout, ratio: float, source: LayerSource) -> None:
         """Prefill a prompt blended."""
-        return self._timed(lambda: self._run_blend(layout, ratio, source))
-
-    def _load(self, layout: PromptLayout, open_readers: OpenProbe) -> float:
-        """Load all layers of a prompt and do nothing else."""
-        readers = open_readers()
-
-        def run() -> None:
-            with self._loader(layout, readers, 0) as loader:
-                for layer in range(self._decoder.num_kv_layers):
-                    loader.synchronize(layer)
-
-        return self._timed(run)
-
-    def _loaded_blend(self, layout: PromptLayout, open_readers: OpenProbe) -> float:
-        """Prefill a prompt blended, loading meanwhile."""
-        readers = open_readers()
-
-        def run() -> None:
-            with self._loader(layout, readers, self._first_layer) as loader:
-                self._run_blend(layout, _RATIOS[0], loader.synchronize)
-
-        return self._timed(run)
-
-    def _run_blend(self, layout: PromptLayout, ratio: float, source: LayerSource) -> None:
         cache = BlendCache(self._decoder.num_layers)
-        with Steering(self._decoder, cache, layout, self._selection(layout, ratio), source)():
+        task = SelectionTask(layout, self._decoder.num_layers, round(ratio * layout.context_tokens))
+        with Steering(self._decoder, cache, layout, self._selector.begin(task), source)():
             self._forward(cache, layout.token_ids)
-
-    def _loader(self, layout: PromptLayout, readers: Sequence[KVReader], first_layer: int) -> LayerLoader:
-        threads = self._tuning.threads if self._tuning.pipeline else 0
-        ahead = self._tuning.prefetch_layers
-        return LayerLoader(self._decoder, layout, readers, first_layer, len(layout), ahead, threads)
 
     def _forward(self, cache: BlendCache, ids: Sequence[int]) -> None:
         rows = torch.tensor([ids], device=self._decoder.device)
         self._decoder.model(input_ids=rows, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
     def _timed(self, run: Callable[[], None]) -> float:
-        self._synchronize()
+        device = self._decoder.device
+        wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else (lambda: None)
+        wait()
         started = time.perf_counter()
         run()
-        self._synchronize()
+        wait()
         return time.perf_counter() - started
-
-    def _synchronize(self) -> None:
-        if self._decoder.device.type == "cuda":
-            torch.cuda.synchronize(self._decoder.device)
 
     def _spent(self) -> float:
         return time.perf_counter() - self._started
@@ -335,11 +322,3 @@ def fit_costs(amounts: Sequence[Sequence[float]], seconds: Sequence[float]) -> l
                 best[part] = factors
     fitted: list[float] = (best / scale).tolist()
     return fitted
-
-
-def _fit_blend(profile: Profile, first_layer: int) -> BlendCost:
-    """Fit what the layers behind the first check layer cost; the ones before it are known from full prefill."""
-    behind, points = profile.num_layers - first_layer, profile.blend_points
-    seconds = [max(each.seconds - first_layer * profile.layer_s(each.tokens), 0.05 * each.seconds) for each in points]
-    amounts = [(1, behind * each.tokens, behind * each.rows, behind * each.rows * each.tokens) for each in points]
-    return BlendCost(*fit_costs(amounts, seconds))

@@ -102,10 +102,6 @@ class BlendCost:
     per_row_s: Amount
     per_pair_s: Amount
 
-    def layer_s(self, rows: int, tokens: int) -> float:
-        """Return the seconds of one layer that computes `rows` rows of a prompt of `tokens` tokens."""
-        return self.per_token_s * tokens + self.per_row_s * rows + self.per_pair_s * rows * tokens
-
 
 @dataclass(frozen=True, slots=True)
 class LoadCost:
@@ -202,7 +198,7 @@ class Work:
     stored : tuple of StoredKV
         Where the chunks' KV is; empty when loading is to cost nothing.
     remembers : bool
-        Whether chunks know of text that the prompt does not hold, so that computing it as a whole is no better quality.
+        Whether chunks know of text that the prompt does not hold, so that full prefill is no better quality.
     """
 
     prompt_tokens: int
@@ -214,11 +210,6 @@ class Work:
     stored: tuple[StoredKV, ...] = ()
     remembers: bool = False
 
-    def computed_rows(self, ratio: float) -> int:
-        """Return how many rows each layer behind the selection computes."""
-        text = self.prompt_tokens - self.context_tokens
-        return text + min(round(ratio * self.context_tokens), self.candidate_tokens)
-
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -227,12 +218,12 @@ class Choice:
     Attributes
     ----------
     ratio : float
-        The recompute ratio; 1 when the whole prompt is to be computed.
+        The recompute ratio; 1 where the prompt is to be prefilled in full.
     blend_s, full_s : float or None
-        Predicted seconds of the prefill, blended at the ratio (or, if the whole prompt is to be computed, at the quality
-        floor) and as a whole; None without a profile.
+        Predicted seconds of the prefill, blended at the ratio (or, if it is to be done in full, at the quality floor) and in
+        full; None without a profile.
     fallback_reason : str or None
-        Why the whole prompt is to be computed, if it is.
+        Why the prompt is to be prefilled in full, if it is.
     """
 
     ratio: float
@@ -280,7 +271,9 @@ def blend_s(profile: Profile, work: Work, ratio: float) -> float:
 
 def layer_compute_s(profile: Profile, work: Work, ratio: float) -> float:
     """Return the predicted seconds of recomputing one layer behind the selection: T_recompute in CacheBlend (section 5)."""
-    return profile.blend.layer_s(work.computed_rows(ratio), work.prompt_tokens)
+    cost, tokens = profile.blend, work.prompt_tokens
+    rows = tokens - work.context_tokens + min(round(ratio * work.context_tokens), work.candidate_tokens)
+    return cost.per_token_s * tokens + cost.per_row_s * rows + cost.per_pair_s * rows * tokens
 
 
 def layer_load_s(profile: Profile, work: Work) -> tuple[float, float]:
@@ -329,9 +322,9 @@ def largest_hidden_ratio(profile: Profile, work: Work, quality_ratio: float) -> 
 
 
 def choose(profile: Profile, work: Work, quality_ratio: float) -> Choice:
-    """Decide how a prompt is prefilled: blended at the largest ratio that adds no delay, or as a whole.
+    """Decide how a prompt is prefilled: blended at the largest ratio that adds no delay, or in full.
 
-    Computing the whole prompt is the best quality there is, so it is taken wherever it is not slower than blending at the
+    Full prefill is the best quality there is, so it is taken wherever it is not slower than blending at the
     quality floor r*; unless chunks remember their documents, which then would be forgotten. A recomputed token forgets too, so
     of such prompts nothing is recomputed.
     """

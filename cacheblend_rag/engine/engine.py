@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk
 from cacheblend_rag.config import BlendConfig, EngineConfig
-from cacheblend_rag.controller import Profile, check_attention, check_selector
+from cacheblend_rag.controller import Profile, check_selector
 from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.background import AddJob, AddResult
 from cacheblend_rag.engine.conversation import Conversation
@@ -274,9 +274,7 @@ class BlendEngine:
     def _check_blend(self, blend: BlendConfig) -> None:
         # A model whose configuration names no layers is never blended.
         if self.decoder is not None or num_decoder_layers(self.model):
-            check_selector(blend, num_decoder_layers(self.model))
-        if self.decoder is not None:
-            check_attention(blend, self.decoder)
+            check_selector(blend, num_decoder_layers(self.model), self.decoder)
 
     @overload
     def add(

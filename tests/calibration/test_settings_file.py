@@ -175,10 +175,10 @@ def test_questions_are_read_back(
     ]
     between = "\n\n" if gap else "\n"
     (folder / "q.jsonl").write_text(between.join(lines), encoding=encoding)
-    assert read_questions(folder / "q.jsonl") == wanted
+    assert list(read_questions(folder / "q.jsonl")) == wanted
     if not questions[0].startswith("\ufeff"):
         (folder / "q.txt").write_text(between.join(questions) + "\n", encoding=encoding)
-        assert read_questions(folder / "q.txt") == wanted
+        assert list(read_questions(folder / "q.txt")) == wanted
 
 
 @settings(deadline=None)
