@@ -130,7 +130,7 @@ class Chunk:
             begin, end = self.body
             if not 0 <= begin <= end <= len(self.text):
                 raise ConfigError(
-                    f"body={self.body} of chunk {self.id!r} is no range of its {len(self.text)} characters"
+                    f"body={self.body} of chunk {self.id!r} is not a range of its {len(self.text)} characters"
                 )
 
 
@@ -192,7 +192,7 @@ class FixedText:
     Raises
     ------
     ConfigError
-        If `text` is no string.
+        If `text` is not a string.
     """
 
     text: str

@@ -78,7 +78,7 @@ class _Base(BaseSettings):
         Raises
         ------
         ConfigError
-            If the file cannot be read, is no mapping, or holds a name or a value that is not a setting.
+            If the file cannot be read, is not a mapping, or holds a name or a value that is not a setting.
         """
         try:
             values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -138,7 +138,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 @cache
 def _warned_of(variable: str) -> None:
     name = variable.removeprefix(_PREFIX).lower()
-    _log.warning("the variable %s names no setting%s and is ignored", variable, did_you_mean(name, _Base.kinds))
+    _log.warning("unknown setting %s in the environment%s; it is ignored", variable, did_you_mean(name, _Base.kinds))
 
 
 def _warn_of_unknown_variables() -> None:
@@ -161,7 +161,7 @@ class EngineConfig(_Base):
     dtype : {"float32", "float16", "bfloat16"}, optional
         The dtype a model is loaded in; by default float32 on the CPU and the checkpoint's own elsewhere.
     strict : bool
-        Whether a model that cannot be blended is an error; by default its prompts are prefilled as a whole and the
+        Whether a model that cannot be blended is an error; by default its prompts are prefilled in full and the
         report says why.
     encoding_prefix : str or tuple of int, optional
         What every chunk is encoded behind, as text or token ids; by default the tokenizer's BOS alone.
@@ -205,7 +205,7 @@ class EngineConfig(_Base):
         compares none and costs nothing.
     guard_action : {"report", "raise", "full"}
         What the guard does where the compared answers differ too much: log a warning; raise the ratio step by step, up to full
-        prefill; or prefill every prompt as a whole from then on.
+        prefill; or prefill every prompt in full from then on.
 
     Raises
     ------
@@ -270,7 +270,7 @@ class BlendConfig(_Base):
     Parameters
     ----------
     enabled : bool
-        False prefills every prompt as a whole.
+        False prefills every prompt in full.
     recompute_ratio : float or "auto"
         Share of the chunk tokens to recompute, 0 (plain reuse) to 1 (full prefill of the chunks). Chunks that remember their
         documents need none: a recomputed token forgets its document and sees the prompt instead. For chunks that were encoded

@@ -43,7 +43,7 @@ class PromptLayout:
     resumed_rows : int
         How many leading rows a conversation has KV of, which are neither computed nor part of any chunk here.
     remembers : bool
-        Whether the stored KV of any chunk knows of text that stands before it in its document. Computing the prompt as a whole
+        Whether the stored KV of any chunk knows of text that stands before it in its document. Full prefill of the prompt
         then gives another answer, not the one that blending falls short of.
     """
 

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from cacheblend_rag.errors import ConfigError
+
 __all__ = ["Tuning"]
+
+_LEAST = {
+    "encode_batch_tokens": 1,
+    "decode_batch_tokens": 1,
+    "miss_tokens": 0,
+    "prefetch_layers": 1,
+    "load_threads": 1,
+    "write_back_bytes": 0,
+    "guard_window": 1,
+    "observation_window": 1,
+    "pooling_kernel": 1,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +65,11 @@ class Tuning:
         them; odd, and 1 pools nothing.
     self_check : bool
         Whether a new engine verifies blending on its model with random tokens, which takes a few small forward passes.
+
+    Raises
+    ------
+    ConfigError
+        If a value has no meaning.
     """
 
     encode_batch_tokens: int = 4096
@@ -68,6 +88,22 @@ class Tuning:
     observation_window: int = 32
     pooling_kernel: int = 7
     self_check: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if (type(value) is not int or value < least) and (name != "load_threads" or value is not None):
+                raise ConfigError(f"{name}={value!r} must be a whole number from {least} on")
+        if self.pooling_kernel % 2 == 0:
+            raise ConfigError(f"pooling_kernel={self.pooling_kernel} must be odd: as many neighbours on either side")
+        if not isinstance(self.profile_budget_s, int | float) or not 0 <= self.profile_budget_s < math.inf:
+            raise ConfigError(
+                f"profile_budget_s={self.profile_budget_s!r} must be a finite number of seconds, 0 or more"
+            )
+        if not isinstance(self.guard_limit, int | float) or not 0 <= self.guard_limit <= 1:
+            raise ConfigError(f"guard_limit={self.guard_limit!r} must be a number from 0 to 1")
+        if not isinstance(self.profile_path, Path | None):
+            raise ConfigError(f"profile_path={self.profile_path!r} must be a Path, or None")
 
     @property
     def threads(self) -> int:

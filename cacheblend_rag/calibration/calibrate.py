@@ -73,7 +73,7 @@ class Calibration:
     questions : int
         Prompts that were asked.
     skipped : int
-        Prompts that are prefilled as a whole whatever the ratio, and say nothing of it.
+        Prompts that are prefilled in full whatever the ratio, and say nothing of it.
     rows : tuple of CalibrationRow
         The ratios that were tried, in order.
     recompute_ratio : float or None
@@ -185,7 +185,7 @@ def calibrate(
     skipped = len(prompts) - len(ready)
     needed = least_questions(agreement, each_confidence)
     if len(ready) < needed:
-        left_out = f" ({skipped} more are prefilled as a whole at any ratio)" if skipped else ""
+        left_out = f" ({skipped} more are prefilled in full at any ratio)" if skipped else ""
         raise ConfigError(
             f"{len(ready)} questions{left_out} cannot show an agreement of {agreement:g} with a confidence of {confidence:g} "
             f"over {len(ladder)} ratios even if all answers agree; give at least {needed}, or ask for less"

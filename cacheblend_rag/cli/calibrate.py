@@ -169,7 +169,7 @@ def _show(found: Calibration, seconds: float) -> None:
     ]
     columns = ("ratio", "charged", "questions", "agreement", "at least", "F1", "KL", "first token", "reached")
     show_table(f"{found.selector} against full prefill, target {found.target:g}", columns, lines)
-    skipped = f"; {found.skipped} more are prefilled as a whole at any ratio" if found.skipped else ""
+    skipped = f"; {found.skipped} more are prefilled in full at any ratio" if found.skipped else ""
     typer.echo(f"{found.questions} questions in {say_seconds(seconds)}{skipped}")
     typer.echo(found.reason)
 

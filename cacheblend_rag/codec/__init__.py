@@ -7,7 +7,6 @@ import torch
 from cacheblend_rag.codec.base import (
     CastCodec,
     Codec,
-    ExactCodec,
     NativeCodec,
     PackedKV,
     PackedLayer,
@@ -32,14 +31,14 @@ __all__ = [
     "unpack_layer",
 ]
 
-EXACT = ExactCodec()
-"""What must not lose anything is packed by it; settings cannot choose it."""
+EXACT = NativeCodec("exact")
+"""Keeps KV as it is in every tier, whatever codec the tier keeps chunks in; settings cannot choose it."""
 
 # Stored bytes name their codec: what a name stands for may change only in what `unpack` does not need to know.
 _CODECS: dict[str, Codec] = {
     codec.name: codec
     for codec in (
-        NativeCodec(),
+        NativeCodec("native"),
         EXACT,
         CastCodec("float32", torch.float32),
         CastCodec("float16", torch.float16),

@@ -13,7 +13,6 @@ from cacheblend_rag.kv import KV, LayerKV
 __all__ = [
     "CastCodec",
     "Codec",
-    "ExactCodec",
     "NativeCodec",
     "PackedKV",
     "PackedLayer",
@@ -108,26 +107,15 @@ def keep_native(layer: LayerKV) -> PackedLayer:
 class NativeCodec:
     """KV in the dtype that the model computed it in."""
 
-    name: str = "native"
-
-    def pack(self, layer: LayerKV) -> PackedLayer:
-        """Keep one layer as it is."""
-        return keep_native(layer)
-
-    def unpack(self, packed: PackedLayer) -> LayerKV:
-        """Return what was packed."""
-        return LayerKV(packed.parts["keys"], packed.parts["values"])
-
-
-@dataclass(frozen=True, slots=True)
-class ExactCodec(NativeCodec):
-    """KV as it is in every tier, whatever codec a tier keeps chunks in: what was packed so is never packed otherwise."""
-
-    name: str = "exact"
+    name: str
 
     def pack(self, layer: LayerKV) -> PackedLayer:
         """Keep one layer as it is."""
         return replace(keep_native(layer), codec=self.name)
+
+    def unpack(self, packed: PackedLayer) -> LayerKV:
+        """Return what was packed."""
+        return LayerKV(packed.parts["keys"], packed.parts["values"])
 
 
 @dataclass(frozen=True, slots=True)

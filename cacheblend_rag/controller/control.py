@@ -200,8 +200,8 @@ class Controller:
     def choose(self, blend: BlendConfig, layout: PromptLayout, readers: Sequence[KVReader] | None) -> Choice:
         """Decide how a prompt is prefilled, at the quality floor where there is no profile.
 
-        `readers` are those of the chunks that have stored KV; without them loading is taken to cost nothing, and only a choice
-        to compute the whole prompt is final.
+        `readers` are those of the chunks that have stored KV; without them loading is taken to cost nothing, and only the choice
+        of full prefill is final.
         """
         profile = self.profile()
         if profile is None:

@@ -30,7 +30,7 @@ from cacheblend_rag.fuse import BlendCache, LayerSource, Steering
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.loader import LayerLoader
-from cacheblend_rag.model import Decoder
+from cacheblend_rag.model import Decoder, model_window
 from cacheblend_rag.selection import SelectionTask, Selector
 from cacheblend_rag.store.base import OpenProbe, TierProbe
 from cacheblend_rag.tuning import Tuning
@@ -86,7 +86,7 @@ class Measurement:
         self._budget_s = budget_s
         self._say = progress or (lambda _: None)
         self._started = time.perf_counter()
-        self._window = decoder.window or _LENGTHS[-1]
+        self._window = model_window(decoder.model) or _LENGTHS[-1]
         vocabulary = decoder.model.config.get_text_config(decoder=True).vocab_size
         generator = torch.Generator().manual_seed(0)
         self._ids = torch.randint(vocabulary, (_LENGTHS[-1],), generator=generator).tolist()

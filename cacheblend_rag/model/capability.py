@@ -95,7 +95,7 @@ def capability(model: PreTrainedModel, decoder: Decoder | None = None, reason: s
             reason = str(error)
     if decoder is None or reason is not None:
         layers = [
-            LayerCapability(number, kind.replace("_", " "), "unknown", "none: prompts are prefilled as a whole")
+            LayerCapability(number, kind.replace("_", " "), "unknown", "none: prompts are prefilled in full")
             for number, kind in enumerate(layer_types(model, num_decoder_layers(model)))
         ]
         return Capability(type(model).__name__, reason, tuple(layers))

@@ -125,11 +125,6 @@ class Decoder:
         return tuple(next(layer.parameters()).device for layer in self.layers[: self.num_kv_layers])
 
     @property
-    def window(self) -> int | None:
-        """Most tokens that the model can read and write, or None if its configuration does not say."""
-        return model_window(self.model)
-
-    @property
     def is_placeable(self) -> bool:
         """Whether a prompt may have gaps between its positions."""
         return self.takes_positions or (self.is_movable and not any(self.rotations))

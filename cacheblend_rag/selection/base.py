@@ -164,6 +164,6 @@ class Selector(ABC):
         return tuple(layers)
 
     def check_segment(self, most: int | None) -> None:
-        """Refuse a length of segments that is none."""
+        """Refuse a segment length that is not a number of tokens."""
         if type(most) is not int or most < 1:
             raise self.refusal("segment_tokens", "must be a number of tokens from 1 on")

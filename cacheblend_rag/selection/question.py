@@ -136,14 +136,6 @@ def look_layers(asked: tuple[int, ...] | None, num_layers: int) -> tuple[int, ..
     return tuple(range(first, max(first + 1, min(round(_LOOK_TO * num_layers), num_layers - 1))))
 
 
-def _context_layers(num_layers: int) -> int:
-    """Return how many layers, from the first on, carry what a chunk's tokens take from other chunks: two thirds of them.
-
-    By measurement on the reference model (docs/selectors.md). Where they end recompute stops by default.
-    """
-    return -(-2 * num_layers // 3)
-
-
 def stop_layer(asked: int | None, num_layers: int) -> int | None:
     """Return the layer from which on no chunk token is recomputed, or None where they are in all layers.
 
@@ -152,7 +144,9 @@ def stop_layer(asked: int | None, num_layers: int) -> int | None:
     ConfigError
         If one is asked for that is not there.
     """
-    stop = _context_layers(num_layers) if asked is None else asked
+    # By measurement on the reference model (docs/selectors.md) the first two thirds of the layers carry what a chunk's tokens
+    # take from other chunks.
+    stop = -(-2 * num_layers // 3) if asked is None else asked
     if stop > num_layers:
         raise ConfigError(
             f"stop_layer={stop} is beyond the model's {num_layers} layers; stop_layer={num_layers} recomputes in all of them"

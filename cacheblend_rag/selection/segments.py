@@ -6,7 +6,7 @@ import torch
 
 from cacheblend_rag.layout import PromptLayout
 
-__all__ = ["pick", "segment_means", "segment_numbers"]
+__all__ = ["pick", "segment_numbers"]
 
 
 def segment_numbers(layout: PromptLayout, rows: torch.Tensor, segment_tokens: int) -> torch.Tensor:
@@ -31,13 +31,6 @@ def segment_numbers(layout: PromptLayout, rows: torch.Tensor, segment_tokens: in
         count = -(-len(span) // segment_tokens)
         starts += [span.start + number * len(span) // count for number in range(count)]
     return torch.searchsorted(torch.tensor(starts, device=rows.device), rows, right=True) - 1
-
-
-def segment_means(scores: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Return for each row the mean score of the rows of its segment, ``(len(rows),)``, float64."""
-    count = int(numbers[-1]) + 1 if numbers.numel() else 0
-    total = torch.zeros(count, dtype=torch.float64, device=scores.device).index_add_(0, numbers, scores.double())
-    return (total / torch.bincount(numbers, minlength=count).clamp_min(1))[numbers]
 
 
 def pick(
@@ -72,7 +65,9 @@ def pick(
         # Segments by their mean, earlier ones first among equals; a token's own score decides where not all of one fit.
         order = scores.double().argsort(descending=True, stable=True)
         numbers = segment_numbers(layout, rows, segment_tokens)
-        means = segment_means(scores, numbers)
+        total = torch.zeros(int(numbers[-1]) + 1, dtype=torch.float64, device=scores.device)
+        total.index_add_(0, numbers, scores.double())
+        means = (total / torch.bincount(numbers).clamp_min(1))[numbers]
         order = order[numbers[order].argsort(stable=True)]
         chosen = order[means[order].argsort(descending=True, stable=True)][:budget]
     else:

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
-from cacheblend_rag.selection import SelectionTask
-from cacheblend_rag.selection.boundary import BoundarySelector
+from cacheblend_rag.selection import BoundarySelector, SelectionTask
 from cacheblend_rag.selection.question import QuerySelector
 from cacheblend_rag.selection.segments import pick, segment_numbers
 

@@ -39,4 +39,4 @@ def test_a_refused_model_names_its_layers_and_the_reason() -> None:
         seen = engine.capability()
     assert seen.reason is not None and "linear_attention" in seen.reason
     assert [layer.attention for layer in seen.layers].count("full attention") == 1
-    assert {layer.blending for layer in seen.layers} == {"none: prompts are prefilled as a whole"}
+    assert {layer.blending for layer in seen.layers} == {"none: prompts are prefilled in full"}

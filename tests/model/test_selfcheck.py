@@ -74,7 +74,7 @@ def test_a_patched_layer_is_caught_and_prompts_are_prefilled_as_a_whole(
         own = model(input_ids=torch.tensor([engine.prompt_ids(prompt)])).logits[0, -1]
         assert (result.logits - own).abs().max() < 1e-5
         layers = engine.capability().layers
-        assert len(layers) == 6 and all("prefilled as a whole" in layer.blending for layer in layers)
+        assert len(layers) == 6 and all("prefilled in full" in layer.blending for layer in layers)
 
 
 def test_without_the_check_a_patched_layer_gives_wrong_answers() -> None:
