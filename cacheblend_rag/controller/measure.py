@@ -249,11 +249,15 @@ class Measurement:
 
     def _timed(self, run: Callable[[], None]) -> float:
         device = self._decoder.device
-        wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else (lambda: None)
-        wait()
+
+        def synchronize() -> None:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+        synchronize()
         started = time.perf_counter()
         run()
-        wait()
+        synchronize()
         return time.perf_counter() - started
 
     def _spent(self) -> float:
