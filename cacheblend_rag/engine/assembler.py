@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkPart, ChunkRef, FixedText, text_hash
+from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.engine.prompt import AssembledPrompt, PromptChunk, PromptHead
 from cacheblend_rag.engine.uses import FirstUses
 from cacheblend_rag.errors import ConfigError, EmptyChunkError, PromptError, PromptTooLongError, UnknownChunkError
 from cacheblend_rag.keys import HEAD_PREFIX, chunk_key, head_key
-from cacheblend_rag.layout import ChunkSpan, PromptLayout
+from cacheblend_rag.layout import PromptLayout
+from cacheblend_rag.model import Decoder
 from cacheblend_rag.reading import Place, ReadingRules
 from cacheblend_rag.store import KVReader, KVStore, NodeRecord
 
@@ -49,27 +51,21 @@ class Assembler:
         Where names are looked up.
     identity : str
         Digest of the model and the tokenizer.
-    encoding_prefix : str or sequence of int, optional
-        What chunks are encoded behind; by default the BOS, if there is one.
     window : int or None
         Most tokens that the model takes.
-    tenant : str, optional
-        Whose names and KV these are.
-    first_uses : FirstUses, optional
-        Tells which chunks are retrieved for the first time, and computed like text; by default none is.
-    is_movable : bool
-        Whether a chunk's KV serves at any position; else only where it was encoded, right behind the encoding prefix.
-    separator : str
-        What stands between the chunks of a document; behind each chunk its KV is kept too, where KV can be moved.
-    context_tokens : int, optional
-        Most tokens of a chunk and its context; None for as many as the model takes, 0 where every chunk is encoded alone.
-    rope_reach : int, optional
-        The position from which on the model's rotary frequencies change with the length of what is read.
+    decoder : Decoder or None
+        The model as blending sees it, or None if it cannot be blended.
+    config : EngineConfig
+        The tenant, what chunks are encoded behind, and when.
 
     Attributes
     ----------
+    prefix_ids : tuple of int
+        What chunks are encoded behind; by default the BOS, if there is one.
     rules : ReadingRules
         How documents are read.
+    namespace : str
+        Digest of the model, the tokenizer, the encoding prefix and the tenant.
     """
 
     def __init__(
@@ -77,37 +73,39 @@ class Assembler:
         tokenizer: Any,
         store: KVStore,
         identity: str,
-        encoding_prefix: str | Sequence[int] | None,
         window: int | None,
-        tenant: str | None = None,
-        first_uses: FirstUses | None = None,
-        is_movable: bool = True,
-        separator: str = "",
-        context_tokens: int | None = 0,
-        rope_reach: int | None = None,
+        decoder: Decoder | None,
+        config: EngineConfig,
     ) -> None:
         self.tokenizer = tokenizer
         self._store = store
-        self.window = window
-        self._first_uses = first_uses
-        self._is_movable = is_movable
+        self._window = window
+        # Chunks that are retrieved for the first time are then computed like text.
+        defers = config.encode_on == "second_use" and decoder is not None
+        self._first_uses = FirstUses(store) if defers else None
+        # Else a chunk's KV serves only where it was encoded, right behind the encoding prefix.
+        self._is_movable = decoder is None or decoder.is_movable
         bos = getattr(tokenizer, "bos_token_id", None)
         self._bos: tuple[int, ...] = () if bos is None else (bos,)
-        if encoding_prefix is None:
+        if config.encoding_prefix is None:
             self.prefix_ids: tuple[int, ...] = self._bos
-        elif isinstance(encoding_prefix, str):
-            self.prefix_ids = self._with_bos(self.tokenize(encoding_prefix))
+        elif isinstance(config.encoding_prefix, str):
+            self.prefix_ids = self._with_bos(self.tokenize(config.encoding_prefix))
         else:
-            self.prefix_ids = tuple(encoding_prefix)
-        ends = [end for end in (window, None if rope_reach is None else rope_reach - 1) if end is not None]
-        limits = [max(end - len(self.prefix_ids), 0) for end in ends]
-        limits += [] if context_tokens is None else [context_tokens]
-        # KV that cannot be moved serves right behind the encoding prefix and nowhere else.
+            self.prefix_ids = tuple(config.encoding_prefix)
+        reach = None if decoder is None or decoder.rope_reach is None else decoder.rope_reach - 1
+        limits = [max(end - len(self.prefix_ids), 0) for end in (window, reach) if end is not None]
+        if config.context == "none" or decoder is None:
+            limits.append(0)
+        elif config.context_tokens is not None:
+            limits.append(config.context_tokens)
         self.rules = (
-            ReadingRules(min(limits, default=None), self.tokenize(separator)) if is_movable else ReadingRules(0)
+            ReadingRules(min(limits, default=None), self.tokenize(config.separator))
+            if self._is_movable
+            else ReadingRules(0)
         )
         # Part of every key, so that one tenant cannot ask for another's KV. Without a tenant nothing is appended.
-        owner = "" if tenant is None else f"|{tenant}"
+        owner = "" if config.tenant is None else f"|{config.tenant}"
         self.namespace = hashlib.blake2b(f"{identity}|{self.prefix_ids}{owner}".encode(), digest_size=16).hexdigest()
 
     def tokenize(self, text: str) -> tuple[int, ...]:
@@ -176,24 +174,21 @@ class Assembler:
             raise EmptyChunkError(
                 f"the text of chunk {chunk.id!r}, {chunk.text[:40]!r}, has no tokens; leave the chunk out"
             )
-        if self.window is not None and len(self.prefix_ids) + len(ids) > self.window:
+        if self._window is not None and len(self.prefix_ids) + len(ids) > self._window:
             raise PromptTooLongError(
                 f"chunk {chunk.id!r} has {len(ids)} tokens; behind the encoding prefix that is more than the "
-                f"model's window of {self.window}; split it"
+                f"model's window of {self._window}; split it"
             )
         places = self.places(chunk)
-        if self.window is not None and places is not None and places[-1] >= self.window:
+        if self._window is not None and places is not None and places[-1] >= self._window:
             raise PromptTooLongError(
-                f"chunk {chunk.id!r} reaches to position {places[-1]}, and the model's window is {self.window}; leave less room "
+                f"chunk {chunk.id!r} reaches to position {places[-1]}, and the model's window is {self._window}; leave less room "
                 "before it, or in it"
             )
-        separator = self._separator_of(chunk)
+        # A prompt that places its segments has its own idea of what stands between them.
+        separator = self.rules.separator if chunk.positions is None else ()
         key = self.key(ids + separator, places)
         return NodeRecord(chunk.id or "", key, text_hash(chunk.text), ids, separator, place)
-
-    def _separator_of(self, chunk: Chunk) -> tuple[int, ...]:
-        # A prompt that places its segments has its own idea of what stands between them.
-        return self.rules.separator if chunk.positions is None else ()
 
     def _placed(self, chunk: Chunk) -> tuple[tuple[int, ...], Place]:
         """Return the tokens of a piece of a document, and its place."""
@@ -243,7 +238,7 @@ class Assembler:
         PromptError
             If it has no tokens.
         """
-        pieces = list(self._pieces(prompt))
+        pieces = self._pieces(prompt)
         # Text at the end may have no tokens: blanks, for example.
         while len(pieces) > 1 and not pieces[-1].ids:
             pieces.pop()
@@ -257,56 +252,57 @@ class Assembler:
         first = self._first_uses.note(served) if self._first_uses is not None and served and retrieving else set()
         ids: list[int] = []
         places: list[int] = []
-        spans: list[ChunkSpan] = []
         chunks: list[PromptChunk] = []
-        computed: list[PromptChunk] = []
         context: tuple[int, int] | None = None
         for number, piece in enumerate(pieces):
-            position = len(ids) if piece.position is None else piece.position
-            chunk, row = piece.chunk, len(ids)
-            if chunk is not None:
-                encoded_at = self._encoded_at(chunk)
-                if number == last:
-                    # The last token's logits are what the prompt is for, so its row is computed.
-                    note = "the prompt ends with it, so it is computed like text"
-                    computed.append(replace(chunk, note=note, row=row))
-                elif not self._is_movable and position != encoded_at:
-                    note = (
-                        f"it stands at position {position}, and the KV of this model, encoded at {encoded_at}, cannot be moved, "
-                        "so it is computed like text"
-                    )
-                    computed.append(replace(chunk, note=note, is_elsewhere=True, row=row))
-                elif chunk.key in first:
-                    note = "it is retrieved for the first time, so it is computed like text"
-                    computed.append(replace(chunk, note=note, deferred=True, row=row))
-                else:
-                    spans.append(ChunkSpan(row, row + len(piece.ids), position))
-                    chunks.append(chunk)
-                if number < last:
-                    context = (context[0] if context else row, row + len(piece.ids))
+            row = len(ids)
+            position = row if piece.position is None else piece.position
             ids.extend(piece.ids)
             places.extend(range(position, position + len(piece.ids)))
+            if piece.chunk is not None:
+                chunk = replace(piece.chunk, start=row, stop=len(ids), position=position)
+                chunks.append(self._served_or_computed(chunk, number == last, chunk.key in first))
+                if number < last:
+                    context = (context[0] if context else row, len(ids))
         if not ids:
             raise PromptError("the prompt has no tokens; give it a question at least")
         end = max(places) + 1
-        if self.window is not None and max(len(ids), end) >= self.window:
+        if self._window is not None and max(len(ids), end) >= self._window:
             raise PromptTooLongError(
                 f"the prompt has {len(ids)} tokens and ends at position {end}; the model's window is "
-                f"{self.window}, one of which is needed for the answer: retrieve fewer or shorter chunks"
+                f"{self._window}, one of which is needed for the answer: retrieve fewer or shorter chunks"
             )
-        begin = spans[0].start if spans else 0
+        blended = tuple(chunk for chunk in chunks if chunk.computed is None)
+        begin = blended[0].start if blended else 0
         is_behind_prefix = tuple(ids[:begin]) == self.prefix_ids and places[:begin] == list(range(begin))
-        exact = self._exact(spans, chunks) if spans and is_behind_prefix else 0
-        remembers = any(chunk.remembers for chunk in chunks)
-        layout = PromptLayout(tuple(ids), tuple(places), tuple(spans), exact, remembers=remembers)
+        exact = self._exact(blended) if blended and is_behind_prefix else 0
+        remembers = any(chunk.remembers for chunk in blended)
+        layout = PromptLayout(tuple(ids), tuple(places), blended, exact, remembers=remembers)
         return AssembledPrompt(
             layout,
-            tuple(chunks),
-            tuple(computed),
-            prompt.positions is not None,
+            blended,
+            tuple(chunk for chunk in chunks if chunk.computed is not None),
+            None if prompt.positions is None else layout.positions,
             context or (0, 0),
             None if head is None or head.key in first else head,
         )
+
+    def _served_or_computed(self, chunk: PromptChunk, is_last: bool, is_first_use: bool) -> PromptChunk:
+        """Return a chunk at its place with the reason why it is computed like text, if it is."""
+        if is_last:
+            # The last token's logits are what the prompt is for, so its row is computed.
+            return replace(chunk, computed="last", note="the prompt ends with it, so it is computed like text")
+        if not self._is_movable and chunk.position != (encoded_at := self._encoded_at(chunk)):
+            note = (
+                f"it stands at position {chunk.position}, and the KV of this model, encoded at {encoded_at}, cannot be moved, "
+                "so it is computed like text"
+            )
+            return replace(chunk, computed="moved", note=note)
+        if is_first_use:
+            return replace(
+                chunk, computed="first use", note="it is retrieved for the first time, so it is computed like text"
+            )
+        return chunk
 
     def _head(self, pieces: Sequence[_Piece]) -> PromptHead | None:
         """Return the fixed text that a prompt begins with; None where there is too little of it."""
@@ -329,7 +325,7 @@ class Assembler:
         tuple of int or None
             None where it does not fit the model's window, or the prompt places its segments itself.
         """
-        if prompt.has_positions:
+        if prompt.places is not None:
             return None
         inside = [chunk.id for chunk in prompt.chunks if chunk.named and chunk.id is not None]
         document_of = dict(zip(inside, self._store.documents(self.namespace, inside), strict=True))
@@ -337,110 +333,102 @@ class Assembler:
         ids: list[int] = []
         read = set[str]()
         row = 0
-        for chunk, span in zip(prompt.chunks, prompt.layout.chunks, strict=True):
+        for chunk in prompt.chunks:
             document = document_of.get(chunk.id or "")
-            ids += given[row : span.start]
-            row = span.stop
+            ids += given[row : chunk.start]
+            row = chunk.stop
             if document is None:
-                ids += given[span.start : span.stop]
+                ids += given[chunk.start : chunk.stop]
             elif document not in read:
                 read.add(document)
                 ids += self._store.document_tokens(self.namespace, document)
-                ids += chunk.separator if chunk.is_spaced else ()
+                ids += given[chunk.start + len(chunk.token_ids) : chunk.stop]
         ids += given[row:]
-        return None if self.window is not None and len(ids) >= self.window else tuple(ids)
+        return None if self._window is not None and len(ids) >= self._window else tuple(ids)
 
-    def _pieces(self, prompt: BlendPrompt) -> Iterator[_Piece]:
+    def _pieces(self, prompt: BlendPrompt) -> list[_Piece]:
         """Cut a prompt into runs of tokens that follow each other without gaps and come from one place."""
         segments = list(prompt.segments)
         positions = None if prompt.positions is None else list(prompt.positions)
         if segments and isinstance(segments[0], Chunk | ChunkRef | ChunkPart) and self._bos and positions is None:
             segments.insert(0, ())
-        records = self._records(segments)
+        known = self._known(segments)
         # Separators recur between all chunks: each text is tokenised once.
-        texts = {
-            text: self.tokenize(text)
-            for text in dict.fromkeys(
-                each.text if isinstance(each, FixedText) else each
-                for each in segments
-                if isinstance(each, str | FixedText)
-            )
-        }
-        for number, (segment, chunk) in enumerate(zip(segments, records, strict=True)):
+        texts: dict[str, tuple[int, ...]] = {}
+        pieces: list[_Piece] = []
+        for number, segment in enumerate(segments):
             position = None if positions is None else positions[number]
             if isinstance(segment, Chunk | ChunkRef | ChunkPart):
-                assert chunk is not None
-                yield from _runs(segment, chunk, position)
+                pieces += _runs(segment, self._chunk(segment, known), position)
                 continue
-            is_fixed = isinstance(segment, FixedText)
             text = segment.text if isinstance(segment, FixedText) else segment
-            part = texts[text] if isinstance(text, str) else self._checked(text)
-            if number == 0:
-                part = self._with_bos(part)
-            yield _Piece(part, position, is_fixed=is_fixed)
+            if not isinstance(text, str):
+                ids = self._checked(text)
+            elif text in texts:
+                ids = texts[text]
+            else:
+                ids = texts[text] = self.tokenize(text)
+            pieces.append(
+                _Piece(ids if number else self._with_bos(ids), position, is_fixed=isinstance(segment, FixedText))
+            )
+        return pieces
 
     def _encoded_at(self, chunk: PromptChunk) -> int:
         """Return the position at which the first token that stands here was encoded."""
-        start = 0 if chunk.part is None else chunk.part[0]
-        return len(self.prefix_ids) + start if chunk.positions is None else chunk.positions[start]
+        return len(self.prefix_ids) + chunk.first if chunk.positions is None else chunk.positions[chunk.first]
 
-    def _exact(self, spans: Sequence[ChunkSpan], chunks: Sequence[PromptChunk]) -> int:
+    def _exact(self, chunks: Sequence[PromptChunk]) -> int:
         """Return how many chunks, of a prompt that begins with the encoding prefix, stand behind it as they were encoded: the
         first, or the first of its parts.
         """
-        row, tokens = spans[0].start, 0
         if chunks[0].remembers:
             # It stands behind less than it was encoded behind.
             return 0
-        for number, (span, chunk) in enumerate(zip(spans, chunks, strict=True)):
-            start = 0 if chunk.part is None else chunk.part[0]
-            if (
-                chunk.key != chunks[0].key
-                or start != tokens
-                or (span.start, span.position) != (row, self._encoded_at(chunk))
+        row, first = chunks[0].start, 0
+        for number, chunk in enumerate(chunks):
+            if (chunk.key, chunk.start, chunk.first, chunk.position) != (
+                chunks[0].key,
+                row,
+                first,
+                self._encoded_at(chunk),
             ):
                 return number
-            row, tokens = span.stop, start + len(span)
-            if chunk.part is None:
-                return 1
-        return len(spans)
+            row, first = chunk.stop, first + len(chunk)
+        return len(chunks)
 
-    def _records(self, segments: Sequence[Any]) -> list[PromptChunk | None]:
+    def _known(self, segments: Sequence[Any]) -> dict[str, NodeRecord]:
+        """Return what is recorded of the chunks that segments name, by their ids."""
         wanted = [segment.chunk if isinstance(segment, ChunkPart) else segment for segment in segments]
         ids = [each.id for each in wanted if isinstance(each, Chunk | ChunkRef) and each.id]
         # What is kept of prompts' heads is no chunk, and stands nowhere else.
         named = [each for each in ids if not each.startswith(HEAD_PREFIX)]
-        known = dict(zip(named, self._store.lookup(self.namespace, named), strict=True)) if named else {}
-        return [self._chunk(each, known) if isinstance(each, Chunk | ChunkRef) else None for each in wanted]
+        found = self._store.lookup(self.namespace, named) if named else []
+        return {record.id: record for record in found if record is not None}
 
-    def _chunk(self, segment: Chunk | ChunkRef, known: dict[str, NodeRecord | None]) -> PromptChunk:
-        record = known.get(segment.id) if segment.id else None
-        if isinstance(segment, ChunkRef):
-            if record is None:
-                raise UnknownChunkError(
-                    f"no chunk has the id {segment.id!r}: it was never added for this model, tokenizer, encoding prefix and "
-                    "tenant, was deleted, or was added to a store in RAM before a restart; add it, or pass the chunk itself"
-                )
-            return self._named(record)
-        if segment.token_ids is None and record is not None and record.text_hash == text_hash(segment.text):
-            return self._named(record)
-        fresh, places = self.record(segment), self.places(segment)
-        chunk = PromptChunk(segment.id, fresh.key, fresh.token_ids, places, separator=fresh.separator)
-        if record is None:
-            return replace(chunk, text_hash=fresh.text_hash)
-        if record.key == fresh.key:
-            return replace(chunk, named=True)
-        return replace(chunk, note="its text is not the one that was added under this id")
-
-    def _named(self, record: NodeRecord) -> PromptChunk:
-        alone = self.key(record.token_ids + record.separator)
+    def _chunk(self, segment: Chunk | ChunkRef | ChunkPart, known: dict[str, NodeRecord]) -> PromptChunk:
+        """Return what is known of the chunk of a segment, not placed yet."""
+        chunk = segment.chunk if isinstance(segment, ChunkPart) else segment
+        record = known.get(chunk.id or "")
+        if isinstance(chunk, ChunkRef) and record is None:
+            raise UnknownChunkError(
+                f"no chunk has the id {chunk.id!r}: it was never added for this model, tokenizer, encoding prefix and "
+                "tenant, was deleted, or was added to a store in RAM before a restart; add it, or pass the chunk itself"
+            )
+        if record is not None and (
+            isinstance(chunk, ChunkRef) or (chunk.token_ids is None and record.text_hash == text_hash(chunk.text))
+        ):
+            ids, separator = record.token_ids, record.separator
+            remembers = record.key != chunk_key(self.namespace, ids + separator)
+            return PromptChunk(0, 0, 0, record.id, record.key, ids, separator, named=True, remembers=remembers)
+        assert isinstance(chunk, Chunk)
+        fresh = self.record(chunk)
+        is_other = record is not None and record.key != fresh.key
         return PromptChunk(
-            record.id,
-            record.key,
-            record.token_ids,
-            named=True,
-            separator=record.separator,
-            remembers=record.key != alone,
+            *(0, 0, 0, chunk.id, fresh.key, fresh.token_ids, fresh.separator),
+            positions=self.places(chunk),
+            named=record is not None and not is_other,
+            text_hash=fresh.text_hash if record is None else None,
+            note="its text is not the one that was added under this id" if is_other else None,
         )
 
     def _with_bos(self, ids: tuple[int, ...]) -> tuple[int, ...]:
@@ -456,22 +444,18 @@ class Assembler:
 
 def _gapless(pieces: Sequence[_Piece]) -> Iterator[_Piece]:
     """Put the separator behind a chunk, where a prompt has it there and goes on, to the chunk, whose KV reaches over it."""
-    at = 0
-    while at < len(pieces):
-        piece, behind = pieces[at], pieces[at + 1 : at + 3]
+    last = len(pieces) - 1
+    skip = False
+    for number, piece in enumerate(pieces):
+        if skip:
+            skip = False
+            continue
         chunk = piece.chunk
-        is_whole = chunk is not None and chunk.part is None and bool(chunk.separator)
         # What the prompt ends with is computed in any case.
-        if chunk is not None and is_whole and len(behind) == 2 and _is_text(behind[0], chunk.separator):
-            yield _Piece(chunk.kv_ids, piece.position, replace(chunk, is_spaced=True))
-            at += 2
-        else:
-            yield piece
-            at += 1
-
-
-def _is_text(piece: _Piece, ids: tuple[int, ...]) -> bool:
-    return piece.chunk is None and piece.ids == ids
+        if chunk is not None and chunk.separator and len(piece.ids) == len(chunk.token_ids) and number + 1 < last:
+            behind = pieces[number + 1]
+            skip = behind.chunk is None and behind.ids == chunk.separator
+        yield _Piece(chunk.kv_ids, piece.position, chunk) if chunk is not None and skip else piece
 
 
 def _runs(segment: Chunk | ChunkRef | ChunkPart, chunk: PromptChunk, position: int | None) -> Iterator[_Piece]:
@@ -493,7 +477,5 @@ def _runs(segment: Chunk | ChunkRef | ChunkPart, chunk: PromptChunk, position: i
             f"chunk {chunk.id!r} has gaps between its positions; give the prompt's segments positions as well"
         )
     for begin, end in pairwise([start, *cuts, stop]):
-        part = None if (begin, end) == (0, size) else (begin, end)
-        run = chunk if part is None else replace(chunk, part=part)
         at = position if position is None or places is None else position + places[begin] - places[start]
-        yield _Piece(chunk.token_ids[begin:end], at, run)
+        yield _Piece(chunk.token_ids[begin:end], at, replace(chunk, first=begin))

@@ -169,7 +169,7 @@ class Comparer:
         ids = self._whole_documents(prompt) if prompt.layout.remembers else None
         if ids is None:
             return prompt
-        return AssembledPrompt(PromptLayout(ids, tuple(range(len(ids))), ()), (), (), has_positions=False)
+        return AssembledPrompt(PromptLayout(ids, tuple(range(len(ids))), ()))
 
     @contextmanager
     def _giving_way(self) -> Iterator[None]:

@@ -1,28 +1,81 @@
-"""What a conversation has computed, kept from one turn to the next."""
+"""What a conversation has computed, kept from one turn to the next, and what the next one takes over of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
-from cacheblend_rag.engine.kept import KeptTurns
-from cacheblend_rag.engine.prompt import AssembledPrompt
-from cacheblend_rag.engine.taken import (
-    LEAST_RUN,
-    HeldTurn,
-    Making,
-    Resumption,
-    Run,
-    find_runs,
-    gaps,
-    readers_of,
-    seen_by,
-)
-from cacheblend_rag.kv import LayerKV
-from cacheblend_rag.layout import ChunkSpan
+import torch
 
-__all__ = ["Conversation"]
+from cacheblend_rag.engine.kept import HeldTurn, KeptTurns, Making, Seen
+from cacheblend_rag.engine.prompt import AssembledPrompt
+from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.layout import ChunkSpan, PromptLayout
+from cacheblend_rag.store import KVReader
+from cacheblend_rag.store.device import DeviceReader, ResidentKV, Upload
+
+__all__ = ["Conversation", "Resumption"]
+
+_LEAST_RUN = 8
+"""Fewer tokens in a row are computed: they cost less than they might lose, and are alike by chance."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Half-open rows of a prompt whose tokens are those of a conversation from row `source` on."""
+
+    start: int
+    stop: int
+    source: int
+
+    @property
+    def source_stop(self) -> int:
+        """The row behind the last one it is taken from."""
+        return self.source + self.stop - self.start
+
+
+@dataclass(frozen=True, eq=False)
+class Resumption:
+    """What a prompt takes over: its fixed head, and what its conversation has.
+
+    Attributes
+    ----------
+    layout : PromptLayout
+        The prompt as it is computed: its first rows resumed, and among the chunks behind them the runs of tokens that stood
+        elsewhere in the turn before.
+    head : int
+        How many of the resumed rows are those of the prompt's fixed head: all or none.
+    readers : mapping of int to KVReader
+        Readers of the resumed rows and of each run, by the rows that they begin at.
+    runs : tuple of Run
+        The runs of tokens that stood elsewhere, ascending.
+    held : HeldTurn or None
+        The turn before, in a conversation.
+    """
+
+    layout: PromptLayout
+    head: int
+    readers: Mapping[int, KVReader]
+    runs: tuple[Run, ...] = ()
+    held: HeldTurn | None = None
+
+    @property
+    def continued(self) -> int:
+        """How many first rows the prompt has from the turn before."""
+        return self.layout.resumed_rows - self.head
+
+    @property
+    def moved(self) -> int:
+        """How many tokens have their KV from another place in the turn before."""
+        return sum(run.stop - run.start for run in self.runs)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens of the prompt have their KV from the conversation."""
+        return self.continued + self.moved
 
 
 class Conversation:
@@ -117,7 +170,7 @@ class Conversation:
         held = self._kept.fresh(
             self, {part.id: part.key for part in (*prompt.chunks, *prompt.computed) if part.id is not None}
         )
-        if held is None or prompt.has_positions:
+        if held is None or prompt.places is not None:
             return None
         layout = prompt.layout
         # The last row is computed: its logits are what the prompt is for.
@@ -130,12 +183,12 @@ class Conversation:
         if asked is not None:
             # A chunk that is held in part comes from the store whole.
             rows = min([rows, *(span.start for span in layout.chunks if span.start < rows < span.stop)])
-        if rows < LEAST_RUN:
+        if rows < _LEAST_RUN:
             rows = 0
         first = max(rows, head)
         head = head if head > rows else 0
         behind = tuple(span for span in layout.chunks if span.start >= first)
-        runs = tuple(find_runs(held.token_ids, layout.token_ids, gaps(first, behind, end), rows)) if moves else ()
+        runs = tuple(_find_runs(held.token_ids, layout.token_ids, _gaps(first, behind, end), rows)) if moves else ()
         if not runs and (head or not rows):
             return None
         spans = [*behind, *(ChunkSpan(run.start, run.stop, run.start) for run in runs)] if asked is not None else []
@@ -145,11 +198,10 @@ class Conversation:
             exact = 0
         return Resumption(
             replace(layout, chunks=tuple(spans), exact_chunks=exact if spans else 0, resumed_rows=first),
-            sum(span.stop <= first for span in layout.chunks),
-            readers_of(held, runs if head else (Run(0, rows, 0), *runs)),
+            head,
+            _readers_of(held, runs if head else (Run(0, rows, 0), *runs)),
             runs,
             held,
-            head,
         )
 
     def keep(
@@ -182,7 +234,7 @@ class Conversation:
         resets : int
             `resets` when the turn was asked for; nothing is kept where it has changed.
         """
-        if prompt.has_positions:
+        if prompt.places is not None:
             return
         ids = (prompt.layout.token_ids + tuple(output_ids))[: layers[0].keys.shape[2]]
         resumed = 0 if resumption is None else resumption.continued
@@ -193,10 +245,100 @@ class Conversation:
             exact = min([exact, *(span.start for span in spans)])
         if before is not None and before.making is not None and making is not None and resumed > before.exact:
             exact, made = before.exact, replace(making, ratio=min(making.ratio, before.making.ratio))
-        turn = HeldTurn(ids, layers, exact, made, seen_by(prompt, resumption, expiry))
+        turn = HeldTurn(ids, layers, exact, made, _seen_by(prompt, resumption, expiry))
         limit = min(self.max_bytes, self._kept.limit_bytes)
         room = min(limit // turn.row_bytes, len(ids) - 1)
         held = turn if turn.nbytes <= limit else turn.cut(room)
         with self._kept.lock:
             if self._resets == resets:
                 self._kept.keep(self, held)
+
+
+def _gaps(start: int, spans: Sequence[ChunkSpan], end: int) -> Iterator[tuple[int, int]]:
+    """Yield the half-open ranges of rows from `start` to `end` that are in no span."""
+    for span in spans:
+        yield start, min(span.start, end)
+        start = span.stop
+    yield start, end
+
+
+def _find_runs(
+    held: Sequence[int], wanted: Sequence[int], gaps: Iterator[tuple[int, int]], behind: int
+) -> Iterator[Run]:
+    """Yield runs of `wanted`, within the gaps, that are in `held` from row `behind` on, in the same order in both.
+
+    Each row of `held` is used once at most. A chat only grows, so a question that is asked a second time finds nothing left of
+    the first time, and is computed.
+    """
+    places: dict[tuple[int, ...], list[int]] = {}
+    for row in range(behind, len(held) - _LEAST_RUN + 1):
+        places.setdefault(tuple(held[row : row + _LEAST_RUN]), []).append(row)
+    for start, end in gaps:
+        row = start
+        while row + _LEAST_RUN <= end:
+            found = places.get(tuple(wanted[row : row + _LEAST_RUN]), [])
+            place = bisect_left(found, behind)
+            if place == len(found):
+                row += 1
+                continue
+            source = found[place]
+            length = _LEAST_RUN
+            while row + length < end and source + length < len(held) and held[source + length] == wanted[row + length]:
+                length += 1
+            yield Run(row, row + length, source)
+            row, behind = row + length, source + length
+
+
+def _readers_of(held: HeldTurn, runs: Sequence[Run]) -> dict[int, KVReader]:
+    """Return a reader of each run, by the row that it begins at in the prompt."""
+    # Layers are put together in another stream than that in which the KV was computed.
+    devices = {layer.keys.device for layer in held.layers}
+    done = {device: _now(device) for device in devices} if runs else {}
+    readers: dict[int, KVReader] = {}
+    for run in runs:
+        rows = slice(run.source, run.source_stop)
+        uploads = [
+            Upload(LayerKV(*(tensor[0, :, rows] for tensor in layer)), done[layer.keys.device]) for layer in held.layers
+        ]
+        readers[run.start] = DeviceReader(ResidentKV(held.token_ids[rows], run.source, uploads))
+    return readers
+
+
+def _now(device: torch.device) -> torch.cuda.Event | None:
+    """Return an event behind all that a CUDA device has been given in the current stream; None on other devices."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _seen_by(
+    prompt: AssembledPrompt, resumption: Resumption | None, expiry: Mapping[str, float]
+) -> dict[tuple[str | None, str], Seen]:
+    """Return for each chunk that a row of this turn may know of the first row that does, and when the chunk is over.
+
+    Parameters
+    ----------
+    prompt : AssembledPrompt
+        The turn's prompt.
+    resumption : Resumption or None
+        What it took over. What knew of a chunk in the turn before is over when it would have been there.
+    expiry : mapping of str to float
+        When the KV of the prompt's chunks is over, by their keys.
+    """
+    seen: dict[tuple[str | None, str], Seen] = {}
+    if resumption is not None and resumption.held is not None:
+        resumed = resumption.continued
+        for known, before in resumption.held.seen.items():
+            first = before.row
+            rows = [run.start + max(first - run.source, 0) for run in resumption.runs if run.source_stop > first]
+            if first < resumed or rows:
+                seen[known] = Seen(first if first < resumed else min(rows), before.expires_at)
+    for chunk in (*prompt.chunks, *prompt.computed):
+        name, over = (chunk.id, chunk.key), expiry.get(chunk.key, math.inf)
+        # One without an id cannot be deleted; it can only be over.
+        if chunk.id is not None or over < math.inf:
+            first_seen = seen.get(name, Seen(chunk.start))
+            seen[name] = Seen(min(chunk.start, first_seen.row), min(over, first_seen.expires_at))
+    return seen

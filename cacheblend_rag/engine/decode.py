@@ -14,8 +14,7 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.firsttoken import FirstLogits
 from cacheblend_rag.engine.generation import GenerationResult, TokenWatch
-from cacheblend_rag.engine.reporting import make_report
-from cacheblend_rag.engine.request import PromptRun
+from cacheblend_rag.engine.request import PromptRun, make_report
 from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fuse import BlendCache
@@ -157,7 +156,7 @@ def decode(
             )
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         generated = sequences[0, len(layout) :].cpu()
-        run.outcome.output_ids = tuple(generated.tolist())
+        run.output_ids = tuple(generated.tolist())
         return generated
 
     token_ids = tuple(runner.run(run, limit, forward).tolist())

@@ -38,11 +38,9 @@ from cacheblend_rag.engine.opening import look_at_model, open_engine_store
 from cacheblend_rag.engine.prefetch import Prefetch, Prefetcher
 from cacheblend_rag.engine.pretrained import load_pretrained
 from cacheblend_rag.engine.prompt import AssembledPrompt
-from cacheblend_rag.engine.reporting import make_report
-from cacheblend_rag.engine.request import PromptRun, Request
+from cacheblend_rag.engine.request import PromptRun, Request, make_report
 from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.engine.supply import KVSupply
-from cacheblend_rag.engine.uses import FirstUses
 from cacheblend_rag.engine.watch import LayerWatcher, WatchedForward, WatchedPrefill
 from cacheblend_rag.errors import ConfigError, PromptError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache
@@ -142,20 +140,7 @@ class BlendEngine:
                 undo.callback(self.store.close)
             self._weights = WeightsWatch(self.model)
             identity = engine_identity(model, tokenizer, private=self.store.is_private)
-            defers = self.config.encode_on == "second_use"
-            self._assembler = Assembler(
-                tokenizer,
-                self.store,
-                identity,
-                self.config.encoding_prefix,
-                model_window(model),
-                self.config.tenant,
-                FirstUses(self.store) if defers and self.decoder is not None else None,
-                self.decoder is None or self.decoder.is_movable,
-                self.config.separator,
-                0 if self.config.context == "none" or self.decoder is None else self.config.context_tokens,
-                None if self.decoder is None else self.decoder.rope_reach,
-            )
+            self._assembler = Assembler(tokenizer, self.store, identity, model_window(model), self.decoder, self.config)
             self._supply = KVSupply(model, self.decoder, self.store, self._assembler, self.config, self.tuning)
             self._ingest = Ingest(self._assembler, self._supply, self.store, self.decoder, self.config)
             self._supply.on_late = self._ingest.encode_later
@@ -972,7 +957,7 @@ class BlendEngine:
         self._observe(report)
         # Chunks whose documents were changed meanwhile are text now.
         layout = run.prompt.layout
-        recomputed = layout.context_rows if run.outcome.recomputed is None else run.outcome.recomputed
+        recomputed = layout.context_rows if run.recomputed is None else run.recomputed
         return WatchedPrefill(PrefillResult(logits, layout.token_ids, report), layout, recomputed, forward.kv)
 
     def _observe(self, report: BlendReport) -> None:

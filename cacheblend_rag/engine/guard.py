@@ -237,7 +237,7 @@ class Guard:
         options : dict
             The options of ``generate`` it was answered with.
         """
-        if run.outcome.recomputed is None or first.logits is None:
+        if run.recomputed is None or first.logits is None:
             # It was computed as a whole.
             return
         with self._changed:

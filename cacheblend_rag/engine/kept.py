@@ -2,15 +2,118 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from weakref import WeakKeyDictionary
 
-from cacheblend_rag.engine.taken import HeldTurn
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.selection import Selector, make_selector
 from cacheblend_rag.store import KVStore
 from cacheblend_rag.store.clock import steady_s
 
-__all__ = ["KeptTurns"]
+__all__ = ["HeldTurn", "KeptTurns", "Making", "Seen"]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The first row of a turn that may know of a chunk, and when the chunk's time to live is over, by `steady_s`."""
+
+    row: int
+    expires_at: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Making:
+    """How rows that are not exact were made, or are asked for.
+
+    Attributes
+    ----------
+    ratio : float
+        The recompute ratio; 0 where the selector recomputes nothing.
+    selector : Selector
+        What says which rows are recomputed, in which layers and when.
+    """
+
+    ratio: float
+    selector: Selector
+
+    @classmethod
+    def of(cls, blend: BlendConfig, ratio: float) -> Making:
+        """Return what settings ask for at a ratio."""
+        selector = make_selector(blend.selector)
+        return cls(0.0 if selector.name == "none" else ratio, selector)
+
+    def serves(self, asked: Making) -> bool:
+        """Return whether rows made so are no worse than what is asked for.
+
+        Ratios are compared within one selector only: what one makes of a ratio says nothing about what another would.
+        """
+        return self.selector == asked.selector and asked.ratio <= self.ratio
+
+
+@dataclass(frozen=True, eq=False)
+class HeldTurn:
+    """The sequence of a conversation's last turn.
+
+    Attributes
+    ----------
+    token_ids : tuple of int
+        Prompt and answer, without the last token of the answer, which the model has not read.
+    layers : list of LayerKV
+        Their KV, ``(1, num_kv_heads, len(token_ids), head_dim)`` for each layer, on the layer's device.
+    exact : int
+        How many of the first rows are the model's own: computed over rows that are.
+    making : Making or None
+        How the other rows were made, at the lowest ratio of any; None where there is none.
+    seen : dict
+        For each chunk that a row may know of, by its id (None without one) and key, what is known of that.
+    """
+
+    token_ids: tuple[int, ...]
+    layers: list[LayerKV]
+    exact: int
+    making: Making | None
+    seen: dict[tuple[str | None, str], Seen]
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The ids of the chunks that a row may know of."""
+        return frozenset(name for name, _ in self.seen if name is not None)
+
+    @cached_property
+    def expires_at(self) -> float:
+        """When the first of them is over, by `steady_s`."""
+        return min((chunk.expires_at for chunk in self.seen.values()), default=math.inf)
+
+    def cut(self, rows: int) -> HeldTurn | None:
+        """Return the first rows, without what the others keep in memory."""
+        if rows >= len(self.token_ids):
+            return self
+        if rows <= 0:
+            return None
+        return replace(
+            self,
+            token_ids=self.token_ids[:rows],
+            layers=[LayerKV(*(tensor[:, :, :rows].clone() for tensor in layer)) for layer in self.layers],
+            exact=min(self.exact, rows),
+            seen={chunk: seen for chunk, seen in self.seen.items() if seen.row < rows},
+        )
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return max(sum(layer.nbytes for layer in self.layers) // len(self.token_ids), 1)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes that it keeps in memory."""
+        # A layer may be the beginning of a buffer with room behind it.
+        storages = {tensor.untyped_storage() for layer in self.layers for tensor in layer}
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 class KeptTurns:

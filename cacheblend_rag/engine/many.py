@@ -13,20 +13,18 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
-from cacheblend_rag.engine.caches import ROOM_FOR_OUTPUT
 from cacheblend_rag.engine.decode import complete_options, decode, output_limit
+from cacheblend_rag.engine.features import decodes_alone
 from cacheblend_rag.engine.firsttoken import FirstLogits
 from cacheblend_rag.engine.generation import GenerationResult
 from cacheblend_rag.engine.padded import PaddedBatch
-from cacheblend_rag.engine.reporting import make_report
-from cacheblend_rag.engine.request import PromptRun
+from cacheblend_rag.engine.request import PromptRun, make_report
 from cacheblend_rag.engine.rows import RowEnds, RowProcessor
-from cacheblend_rag.engine.runner import Runner
+from cacheblend_rag.engine.runner import ROOM_FOR_OUTPUT, Runner
 from cacheblend_rag.engine.selfcheck import check_batching
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.model import Decoder, num_decoder_layers, past_adapters
-from cacheblend_rag.selection import make_selector
 from cacheblend_rag.tuning import Tuning
 
 __all__ = ["Many", "options_of", "plan_decoding"]
@@ -192,7 +190,7 @@ class Many:
                 continue
             for index in group:
                 if not stop.is_set():
-                    runs[index].outcome.alone_reason = reason
+                    runs[index].figures["alone_reason"] = reason
                     own = options_of(options | objects, index)
                     yield index, self._alone(runs[index], max_new_tokens, own, stop, firsts[index])
 
@@ -256,7 +254,7 @@ class Many:
         for row, member in enumerate(members):
             run = member.run
             token_ids = tuple(answers[row][: ends.count(row)])
-            run.outcome.batch_size = len(members)
+            run.figures["batch_size"] = len(members)
             report = make_report(run, num_decoder_layers(model), ends.times[0], len(token_ids), ends.tpot_s(row))
             text = tokenizer.decode(token_ids, skip_special_tokens=True)
             results.append(GenerationResult(text, token_ids, run.prompt.layout.token_ids, report))
@@ -289,15 +287,11 @@ class Many:
             return "the model cannot be blended, and is not known to decode several prompts as it decodes one"
         if self._decoder.rope_reach is not None:
             return "the rotary frequencies of the model depend on the longest prompt that it reads"
-        if self._decoder.column_biases and any(run.prompt.has_positions for run in runs):
+        if self._decoder.column_biases and any(run.prompt.places is not None for run in runs):
             return "the bias of the model counts the tokens of a batch, and a prompt places its own"
-        blend = runs[0].request.blend
-        if make_selector(blend.selector).repair:
-            return "decode-time repair watches one answer at a time"
-        if blend.source_attention:
-            return "source_attention watches one answer at a time"
-        if blend.kv_capacity is not None:
-            return f"eviction after prefill (kv_capacity={blend.kv_capacity}) keeps other tokens of each prompt"
+        alone = decodes_alone(runs[0].request.blend)
+        if alone is not None:
+            return alone
         own = self._model.generation_config.to_diff_dict()
         given = {name: value for name, value in options.items() if value is not None}
         for name, value in (own | given).items():

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from cacheblend_rag.chunk import text_hash
 from cacheblend_rag.encode import Target
 from cacheblend_rag.keys import HEAD_PREFIX
-from cacheblend_rag.layout import PromptLayout
+from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.store import NodeRecord
 
 __all__ = ["AssembledPrompt", "PromptChunk", "PromptHead"]
 
 
 @dataclass(frozen=True, slots=True)
-class PromptChunk:
-    """One chunk of an assembled prompt.
+class PromptChunk(ChunkSpan):
+    """A chunk of a prompt: where it stands, and what is known of it.
 
     Attributes
     ----------
@@ -26,47 +27,36 @@ class PromptChunk:
         Where its KV is or will be stored.
     token_ids : tuple of int
         Its tokens, all of them.
+    separator : tuple of int
+        Tokens behind its own of which there is KV too.
+    first : int
+        Which of all these tokens is the first to stand here.
     positions : tuple of int or None
-        Where they stand when they are encoded; None for right behind the encoding prefix, without gaps.
-    part : tuple of int or None
-        The half-open range of its tokens that stand here, where that is not all of them.
+        Where its tokens stand when they are encoded; None for right behind the encoding prefix, without gaps.
     named : bool
         Whether the id was known, for this text, when the prompt was assembled.
     text_hash : str or None
         Digest of the text of a chunk whose id nobody knew.
-    note : str or None
-        What was found out about it that its report should say.
-    deferred : bool
-        Whether it is computed like text because it is retrieved for the first time.
-    is_missed : bool
-        Whether it is computed like text because its KV is missing, and is not waited for.
-    is_elsewhere : bool
-        Whether it is computed like text because its KV is that of another position.
-    row : int
-        The row of its first token, of a chunk that is computed like text.
-    separator : tuple of int
-        Tokens behind its own of which there is KV too.
-    is_spaced : bool
-        Whether these stand behind it here.
     remembers : bool
         Whether its KV knows of text that stands before it in its document.
+    computed : {"last", "moved", "first use", "missing"} or None
+        Why it is computed like text: the prompt ends with it, its KV is that of another position, it is retrieved for the first
+        time, or its KV is missing and not waited for. None for a chunk that is served from KV.
+    note : str or None
+        What was found out about it that its report should say.
     """
 
     id: str | None
     key: str
     token_ids: tuple[int, ...]
+    separator: tuple[int, ...] = ()
+    first: int = 0
     positions: tuple[int, ...] | None = None
-    part: tuple[int, int] | None = None
     named: bool = False
     text_hash: str | None = None
-    note: str | None = None
-    deferred: bool = False
-    is_missed: bool = False
-    is_elsewhere: bool = False
-    row: int = 0
-    separator: tuple[int, ...] = ()
-    is_spaced: bool = False
     remembers: bool = False
+    computed: Literal["last", "moved", "first use", "missing"] | None = None
+    note: str | None = None
 
     @property
     def kv_ids(self) -> tuple[int, ...]:
@@ -74,18 +64,19 @@ class PromptChunk:
         return self.token_ids + self.separator
 
     @property
-    def rows(self) -> tuple[int, int]:
-        """The half-open range of `kv_ids` that stand here."""
-        return self.part or (0, len(self.kv_ids if self.is_spaced else self.token_ids))
+    def is_part(self) -> bool:
+        """Whether not all of its tokens stand here."""
+        return len(self) < len(self.token_ids)
 
-    def target(self, context: tuple[int, ...] = ()) -> Target:
-        """Return what is encoded where its KV is missing."""
-        return Target(self.kv_ids, context, self.positions)
-
+    @property
     def record(self) -> NodeRecord:
-        """Return the record that names the chunk, whose id was unknown."""
+        """The record that names the chunk, whose id was unknown."""
         assert self.id is not None and self.text_hash is not None
         return NodeRecord(self.id, self.key, self.text_hash, self.token_ids, self.separator)
+
+    def target(self, context: tuple[int, ...]) -> Target:
+        """Return what is encoded where its KV is missing."""
+        return Target(self.kv_ids, context, self.positions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +97,9 @@ class PromptHead:
     token_ids: tuple[int, ...]
     rows: int
 
+    @property
     def record(self) -> NodeRecord:
-        """Return the record by which it is listed and deleted; no text is recognised by it."""
+        """The record by which it is listed and deleted; no text is recognised by it."""
         name = HEAD_PREFIX + self.key
         return NodeRecord(name, self.key, text_hash(name), self.token_ids)
 
@@ -124,8 +116,8 @@ class AssembledPrompt:
         The chunks of the layout, in order.
     computed : tuple of PromptChunk
         Chunks of the prompt that are computed like text; their note says why.
-    has_positions : bool
-        Whether the prompt places its segments itself.
+    places : tuple of int or None
+        Where its tokens stand, if the prompt says so itself.
     context : tuple of int
         The half-open range of rows from its first chunk to its last one, whether they are blended or computed; a chunk that the
         prompt ends with is not part of it. Empty without chunks.
@@ -134,27 +126,21 @@ class AssembledPrompt:
     """
 
     layout: PromptLayout
-    chunks: tuple[PromptChunk, ...]
-    computed: tuple[PromptChunk, ...]
-    has_positions: bool
+    chunks: tuple[PromptChunk, ...] = ()
+    computed: tuple[PromptChunk, ...] = ()
+    places: tuple[int, ...] | None = None
     context: tuple[int, int] = (0, 0)
     head: PromptHead | None = None
 
     def computing(self, keys: Container[str], note: str) -> AssembledPrompt:
-        """Return the prompt with the chunks of some keys computed like text, for the reason in `note`."""
-        pairs = list(zip(self.chunks, self.layout.chunks, strict=True))
-        kept = [(chunk, span) for chunk, span in pairs if chunk.key not in keys]
-        gone = [replace(chunk, note=note, is_missed=True, row=span.start) for chunk, span in pairs if chunk.key in keys]
-        exact = next((number for number, (chunk, _) in enumerate(pairs) if chunk.key in keys), len(pairs))
+        """Return the prompt with the chunks of some keys, whose KV is missing, computed like text."""
+        kept = tuple(chunk for chunk in self.chunks if chunk.key not in keys)
+        gone = [replace(chunk, computed="missing", note=note) for chunk in self.chunks if chunk.key in keys]
+        exact = next((number for number, chunk in enumerate(self.chunks) if chunk.key in keys), len(self.chunks))
         layout = replace(
             self.layout,
-            chunks=tuple(span for _, span in kept),
+            chunks=kept,
             exact_chunks=min(self.layout.exact_chunks, exact),
-            remembers=any(chunk.remembers for chunk, _ in kept),
+            remembers=any(chunk.remembers for chunk in kept),
         )
-        return replace(self, layout=layout, chunks=tuple(chunk for chunk, _ in kept), computed=(*self.computed, *gone))
-
-    @property
-    def places(self) -> tuple[int, ...] | None:
-        """Where its tokens stand, if it says so itself."""
-        return self.layout.positions if self.has_positions else None
+        return replace(self, layout=layout, chunks=kept, computed=(*self.computed, *gone))

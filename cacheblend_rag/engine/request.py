@@ -1,22 +1,23 @@
-"""One prompt on its way through the engine: what was asked, what is done, whence its KV, and what all of it took."""
+"""A request on its way through the engine: what was asked, what is done, what it took, and the report of all that."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.controller import Plan
-from cacheblend_rag.engine.conversation import Conversation
-from cacheblend_rag.engine.prompt import AssembledPrompt
-from cacheblend_rag.engine.taken import Resumption
+from cacheblend_rag.engine.conversation import Conversation, Resumption
+from cacheblend_rag.engine.prompt import AssembledPrompt, PromptChunk
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
+from cacheblend_rag.report import BlendReport, ChunkReport
 from cacheblend_rag.store import KVReader, NamedTarget
 
-__all__ = ["ChunkSupply", "Outcome", "PromptRun", "Request", "Timings"]
+__all__ = ["ChunkSupply", "PromptRun", "Request", "Timings", "make_report"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,33 +56,30 @@ class Request:
 
 @dataclass(slots=True)
 class ChunkSupply:
-    """Where the KV of a prompt's chunks comes from.
+    """Where the KV of a prompt's chunks comes from, by their keys.
 
     Attributes
     ----------
-    hits : list of bool
-        For each chunk, whether its KV was there when the call came: in the store, or at its place in the conversation.
-    tiers : list of (str or None)
-        For each chunk, where its stored KV is read from; None for a miss.
+    hits : dict of (str, bool)
+        Whether it was stored when the call came.
+    tiers : dict of (str, str or None)
+        Where it is read from; None for a miss.
     unreadable : set of str
-        Keys of the chunks whose stored KV turned out damaged.
+        The chunks whose stored KV turned out damaged.
     encoded : dict of (str, ChunkKV)
-        KV of misses that was computed before the prompt's turn came, by key.
+        KV of misses that was computed before the prompt's turn came.
     contexts : dict of (str, NamedTarget)
-        By their keys, how the KV of chunks is computed that was not stored when the prompt's turn came.
+        How KV is computed that was not stored when the prompt's turn came.
     expiry : dict of str to float
-        Of a turn of a conversation, when the KV of its chunks is over, by `steady_s` and by their keys.
-    head_tokens : int
-        Rows of the fixed head that were stored when the call came.
+        Of a turn of a conversation, when the KV of its chunks is over, by `steady_s`.
     """
 
-    hits: list[bool] = field(default_factory=list)
-    tiers: list[str | None] = field(default_factory=list)
+    hits: dict[str, bool] = field(default_factory=dict)
+    tiers: dict[str, str | None] = field(default_factory=dict)
     unreadable: set[str] = field(default_factory=set)
     encoded: dict[str, ChunkKV] = field(default_factory=dict)
     contexts: dict[str, NamedTarget] = field(default_factory=dict)
     expiry: dict[str, float] = field(default_factory=dict)
-    head_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -92,8 +90,6 @@ class Timings:
     ----------
     encode_s, open_s, wait_s : float
         Seconds spent on encoding misses, on opening stored KV, and, in the forward, on waiting for it.
-    load_bytes : int
-        Bytes of KV that were loaded.
     forward_started : float
         When the forward began, by `time.perf_counter`.
     forward_ended : float or None
@@ -103,50 +99,8 @@ class Timings:
     encode_s: float = 0.0
     open_s: float = 0.0
     wait_s: float = 0.0
-    load_bytes: int = 0
     forward_started: float = 0.0
     forward_ended: float | None = None
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What came of the prefill and the decoding.
-
-    Attributes
-    ----------
-    recomputed : torch.Tensor or None
-        The chunk rows recomputed by the prefill; None when the whole prompt was computed.
-    charge : float
-        Work done on chunk rows, in decoder-block rows; without meaning when the whole prompt was computed.
-    repaired_tokens : int
-        Chunk tokens recomputed while the answer was written.
-    kv_bytes, kv_bytes_before : int
-        Bytes of the prompt's KV in the cache, and what they would be without eviction.
-    evicted_tokens : int
-        Context tokens that each head of an evicted layer dropped.
-    kept_reason : str or None
-        Why layers were kept whole although eviction was asked for.
-    attention : callable or None
-        Returns the share of the answer's attention that went to a chunk, where that is asked for.
-    batch_size : int
-        Prompts that were decoded together, this one included.
-    alone_reason : str or None
-        Why it was decoded alone although others were asked with it.
-    output_ids : tuple of int
-        What was generated.
-    """
-
-    recomputed: torch.Tensor | None = None
-    charge: float = 0.0
-    repaired_tokens: int = 0
-    kv_bytes: int = 0
-    kv_bytes_before: int = 0
-    evicted_tokens: int = 0
-    kept_reason: str | None = None
-    attention: Callable[[ChunkSpan], float] | None = None
-    batch_size: int = 1
-    alone_reason: str | None = None
-    output_ids: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -169,8 +123,16 @@ class PromptRun:
         Where the KV of its chunks comes from.
     timings : Timings
         What it took.
-    outcome : Outcome
-        What came of it.
+    recomputed : torch.Tensor or None
+        The chunk rows recomputed by the prefill; None when the whole prompt was computed.
+    charge : float
+        Work done on chunk rows, in decoder-block rows; without meaning when the whole prompt was computed.
+    attention : callable or None
+        Returns the share of the answer's attention that went to a chunk, where that is asked for.
+    output_ids : tuple of int
+        What was generated.
+    figures : dict
+        Further fields of its `BlendReport`, from what few prompts use.
     """
 
     request: Request
@@ -180,9 +142,131 @@ class PromptRun:
     head: KVReader | None = None
     kv: ChunkSupply = field(default_factory=ChunkSupply)
     timings: Timings = field(default_factory=Timings)
-    outcome: Outcome = field(default_factory=Outcome)
+    recomputed: torch.Tensor | None = None
+    charge: float = 0.0
+    attention: Callable[[ChunkSpan], float] | None = None
+    output_ids: tuple[int, ...] = ()
+    figures: dict[str, Any] = field(default_factory=dict)
 
     @property
     def layout(self) -> PromptLayout:
         """The prompt as it is computed."""
         return self.prompt.layout if self.resumed is None else self.resumed.layout
+
+    @property
+    def waiting(self) -> list[PromptChunk]:
+        """The chunks whose KV no conversation has."""
+        return [chunk for chunk in self.prompt.chunks if chunk.stop > self.layout.resumed_rows]
+
+
+def make_report(
+    run: PromptRun, num_layers: int, first_output: float, output_tokens: int, tpot_s: float | None = None
+) -> BlendReport:
+    """Return what a request cost and where its KV came from.
+
+    Parameters
+    ----------
+    run : PromptRun
+        The request, answered.
+    num_layers : int
+        Decoder layers of the model.
+    first_output : float
+        When the first output was there, by `time.perf_counter`.
+    output_tokens : int
+        Tokens generated.
+    tpot_s : float, optional
+        Seconds per token after the first.
+    """
+    assert run.plan is not None
+    layout, timings = run.prompt.layout, run.timings
+    context = layout.context_tokens
+    if run.recomputed is None:
+        rows = layout.context_rows[layout.context_rows >= run.layout.resumed_rows]
+        charged = rows.numel() / max(context, 1)
+    else:
+        # What was moved within a conversation is blended as chunks are.
+        blended = context + (0 if run.resumed is None else run.resumed.moved)
+        rows, charged = run.recomputed, run.charge / max(blended * num_layers, 1)
+    in_chunks = rows[layout.is_chunk[rows]]
+    chunks, misses = _chunk_reports(run, rows)
+    return BlendReport(
+        ttft_s=first_output - run.request.started,
+        load_s=timings.open_s + timings.wait_s,
+        encode_s=timings.encode_s,
+        recompute_s=(timings.forward_ended or first_output) - timings.forward_started - timings.wait_s,
+        prompt_tokens=len(layout),
+        context_tokens=context,
+        recomputed_tokens=in_chunks.numel(),
+        recompute_ratio=1.0 if run.recomputed is None else run.plan.ratio,
+        charged_ratio=charged if context else 0.0,
+        hits=sum(chunk.hit for chunk in chunks),
+        misses=misses,
+        selector=run.plan.selector,
+        fallback_reason=_fallback_reason(run),
+        chunks=chunks,
+        output_tokens=output_tokens,
+        guard=run.request.guard_action,
+        tpot_s=tpot_s,
+        conversation_tokens=0 if run.resumed is None else run.resumed.tokens,
+        conversation_recomputed_tokens=rows.numel() - in_chunks.numel(),
+        **run.figures,
+    )
+
+
+def _chunk_reports(run: PromptRun, recomputed: torch.Tensor) -> tuple[tuple[ChunkReport, ...], int]:
+    """Return a report of each chunk in prompt order, its parts put together, and how many chunks were missed."""
+    reports: dict[object, ChunkReport] = {}
+    missed = set[object]()
+    for chunk in sorted((*run.prompt.chunks, *run.prompt.computed), key=lambda each: each.start):
+        report = _chunk_report(run, chunk, recomputed)
+        name: object = chunk.key if chunk.is_part else chunk.start
+        # What is computed though its KV may be there is neither hit nor miss.
+        if chunk.computed in ("first use", "missing") or not (chunk.computed or report.hit):
+            missed.add(name)
+        first = reports.get(name)
+        if first is not None:
+            report = replace(
+                first,
+                tokens=first.tokens + report.tokens,
+                hit=first.hit or report.hit,
+                recomputed_tokens=first.recomputed_tokens + report.recomputed_tokens,
+                reason=first.reason or report.reason,
+                tier=first.tier or report.tier,
+                attention=None if first.attention is None else first.attention + (report.attention or 0.0),
+            )
+        reports[name] = report
+    return tuple(reports.values()), len(missed)
+
+
+def _chunk_report(run: PromptRun, chunk: PromptChunk, recomputed: torch.Tensor) -> ChunkReport:
+    attention = None if run.attention is None else run.attention(chunk)
+    if chunk.computed is not None:
+        return ChunkReport(chunk.id, len(chunk), False, len(chunk), chunk.note, attention=attention)
+    rows = int(((recomputed >= chunk.start) & (recomputed < chunk.stop)).sum())
+    if chunk.stop <= run.layout.resumed_rows:
+        return ChunkReport(chunk.id, len(chunk), True, rows, chunk.note, "conversation", attention)
+    is_damaged = chunk.key in run.kv.unreadable
+    hit = run.kv.hits[chunk.key] and not is_damaged
+    reason = chunk.note
+    if run.recomputed is None:
+        reason = "the whole prompt was computed"
+    elif reason is None and not hit:
+        reason = "its stored KV could not be read" if is_damaged else "its KV was not stored"
+    return ChunkReport(chunk.id, len(chunk), hit, rows, reason, run.kv.tiers.get(chunk.key), attention)
+
+
+def _fallback_reason(run: PromptRun) -> str | None:
+    assert run.plan is not None
+    reason, computed = run.plan.fallback_reason, run.prompt.computed
+    if run.request.guard_action is not None and not run.request.blend.enabled:
+        return run.request.guard_action
+    if reason is None or not computed or run.prompt.chunks:
+        return reason
+    why = {chunk.computed for chunk in computed}
+    if "first use" in why:
+        return "all of its chunks are retrieved for the first time"
+    if "moved" in why:
+        return "none of its chunks stands where it was encoded, and the KV of this model cannot be moved"
+    if run.kv.contexts:
+        return f"none of its chunks is served: {computed[0].note}"
+    return reason

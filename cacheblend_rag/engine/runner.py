@@ -6,28 +6,39 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 from transformers import PreTrainedModel
 
 from cacheblend_rag.config import BlendConfig, EngineConfig
 from cacheblend_rag.controller import Controller, Plan, make_plan, whole_plan
-from cacheblend_rag.engine.caches import PromptCaches
+from cacheblend_rag.engine.conversation import Resumption
+from cacheblend_rag.engine.features import attach
+from cacheblend_rag.engine.kept import Making
 from cacheblend_rag.engine.request import PromptRun
 from cacheblend_rag.engine.supply import KVSupply
-from cacheblend_rag.engine.taken import Making, Resumption
 from cacheblend_rag.errors import ChunkReadError, PromptError
-from cacheblend_rag.fuse import BlendCache
-from cacheblend_rag.layout import PromptLayout
+from cacheblend_rag.fuse import BlendCache, Steering
+from cacheblend_rag.layout import ChunkSpan, PromptLayout
+from cacheblend_rag.loader import LayerLoader, ResumedLayers
 from cacheblend_rag.model import Decoder, num_decoder_layers, takes_positions, text_decoder
 from cacheblend_rag.selection import FixedSelection
 from cacheblend_rag.store import KVReader, KVStore
 from cacheblend_rag.store.clock import steady_s
 from cacheblend_rag.tuning import Tuning
 
-__all__ = ["Runner"]
+__all__ = ["ROOM_FOR_OUTPUT", "Forward", "Runner"]
 
 logger = logging.getLogger(__name__)
+
+# A limit that is meant as "no limit" should not take memory at once.
+ROOM_FOR_OUTPUT = 512
+
+Forward: TypeAlias = Callable[[BlendCache | None, dict[str, torch.Tensor]], torch.Tensor]
+"""Runs the model on a prompt's ids, over a cache, or over one of the model's own (None) where that cannot be blended."""
 
 
 class Runner:
@@ -74,18 +85,12 @@ class Runner:
         self._unsupported = unsupported
         self._store = store
         self._supply = supply
-        self._caches = None if decoder is None else PromptCaches(model, decoder, tuning)
         self._config, self._blend, self._tuning = config, blend, tuning
         self._num_layers = num_decoder_layers(model)
         self._controller: Controller | None = None
         self.lock = supply.lock
 
-    def run(
-        self,
-        run: PromptRun,
-        headroom: int,
-        forward: Callable[[BlendCache | None, dict[str, torch.Tensor]], torch.Tensor],
-    ) -> torch.Tensor:
+    def run(self, run: PromptRun, headroom: int, forward: Forward) -> torch.Tensor:
         """Call `forward` with the prompt's ids and a cache that makes its first pass over them the blended prefill.
 
         Parameters
@@ -95,35 +100,31 @@ class Runner:
         headroom : int
             Tokens that will be generated at most, for which the cache keeps room.
         forward : callable
-            Runs the model, with a cache of its own (None) where the model cannot be blended; called again if stored KV turns
-            out damaged before its first pass is over.
+            Runs the model; called again if stored KV turns out damaged before its first pass is over.
 
         Returns
         -------
         torch.Tensor
             What `forward` returned.
         """
-        inputs = {"input_ids": torch.tensor([run.prompt.layout.token_ids], device=self._model.device)}
+        ids = torch.tensor([run.prompt.layout.token_ids], device=self._model.device)
         with self.lock.within(run.request.wait_until), torch.no_grad():
             while True:
-                self._note_expiry(run)
                 try:
+                    self._note_expiry(run)
                     readers = self._prepare(run)
-                    if self._caches is None:
-                        run.timings.forward_started = time.perf_counter()
+                    run.timings.forward_started = time.perf_counter()
+                    if self._decoder is None:
                         # Its cache may hold states that ours has no place for.
-                        run.outcome.kept_reason = None if run.request.blend.kv_capacity is None else self._unsupported
-                        return forward(None, inputs | self._unblended(run.prompt.places))
-                    with self._caches.open(run, readers, headroom) as (cache, more):
-                        output = forward(cache, inputs | more)
+                        evicts = run.request.blend.kv_capacity is not None
+                        run.figures["kept_reason"] = self._unsupported if evicts else None
+                        return forward(None, {"input_ids": ids, **self._unblended(run.prompt.places)})
+                    return self._forward(run, self._decoder, readers, headroom, ids, forward)
                 except ChunkReadError as error:
                     # Damaged KV is a miss: it is dropped, and the next round encodes the chunk anew.
                     logger.warning("%s", error)
                     run.kv.unreadable.add(error.key)
                     self._supply.discard(error.key)
-                else:
-                    self._remember(run, cache)
-                    return output
 
     def encode_misses(self, runs: Sequence[PromptRun]) -> None:
         """Encode in one go the chunks of several prompts that have no stored KV, each once, and hand it to those prompts.
@@ -131,9 +132,9 @@ class Runner:
         Parameters
         ----------
         runs : sequence of PromptRun
-            The prompts, before their prefill. Of those that are computed as a whole nothing is encoded.
+            The prompts, before their prefill. Of those that are prefilled in full nothing is encoded.
         """
-        self._supply.encode_misses([run for run in runs if run.prompt.chunks and self._blends(run)])
+        self._supply.encode_misses([run for run in runs if self._whole_plan(run) is None])
 
     def _unblended(self, places: Sequence[int] | None) -> dict[str, torch.Tensor]:
         """Return what a model that cannot be blended is called with to put its tokens into their places.
@@ -159,87 +160,156 @@ class Runner:
         return self._controller
 
     def _prepare(self, run: PromptRun) -> list[KVReader] | None:
-        """Decide how a prompt is prefilled; return readers of its chunks' KV, or None where it is computed as a whole."""
-        blend, given, layout = run.request.blend, run.request.rows, run.prompt.layout
+        """Decide how a prompt is prefilled; return readers of its layout's chunks, or None where nothing of it is taken over."""
+        blend, given = run.request.blend, run.request.rows
         # After damaged KV this is asked again, and the choice between blending and not may fall otherwise.
         run.resumed = run.head = None
-        run.kv.head_tokens = 0
+        run.figures["head_tokens"] = 0
         ratio = blend.recompute_ratio if given is None else 0.0
-        run.plan = whole_plan(blend, layout, self._refusal(layout), ratio)
-        if run.plan is None and ratio == "auto":
-            # If not even free loading makes blending pay, nothing need be opened.
-            run.plan = self._choice(run, None)[1]
+        run.plan = self._whole_plan(run)
+        found: dict[str, KVReader | None] = {}
+        if run.plan is None:
+            if ratio != "auto":
+                self._resume(run, ratio)
+            found = self._supply.open_all(run)
+            if self._supply.limit_misses(run, [key for key, reader in found.items() if reader is None]):
+                return self._prepare(run)
+            if ratio == "auto":
+                opened = [found[chunk.key] for chunk in run.prompt.chunks]
+                ratio, run.plan = self._choice(run, [reader for reader in opened if reader is not None])
+                if run.plan is None:
+                    self._resume(run, ratio)
         if run.plan is not None:
-            return self._whole(run)
-        if ratio != "auto":
-            self._resume(run, Making.of(blend, ratio))
-        found = self._supply.open_all(run)
-        if self._supply.limit_misses(run, [key for key, reader in found.items() if reader is None]):
-            return self._prepare(run)
-        if ratio == "auto":
-            ratio, run.plan = self._choice(
-                run, [reader for chunk in run.prompt.chunks if (reader := found[chunk.key]) is not None]
-            )
-            if run.plan is not None:
-                return self._whole(run)
-            self._resume(run, Making.of(blend, ratio))
+            self._resume(run, None)
+            keys = [chunk.key for chunk in run.waiting if chunk.key not in run.kv.hits]
+            run.kv.hits.update(zip(keys, self._store.holds(keys), strict=True))
+            return None if run.resumed is None else []
         readers = self._supply.readers(run, found)
         if given is not None:
-            given = given[torch.isin(given, layout.context_rows)]
-            run.plan = Plan(FixedSelection(given), "given", given.numel() / layout.context_tokens)
+            context = run.prompt.layout
+            given = given[torch.isin(given, context.context_rows)]
+            run.plan = Plan(FixedSelection(given), "given", given.numel() / context.context_tokens)
         else:
+            assert ratio != "auto"
             run.plan = make_plan(blend, run.layout, self._num_layers, ratio)
-        return readers if run.resumed is None else run.resumed.merge(readers)
+        if run.resumed is not None:
+            readers.update(run.resumed.readers)
+        return [readers[span.start] for span in run.layout.chunks]
+
+    def _whole_plan(self, run: PromptRun) -> Plan | None:
+        """Return the plan of a prompt that is prefilled in full, as far as that is known before its stored KV is opened."""
+        blend, layout = run.request.blend, run.prompt.layout
+        ratio = blend.recompute_ratio if run.request.rows is None else 0.0
+        plan = whole_plan(blend, layout, self._refusal(layout), ratio)
+        # If not even free loading makes blending pay, nothing need be opened.
+        return self._choice(run, None)[1] if plan is None and ratio == "auto" else plan
 
     def _choice(self, run: PromptRun, readers: Sequence[KVReader] | None) -> tuple[float, Plan | None]:
-        """Return the ratio that "auto" stands for, and the plan of a prompt that is computed as a whole at it."""
+        """Return the ratio that "auto" stands for, and the plan of a prompt that is prefilled in full at it."""
         blend, layout = run.request.blend, run.prompt.layout
-        choice = self.controller().choose(blend, layout, readers)
+        with self.lock.within(run.request.wait_until):
+            choice = self.controller().choose(blend, layout, readers)
         if choice.fallback_reason is not None:
             return choice.ratio, Plan(None, "full", fallback_reason=choice.fallback_reason)
         return choice.ratio, None if readers is None else whole_plan(blend, layout, None, choice.ratio)
 
-    def _whole(self, run: PromptRun) -> list[KVReader] | None:
-        """Have a prompt computed as a whole, but for what it takes over."""
-        self._resume(run, None)
-        if not run.kv.hits:
-            held = 0 if run.resumed is None else run.resumed.chunks
-            run.kv.hits = [True] * held + self._store.holds([chunk.key for chunk in run.prompt.chunks[held:]])
-        return None if run.resumed is None else []
+    def _forward(
+        self,
+        run: PromptRun,
+        decoder: Decoder,
+        readers: Sequence[KVReader] | None,
+        headroom: int,
+        ids: torch.Tensor,
+        forward: Forward,
+    ) -> torch.Tensor:
+        """Have the model's first forward over a prompt be its prefill, as it is planned, and what follows be decoding.
 
-    def _blends(self, run: PromptRun) -> bool:
-        """Return whether a prompt is blended, as far as that is known before its stored KV is opened."""
-        blend, layout, ratio = run.request.blend, run.prompt.layout, run.request.blend.recompute_ratio
-        if whole_plan(blend, layout, self._refusal(layout), ratio) is not None:
-            return False
-        if ratio != "auto":
-            return True
-        with self.lock.within(run.request.wait_until):
-            return self.controller().choose(blend, layout, None).fallback_reason is None
+        Raises
+        ------
+        ChunkReadError
+            Out of the forward, if stored KV turns out damaged.
+        """
+        assert run.plan is not None
+        room = min(headroom, ROOM_FOR_OUTPUT)
+        cache = BlendCache(self._num_layers)
+        steering = loader = None
+        run.charge, run.recomputed = 0.0, None
+        with ExitStack() as stack:
+            if readers is not None:
+                # A prompt that is prefilled in full, but for the rows that it takes over, selects nothing.
+                selection = run.plan.selection or FixedSelection(torch.empty(0, dtype=torch.int64))
+                capacity = len(run.layout) + room
+                loader = self._loader(run, decoder, readers, min(selection.check_layers, default=0), capacity)
+                rows = () if run.resumed is None else run.resumed.rows
+                source = ResumedLayers(rows, loader, capacity) if rows else loader
+                assert source is not None
+                if loader is not None:
+                    stack.enter_context(loader)
+                steering = Steering(decoder, cache, run.layout, selection, source)
+                stack.enter_context(steering())
+            for each in attach(run, decoder, cache, steering, self._tuning, headroom, room):
+                stack.enter_context(each)
+            more = stack.enter_context(decoder.placing(cache, run.prompt.places))
+            output = forward(cache, {"input_ids": ids, **more})
+        if loader is not None:
+            run.timings.wait_s, run.figures["load_bytes"] = loader.wait_s, loader.load_bytes
+        if steering is not None and run.plan.selection is not None:
+            run.charge += steering.charge
+            run.recomputed = steering.recomputed_rows.cpu()
+        self._note_bytes(run, cache)
+        self._remember(run, cache)
+        return output
 
-    def _resume(self, run: PromptRun, asked: Making | None) -> None:
+    def _loader(
+        self, run: PromptRun, decoder: Decoder, readers: Sequence[KVReader], first_layer: int, capacity: int
+    ) -> LayerLoader | None:
+        """Return what loads the KV of a prompt's chunks and of its head; None where there is nothing to load."""
+        layout, tuning = run.layout, self._tuning
+        if layout.resumed_rows:
+            first_layer = 0
+        if run.head is not None:
+            # It is loaded as chunks are, and nothing else of it is like a chunk.
+            layout = replace(layout, chunks=(ChunkSpan(0, layout.resumed_rows, 0), *layout.chunks))
+            readers = [run.head, *readers]
+        if not readers:
+            return None
+        threads = tuning.threads if tuning.pipeline else 0
+        return LayerLoader(
+            decoder, layout, readers, first_layer, capacity, tuning.prefetch_layers, threads, tuning.reposition
+        )
+
+    def _note_bytes(self, run: PromptRun, cache: BlendCache) -> None:
+        """Note what the cache holds of the prompt, which eviction may have cut."""
+        length = len(run.prompt.layout)
+        # What was generated is in the cache too.
+        sizes = [(layer.nbytes // max(layer.held_tokens, 1), layer.evicted_tokens) for layer in cache.kv_layers]
+        run.figures["evicted_tokens"] = max(evicted for _, evicted in sizes)
+        run.figures["kv_bytes"] = sum(token_bytes * (length - evicted) for token_bytes, evicted in sizes)
+        run.figures["kv_bytes_before"] = sum(token_bytes * length for token_bytes, _ in sizes)
+
+    def _resume(self, run: PromptRun, ratio: float | None) -> None:
         """Take over the fixed head, and what the conversation has computed if this is a turn of one, where blending is on.
 
         Parameters
         ----------
         run : PromptRun
             The prompt.
-        asked : Making or None
-            How it is blended; None where it is computed as a whole.
+        ratio : float or None
+            The ratio at which it is blended; None where it is prefilled in full.
         """
-        if not run.request.blend.enabled or self._refusal(run.prompt.layout) is not None:
+        blend, layout, head = run.request.blend, run.prompt.layout, run.prompt.head
+        if not blend.enabled or self._refusal(layout) is not None:
             return
         assert self._decoder is not None
-        head = run.prompt.head
         rows = 0 if head is None else head.rows
         if run.request.conversation is not None:
+            asked = None if ratio is None else Making.of(blend, ratio)
             moves = asked is not None and self._decoder.is_movable
             run.resumed = run.request.conversation.resume(run.prompt, asked, moves=moves, head=rows)
-        if run.resumed is not None and run.kv.hits:
-            # What the conversation has at its place is a hit, whether or not the store was asked first.
-            run.kv.hits[: run.resumed.chunks] = [True] * run.resumed.chunks
         if head is not None and (run.resumed is None or run.resumed.head):
-            run.resumed = run.resumed or Resumption.of_head(run.prompt.layout, rows, asked)
+            if run.resumed is None:
+                own = layout if ratio is not None else replace(layout, chunks=(), exact_chunks=0)
+                run.resumed = Resumption(replace(own, resumed_rows=rows), rows)
             run.head = self._supply.head(run, head)
 
     def _note_expiry(self, run: PromptRun) -> None:
@@ -258,19 +328,16 @@ class Runner:
 
     def _remember(self, run: PromptRun, cache: BlendCache) -> None:
         """Let the conversation keep what was computed, if it is whole."""
-        plan = run.plan
-        if (
-            run.request.conversation is None
-            or plan is None
-            or self._refusal(run.prompt.layout, len(run.outcome.output_ids)) is not None
-        ):
+        conversation, plan = run.request.conversation, run.plan
+        if conversation is None or plan is None:
             return
         # Nothing was computed for a stream that was closed before its turn came.
         layers = cache.kv_layers[: self._supply.num_kv_layers]
-        if all(layer.held_tokens and not layer.evicted_tokens for layer in layers):
-            run.request.conversation.keep(
+        is_whole = all(layer.held_tokens and not layer.evicted_tokens for layer in layers)
+        if is_whole and self._refusal(run.prompt.layout, len(run.output_ids)) is None:
+            conversation.keep(
                 run.prompt,
-                run.outcome.output_ids,
+                run.output_ids,
                 cache.kv(),
                 run.resumed,
                 None if plan.selection is None else Making.of(run.request.blend, plan.ratio),
@@ -281,8 +348,7 @@ class Runner:
     def _refusal(self, layout: PromptLayout, output_tokens: int = 0) -> str | None:
         """Return why this model cannot be blended, or not on this prompt and an answer of so many tokens."""
         reach = None if self._decoder is None else self._decoder.rope_reach
-        end = layout.end_position + output_tokens
-        if reach is not None and end >= reach:
+        if reach is not None and (end := layout.end_position + output_tokens) >= reach:
             return (
                 f"the prompt ends at position {end}, and from {reach} on the rotary frequencies of this model "
                 "depend on the length of the prompt"

@@ -124,7 +124,7 @@ class KVSupply:
             keys = [chunk.key for chunk in run.prompt.chunks]
             held = dict(zip(keys, self._store.holds(keys), strict=True))
             self.limit_misses(run, [key for key, there in held.items() if not there])
-            run.kv.hits = [held[chunk.key] for chunk in run.prompt.chunks]
+            run.kv.hits = held
             for chunk in run.prompt.chunks:
                 if not held[chunk.key]:
                     missing.setdefault(chunk.key, []).append((run, chunk))
@@ -176,7 +176,6 @@ class KVSupply:
                 late += each
         if not moved and not late:
             return False
-        run.kv.hits, run.kv.tiers = [], []
         run.prompt = run.prompt.computing(moved, "its document was changed just now, so it is computed like text")
         run.prompt = run.prompt.computing(
             late,
@@ -251,25 +250,18 @@ class KVSupply:
         dict of str to (KVReader or None)
             A reader of each chunk, by its key; None where there is no stored KV.
         """
-        held = 0 if run.resumed is None else run.resumed.chunks
-        chunks = run.prompt.chunks[held:]
         opening = time.perf_counter()
-        found = {
-            chunk.key: RamReader(run.kv.encoded[chunk.key]) if chunk.key in run.kv.encoded else self._open(chunk)
-            for chunk in chunks
-        }
+        found: dict[str, KVReader | None] = {}
+        for chunk in {chunk.key: chunk for chunk in run.waiting}.values():
+            computed = run.kv.encoded.get(chunk.key)
+            found[chunk.key] = reader = self._open(chunk) if computed is None else RamReader(computed)
+            run.kv.tiers[chunk.key] = None if reader is None or computed is not None else reader.tier
+            # After damaged KV the prompt is run again; what was a hit when the call came stays one in the report.
+            run.kv.hits.setdefault(chunk.key, reader is not None)
         run.timings.open_s += time.perf_counter() - opening
-        # After damaged KV the prompt is run again; what was a hit when the call came stays one in the report.
-        run.kv.hits = run.kv.hits or [True] * held + [found[chunk.key] is not None for chunk in chunks]
-        opened = [found[chunk.key] for chunk in chunks]
-        read = (
-            None if reader is None or chunk.key in run.kv.encoded else reader.tier
-            for chunk, reader in zip(chunks, opened, strict=True)
-        )
-        run.kv.tiers = [*[None] * held, *read]
         return found
 
-    def readers(self, run: PromptRun, found: dict[str, KVReader | None]) -> list[KVReader]:
+    def readers(self, run: PromptRun, found: dict[str, KVReader | None]) -> dict[int, KVReader]:
         """Return a reader for every chunk that no conversation has, encoding in one go those that have no stored KV.
 
         Parameters
@@ -281,10 +273,10 @@ class KVSupply:
 
         Returns
         -------
-        list of KVReader
-            The readers, in the order of the prompt; of a chunk that stands there in part, of that part.
+        dict of int to KVReader
+            The readers, by the rows that the chunks begin at; of a chunk that stands there in part, of that part.
         """
-        chunks = run.prompt.chunks[0 if run.resumed is None else run.resumed.chunks :]
+        chunks = run.waiting
         missing = {chunk.key: chunk for chunk in chunks if found[chunk.key] is None}
         if missing:
             started = time.perf_counter()
@@ -293,19 +285,21 @@ class KVSupply:
                 found[key] = RamReader(kv)
             run.timings.encode_s += time.perf_counter() - started
         # Where chunks are encoded when they are used the second time, that is as it should be.
-        expected = self._config.encode_on == "second_use"
-        if not any(run.kv.hits) and not expected and not self._warned_of_no_hit:
+        expected = self._config.encode_on == "second_use" or len(chunks) < len(run.prompt.chunks)
+        if not any(run.kv.hits.values()) and not expected and not self._warned_of_no_hit:
             self._warned_of_no_hit = True
             logger.warning(
                 "none of the %d chunks of this prompt was stored, so all of them were encoded first; add chunks before they "
                 "are asked for (this is said once)",
                 len(chunks),
             )
-        return [
-            reader if chunk.rows == (0, len(reader.token_ids)) else part_of(reader, *chunk.rows)
+        return {
+            chunk.start: reader
+            if len(chunk) == len(reader.token_ids)
+            else part_of(reader, chunk.first, chunk.first + len(chunk))
             for chunk in chunks
             if (reader := found[chunk.key]) is not None
-        ]
+        }
 
     def head(self, run: PromptRun, head: PromptHead) -> KVReader:
         """Return a reader of the rows of a prompt's fixed head; where there is no stored KV it is computed and kept.
@@ -328,7 +322,7 @@ class KVSupply:
             self.discard(head.key)
             reader = None
         run.timings.open_s += time.perf_counter() - started
-        run.kv.head_tokens = head.rows if reader is not None and computed is None else 0
+        run.figures["head_tokens"] = head.rows if reader is not None and computed is None else 0
         if reader is None:
             assert self._encoder is not None
             started = time.perf_counter()
@@ -344,7 +338,7 @@ class KVSupply:
         exactly = pack_kv(kv, EXACT)
         owner: dict[str, Any] = {"tenant": self._tenant, "ttl_s": self._config.ttl_s}
         try:
-            self._store.put_later(head.key, exactly, self._namespace, [head.record()], **owner)
+            self._store.put_later(head.key, exactly, self._namespace, [head.record], **owner)
         except StoreError as error:
             logger.warning("the store could not be written: %s", error)
             # So that the next prompt need not compute and say it again.
@@ -361,7 +355,7 @@ class KVSupply:
         another text, has no name to be deleted by. It is written in the background: the answer does not wait.
         """
         key = chunks[0].key
-        new = [chunk.record() for chunk in chunks if chunk.id is not None and chunk.text_hash is not None]
+        new = [chunk.record for chunk in chunks if chunk.id is not None and chunk.text_hash is not None]
         known = [chunk.id for chunk in chunks if chunk.id is not None and chunk.named]
         lives = [life for life in (lives_s, self._config.ttl_s) if life is not None]
         owner: dict[str, Any] = {"tenant": self._tenant, "ttl_s": min(lives, default=None)}

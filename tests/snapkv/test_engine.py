@@ -150,7 +150,7 @@ def test_a_prompt_without_chunks_keeps_all(engine: BlendEngine) -> None:
 def test_long_answers_outgrow_the_room(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     config = engine.blend.replace(kv_capacity=0.25)
     wanted = engine.generate(PROMPT, 40, blend=config, do_sample=False, min_new_tokens=40).token_ids
-    monkeypatch.setattr("cacheblend_rag.engine.caches.ROOM_FOR_OUTPUT", 2)
+    monkeypatch.setattr("cacheblend_rag.engine.runner.ROOM_FOR_OUTPUT", 2)
     assert engine.generate(PROMPT, 40, blend=config, do_sample=False, min_new_tokens=40).token_ids == wanted
 
 
