@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import nullcontext
 from numbers import Integral
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from transformers import PreTrainedModel, StoppingCriteriaList
 
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine.firsttoken import FirstLogits
 from cacheblend_rag.engine.generation import GenerationResult, TokenWatch
 from cacheblend_rag.engine.request import PromptRun, make_report
 from cacheblend_rag.engine.runner import Runner
@@ -74,9 +72,9 @@ def check_options(max_new_tokens: int | None, options: dict[str, Any]) -> None:
         raise ConfigError("use_cache=False contradicts blending; leave it out")
 
 
-def output_limit(model: PreTrainedModel, run: PromptRun, max_new_tokens: int | None) -> int:
+def output_limit(model: PreTrainedModel, run: PromptRun) -> int:
     """Return how many tokens an answer may have: what was asked, else the model's own setting or 256, within its window."""
-    limit = int(max_new_tokens or model.generation_config.max_new_tokens or _DEFAULT_NEW_TOKENS)
+    limit = int(run.request.max_new_tokens or model.generation_config.max_new_tokens or _DEFAULT_NEW_TOKENS)
     window, layout = model_window(model), run.prompt.layout
     return limit if window is None else min(limit, window - max(len(layout), layout.end_position))
 
@@ -97,11 +95,8 @@ def decode(
     tokenizer: Any,
     runner: Runner,
     run: PromptRun,
-    max_new_tokens: int | None,
-    options: dict[str, Any],
     stop: threading.Event,
-    streamer: Any,
-    first: FirstLogits | None = None,
+    streamer: Any = None,
 ) -> GenerationResult:
     """Generate an answer to one prompt.
 
@@ -115,25 +110,18 @@ def decode(
         Makes the first forward the blended prefill.
     run : PromptRun
         The prompt.
-    max_new_tokens : int or None
-        Most tokens to generate, never beyond the model's window; by default the model's own setting, or 256.
-    options : dict
-        Further options of ``generate``, checked by `check_options`.
     stop : threading.Event
         Ends the generation at the next token.
     streamer : Any
         A transformers streamer, or None.
-    first : FirstLogits, optional
-        Notes the logits of the first token.
 
     Returns
     -------
     GenerationResult
         The answer.
     """
-    layout = run.prompt.layout
-    limit = output_limit(model, run, max_new_tokens)
-    options = complete_options(model, tokenizer, options)
+    layout, limit = run.prompt.layout, output_limit(model, run)
+    options = complete_options(model, tokenizer, run.request.options)
     watch = TokenWatch(stop)
     criteria = StoppingCriteriaList([*(options.pop("stopping_criteria", None) or ()), watch])
 
@@ -144,23 +132,23 @@ def decode(
         if streamer is not None:
             # A second attempt, after damaged KV, hands the streamer the prompt again, which is not to be shown.
             streamer.next_tokens_are_prompt = True
-        with first or nullcontext():
-            output = model.generate(  # type: ignore[operator]  # transformers' stubs take it for a tensor
-                **inputs,
-                attention_mask=torch.ones_like(inputs["input_ids"]),
-                **({} if cache is None else {"past_key_values": cache}),
-                max_new_tokens=limit,
-                stopping_criteria=criteria,
-                streamer=streamer,
-                **options,
-            )
+        output = model.generate(  # type: ignore[operator]  # transformers' stubs take it for a tensor
+            **inputs,
+            attention_mask=torch.ones_like(inputs["input_ids"]),
+            **({} if cache is None else {"past_key_values": cache}),
+            max_new_tokens=limit,
+            stopping_criteria=criteria,
+            streamer=streamer,
+            **options,
+        )
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         generated = sequences[0, len(layout) :].cpu()
         run.output_ids = tuple(generated.tolist())
         return generated
 
-    token_ids = tuple(runner.run(run, limit, forward).tolist())
-    count = len(token_ids)
-    answered = watch.first_at or time.perf_counter()
-    report = make_report(run, num_decoder_layers(model), answered, count, watch.tpot_s(count))
-    return GenerationResult(tokenizer.decode(token_ids, skip_special_tokens=True), token_ids, layout.token_ids, report)
+    runner.run(run, limit, forward)
+    count = len(run.output_ids)
+    first_output = watch.times[0] if watch.times else time.perf_counter()
+    report = make_report(run, num_decoder_layers(model), first_output, count, watch.tpot_s(count))
+    text = tokenizer.decode(run.output_ids, skip_special_tokens=True)
+    return GenerationResult(text, run.output_ids, layout.token_ids, report)

@@ -25,19 +25,18 @@ from cacheblend_rag.engine.background import AddJob, AddResult
 from cacheblend_rag.engine.conversation import Conversation
 from cacheblend_rag.engine.decode import check_options, decode
 from cacheblend_rag.engine.feed import Feed
-from cacheblend_rag.engine.firsttoken import FirstLogits, last_logits
+from cacheblend_rag.engine.firsttoken import last_logits
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PrefillResult
-from cacheblend_rag.engine.guard import Guard
+from cacheblend_rag.engine.guard import Guard, GuardOrder
 from cacheblend_rag.engine.identity import engine_identity
 from cacheblend_rag.engine.ingest import Ingest, WarmEstimate
 from cacheblend_rag.engine.kept import KeptTurns
-from cacheblend_rag.engine.many import Many, options_of
+from cacheblend_rag.engine.many import Many, options_of_each
 from cacheblend_rag.engine.markup import SCHEMA_PREFIX, LoadedSchema, Schemas
 from cacheblend_rag.engine.metrics import EngineMetrics
 from cacheblend_rag.engine.opening import look_at_model, open_engine_store
 from cacheblend_rag.engine.prefetch import Prefetch, Prefetcher
 from cacheblend_rag.engine.pretrained import load_pretrained
-from cacheblend_rag.engine.prompt import AssembledPrompt
 from cacheblend_rag.engine.request import PromptRun, Request, make_report
 from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.engine.supply import KVSupply
@@ -157,10 +156,7 @@ class BlendEngine:
                 self.blend,
                 self.tuning,
             )
-            whole = self._assembler.with_whole_documents
-            self.guard = Guard(
-                model, tokenizer, self.decoder, self._runner, self.config, self.blend, self.tuning, whole
-            )
+            self.guard = Guard(model, self.decoder, self._assembler, self._runner, self.config, self.blend, self.tuning)
             self.metrics = EngineMetrics(self.store.stats, self.guard.status if self.guard.active else None)
             self._many = Many(model, tokenizer, self.decoder, self._runner, self.tuning)
             undo.pop_all()
@@ -706,7 +702,7 @@ class BlendEngine:
         run = self._begin(prompt, blend, conversation)
 
         def forward(cache: BlendCache | None, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-            return last_logits(self.model, inputs, cache)
+            return last_logits(self.model, inputs, cache).cpu()
 
         logits = self._runner.run(run, 0, forward)
         report = make_report(run, num_decoder_layers(self.model), time.perf_counter(), 0)
@@ -756,8 +752,8 @@ class BlendEngine:
             If an option cannot be combined with blending.
         """
         check_options(max_new_tokens, generation_kwargs)
-        run = self._begin(prompt, blend, conversation, wait_s)
-        return self._decode(run, max_new_tokens, generation_kwargs, threading.Event(), None, self.guard.watch(run))
+        run = self._begin(prompt, blend, conversation, wait_s, max_new_tokens=max_new_tokens, options=generation_kwargs)
+        return self._decode(run, threading.Event(), None)
 
     def generate_many(
         self,
@@ -851,15 +847,14 @@ class BlendEngine:
             raise ConfigError(f"batch_size={batch_size} must be at least 1; leave it out to have it chosen")
         if isinstance(prompts, BlendPrompt | Prompt):
             raise ConfigError(f"prompts is one {type(prompts).__name__}; give a list of them, or use generate")
-        runs = [self._begin(prompt, blend, wait_s=wait_s, started=started) for prompt in prompts]
-        firsts = [self.guard.watch(run) for run in runs]
+        runs = [
+            self._begin(prompt, blend, wait_s=wait_s, started=started, max_new_tokens=max_new_tokens, options=own)
+            for prompt, own in zip(prompts, options_of_each(options, len(prompts)), strict=True)
+        ]
         results: dict[int, GenerationResult] = {}
-        for index, result in self._many.answer(runs, max_new_tokens, batch_size, options, stop, firsts):
+        for index, result in self._many.answer(runs, batch_size, stop):
             results[index] = result
-            self._observe(result.report)
-            first = firsts[index]
-            if first is not None and not stop.is_set():
-                self.guard.offer(runs[index], result, first, max_new_tokens, options_of(options, index))
+            self._finish(runs[index], result, stop)
         return [results[index] for index in sorted(results)]
 
     def stream(
@@ -880,31 +875,19 @@ class BlendEngine:
             An iterator over pieces of text; its `result` holds the report.
         """
         check_options(max_new_tokens, generation_kwargs)
-        run = self._begin(prompt, blend, conversation, wait_s)
-        first = self.guard.watch(run)
+        run = self._begin(prompt, blend, conversation, wait_s, max_new_tokens=max_new_tokens, options=generation_kwargs)
+        return BlendStream(lambda streamer, stop: self._decode(run, stop, streamer), self.tokenizer)
 
-        def generate(streamer: Any, stop: threading.Event) -> GenerationResult:
-            return self._decode(run, max_new_tokens, generation_kwargs, stop, streamer, first)
+    def _decode(self, run: PromptRun, stop: threading.Event, streamer: Any) -> GenerationResult:
+        result = decode(self.model, self.tokenizer, self._runner, run, stop, streamer)
+        self._finish(run, result, stop)
+        return result
 
-        return BlendStream(generate, self.tokenizer)
-
-    def _decode(
-        self,
-        run: PromptRun,
-        max_new_tokens: int | None,
-        generation_kwargs: dict[str, Any],
-        stop: threading.Event,
-        streamer: Any,
-        first: FirstLogits | None,
-    ) -> GenerationResult:
-        result = decode(
-            self.model, self.tokenizer, self._runner, run, max_new_tokens, generation_kwargs, stop, streamer, first
-        )
+    def _finish(self, run: PromptRun, result: GenerationResult, stop: threading.Event) -> None:
         self._observe(result.report)
         # An answer that was cut short would differ for that reason alone.
-        if first is not None and not stop.is_set():
-            self.guard.offer(run, result, first, max_new_tokens, generation_kwargs)
-        return result
+        if not stop.is_set():
+            self.guard.offer(run, result)
 
     def watch_prefill(
         self,
@@ -975,6 +958,8 @@ class BlendEngine:
         conversation: Conversation | None = None,
         wait_s: float | None = None,
         started: float | None = None,
+        max_new_tokens: int | None = None,
+        options: dict[str, Any] | None = None,
     ) -> PromptRun:
         """Return the run of a prompt under the settings in force for it, which is checked and in tokens, but not computed."""
         started = time.perf_counter() if started is None else started
@@ -989,21 +974,32 @@ class BlendEngine:
         self._weights.check()
         prompt = self._blend_prompt(prompt)
         if blend is not None and blend is not self.blend:
-            blend = self.check_blend(blend)
-            return PromptRun(Request(blend, started, until, conversation, resets), self._assemble(prompt, blend))
-        order = self.guard.order
-        assembled = self._assemble(prompt, order.blend)
-        if assembled.layout.remembers:
+            order, level = GuardOrder(self.check_blend(blend)), None
+        else:
+            order = self.guard.order
+            level = order.level
+        assembled = self._assembler.assemble(prompt, retrieving=order.blend.enabled)
+        if level is not None and assembled.layout.remembers:
             # What the guard falls back to knows less than these chunks.
             order = replace(order, blend=self.blend, action=None)
-        request = Request(order.blend, started, until, conversation, resets, order.level, order.action)
-        return PromptRun(request, assembled)
-
-    def _assemble(self, prompt: BlendPrompt, blend: BlendConfig) -> AssembledPrompt:
-        assembled = self._assembler.assemble(prompt, retrieving=blend.enabled)
-        if blend.enabled:
+        if order.blend.enabled:
             self._prefetcher.claim(chunk.key for chunk in assembled.chunks)
-        return assembled
+        request = Request(
+            order.blend,
+            started,
+            until,
+            conversation,
+            resets,
+            level,
+            order.action,
+            max_new_tokens=max_new_tokens,
+            options=options or {},
+        )
+        run = PromptRun(request, assembled)
+        if options is not None:
+            # It is to be answered.
+            self.guard.watch(run)
+        return run
 
     def _blend_prompt(self, prompt: BlendPrompt | Prompt) -> BlendPrompt:
         if isinstance(prompt, Prompt):

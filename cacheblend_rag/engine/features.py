@@ -1,4 +1,4 @@
-"""What few prompts ask for, attached to the forward over a prompt: decode-time repair, eviction, source attention."""
+"""What few prompts ask for, attached to the forward over a prompt: what the guard compares, repair, eviction, source attention."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def attach(
     tuning: Tuning,
     headroom: int,
     room: int,
-) -> Iterator[AbstractContextManager[None]]:
+) -> Iterator[AbstractContextManager[object]]:
     """Yield what is to be entered around a prompt's forward; each notes in the run what came of it, if the forward succeeds.
 
     Parameters
@@ -47,6 +47,8 @@ def attach(
         Tokens behind the prompt for which each layer is given room at once.
     """
     blend = run.request.blend
+    if run.first is not None:
+        yield run.first
     if steering is not None and make_selector(blend.selector).repair:
         yield _repairing(run, decoder, cache, steering)
     if blend.kv_capacity is not None:

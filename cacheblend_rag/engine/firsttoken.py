@@ -123,10 +123,10 @@ def last_logits(model: PreTrainedModel, inputs: dict[str, torch.Tensor], cache: 
     Returns
     -------
     torch.Tensor
-        ``(vocab,)``, on the CPU.
+        ``(vocab,)``, where the model put them.
     """
     options: dict[str, Any] = {} if cache is None else {"past_key_values": cache, "use_cache": True}
     if model._supports_logits_to_keep():  # type: ignore[operator]  # as generate asks
         options["logits_to_keep"] = 1
     logits: torch.Tensor = past_adapters(model)(**inputs, **options).logits
-    return logits[0, -1].cpu()
+    return logits[0, -1]

@@ -60,27 +60,36 @@ class GenerationResult:
 
 
 class TokenWatch(StoppingCriteria):
-    """Notes when the first and the last token are there, and ends the generation when told to."""
+    """Notes when each token is there, and ends the generation when told to.
+
+    Parameters
+    ----------
+    stop : threading.Event
+        Ends it at the next token.
+
+    Attributes
+    ----------
+    times : list of float
+        When each token was there, by `time.perf_counter`.
+    """
 
     def __init__(self, stop: threading.Event) -> None:
         self._stop = stop
-        self.first_at: float | None = None
-        self._last_at = 0.0
+        self.times: list[float] = []
 
     def tpot_s(self, output_tokens: int) -> float | None:
-        """Return the seconds per output token after the first; None with fewer than two."""
-        if self.first_at is None or output_tokens < 2:
-            return None
-        return (self._last_at - self.first_at) / (output_tokens - 1)
+        """Return the seconds per token, after the first, of an answer of so many; None with fewer than two."""
+        return None if output_tokens < 2 else (self.times[output_tokens - 1] - self.times[0]) / (output_tokens - 1)
+
+    def note(self) -> bool:
+        """Note that the next token is there; return whether the generation ends with it."""
+        self.times.append(time.perf_counter())
+        # The interpreter waits for a stream's thread when it ends; nobody waits for its answer then.
+        return self._stop.is_set() or not threading.main_thread().is_alive()
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """Return whether each sequence is done."""
-        self._last_at = time.perf_counter()
-        if self.first_at is None:
-            self.first_at = self._last_at
-        # The interpreter waits for a stream's thread when it ends; nobody waits for its answer then.
-        ended = self._stop.is_set() or not threading.main_thread().is_alive()
-        return torch.full((input_ids.shape[0],), ended, dtype=torch.bool, device=input_ids.device)
+        return torch.full((input_ids.shape[0],), self.note(), dtype=torch.bool, device=input_ids.device)
 
 
 class BlendStream(Iterator[str], AsyncIterator[str]):

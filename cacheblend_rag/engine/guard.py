@@ -5,22 +5,28 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections import deque
-from collections.abc import Callable
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal
 
+import torch
 from transformers import PreTrainedModel
 
+from cacheblend_rag.answers import exact_match, f1_score
 from cacheblend_rag.config import BlendConfig, EngineConfig
-from cacheblend_rag.engine.compare import Comparer, Comparison, GaveWayError, Sample
-from cacheblend_rag.engine.firsttoken import FirstLogits
+from cacheblend_rag.engine.assembler import Assembler
+from cacheblend_rag.engine.decode import decode
+from cacheblend_rag.engine.firsttoken import FirstLogits, TokenDistribution
 from cacheblend_rag.engine.generation import GenerationResult
 from cacheblend_rag.engine.prompt import AssembledPrompt
-from cacheblend_rag.engine.request import PromptRun
+from cacheblend_rag.engine.request import PromptRun, Request
 from cacheblend_rag.engine.runner import Runner
-from cacheblend_rag.model import Decoder
+from cacheblend_rag.layout import PromptLayout
+from cacheblend_rag.model import Decoder, uncompiled
 from cacheblend_rag.selection import make_selector
 from cacheblend_rag.tuning import Tuning
 
@@ -94,23 +100,75 @@ class GuardOrder:
     action: str | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sample:
+    """An answered request that waits to be compared.
+
+    Attributes
+    ----------
+    prompt : AssembledPrompt
+        What was asked, in tokens.
+    text : str or None
+        The answer; None where only the first token can be compared.
+    logits : torch.Tensor
+        The first token's logits, ``(vocab,)``.
+    max_new_tokens : int or None
+        Most tokens of the answer.
+    options : dict
+        The options of ``generate`` that full prefill's answer is generated with.
+    """
+
+    prompt: AssembledPrompt
+    text: str | None
+    logits: torch.Tensor
+    max_new_tokens: int | None
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """How far an answer is from full prefill's.
+
+    Attributes
+    ----------
+    distance : float
+        From 0, the same, to 1: the part of the words that is not shared (1 - F1). Where the answer was drawn at random, the total
+        variation distance of the first token's distributions: the least probability with which two draws of it differ.
+    first_token_kl : float
+        Kullback-Leibler divergence of the first token's distribution from full prefill's, in nats.
+    differs : bool
+        Whether the answers can be compared and are not the same once normalised.
+    remembers : bool
+        Whether chunks of the prompt remembered their documents.
+    """
+
+    distance: float
+    first_token_kl: float
+    differs: bool
+    remembers: bool
+
+
+class _GaveWayError(Exception):
+    """A comparison was left on the way, because the model is wanted or the engine is closed."""
+
+
 class Guard:
     """Compares some of an engine's answers with full prefill, and acts when they differ too much.
 
     Where chunks remember their documents, answers are compared with full prefill of the whole documents, as far as these fit the
     model's window, and nothing is done but report: full prefill of the chunks knows less.
 
-    At most eight requests wait for it; more are dropped. No text of prompts or answers is logged, or kept when they are
-    compared.
+    A comparison begins when no prompt is computed or waits, and is left between two layers when one comes. At most eight requests
+    wait for it; more are dropped. No text of prompts or answers is logged, or kept when they are compared.
 
     Parameters
     ----------
     model : PreTrainedModel
         The model.
-    tokenizer : Any
-        Its tokenizer.
     decoder : Decoder or None
         The model as blending sees it; None if it cannot be blended, and there is nothing to guard.
+    assembler : Assembler
+        Knows the whole documents of chunks that remember them.
     runner : Runner
         Runs prompts.
     config : EngineConfig
@@ -119,68 +177,59 @@ class Guard:
         The engine's own settings of blending.
     tuning : Tuning
         Past which distance the guard acts, and over how many answers that is averaged.
-    whole_documents : callable
-        Returns the tokens of a prompt with the whole documents of its chunks, which those that remember are compared with; None
-        where these do not fit.
+
+    Attributes
+    ----------
+    active : bool
+        Whether any request is ever compared.
+    order : GuardOrder
+        The settings in force for requests that bring none of their own.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        tokenizer: Any,
         decoder: Decoder | None,
+        assembler: Assembler,
         runner: Runner,
         config: EngineConfig,
         blend: BlendConfig,
         tuning: Tuning,
-        whole_documents: Callable[[AssembledPrompt], tuple[int, ...] | None],
     ) -> None:
         self._model = model
+        self._decoder = decoder
+        self._assembler = assembler
+        self._runner = runner
         self._config, self._blend, self._tuning = config, blend, tuning
-        self._comparer = None
-        if decoder is not None and config.guard_rate:
-            self._comparer = Comparer(model, tokenizer, decoder, runner, blend, lambda: self._ending, whole_documents)
+        self.active = decoder is not None and config.guard_rate > 0
+        self.order = GuardOrder(blend)
         self._random = random.Random(0)
         self._changed = threading.Condition()
-        self._queue: deque[Sample] = deque()
+        # What follows is changed under the condition.
+        self._queue: deque[_Sample] = deque()
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._order = GuardOrder(blend)
         self._past_limit = False
-        self._window: deque[Comparison] = deque(maxlen=tuning.guard_window)
-        self._sampled = self._compared = self._differing = self._dropped = self._failed = 0
-
-    @property
-    def active(self) -> bool:
-        """Whether any request is ever compared."""
-        return self._comparer is not None
-
-    @property
-    def order(self) -> GuardOrder:
-        """The settings in force for requests that bring none of their own."""
-        return self._order
+        self._window: deque[_Comparison] = deque(maxlen=tuning.guard_window)
+        self._counts: Counter[str] = Counter()
 
     def status(self) -> GuardStatus:
         """Return what was found so far."""
         with self._changed:
-            ratio = self._order.blend.recompute_ratio if self._order.blend.enabled else 1.0
+            names = ("sampled", "compared", "differing", "dropped", "failed")
             return GuardStatus(
-                sampled=self._sampled,
-                compared=self._compared,
-                differing=self._differing,
+                **{name: self._counts[name] for name in names},
                 pending=len(self._queue),
-                dropped=self._dropped,
-                failed=self._failed,
                 window=len(self._window),
                 divergence=fmean(each.distance for each in self._window) if self._window else None,
                 first_token_kl=fmean(each.first_token_kl for each in self._window) if self._window else None,
-                recompute_ratio=ratio,
-                action=self._order.action,
+                recompute_ratio=self.order.blend.recompute_ratio if self.order.blend.enabled else 1.0,
+                action=self.order.action,
             )
 
     def reset(self) -> None:
         """Go back to the engine's own settings, and begin a new window."""
-        self._adopt(GuardOrder(self._blend, self._order.level + 1))
+        self._adopt(GuardOrder(self._blend, self.order.level + 1))
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until every sample is compared.
@@ -202,94 +251,122 @@ class Guard:
         """Drop what waits, and have the comparison under way left at its next layer; returns at once."""
         with self._changed:
             self._closed = True
-            self._dropped += len(self._queue)
-            self._queue.clear()
-            self._changed.notify_all()
+            self._drop_queue()
 
-    def watch(self, run: PromptRun) -> FirstLogits | None:
-        """Return what notes the first token's logits of a request that is drawn for comparison; None for any other."""
-        if self._comparer is None or run.request.guard_level is None or not run.request.blend.enabled:
-            return None
-        with self._changed:
-            drawn = self._random.random() < self._config.guard_rate
-        return FirstLogits(self._model) if drawn else None
+    def watch(self, run: PromptRun) -> None:
+        """Have the first token's logits of a request noted, if it is drawn for comparison."""
+        if self.active and run.request.guard_level is not None and run.request.blend.enabled:
+            with self._changed:
+                drawn = self._random.random() < self._config.guard_rate
+            run.first = FirstLogits(self._model) if drawn else None
 
-    def offer(
-        self,
-        run: PromptRun,
-        result: GenerationResult,
-        first: FirstLogits,
-        max_new_tokens: int | None,
-        options: dict[str, Any],
-    ) -> None:
-        """Have the answer to a request that was drawn compared; dropped where too many wait already.
-
-        Parameters
-        ----------
-        run : PromptRun
-            The request.
-        result : GenerationResult
-            Its answer.
-        first : FirstLogits
-            What noted its first logits.
-        max_new_tokens : int or None
-            Most tokens of the answer, as was asked.
-        options : dict
-            The options of ``generate`` it was answered with.
-        """
-        if run.recomputed is None or first.logits is None:
-            # It was computed as a whole.
+    def offer(self, run: PromptRun, result: GenerationResult) -> None:
+        """Have the answer to a request compared, if it was drawn; dropped where too many wait already."""
+        if run.first is None or run.first.logits is None or run.recomputed is None:
+            # It was not drawn, or not answered, or prefilled in full.
             return
+        request, options = run.request, run.request.options
+        sampling = options.get("do_sample")
+        sampling = self._model.generation_config.do_sample if sampling is None else sampling
+        # What was drawn at random differs from another draw anyway, and an option that is an object may have a state.
+        if sampling or not _is_plain(options):
+            sample = _Sample(run.prompt, None, run.first.logits, 1, {"do_sample": False})
+        else:
+            sample = _Sample(run.prompt, result.text, run.first.logits, request.max_new_tokens, dict(options))
         with self._changed:
-            self._sampled += 1
-            if self._closed or len(self._queue) >= _MOST_PENDING or run.request.guard_level != self._order.level:
-                self._dropped += 1
+            self._counts["sampled"] += 1
+            if self._closed or len(self._queue) >= _MOST_PENDING or request.guard_level != self.order.level:
+                self._counts["dropped"] += 1
                 return
-            assert self._comparer is not None
-            self._queue.append(self._comparer.sample(run.prompt, result.text, first.logits, max_new_tokens, options))
+            self._queue.append(sample)
             # In the child of a fork the parent's thread is gone.
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._work, name="cacheblend-guard")
                 self._thread.start()
-
-    def _work(self) -> None:
-        assert self._comparer is not None
-        while True:
-            with self._changed:
-                if not self._queue or self._ending:
-                    self._thread = None
-                    return
-                sample = self._queue[0]
-            try:
-                found = self._comparer.compare(sample)
-            except GaveWayError:
-                continue
-            except Exception as error:
-                # Its message may quote what was asked.
-                logger.warning("an answer could not be compared with full prefill: %s", type(error).__name__)
-                self._leave(sample, failed=True)
-                continue
-            with self._changed:
-                if self._leave(sample):
-                    self._compared += 1
-                    self._differing += found.differs
-                    self._window.append(found)
-                    self._judge()
 
     @property
     def _ending(self) -> bool:
         # The interpreter waits for this thread when it ends; nobody waits for what it finds out then.
         return self._closed or not threading.main_thread().is_alive()
 
-    def _leave(self, sample: Sample, failed: bool = False) -> bool:
-        """Take a sample off the queue, unless it was dropped meanwhile."""
-        with self._changed:
-            if not self._queue or self._queue[0] is not sample:
-                return False
-            self._queue.popleft()
-            self._failed += failed
-            self._changed.notify_all()
-            return True
+    def _work(self) -> None:
+        """Compare what waits, one after the other."""
+        while True:
+            with self._changed:
+                if not self._queue or self._ending:
+                    self._thread = None
+                    return
+                sample = self._queue[0]
+            found = None
+            try:
+                found = self._compare(sample)
+            except _GaveWayError:
+                continue
+            except Exception as error:
+                # Its message may quote what was asked.
+                logger.warning("an answer could not be compared with full prefill: %s", type(error).__name__)
+            with self._changed:
+                # It may have been dropped meanwhile.
+                if not self._queue or self._queue[0] is not sample:
+                    continue
+                self._queue.popleft()
+                self._changed.notify_all()
+                if found is None:
+                    self._counts["failed"] += 1
+                else:
+                    self._counts.update(compared=1, differing=int(found.differs))
+                    self._window.append(found)
+                    self._judge()
+
+    def _compare(self, sample: _Sample) -> _Comparison:
+        """Compare an answer, waiting until nobody needs the model.
+
+        Raises
+        ------
+        _GaveWayError
+            If it was left on the way; it may be tried again.
+        """
+        assert self._decoder is not None
+        prompt, remembers = sample.prompt, sample.prompt.layout.remembers
+        # Full prefill of whole documents knows what chunks that remember do.
+        ids = self._assembler.with_whole_documents(prompt) if remembers else None
+        if ids is not None:
+            prompt = AssembledPrompt(PromptLayout(ids, tuple(range(len(ids))), ()))
+        first = FirstLogits(self._model)
+        with self._runner.lock.after_others(), self._giving_way(self._decoder):
+            full = self._blend.replace(enabled=False)
+            request = Request(full, time.perf_counter(), max_new_tokens=sample.max_new_tokens, options=sample.options)
+            run = PromptRun(request, prompt, first=first)
+            text = decode(self._model, self._assembler.tokenizer, self._runner, run, threading.Event()).text
+        assert first.logits is not None
+        distribution = TokenDistribution.of(first.logits)
+        kl = distribution.kl_to(sample.logits)
+        if sample.text is None:
+            return _Comparison(distribution.distance_to(sample.logits), kl, False, remembers)
+        return _Comparison(1 - f1_score(sample.text, text), kl, not exact_match(sample.text, text), remembers)
+
+    @contextmanager
+    def _giving_way(self, decoder: Decoder) -> Iterator[None]:
+        """Leave the forwards of this thread between two layers when the model is wanted, or the engine is closed."""
+        device, thread = decoder.device, threading.get_ident()
+
+        def check(*_: Any) -> None:
+            if threading.get_ident() != thread:
+                return
+            if device.type == "cuda":
+                # Otherwise all layers would be under way before the first is computed.
+                torch.cuda.current_stream(device).synchronize()
+            if self._runner.lock.wanted or self._ending:
+                raise _GaveWayError
+
+        check()
+        hooks = [layer.register_forward_pre_hook(check) for layer in decoder.layers]
+        try:
+            with uncompiled(self._model):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _judge(self) -> None:
         """Act if a whole window is past the limit; call it under the condition."""
@@ -314,7 +391,7 @@ class Guard:
         self._adopt(order)
 
     def _next(self, found: str) -> GuardOrder:
-        blend, level = self._order.blend, self._order.level + 1
+        blend, level = self.order.blend, self.order.level + 1
         # "auto" never goes below quality_ratio.
         name = "quality_ratio" if blend.recompute_ratio == "auto" else "recompute_ratio"
         ratio = getattr(blend, name)
@@ -326,10 +403,21 @@ class Guard:
 
     def _adopt(self, order: GuardOrder) -> None:
         with self._changed:
-            self._order = order
+            self.order = order
             self._past_limit = False
             self._window.clear()
             # What was answered under other settings says nothing of these.
-            self._dropped += len(self._queue)
-            self._queue.clear()
-            self._changed.notify_all()
+            self._drop_queue()
+
+    def _drop_queue(self) -> None:
+        self._counts["dropped"] += len(self._queue)
+        self._queue.clear()
+        self._changed.notify_all()
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(each) for each in value.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(_is_plain(each) for each in value)
+    return value is None or isinstance(value, bool | int | float | str)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,20 +15,20 @@ from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaL
 
 from cacheblend_rag.engine.decode import complete_options, decode, output_limit
 from cacheblend_rag.engine.features import decodes_alone
-from cacheblend_rag.engine.firsttoken import FirstLogits
+from cacheblend_rag.engine.firsttoken import last_logits
 from cacheblend_rag.engine.generation import GenerationResult
-from cacheblend_rag.engine.padded import PaddedBatch
+from cacheblend_rag.engine.padded import PaddedBatch, RowEnds, RowProcessor
 from cacheblend_rag.engine.request import PromptRun, make_report
-from cacheblend_rag.engine.rows import RowEnds, RowProcessor
 from cacheblend_rag.engine.runner import ROOM_FOR_OUTPUT, Runner
 from cacheblend_rag.engine.selfcheck import check_batching
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache
-from cacheblend_rag.model import Decoder, num_decoder_layers, past_adapters
+from cacheblend_rag.model import Decoder, num_decoder_layers
 from cacheblend_rag.tuning import Tuning
 
-__all__ = ["Many", "options_of", "plan_decoding"]
+__all__ = ["Many", "options_of_each", "plan_decoding"]
 
+_OBJECTS = ("stopping_criteria", "logits_processor")
 # Options of transformers' generate that mean the same for a row of a padded batch as for a prompt of its own.
 _BY_ROW = frozenset(
     {
@@ -50,6 +50,8 @@ _BY_ROW = frozenset(
         "renormalize_logits",
         "repetition_penalty",
         "stop_strings",
+        # Objects, of which every row gets its own.
+        *_OBJECTS,
         "suppress_tokens",
         "temperature",
         "tokenizer",
@@ -60,8 +62,6 @@ _BY_ROW = frozenset(
         "use_cache",
     }
 )
-# Objects, of which every row gets its own.
-_OBJECTS = ("stopping_criteria", "logits_processor")
 # What a checkpoint's generation settings may say besides, to no effect here.
 _WITHOUT_EFFECT = frozenset({"max_length", "transformers_version"})
 
@@ -100,17 +100,6 @@ def plan_decoding(
     return groups
 
 
-@dataclass(frozen=True)
-class _Member:
-    """A prompt of a batch: the most tokens of its answer, what notes its first logits, and what steers its own row."""
-
-    run: PromptRun
-    limit: int
-    first: FirstLogits | None
-    criteria: list[Any]
-    processors: list[Any]
-
-
 class Many:
     """Answers many prompts on one model.
 
@@ -135,113 +124,88 @@ class Many:
         self._tokenizer = tokenizer
         self._decoder = decoder
         self._runner = runner
-        self._tuning = tuning
+        self._batch_tokens = tuning.decode_batch_tokens
         self._self_check = tuning.self_check
         self._refused: str | None = None
 
     def answer(
-        self,
-        runs: Sequence[PromptRun],
-        max_new_tokens: int | None,
-        batch_size: int | None,
-        options: dict[str, Any],
-        stop: threading.Event,
-        firsts: Sequence[FirstLogits | None],
+        self, runs: Sequence[PromptRun], batch_size: int | None, stop: threading.Event
     ) -> Iterator[tuple[int, GenerationResult]]:
-        """Answer prompts that come with the same options.
+        """Answer prompts whose options differ in objects only; see `options_of_each`.
 
         Parameters
         ----------
         runs : sequence of PromptRun
             The prompts.
-        max_new_tokens : int or None
-            Most tokens of each answer.
         batch_size : int or None
             Most prompts that are decoded together.
-        options : dict
-            Further options of ``generate``, checked by `check_options`.
         stop : threading.Event
             Ends the generation at the next token; prompts whose turn has not come are left out.
-        firsts : sequence of (FirstLogits or None)
-            What notes the first token's logits of each prompt.
 
         Yields
         ------
         (int, GenerationResult)
             The index of a prompt in `runs`, and its answer.
         """
-        objects = {name: _of_each(name, options.get(name), len(runs)) for name in _OBJECTS}
-        options = {name: value for name, value in options.items() if name not in _OBJECTS}
-        reason = self._alone_reason(runs, options) if len(runs) > 1 and batch_size != 1 else None
-        limits = [output_limit(self._model, run, max_new_tokens) for run in runs]
+        reason = self._alone_reason(runs) if len(runs) > 1 and batch_size != 1 else None
+        limits = [output_limit(self._model, run) for run in runs]
         lengths = [len(run.prompt.layout) for run in runs]
-        budget = self._tuning.decode_batch_tokens
-        for group in plan_decoding(lengths, limits, budget, batch_size):
+        for group in plan_decoding(lengths, limits, self._batch_tokens, batch_size):
             if stop.is_set():
                 return
             self._runner.encode_misses([runs[index] for index in group])
             if len(group) > 1 and reason is None:
-                members = [
-                    _Member(runs[index], limits[index], firsts[index], *(each[index] for each in objects.values()))
-                    for index in group
-                ]
                 # Of a group that was stopped before its first token there are no answers.
-                yield from zip(group, self._together(members, options, stop), strict=False)
+                yield from zip(group, self._together([runs[index] for index in group], stop), strict=False)
                 continue
             for index in group:
                 if not stop.is_set():
-                    runs[index].figures["alone_reason"] = reason
-                    own = options_of(options | objects, index)
-                    yield index, self._alone(runs[index], max_new_tokens, own, stop, firsts[index])
+                    run = runs[index]
+                    run.figures["alone_reason"] = reason
+                    result = decode(self._model, self._tokenizer, self._runner, run, stop)
+                    run.kv.encoded.clear()
+                    yield index, result
 
-    def _alone(
-        self,
-        run: PromptRun,
-        max_new_tokens: int | None,
-        options: dict[str, Any],
-        stop: threading.Event,
-        first: FirstLogits | None,
-    ) -> GenerationResult:
-        result = decode(self._model, self._tokenizer, self._runner, run, max_new_tokens, options, stop, None, first)
-        run.kv.encoded.clear()
-        return result
-
-    def _together(
-        self,
-        members: Sequence[_Member],
-        options: dict[str, Any],
-        stop: threading.Event,
-    ) -> list[GenerationResult]:
+    def _together(self, runs: Sequence[PromptRun], stop: threading.Event) -> list[GenerationResult]:
         """Answer a group of prompts in one batch."""
         model, tokenizer = self._model, self._tokenizer
-        layouts = [member.run.prompt.layout for member in members]
-        limits = [member.limit for member in members]
+        limits = [output_limit(model, run) for run in runs]
+        layouts = [run.prompt.layout for run in runs]
         batch = PaddedBatch(
             [layout.token_ids for layout in layouts],
             [layout.positions for layout in layouts],
             min(max(limits), ROOM_FOR_OUTPUT),
         )
-        for row, member in enumerate(members):
+
+        def prefill(row: int, cache: BlendCache | None, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+            assert cache is not None
+            logits = last_logits(model, inputs, cache)
+            batch.take(row, cache, logits)
+            return logits
+
+        for row, run in enumerate(runs):
             if stop.is_set():
                 return []
-            self._prefill(member.run, batch, row, member.first)
-        options = complete_options(model, tokenizer, options)
+            self._runner.run(run, 0, partial(prefill, row))
+            run.timings.forward_ended = time.perf_counter()
+            run.kv.encoded.clear()
+        shared = {name: value for name, value in runs[0].request.options.items() if name not in _OBJECTS}
+        options = complete_options(model, tokenizer, shared)
         strings = options.pop("stop_strings", None)
         ends = RowEnds(
-            batch.width,
-            batch.starts,
+            batch,
             limits,
             self._end_ids(options),
-            [member.criteria for member in members],
+            [run.request.options.get("stopping_criteria", ()) for run in runs],
             [StopStringCriteria(tokenizer, strings)] if strings else [],
             stop,
         )
-        if any(member.processors for member in members):
-            processor = RowProcessor(batch.starts, [member.processors for member in members])
-            options["logits_processor"] = LogitsProcessorList([processor])
         options["stopping_criteria"] = StoppingCriteriaList([ends])
+        processors = [run.request.options.get("logits_processor", ()) for run in runs]
+        if any(processors):
+            options["logits_processor"] = LogitsProcessorList([RowProcessor(batch.starts, processors)])
         with (
-            self._runner.lock.within(members[0].run.request.wait_until),
+            self._runner.lock.within(runs[0].request.wait_until),
             torch.no_grad(),
             batch.prefilled(model) as cache,
         ):
@@ -251,37 +215,21 @@ class Many:
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         answers = sequences[:, batch.width :].tolist()
         results = []
-        for row, member in enumerate(members):
-            run = member.run
-            token_ids = tuple(answers[row][: ends.count(row)])
-            run.figures["batch_size"] = len(members)
-            report = make_report(run, num_decoder_layers(model), ends.times[0], len(token_ids), ends.tpot_s(row))
+        for row, (run, layout) in enumerate(zip(runs, layouts, strict=True)):
+            count = ends.count(row)
+            token_ids = tuple(answers[row][:count])
+            run.figures["batch_size"] = len(runs)
+            report = make_report(run, num_decoder_layers(model), ends.times[0], count, ends.tpot_s(count))
             text = tokenizer.decode(token_ids, skip_special_tokens=True)
-            results.append(GenerationResult(text, token_ids, run.prompt.layout.token_ids, report))
+            results.append(GenerationResult(text, token_ids, layout.token_ids, report))
         return results
-
-    def _prefill(self, run: PromptRun, batch: PaddedBatch, row: int, first: FirstLogits | None) -> None:
-        model = past_adapters(self._model)
-        # As generate asks for them.
-        keep = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}  # type: ignore[operator]
-
-        def forward(cache: BlendCache | None, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-            assert cache is not None
-            with first or nullcontext():
-                logits: torch.Tensor = model(**inputs, past_key_values=cache, use_cache=True, **keep).logits[0, -1]
-            batch.take(row, cache, logits)
-            return logits
-
-        self._runner.run(run, 0, forward)
-        run.timings.forward_ended = time.perf_counter()
-        run.kv.encoded.clear()
 
     def _end_ids(self, options: dict[str, Any]) -> list[int]:
         ends = options.get("eos_token_id")
         ends = self._model.generation_config.eos_token_id if ends is None else ends
         return [] if ends is None else [int(each) for each in (ends if isinstance(ends, list | tuple) else [ends])]
 
-    def _alone_reason(self, runs: Sequence[PromptRun], options: dict[str, Any]) -> str | None:
+    def _alone_reason(self, runs: Sequence[PromptRun]) -> str | None:
         """Return why these prompts cannot be decoded in one batch, or None."""
         if self._decoder is None:
             return "the model cannot be blended, and is not known to decode several prompts as it decodes one"
@@ -289,57 +237,45 @@ class Many:
             return "the rotary frequencies of the model depend on the longest prompt that it reads"
         if self._decoder.column_biases and any(run.prompt.places is not None for run in runs):
             return "the bias of the model counts the tokens of a batch, and a prompt places its own"
-        alone = decodes_alone(runs[0].request.blend)
-        if alone is not None:
-            return alone
+        request = runs[0].request
+        reason = decodes_alone(request.blend)
+        if reason is not None:
+            return reason
         own = self._model.generation_config.to_diff_dict()
-        given = {name: value for name, value in options.items() if value is not None}
+        given = {name: value for name, value in request.options.items() if value is not None}
         for name, value in (own | given).items():
             # What is 0, False or empty is switched off.
             if value and name not in _BY_ROW | _WITHOUT_EFFECT and not name.startswith("_"):
                 return f"the generation option {name}={value!r} may read the padding of a batch"
-        return self._refusal(runs[0].request.wait_until)
-
-    def _refusal(self, wait_until: float | None) -> str | None:
-        assert self._decoder is not None
-        if self._self_check:
-            with self._runner.lock.within(wait_until):
-                if self._self_check:
-                    try:
-                        check_batching(self._decoder)
-                    except UnsupportedModelError as error:
-                        self._refused = str(error)
-                    self._self_check = False
+        with self._runner.lock.within(request.wait_until) if self._self_check else nullcontext():
+            if self._self_check:
+                try:
+                    check_batching(self._decoder)
+                except UnsupportedModelError as error:
+                    self._refused = str(error)
+                self._self_check = False
         return self._refused
 
 
-def options_of(options: dict[str, Any], index: int) -> dict[str, Any]:
-    """Return the options of one prompt, where there are objects for each."""
-    own = {}
-    for name in _OBJECTS:
-        objects = options.get(name) or ()
-        own[name] = objects[index] if any(isinstance(each, list | tuple) for each in objects) else objects
-    return {name: value for name, value in (options | own).items() if name not in _OBJECTS or value}
+def options_of_each(options: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    """Return the options of each of so many prompts.
 
-
-def _of_each(name: str, objects: Any, count: int) -> list[list[Any]]:
-    """Return the stopping criteria, or the processors, of each prompt.
-
-    Parameters
-    ----------
-    name : str
-        The option, for messages.
-    objects : Any
-        Its value: objects for all prompts, of which each gets copies, since they may keep a state for the answer they are used
-        in; or a list of them for each prompt.
-    count : int
-        Prompts.
+    Stopping criteria and logits processors are objects for all prompts, of which each gets copies, since they may keep a state
+    for the answer they are used in; or lists of them, one for each prompt.
     """
-    objects = list(objects or ())
-    if not any(isinstance(each, list | tuple) for each in objects):
-        return [[copy.copy(each) for each in objects] for _ in range(count)]
-    if len(objects) != count or not all(isinstance(each, list | tuple) for each in objects):
-        raise ConfigError(
-            f"{name} is a list of {len(objects)} for {count} prompts; give objects for all of them, or one list for each prompt"
-        )
-    return [list(each) for each in objects]
+    each = [dict(options) for _ in range(count)]
+    for name in _OBJECTS:
+        objects = list(options.get(name) or ())
+        if not any(isinstance(given, list | tuple) for given in objects):
+            own = [[copy.copy(given) for given in objects] for _ in range(count)]
+        elif len(objects) == count and all(isinstance(given, list | tuple) for given in objects):
+            own = [list(given) for given in objects]
+        else:
+            raise ConfigError(
+                f"{name} is a list of {len(objects)} for {count} prompts; give objects for all of them, or one list for each "
+                "prompt"
+            )
+        for mine, objects in zip(each, own, strict=True):
+            mine.pop(name, None)
+            mine |= {name: objects} if objects else {}
+    return each

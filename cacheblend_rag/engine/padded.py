@@ -1,22 +1,22 @@
-"""The KV of several prompts in one padded batch, which the model's own ``generate`` goes on from."""
+"""Several prompts in one padded batch, which the model's own ``generate`` goes on from, and what ends and steers each row."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from cacheblend_rag.engine.generation import TokenWatch
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model import KVCache, unwrapped
-from cacheblend_rag.store.locks import ForkSafeLock
 
-__all__ = ["PaddedBatch"]
+__all__ = ["PaddedBatch", "RowEnds", "RowProcessor"]
 
 
 class PaddedBatch:
@@ -33,22 +33,24 @@ class PaddedBatch:
         The position of each of those tokens.
     room : int
         Tokens behind the prompts for which each layer has room at once.
+
+    Attributes
+    ----------
+    width : int
+        Tokens of the longest prompt.
+    starts : list of int
+        The column of each prompt's first token.
     """
 
     def __init__(self, prompts: Sequence[Sequence[int]], positions: Sequence[Sequence[int]], room: int) -> None:
-        self._width = max(map(len, prompts))
+        self.width = max(map(len, prompts))
         self._room = room
-        self.starts = [self._width - len(ids) for ids in prompts]
+        self.starts = [self.width - len(ids) for ids in prompts]
         # Padding repeats a token that the prompt has anyway: a penalty on repeated tokens reads the ids without a mask.
         self._ids = [[ids[0]] * start + list(ids) for ids, start in zip(prompts, self.starts, strict=True)]
         self._positions = [[0] * start + list(row) for row, start in zip(positions, self.starts, strict=True)]
         self._buffers: list[LayerKV] = []
         self._logits: list[torch.Tensor | None] = [None] * len(prompts)
-
-    @property
-    def width(self) -> int:
-        """Tokens of the longest prompt."""
-        return self._width
 
     def take(self, row: int, cache: KVCache, logits: torch.Tensor) -> None:
         """Copy a prompt's KV into its row.
@@ -68,17 +70,17 @@ class PaddedBatch:
         start = self.starts[row]
         for buffers, layer in zip(self._buffers, held, strict=True):
             for buffer, tensor in zip(buffers, layer, strict=True):
-                buffer[row, :, start : self._width] = tensor[0]
+                buffer[row, :, start : self.width] = tensor[0]
         self._logits[row] = logits
 
     def _buffer(self, tensor: torch.Tensor) -> torch.Tensor:
         # Zeros, since what is masked is multiplied by nothing, and must be a number for that.
         _, heads, _, width = tensor.shape
-        return tensor.new_zeros(len(self.starts), heads, self._width + self._room, width)
+        return tensor.new_zeros(len(self.starts), heads, self.width + self._room, width)
 
     def inputs(self, device: torch.device) -> dict[str, torch.Tensor]:
         """Return what ``generate`` is called with, ``(prompts, width)`` each: ids, attention mask and positions."""
-        mask = [[0] * start + [1] * (self._width - start) for start in self.starts]
+        mask = [[0] * start + [1] * (self.width - start) for start in self.starts]
         values = {"input_ids": self._ids, "attention_mask": mask, "position_ids": self._positions}
         return {name: torch.tensor(rows, device=device) for name, rows in values.items()}
 
@@ -86,89 +88,123 @@ class PaddedBatch:
     def prefilled(self, model: PreTrainedModel) -> Iterator[KVCache]:
         """Answer the model's first forward over a cache with the prompts' KV and logits, for the duration of a ``with`` block.
 
-        Calls with another cache, of other threads for example, are the model's own business.
+        Calls with another cache, of other threads for example, are the model's own business. The caller has the model's lock.
 
         Yields
         ------
         KVCache
             The cache to call ``generate`` with, empty until that forward.
         """
-        logits = torch.stack([row for row in self._logits if row is not None])[:, None]
-        cache = _PrefilledCache(self._buffers, self._width, logits)
         # What wraps a model (adapters, torch.compile) hands generate on to the model inside.
-        with _asking_caches(unwrapped(model)):
+        model = unwrapped(model)
+        cache = KVCache(len(self._buffers))
+        logits = torch.stack([row for row in self._logits if row is not None])[:, None]
+        forward, own = model.forward, vars(model).get("forward")
+
+        @wraps(forward)
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("past_key_values") is not cache or cache.get_seq_length():
+                return forward(*args, **kwargs)
+            for layer, buffers in zip(cache.kv_layers, self._buffers, strict=True):
+                layer.hold(buffers, self.width)
+            return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+
+        model.forward = answer
+        try:
             yield cache
+        finally:
+            # Unless it was replaced once more.
+            if vars(model).get("forward") is answer:
+                if own is None:
+                    del model.forward
+                else:
+                    model.forward = own
 
 
-class _PrefilledCache(KVCache):
-    """A cache that is filled by the first forward over it without the model.
+class RowEnds(TokenWatch):
+    """Ends each row of a batch by its own measure, and notes after how many tokens, and when, that was.
 
     Parameters
     ----------
-    buffers : sequence of LayerKV
-        What it is filled with, for each layer.
-    width : int
-        How many columns of them.
-    logits : torch.Tensor
-        What that forward answers, ``(prompts, 1, vocab)``.
+    batch : PaddedBatch
+        The rows.
+    limits : sequence of int
+        Most tokens of each answer.
+    end_ids : collection of int
+        Tokens that end an answer.
+    criteria : sequence of sequence of StoppingCriteria
+        Further criteria of each row, which see it as a batch of one without padding.
+    shared : sequence of StoppingCriteria
+        Criteria that look at the last tokens of each row only, and see all rows at once.
+    stop : threading.Event
+        Ends all rows at the next token.
     """
 
-    def __init__(self, buffers: Sequence[LayerKV], width: int, logits: torch.Tensor) -> None:
-        super().__init__(len(buffers))
-        self._buffers = buffers
-        self._width = width
-        self._logits = logits
+    def __init__(
+        self,
+        batch: PaddedBatch,
+        limits: Sequence[int],
+        end_ids: Collection[int],
+        criteria: Sequence[Sequence[StoppingCriteria]],
+        shared: Sequence[StoppingCriteria],
+        stop: threading.Event,
+    ) -> None:
+        super().__init__(stop)
+        self._batch = batch
+        self._limits = limits
+        self._end_ids = frozenset(end_ids)
+        self._criteria = criteria
+        self._shared = shared
+        self._counts: list[int | None] = [None] * len(limits)
 
-    def prefill(self) -> CausalLMOutputWithPast:
-        """Fill the cache and return what the model's forward would have returned."""
-        for layer, buffers in zip(self.kv_layers, self._buffers, strict=True):
-            layer.hold(buffers, self._width)
-        return CausalLMOutputWithPast(logits=self._logits, past_key_values=self)
+    def count(self, row: int) -> int:
+        """Return the tokens of a row's answer, once the batch has ended."""
+        ended = self._counts[row]
+        return len(self.times) if ended is None else ended
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Return whether each row is done."""
+        ended = self.note()
+        count = input_ids.shape[1] - self._batch.width
+        newest = input_ids[:, -1].tolist()
+        together = [each(input_ids, scores, **kwargs).tolist() for each in self._shared]
+        for row, start in enumerate(self._batch.starts):
+            if self._counts[row] is not None:
+                continue
+            own = input_ids[row : row + 1, start:]
+            if (
+                count >= self._limits[row]
+                or newest[row] in self._end_ids
+                or any(done[row] for done in together)
+                # A list, since each may have to see every token.
+                or any([bool(each(own, None, **kwargs)) for each in self._criteria[row]])
+            ):
+                self._counts[row] = count
+        done = [ended or each is not None for each in self._counts]
+        return torch.tensor(done, dtype=torch.bool, device=input_ids.device)
 
 
-class _Asking:
-    """A model's forward, replaced by one that asks the cache first whether it knows the answer."""
+class RowProcessor(LogitsProcessor):
+    """Applies each row's own logits processors to it, as to a batch of one without padding.
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        forward = model.forward
+    Parameters
+    ----------
+    starts : sequence of int
+        The column of each row's first token.
+    processors : sequence of sequence of LogitsProcessor
+        Those of each row.
+    """
 
-        @wraps(forward)
-        def ask(*args: Any, **kwargs: Any) -> Any:
-            cache = kwargs.get("past_key_values")
-            if isinstance(cache, _PrefilledCache) and not cache.get_seq_length():
-                return cache.prefill()
-            return forward(*args, **kwargs)
+    def __init__(self, starts: Sequence[int], processors: Sequence[Sequence[LogitsProcessor]]) -> None:
+        self._starts = starts
+        self._processors = processors
 
-        self._own = vars(model).get("forward")
-        self._ask = model.forward = ask
-        self.blocks = 0
-
-    def undo(self, model: PreTrainedModel) -> None:
-        """Put back what was there, unless it was replaced once more."""
-        if vars(model).get("forward") is not self._ask:
-            return
-        if self._own is None:
-            del model.forward
-        else:
-            model.forward = self._own
-
-
-_asking: WeakKeyDictionary[PreTrainedModel, _Asking] = WeakKeyDictionary()
-_asking_lock = ForkSafeLock()
-
-
-@contextmanager
-def _asking_caches(model: PreTrainedModel) -> Iterator[None]:
-    """Have a model's forward ask its cache for the duration of a ``with`` block; blocks may end in any order."""
-    with _asking_lock:
-        asking = _asking.get(model)
-        if asking is None:
-            asking = _asking[model] = _Asking(model)
-        asking.blocks += 1
-    try:
-        yield
-    finally:
-        with _asking_lock:
-            asking.blocks -= 1
-            if not asking.blocks:
-                _asking.pop(model).undo(model)
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return the scores, ``(rows, vocab)``, as the processors change them."""
+        rows = []
+        for row, start in enumerate(self._starts):
+            own, changed = input_ids[row : row + 1, start:], scores[row : row + 1]
+            for each in self._processors[row]:
+                changed = each(own, changed)
+            rows.append(changed)
+        return torch.cat(rows)

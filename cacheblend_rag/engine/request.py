@@ -11,6 +11,7 @@ import torch
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.controller import Plan
 from cacheblend_rag.engine.conversation import Conversation, Resumption
+from cacheblend_rag.engine.firsttoken import FirstLogits
 from cacheblend_rag.engine.prompt import AssembledPrompt, PromptChunk
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
@@ -42,6 +43,10 @@ class Request:
         What the guard changed in them.
     rows : torch.Tensor or None
         The chunk rows to recompute, ascending, where no selector is to choose them.
+    max_new_tokens : int or None
+        Most tokens to generate; None for the model's own setting.
+    options : dict
+        Further options of ``generate``, checked by `check_options`.
     """
 
     blend: BlendConfig
@@ -52,6 +57,8 @@ class Request:
     guard_level: int | None = None
     guard_action: str | None = None
     rows: torch.Tensor | None = None
+    max_new_tokens: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -131,6 +138,8 @@ class PromptRun:
         Returns the share of the answer's attention that went to a chunk, where that is asked for.
     output_ids : tuple of int
         What was generated.
+    first : FirstLogits or None
+        Notes the first token's logits of a request that the online guard compares.
     figures : dict
         Further fields of its `BlendReport`, from what few prompts use.
     """
@@ -146,6 +155,7 @@ class PromptRun:
     charge: float = 0.0
     attention: Callable[[ChunkSpan], float] | None = None
     output_ids: tuple[int, ...] = ()
+    first: FirstLogits | None = None
     figures: dict[str, Any] = field(default_factory=dict)
 
     @property

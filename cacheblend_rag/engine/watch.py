@@ -84,7 +84,7 @@ class WatchedForward:
                     return
 
         with uncompiled(self.model), watch_attention(after_attention):
-            logits = last_logits(self.model, inputs, cache)
+            logits = last_logits(self.model, inputs, cache).cpu()
         if waiting:
             raise UnsupportedModelError(
                 f"{name}: the attention of layers {', '.join(map(str, waiting))} cannot be watched"

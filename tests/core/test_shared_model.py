@@ -134,19 +134,16 @@ def _first_tokens(model: PreTrainedModel, batch: PaddedBatch, cache: KVCache) ->
 
 @pytest.mark.parametrize("patched", [False, True], ids=["own", "patched"])
 @torch.no_grad()
-def test_padded_batches_may_end_in_any_order(patched: bool) -> None:
+def test_padded_batches_leave_the_model_as_it_was(patched: bool) -> None:
     model = tiny_model("llama")
     if patched:
         model.forward = partial(model.forward)
     before, plain = vars(model).get("forward"), _logits(model, torch.tensor([[3, 4, 5]]))
     first, second = _batch(model, [[1, 2, 3], [4, 5]], 7), _batch(model, [[5, 6, 7], [8, 9]], 8)
-    first_block, second_block = first.prefilled(model), second.prefilled(model)
-    first_cache, second_cache = first_block.__enter__(), second_block.__enter__()
-    assert _first_tokens(model, first, first_cache) == [7, 7]
-    first_block.__exit__(None, None, None)
-    assert _first_tokens(model, second, second_cache) == [8, 8]
-    assert _logits(model, torch.tensor([[3, 4, 5]])).equal(plain)
-    second_block.__exit__(None, None, None)
+    with first.prefilled(model) as first_cache, second.prefilled(model) as second_cache:
+        assert _first_tokens(model, first, first_cache) == [7, 7]
+        assert _first_tokens(model, second, second_cache) == [8, 8]
+        assert _logits(model, torch.tensor([[3, 4, 5]])).equal(plain)
     assert vars(model).get("forward") is before
 
 

@@ -119,5 +119,5 @@ class PrefixCache:
             for logits, token in zip(output.logits, generated.tolist(), strict=True)
         ]
         mean = sum(scores) / len(scores) if scores else -float("inf")
-        first_at = watch.first_at if watch.first_at is not None else started + seconds
-        return PrefixAnswer(tuple(generated.tolist()), first_at - started, seconds, mean)
+        first_s = watch.times[0] - started if watch.times else seconds
+        return PrefixAnswer(tuple(generated.tolist()), first_s, seconds, mean)
