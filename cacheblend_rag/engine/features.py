@@ -1,4 +1,4 @@
-"""What few prompts ask for, attached to the forward over a prompt: what the guard compares, repair, eviction, source attention."""
+"""What few prompts ask for, attached to the forward over a prompt: repair, eviction, source attention, the guard's look."""
 
 from __future__ import annotations
 
