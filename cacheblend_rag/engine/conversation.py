@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 import torch
@@ -48,7 +48,7 @@ class Resumption:
         elsewhere in the turn before.
     head : int
         How many of the resumed rows are those of the prompt's fixed head: all or none.
-    readers : mapping of int to KVReader
+    readers : dict of int to KVReader
         Readers of the resumed rows and of each run, by the rows that they begin at.
     runs : tuple of Run
         The runs of tokens that stood elsewhere, ascending.
@@ -58,7 +58,7 @@ class Resumption:
 
     layout: PromptLayout
     head: int
-    readers: Mapping[int, KVReader]
+    readers: dict[int, KVReader] = field(default_factory=dict)
     runs: tuple[Run, ...] = ()
     held: HeldTurn | None = None
 

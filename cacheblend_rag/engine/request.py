@@ -16,7 +16,7 @@ from cacheblend_rag.engine.prompt import AssembledPrompt, PromptChunk
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.report import BlendReport, ChunkReport
-from cacheblend_rag.store import KVReader, NamedTarget
+from cacheblend_rag.store import NamedTarget
 
 __all__ = ["ChunkSupply", "PromptRun", "Request", "Timings", "make_report"]
 
@@ -124,8 +124,6 @@ class PromptRun:
         What is done, once that is decided.
     resumed : Resumption or None
         What it takes over: its fixed head, and what its conversation has.
-    head : KVReader or None
-        The KV of the rows of its fixed head that it takes over.
     kv : ChunkSupply
         Where the KV of its chunks comes from.
     timings : Timings
@@ -148,7 +146,6 @@ class PromptRun:
     prompt: AssembledPrompt
     plan: Plan | None = None
     resumed: Resumption | None = None
-    head: KVReader | None = None
     kv: ChunkSupply = field(default_factory=ChunkSupply)
     timings: Timings = field(default_factory=Timings)
     recomputed: torch.Tensor | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TypeAlias
@@ -23,9 +23,9 @@ from cacheblend_rag.engine.supply import KVSupply
 from cacheblend_rag.errors import ChunkReadError, PromptError
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
-from cacheblend_rag.loader import LayerLoader, ResumedLayers
+from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import Decoder, num_decoder_layers, takes_positions, text_decoder
-from cacheblend_rag.selection import FixedSelection
+from cacheblend_rag.selection import FixedSelection, Selection
 from cacheblend_rag.store import KVReader, KVStore
 from cacheblend_rag.store.clock import steady_s
 from cacheblend_rag.tuning import Tuning
@@ -159,11 +159,11 @@ class Runner:
             self._controller = Controller(self._decoder, self._blend, self._tuning, self._store)
         return self._controller
 
-    def _prepare(self, run: PromptRun) -> list[KVReader] | None:
-        """Decide how a prompt is prefilled; return readers of its layout's chunks, or None where nothing of it is taken over."""
+    def _prepare(self, run: PromptRun) -> dict[int, KVReader] | None:
+        """Decide how a prompt is prefilled; return readers of what it takes over, by rows; None for nothing."""
         blend, given = run.request.blend, run.request.rows
         # After damaged KV this is asked again, and the choice between blending and not may fall otherwise.
-        run.resumed = run.head = None
+        run.resumed = None
         run.figures["head_tokens"] = 0
         ratio = blend.recompute_ratio if given is None else 0.0
         run.plan = self._whole_plan(run)
@@ -183,7 +183,7 @@ class Runner:
             self._resume(run, None)
             keys = [chunk.key for chunk in run.waiting if chunk.key not in run.kv.hits]
             run.kv.hits.update(zip(keys, self._store.holds(keys), strict=True))
-            return None if run.resumed is None else []
+            return None if run.resumed is None else dict(run.resumed.readers)
         readers = self._supply.readers(run, found)
         if given is not None:
             context = run.prompt.layout
@@ -192,9 +192,7 @@ class Runner:
         else:
             assert ratio != "auto"
             run.plan = make_plan(blend, run.layout, self._num_layers, ratio)
-        if run.resumed is not None:
-            readers.update(run.resumed.readers)
-        return [readers[span.start] for span in run.layout.chunks]
+        return readers if run.resumed is None else {**readers, **run.resumed.readers}
 
     def _whole_plan(self, run: PromptRun) -> Plan | None:
         """Return the plan of a prompt that is prefilled in full, as far as that is known before its stored KV is opened."""
@@ -217,7 +215,7 @@ class Runner:
         self,
         run: PromptRun,
         decoder: Decoder,
-        readers: Sequence[KVReader] | None,
+        readers: Mapping[int, KVReader] | None,
         headroom: int,
         ids: torch.Tensor,
         forward: Forward,
@@ -238,14 +236,9 @@ class Runner:
             if readers is not None:
                 # A prompt that is prefilled in full, but for the rows that it takes over, selects nothing.
                 selection = run.plan.selection or FixedSelection(torch.empty(0, dtype=torch.int64))
-                capacity = len(run.layout) + room
-                loader = self._loader(run, decoder, readers, min(selection.check_layers, default=0), capacity)
-                rows = () if run.resumed is None else run.resumed.rows
-                source = ResumedLayers(rows, loader, capacity) if rows else loader
-                assert source is not None
-                if loader is not None:
-                    stack.enter_context(loader)
-                steering = Steering(decoder, cache, run.layout, selection, source)
+                loader = self._loader(run.layout, decoder, readers, selection, len(run.layout) + room)
+                stack.enter_context(loader)
+                steering = Steering(decoder, cache, run.layout, selection, loader.synchronize)
                 stack.enter_context(steering())
             for each in attach(run, decoder, cache, steering, self._tuning, headroom, room):
                 stack.enter_context(each)
@@ -261,21 +254,29 @@ class Runner:
         return output
 
     def _loader(
-        self, run: PromptRun, decoder: Decoder, readers: Sequence[KVReader], first_layer: int, capacity: int
-    ) -> LayerLoader | None:
-        """Return what loads the KV of a prompt's chunks and of its head; None where there is nothing to load."""
-        layout, tuning = run.layout, self._tuning
+        self,
+        layout: PromptLayout,
+        decoder: Decoder,
+        readers: Mapping[int, KVReader],
+        selection: Selection,
+        capacity: int,
+    ) -> LayerLoader:
+        """Return what loads the KV of a prompt's chunks, and of the rows that it takes over."""
+        first_layer = min(selection.check_layers, default=0)
         if layout.resumed_rows:
-            first_layer = 0
-        if run.head is not None:
-            # It is loaded as chunks are, and nothing else of it is like a chunk.
+            # They are loaded as chunks are, and nothing else of them is like a chunk.
             layout = replace(layout, chunks=(ChunkSpan(0, layout.resumed_rows, 0), *layout.chunks))
-            readers = [run.head, *readers]
-        if not readers:
-            return None
-        threads = tuning.threads if tuning.pipeline else 0
+            first_layer = 0
+        tuning = self._tuning
         return LayerLoader(
-            decoder, layout, readers, first_layer, capacity, tuning.prefetch_layers, threads, tuning.reposition
+            decoder,
+            layout,
+            [readers[span.start] for span in layout.chunks],
+            first_layer,
+            capacity,
+            tuning.prefetch_layers,
+            tuning.threads if tuning.pipeline else 0,
+            tuning.reposition,
         )
 
     def _note_bytes(self, run: PromptRun, cache: BlendCache) -> None:
@@ -310,7 +311,7 @@ class Runner:
             if run.resumed is None:
                 own = layout if ratio is not None else replace(layout, chunks=(), exact_chunks=0)
                 run.resumed = Resumption(replace(own, resumed_rows=rows), rows)
-            run.head = self._supply.head(run, head)
+            run.resumed.readers[0] = self._supply.head(run, head)
 
     def _note_expiry(self, run: PromptRun) -> None:
         """Note until when the KV of a turn's chunks may be used.
