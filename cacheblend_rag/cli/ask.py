@@ -17,7 +17,7 @@ from cacheblend_rag.cli.options import (
     StoreOption,
     StreamOption,
 )
-from cacheblend_rag.cli.output import console, print_answer, say_seconds, show_table, write_json
+from cacheblend_rag.cli.output import console, print_answer, say_same, say_seconds, show_table, write_json
 from cacheblend_rag.cli.warm import warmed
 
 if TYPE_CHECKING:
@@ -46,16 +46,9 @@ def ask(
         raise typer.BadParameter("the question is empty", param_hint="QUESTION")
     with warmed(store, model, None, recompute_ratio=ratio, selector=selector) as (engine, library, name):
         found = library.search(question, top_k)
-        prompt = library.prompt(question, found)
-        whole = engine.blend.replace(enabled=False)
-        if compare:
-            # Whoever comes first pays for the first use of the model's kernels.
-            engine.generate(prompt, max_new_tokens=1, blend=whole)
-        results = {"blend": print_answer(engine, prompt, max_new_tokens, stream)}
-        if compare:
-            results["full"] = engine.generate(prompt, max_new_tokens=max_new_tokens, blend=whole)
+        results = print_answer(engine, library.prompt(question, found), max_new_tokens, stream=stream, compare=compare)
         embedding = library.embedding.name
-    _show(results, found)
+    _show(found, *results)
     if name == "reference":
         console().print(
             "[dim]the reference model reads the sentences of its own corpus only; for files of yours: "
@@ -71,34 +64,26 @@ def ask(
         for match in found
     ]
     rows = [
-        {
-            "question": question,
-            "method": method,
-            "answer": result.text,
-            **result.report.to_dict(),
-            "sources": sources,
-        }
-        for method, result in results.items()
+        {"question": question, "method": method, "answer": each.text, **each.report.to_dict(), "sources": sources}
+        for method, each in zip(("blend", "full"), results, strict=False)
     ]
     write_json(json_file, "ask", rows, model=name, embedding=embedding, top_k=top_k)
 
 
-def _show(results: dict[str, GenerationResult], found: list[Match]) -> None:
-    blend, screen = results["blend"], console()
-    report = blend.report
+def _show(found: list[Match], blend: GenerationResult, full: GenerationResult | None = None) -> None:
+    report, screen = blend.report, console()
     work = (
-        f"prefilled as a whole: {report.fallback_reason}"
+        f"prefilled in full: {report.fallback_reason}"
         if report.fallback_reason is not None
         else f"{report.recomputed_tokens} of {report.context_tokens} passage tokens recomputed ({report.selector}, "
         f"{report.charged_ratio:.1%} of the work), {report.hits} of {report.hits + report.misses} passages from stored KV"
     )
     screen.print(f"[dim]first token after {say_seconds(report.ttft_s)}; {work}[/dim]")
-    if "full" in results:
-        full = results["full"]
-        same = "the same answer" if full.text == blend.text else f"its answer: {full.text}"
+    if full is not None:
         faster = full.report.ttft_s / report.ttft_s
         screen.print(
-            f"[dim]full prefill: first token after {say_seconds(full.report.ttft_s)}, blend {faster:.1f}x as fast; {same}[/dim]"
+            f"[dim]full prefill: first token after {say_seconds(full.report.ttft_s)}, blend {faster:.1f}x as fast; "
+            f"{say_same(blend, full)}[/dim]"
         )
     lines = [
         (

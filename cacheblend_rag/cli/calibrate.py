@@ -19,7 +19,6 @@ from cacheblend_rag.cli.options import (
     SelectorOption,
     StoredModelOption,
     StoreOption,
-    existing,
     in_a_folder,
 )
 from cacheblend_rag.cli.output import console, parse_ratios, progress_bar, say_seconds, show_table, write_json
@@ -47,7 +46,7 @@ def calibrate(
         list[Path] | None,
         typer.Argument(
             metavar="[PATH...]",
-            callback=existing,
+            exists=True,
             help="Documents, as warm takes them, read into a store that is removed afterwards; by default what was warmed.",
         ),
     ] = None,
@@ -99,7 +98,7 @@ def calibrate(
     opened = (
         _read(paths, config, blend, model or "reference", embedding, chunk_tokens or CHUNK_TOKENS)
         if paths
-        else warmed(store, model, embedding, config, blend, guard_rate=0.0)
+        else warmed(store, model, embedding, config.replace(guard_rate=0.0), blend)
     )
     with opened as (engine, library, name), console(stderr=True).status("calibrating") as status:
         found = run(

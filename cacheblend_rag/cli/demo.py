@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from cacheblend_rag.cli.models import open_engine
 from cacheblend_rag.cli.options import JsonOption, ModelOption
-from cacheblend_rag.cli.output import console, parse_ratios, say_seconds, show_table, write_json
+from cacheblend_rag.cli.output import console, make_quiet, parse_ratios, say_seconds, show_table, write_json
 
 __all__ = ["demo"]
 
@@ -38,9 +37,10 @@ def demo(
     from cacheblend_rag.demo.run import DemoEngine, run_demo, summarize
 
     started = time.perf_counter()
+    make_quiet()
     with (
         console(stderr=True).status("loading the model") as status,
-        open_engine(model, store=folder / "kv", kind=DemoEngine) as engine,
+        DemoEngine.from_pretrained(model, store=folder / "kv") as engine,
     ):
         assert isinstance(engine, DemoEngine)
         ingestions, rows = run_demo(

@@ -22,25 +22,21 @@ def open_engine(
     model: str,
     *,
     store: Path | None = None,
-    kind: type[BlendEngine] | None = None,
     config: EngineConfig | None = None,
     blend: BlendConfig | None = None,
-    **settings: Any,
+    **changes: Any,
 ) -> BlendEngine:
     """Load a model by name for blending, quietly.
 
-    `config` and `blend` are the environment's by default; `settings` of either differ from them, those that are None are not
-    given. `kind` is the class of the engine.
+    `config` and `blend` are the environment's by default. `changes` are settings of `blend`; those that are None are left as
+    they are.
     """
-    from cacheblend_rag.config import BlendConfig, EngineConfig
+    from cacheblend_rag.config import BlendConfig
     from cacheblend_rag.engine import BlendEngine
 
     make_quiet()
-    changes = {name: value for name, value in settings.items() if value is not None}
-    of_blend = {name: changes.pop(name) for name in list(changes) if EngineConfig.kinds.get(name) is BlendConfig}
-    config = EngineConfig(**changes) if config is None else config.replace(**changes)
-    blend = BlendConfig(**of_blend) if blend is None else blend.replace(**of_blend)
-    return (kind or BlendEngine).from_pretrained(model, config=config, blend=blend, store=store)
+    blend = BlendConfig.of(blend).replace(**{name: value for name, value in changes.items() if value is not None})
+    return BlendEngine.from_pretrained(model, config=config, blend=blend, store=store)
 
 
 def models(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,8 +18,8 @@ __all__ = [
     "StoreOption",
     "StoredModelOption",
     "StreamOption",
-    "existing",
     "in_a_folder",
+    "output_option",
 ]
 
 
@@ -31,20 +30,13 @@ def in_a_folder(path: Path | None) -> Path | None:
     return path
 
 
-def existing(paths: Sequence[Path] | None) -> Sequence[Path] | None:
-    """See that files and folders are there: the callback of an argument that names them."""
-    for path in paths or ():
-        if not path.exists():
-            raise typer.BadParameter(f"there is no file or folder {path}")
-    return paths
-
-
-def _output(flag: str, help: str) -> Any:
+def output_option(flag: str, help: str) -> Any:
+    """Return an option that names a file to write."""
     return typer.Option(flag, metavar="FILE", dir_okay=False, writable=True, callback=in_a_folder, help=help)
 
 
-JsonOption = Annotated[Path | None, _output("--json", "Write the figures to FILE as JSON too.")]
-MarkdownOption = Annotated[Path | None, _output("--markdown", "Write the tables to FILE as Markdown too.")]
+JsonOption = Annotated[Path | None, output_option("--json", "Write the figures to FILE as JSON too.")]
+MarkdownOption = Annotated[Path | None, output_option("--markdown", "Write the tables to FILE as Markdown too.")]
 _MODEL = 'A Hugging Face id, a folder, or "reference", the small model in this package'
 ModelOption = Annotated[str, typer.Option("--model", metavar="NAME", help=f"{_MODEL}.")]
 StoredModelOption = Annotated[

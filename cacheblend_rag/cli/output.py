@@ -34,6 +34,7 @@ __all__ = [
     "print_answer",
     "progress_bar",
     "say_bytes",
+    "say_same",
     "say_seconds",
     "show_table",
     "write_json",
@@ -126,19 +127,34 @@ def print_answer(
     engine: BlendEngine,
     prompt: BlendPrompt | Prompt,
     max_new_tokens: int,
+    *,
     stream: bool | None,
+    compare: bool,
     **generation_kwargs: Any,
-) -> GenerationResult:
-    """Answer a prompt and print the answer, word by word if `stream`, or where it is None and this is a terminal."""
-    if not (sys.stdout.isatty() if stream is None else stream):
+) -> list[GenerationResult]:
+    """Answer a prompt and print the answer, word by word if `stream`, or where it is None and this is a terminal.
+
+    With `compare` full prefill's answer is returned as well, behind the first, and not printed.
+    """
+    full = generation_kwargs | {"blend": engine.blend.replace(enabled=False)}
+    if compare:
+        # Whoever comes first pays for the first use of the model's kernels.
+        engine.generate(prompt, 1, **full)
+    if sys.stdout.isatty() if stream is None else stream:
+        pieces = engine.stream(prompt, max_new_tokens, **generation_kwargs)
+        for piece in pieces:
+            print(piece, end="", flush=True)
+        print()
+        result = pieces.result()
+    else:
         result = engine.generate(prompt, max_new_tokens, **generation_kwargs)
         print(result.text)
-        return result
-    pieces = engine.stream(prompt, max_new_tokens, **generation_kwargs)
-    for piece in pieces:
-        print(piece, end="", flush=True)
-    print()
-    return pieces.result()
+    return [result, engine.generate(prompt, max_new_tokens, **full)] if compare else [result]
+
+
+def say_same(result: GenerationResult, full: GenerationResult) -> str:
+    """Return whether full prefill gives the same answer, and if not, which."""
+    return "the same answer" if full.text == result.text else f"its answer: {full.text}"
 
 
 def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, text_columns: int = 1) -> None:

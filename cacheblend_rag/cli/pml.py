@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheblend_rag.cli.models import open_engine
-from cacheblend_rag.cli.options import AnswerTokensOption, CompareOption, JsonOption, ModelOption, StreamOption
-from cacheblend_rag.cli.output import console, print_answer, say_bytes, say_seconds, show_table, write_json
+from cacheblend_rag.cli.options import (
+    AnswerTokensOption,
+    CompareOption,
+    JsonOption,
+    ModelOption,
+    StreamOption,
+    output_option,
+)
+from cacheblend_rag.cli.output import console, print_answer, say_bytes, say_same, say_seconds, show_table, write_json
 from cacheblend_rag.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -84,14 +91,7 @@ def show(
     root: _RootOption = None,
     model: ModelOption = "reference",
     svg: Annotated[
-        Path | None,
-        typer.Option(
-            "--svg",
-            metavar="FILE",
-            dir_okay=False,
-            writable=True,
-            help="Draw it to FILE too; of the last prompt, if one is given.",
-        ),
+        Path | None, output_option("--svg", "Draw it to FILE too; of the last prompt, if one is given.")
     ] = None,
     json_file: JsonOption = None,
 ) -> None:
@@ -161,13 +161,8 @@ def run(
     recompute = 0.0 if selector == "none" else ratio
     with open_engine(model, store=store, selector=selector, recompute_ratio=recompute) as engine:
         loaded = engine.load_schema(of)
-        whole = engine.blend.replace(enabled=False)
-        if compare:
-            # Whoever comes first pays for the first use of the model's kernels.
-            engine.generate(prompt, max_new_tokens=1, blend=whole, do_sample=False)
-        results = {"cached": print_answer(engine, prompt, max_new_tokens, stream, do_sample=False)}
-        if compare:
-            results["full"] = engine.generate(prompt, max_new_tokens, blend=whole, do_sample=False)
+        answers = print_answer(engine, prompt, max_new_tokens, stream=stream, compare=compare, do_sample=False)
+    results = dict(zip(("cached", "full"), answers, strict=False))
     notes = [f"schema {loaded.name}: {loaded.encoded} of {loaded.parts} parts encoded, {loaded.tokens} tokens in all"]
     for method, result in results.items():
         report = result.report
@@ -177,10 +172,9 @@ def run(
         )
         notes.append(f"{method}: first token after {say_seconds(report.ttft_s)}; {how}")
     if compare:
-        same = results["full"].text == results["cached"].text
-        faster = results["full"].report.ttft_s / results["cached"].report.ttft_s
-        answer = "the same answer" if same else f"its answer: {results['full'].text}"
-        notes.append(f"{faster:.1f}x as fast as full prefill; {answer}")
+        cached, full = answers
+        faster = full.report.ttft_s / cached.report.ttft_s
+        notes.append(f"{faster:.1f}x as fast as full prefill; {say_same(cached, full)}")
     for note in notes:
         console().print(f"[dim]{note}[/dim]")
     lines = [
@@ -190,7 +184,7 @@ def run(
             chunk.recomputed_tokens,
             "hit" if chunk.hit else chunk.reason,
         )
-        for chunk in results["cached"].report.chunks
+        for chunk in answers[0].report.chunks
     ]
     show_table("modules", ("module", "tokens", "recomputed", "KV"), lines)
     rows = [{"method": name, "answer": result.text, **result.report.to_dict()} for name, result in results.items()]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheblend_rag.cli.models import open_engine
-from cacheblend_rag.cli.options import EmbeddingOption, JsonOption, StoredModelOption, StoreOption, existing
+from cacheblend_rag.cli.options import EmbeddingOption, JsonOption, StoredModelOption, StoreOption
 from cacheblend_rag.cli.output import (
     make_quiet,
     parse_bytes,
@@ -41,7 +41,7 @@ CHUNK_TOKENS = 256
 def warm(
     paths: Annotated[
         list[Path],
-        typer.Argument(metavar="PATH...", callback=existing, help="Files, and folders of .txt, .md and .rst files."),
+        typer.Argument(metavar="PATH...", exists=True, help="Files, and folders of .txt, .md and .rst files."),
     ],
     store: StoreOption = Path(".cacheblend"),
     model: StoredModelOption = None,
@@ -140,11 +140,11 @@ def warmed(
     embedding: str | None,
     config: EngineConfig | None = None,
     blend: BlendConfig | None = None,
-    **settings: Any,
+    **changes: Any,
 ) -> Iterator[tuple[BlendEngine, Library, str]]:
     """Open what was warmed into a store: yields the engine, the library and the name of the model.
 
-    Models that are not named are those that it was warmed with; settings that are None are not given.
+    Models that are not named are those that it was warmed with; `changes` are settings of `blend`, as `open_engine` takes them.
     """
     from cacheblend_rag.documents import (
         Embedding,
@@ -161,7 +161,7 @@ def warmed(
     needs_documents()
     name = model or known.model
     with (
-        open_engine(name, store=kv_folder(store), config=passage_config(config), blend=blend, **settings) as engine,
+        open_engine(name, store=kv_folder(store), config=passage_config(config), blend=blend, **changes) as engine,
         open_library(store, engine, Embedding(embedding or known.embedding)) as library,
     ):
         if not len(library):

@@ -25,7 +25,7 @@ _PROMPT = ChatPromptTemplate.from_messages(
 
 
 class LangChainDemo:
-    """One framework of the demonstration; see `cacheblend_rag.demo.run.Framework`."""
+    """One framework over one Chroma collection."""
 
     def __init__(
         self, client: ClientAPI, collection: Collection, engine: BlendEngine, embedding: str, max_new_tokens: int
@@ -48,10 +48,12 @@ class LangChainDemo:
         )
 
     def search(self, question: str, count: int) -> list[int]:
+        """Return the document of each of so many chunks that are found, best first."""
         found = self._store.as_retriever(search_kwargs={"k": count}).invoke(question)
         return [document.metadata["document"] for document in found]
 
     def read(self, documents: list[int]) -> list[Document]:
+        """Return all chunks of some documents in reading order, as the framework represents them."""
         among: Any = {"$in": documents}
         whole = self._chroma.get(where={"document": among}, include=["documents", "metadatas"])
         found = [
@@ -61,6 +63,7 @@ class LangChainDemo:
         return sorted(found, key=lambda each: (each.metadata["document"], each.metadata["number"]))
 
     def answer(self, question: str, retrieved: Sequence[Any], blend: BlendConfig) -> tuple[str, dict[str, Any]]:
+        """Return the answer from chunks, and the engine's report as the framework hands it on."""
         chain = _PROMPT | self._llm.bind(blend_config=blend)
         message = chain.invoke({"context": "\n".join(each.page_content for each in retrieved), "question": question})
         return str(message.text), message.response_metadata["blend"]

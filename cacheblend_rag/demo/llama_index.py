@@ -22,7 +22,7 @@ __all__ = ["LlamaIndexDemo"]
 
 
 class LlamaIndexDemo:
-    """One framework of the demonstration; see `cacheblend_rag.demo.run.Framework`."""
+    """One framework over one Chroma collection."""
 
     def __init__(
         self, client: ClientAPI, collection: Collection, engine: BlendEngine, embedding: str, max_new_tokens: int
@@ -56,15 +56,18 @@ class LlamaIndexDemo:
         )
 
     def search(self, question: str, count: int) -> list[int]:
+        """Return the document of each of so many chunks that are found, best first."""
         found = self._index.as_retriever(similarity_top_k=count).retrieve(question)
         return [each.node.metadata["document"] for each in found]
 
     def read(self, documents: list[int]) -> list[BaseNode]:
+        """Return all chunks of some documents in reading order, as the framework represents them."""
         wanted = MetadataFilter(key="document", operator=FilterOperator.IN, value=list(documents))
         found = self._store.get_nodes(filters=MetadataFilters(filters=[wanted]))
         return sorted(found, key=lambda node: (node.metadata["document"], node.metadata["number"]))
 
     def answer(self, question: str, retrieved: Sequence[Any], blend: BlendConfig) -> tuple[str, dict[str, Any]]:
+        """Return the answer from chunks, and the engine's report as the framework hands it on."""
         nodes = [NodeWithScore(node=node) for node in retrieved]
         response = BlendSynthesizer(llm=self._llm, blend_config=blend).synthesize(QueryBundle(question), nodes)
         return str(response), (response.metadata or {})["blend"]

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cacheblend_rag.answers import exact_match
 from cacheblend_rag.config import BlendConfig
@@ -24,7 +24,13 @@ from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.extras import needs_extra
 from cacheblend_rag.reference.prompt import value_of
 
-__all__ = ["DemoEngine", "Framework", "run_demo", "summarize"]
+if TYPE_CHECKING:
+    from cacheblend_rag.demo.langchain import LangChainDemo
+    from cacheblend_rag.demo.llama_index import LlamaIndexDemo
+
+__all__ = ["DemoEngine", "run_demo", "summarize"]
+
+Framework: TypeAlias = "LlamaIndexDemo | LangChainDemo"
 
 _MAX_NEW_TOKENS = 64
 
@@ -45,25 +51,6 @@ class DemoEngine(BlendEngine):
         """Answer a prompt and note the time."""
         self.called_at = time.perf_counter()
         return super().generate(*args, **kwargs)
-
-
-class Framework(Protocol):
-    """One framework over one Chroma collection."""
-
-    def delete(self, ids: list[str]) -> None:
-        """Take chunks out of the collection."""
-
-    def add(self, chunks: Sequence[DemoChunk]) -> None:
-        """Put chunks into the collection."""
-
-    def search(self, question: str, count: int) -> list[int]:
-        """Return the document of each of so many chunks that are found, best first."""
-
-    def read(self, documents: list[int]) -> Sequence[Any]:
-        """Return all chunks of some documents in reading order, as the framework represents them."""
-
-    def answer(self, question: str, retrieved: Sequence[Any], blend: BlendConfig) -> tuple[str, dict[str, Any]]:
-        """Return the answer from chunks, and the engine's report as the framework hands it on."""
 
 
 def run_demo(

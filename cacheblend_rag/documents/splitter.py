@@ -76,15 +76,13 @@ def read_passages(
     Raises
     ------
     ConfigError
-        If a path does not exist, or names a file that is no text.
+        If a path names a file that cannot be read, or is not UTF-8 text.
     """
     if chunk_tokens < 1:
         raise ConfigError(f"chunk_tokens={chunk_tokens} must be at least 1")
     passages: dict[str, list[Passage]] = {}
     skipped: list[str] = []
     for path in paths:
-        if not path.exists():
-            raise ConfigError(f"there is no file or folder {path}")
         for file in _files(path) if path.is_dir() else [path]:
             source = str(file.resolve())
             try:

@@ -1,4 +1,4 @@
-"""What a layout needs of a model's tokenizer: its tokens, and the words of its chat template around messages."""
+"""The tokenizer as layouts use it: its tokens, and the words of its chat template around messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PRIVATE_USE = range(0xE000, 0xF8FF)
 
 @dataclass(frozen=True)
 class Tokens:
-    """How text becomes token ids.
+    """A tokenizer: how text becomes token ids.
 
     Attributes
     ----------
@@ -70,7 +70,7 @@ class Tokens:
 
 
 class ChatFrame:
-    """What the chat template writes before the content of each message of a schema, and behind the last one.
+    """The words of the chat template before the content of each message of a schema, and behind the last one.
 
     The template is run over messages whose contents are marks, and what comes out is cut at the marks. So it may write what it
     likes around a message, move the system message into the user's, or add one of its own. What stands before a mark is fixed

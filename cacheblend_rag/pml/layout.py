@@ -1,9 +1,9 @@
-"""Where the modules of a schema and the tokens of a prompt stand (Prompt Cache, sections 3.3 and 3.4)."""
+"""Positions of a schema's modules and of a prompt's tokens (Prompt Cache, sections 3.3 and 3.4)."""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, count, groupby
@@ -12,7 +12,7 @@ from cacheblend_rag.pml.chat import ChatFrame, Tokens
 from cacheblend_rag.pml.nodes import Import, Module, Node, Param, Role, Scaffold, Text, Turn, Union, walk
 from cacheblend_rag.pml.schema import Prompt, Schema
 
-__all__ = ["LaidOutPrompt", "Part", "Piece", "SchemaLayout", "Slot", "lay_out"]
+__all__ = ["LaidOutPrompt", "Part", "Piece", "SchemaLayout", "lay_out"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,29 +46,20 @@ class Piece:
         return self.part is not None
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """The rows ``start`` to ``stop`` of a part that are fillers, whose positions an argument's tokens take over."""
-
-    module: str | None
-    parameter: str
-    start: int
-    stop: int
-
-
 @dataclass(frozen=True)
 class Part:
     """Tokens that are encoded together and apart from all others, and whose KV is kept.
 
     A part is the own tokens of one module, those of the modules nested in it being parts of their own; an anonymous text, named
     ``"#1"``, ``"#2"`` ... in reading order; or what a prompt imports of a scaffold, named by what is in it, joined by ``"+"``.
-    Its tokens stand in order of their `positions` in the schema, between which other modules may leave gaps.
+    Its tokens stand in order of their `positions` in the schema, between which other modules may leave gaps. The rows of its
+    `slots` are fillers, whose positions the tokens of arguments take over.
     """
 
     name: str
     token_ids: tuple[int, ...]
     positions: tuple[int, ...]
-    slots: tuple[Slot, ...] = ()
+    slots: tuple[range, ...] = ()
     is_scaffold: bool = False
 
     @property
@@ -154,10 +145,6 @@ class SchemaLayout:
         }
         return tuple(self.parts_of(piece for piece in self.pieces if piece.part not in waiting).values())
 
-    def used(self, imported: Collection[str]) -> list[Piece]:
-        """Return the pieces of a prompt that imports these modules, ascending."""
-        return [piece for piece in self.pieces if piece.module is None or piece.module in imported]
-
     def parts_of(self, pieces: Iterable[Piece]) -> dict[int | str, Part]:
         """Return the parts that these pieces make up, in order of position."""
         groups: dict[int | str, list[Piece]] = {}
@@ -168,11 +155,11 @@ class SchemaLayout:
         return dict(sorted(made.items(), key=lambda each: each[1].positions[0]))
 
     def _part(self, key: int | str, pieces: Sequence[Piece]) -> Part:
-        slots: list[Slot] = []
+        slots: list[range] = []
         row = 0
         for piece in pieces:
             if piece.param is not None:
-                slots.append(Slot(piece.module, piece.param.name, row, row + len(piece)))
+                slots.append(range(row, row + len(piece)))
             row += len(piece)
         names = dict.fromkeys(piece.module for piece in pieces if piece.module is not None)
         return Part(
@@ -263,7 +250,7 @@ def lay_out(layout: SchemaLayout, prompt: Prompt) -> LaidOutPrompt:
             f"the prompt is for schema {prompt.schema.name!r}, and this is the layout of {layout.schema.name!r}"
             + (", as it was before a change" if prompt.schema.name == layout.schema.name else "")
         )
-    used = layout.used(prompt.imports)
+    used = [piece for piece in layout.pieces if piece.module is None or piece.module in prompt.imports]
     parts = layout.parts_of(used)
     rows = dict.fromkeys(parts, 0)
     segments = [Piece(layout.tokens.bos_ids, 0)]

@@ -1,4 +1,4 @@
-"""What schemas and prompts consist of."""
+"""The nodes that schemas and prompts consist of."""
 
 from __future__ import annotations
 
@@ -27,17 +27,16 @@ __all__ = [
     "Union",
     "prompt_nodes",
     "walk",
-    "walk_imports",
 ]
 
 RoleName = Literal["system", "user", "assistant"]
 ROLES: tuple[RoleName, ...] = get_args(RoleName)
 
 MAX_DEPTH = 64
-"""How deep elements may be nested."""
+"""The deepest that elements may be nested."""
 
 MAX_PARAM_LENGTH = 100_000
-"""How many tokens a parameter may reserve."""
+"""The most tokens that a parameter may reserve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +136,7 @@ def walk(nodes: Sequence[Node], above: tuple[Node, ...] = ()) -> Iterator[tuple[
 
 @dataclass(frozen=True, slots=True)
 class MaxTokens:
-    """How many tokens the value of a template's parameter has at most: ``duration: Annotated[str, MaxTokens(5)]``."""
+    """The most tokens that the value of a template's parameter has: ``duration: Annotated[str, MaxTokens(5)]``."""
 
     tokens: int
 
@@ -195,11 +194,3 @@ def prompt_nodes(children: Sequence[PromptNode | str]) -> tuple[PromptNode, ...]
         if not isinstance(child, str | Import | Text | Turn):
             raise PMLError(f"a prompt holds {child!r:.40}, a {type(child).__name__}; give Import, Turn or text")
     return tuple(Text(child) if isinstance(child, str) else child for child in children)
-
-
-def walk_imports(nodes: Sequence[PromptNode | str]) -> Iterator[Import]:
-    """Yield every import of a prompt in reading order."""
-    for node in nodes:
-        if isinstance(node, Import):
-            yield node
-            yield from walk_imports(node.children)

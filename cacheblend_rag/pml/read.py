@@ -1,4 +1,8 @@
-"""From markup to the tree of a schema, and to the nodes of a prompt."""
+"""From markup to the tree of a schema, and to the nodes of a prompt.
+
+XML is read into elements that know their place (`_parse`), white space that is only there for people is taken out (`_tidy`), and
+what is left becomes nodes.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,15 @@ import difflib
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import TypeAlias, cast
+from xml.parsers import expat
 
 from cacheblend_rag.errors import PMLError
 from cacheblend_rag.pml.nodes import (
+    MAX_DEPTH,
     MAX_PARAM_LENGTH,
     ROLES,
     Import,
@@ -27,9 +34,8 @@ from cacheblend_rag.pml.nodes import (
     Turn,
     Union,
 )
-from cacheblend_rag.pml.xml import Element, ends_its_line, parse, tidy
 
-__all__ = ["SchemaReader", "parse_prompt", "read_text"]
+__all__ = ["SchemaReader", "parse_prompt", "read_text", "schema_beside"]
 
 _PARAMS = ("param", "parameter")
 _ATTRIBUTES: dict[str, tuple[str, ...]] = {
@@ -43,6 +49,25 @@ _ATTRIBUTES: dict[str, tuple[str, ...]] = {
 _NUMBER = re.compile(r"\s*([0-9]{1,9})\s*")
 _MAX_INCLUDES = 1000
 _MAX_FILE_BYTES = 64 * 2**20
+_PRESERVE = "xml:space"
+_LEADING = re.compile(r"\A\s*\n")
+_INDENTATION = re.compile(r"\n[ \t]*\Z")
+_TRAILING = re.compile(r"\n\s*\Z")
+_REST_OF_LINE = re.compile(r"[ \t]*\n")
+
+# What to say of expat's errors, where more can be said than it does.
+_EXPECTED = {
+    expat.errors.XML_ERROR_NO_ELEMENTS: 'the document is empty; expected <schema name="..."> or <prompt schema="...">',
+    expat.errors.XML_ERROR_INVALID_TOKEN: (
+        "this is not XML; write &lt; for < and &amp; for &, or put the text into <![CDATA[ ... ]]>"
+    ),
+    expat.errors.XML_ERROR_JUNK_AFTER_DOC_ELEMENT: (
+        "something stands behind the end of the document; one element holds everything"
+    ),
+    expat.errors.XML_ERROR_UNDEFINED_ENTITY: (
+        "unknown entity; expected one of &lt; &gt; &amp; &quot; &apos;, or the character itself"
+    ),
+}
 
 
 class SchemaReader:
@@ -62,10 +87,10 @@ class SchemaReader:
             If the document is not well-formed, holds elements or attributes that are not known, or names a file that cannot be
             read.
         """
-        root = parse(text, source)
+        root = _parse(text, source)
         if root.tag != "schema":
             hint = "; this is a prompt, and prompts are read for a schema" if root.tag == "prompt" else ""
-            raise root.place.error(f'<{root.tag:.60}> is no schema; expected <schema name="...">{hint}')
+            raise root.place.error(f'expected <schema name="...">, not <{root.tag:.60}>{hint}')
         name = _attributes(root, ("name",), "name")["name"]
         if path is not None:
             self._reading.append(path.resolve())
@@ -74,8 +99,8 @@ class SchemaReader:
             self._reading.pop()
         return name, children
 
-    def _children(self, element: Element, *, strip: bool = False) -> Iterator[Node]:
-        for item in tidy(element, _PARAMS, strip=strip):
+    def _children(self, element: _Element, *, strip: bool = False) -> Iterator[Node]:
+        for item in _tidy(element, _PARAMS, strip=strip):
             if isinstance(item, Text):
                 yield item
             elif item.tag == "include":
@@ -83,7 +108,7 @@ class SchemaReader:
             else:
                 yield self._node(item, element)
 
-    def _node(self, element: Element, parent: Element) -> Node:
+    def _node(self, element: _Element, parent: _Element) -> Node:
         tag, place = element.tag, element.place
         if tag not in _ATTRIBUTES:
             near = difflib.get_close_matches(tag, _ATTRIBUTES, n=1)
@@ -103,7 +128,7 @@ class SchemaReader:
             return Union(cast(tuple[Module, ...], children), place)
         return Scaffold(children, place) if tag == "scaffold" else Role(cast(RoleName, tag), children, place)
 
-    def _module_children(self, element: Element, parent: Element) -> tuple[Node, ...]:
+    def _module_children(self, element: _Element, parent: _Element) -> tuple[Node, ...]:
         src = element.attributes.get("src")
         children: list[Node]
         if src is None:
@@ -114,7 +139,7 @@ class SchemaReader:
             raise element.place.error(
                 f"module {element.attributes['name']!r:.60} has both src={src[:60]!r} and content; keep one of them"
             )
-        if ends_its_line(element, parent) and not _ends_line(children):
+        if _ends_its_line(element, parent) and not _ends_line(children):
             last = children[-1]
             if isinstance(last, Text):
                 children[-1] = Text(last.text + "\n", last.place)
@@ -122,7 +147,7 @@ class SchemaReader:
                 children.append(Text("\n", last.place))
         return tuple(children)
 
-    def _include(self, element: Element) -> tuple[Node, ...]:
+    def _include(self, element: _Element) -> tuple[Node, ...]:
         src = _attributes(element, _ATTRIBUTES["include"], "src")["src"]
         _must_be_empty(element)
         text, path = self._read_file(src, element.place)
@@ -154,7 +179,7 @@ class SchemaReader:
         except UnicodeDecodeError as error:
             raise place.error(f"{shown} is not UTF-8 (byte {error.start}); convert it") from None
         except UnicodeEncodeError:
-            raise place.error(f"{shown} is no name that a file can have") from None
+            raise place.error(f"{shown} cannot be the name of a file") from None
         except (OSError, RuntimeError) as error:
             reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
             raise place.error(f"{shown} cannot be read: {reason}") from error
@@ -168,9 +193,9 @@ def parse_prompt(text: str, schema: str, source: str | None = None) -> tuple[tup
     PMLError
         If the document is not well-formed, or no prompt for this schema.
     """
-    root = parse(text, source)
+    root = _parse(text, source)
     if root.tag != "prompt":
-        raise root.place.error(f'<{root.tag:.60}> is no prompt; expected <prompt schema="{schema}">')
+        raise root.place.error(f'expected <prompt schema="{schema}">, not <{root.tag:.60}>')
     named = _attributes(root, ("schema",), "schema")["schema"]
     if named != schema:
         raise root.place.error(f"the prompt is for schema {named!r:.60}; expected schema={schema!r}")
@@ -193,8 +218,8 @@ def read_text(path: Path) -> str:
         raise PMLError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _prompt_nodes(element: Element, *, strip: bool = False) -> Iterator[PromptNode]:
-    for item in tidy(element, strip=strip):
+def _prompt_nodes(element: _Element, *, strip: bool = False) -> Iterator[PromptNode]:
+    for item in _tidy(element, strip=strip):
         if isinstance(item, Text):
             yield item
         elif item.tag in ROLES:
@@ -203,17 +228,17 @@ def _prompt_nodes(element: Element, *, strip: bool = False) -> Iterator[PromptNo
             attributes = dict(item.attributes)
             name = item.tag
             if name == "module":
-                # A name that is no XML name is imported like this.
+                # A name that XML does not allow is imported like this.
                 name = _attributes(item, tuple(attributes), "name")["name"]
                 del attributes["name"]
             yield Import(name, attributes, tuple(_prompt_nodes(item)), item.place)
 
 
-def _turn(element: Element) -> Turn:
+def _turn(element: _Element) -> Turn:
     _attributes(element, ())
     texts = []
-    for item in tidy(element, strip=True):
-        if isinstance(item, Element):
+    for item in _tidy(element, strip=True):
+        if isinstance(item, _Element):
             raise item.place.error(
                 f"<{item.tag:.60}> stands in the prompt's <{element.tag}>, which holds text only; import modules before it"
             )
@@ -221,7 +246,7 @@ def _turn(element: Element) -> Turn:
     return Turn(cast(RoleName, element.tag), "".join(texts), element.place)
 
 
-def _attributes(element: Element, allowed: tuple[str, ...], *required: str) -> dict[str, str]:
+def _attributes(element: _Element, allowed: tuple[str, ...], *required: str) -> dict[str, str]:
     """The attributes of an element, which has those that are required and none that is unknown."""
     for name in element.attributes:
         if name not in allowed:
@@ -233,7 +258,7 @@ def _attributes(element: Element, allowed: tuple[str, ...], *required: str) -> d
     return element.attributes
 
 
-def _length(element: Element) -> int:
+def _length(element: _Element) -> int:
     _must_be_empty(element)
     name = element.attributes["name"]
     lengths = [element.attributes[each] for each in ("len", "length") if each in element.attributes]
@@ -248,11 +273,11 @@ def _length(element: Element) -> int:
     return int(number[1])
 
 
-def _is_empty(element: Element) -> bool:
-    return not any(isinstance(child, Element) or child.text.strip() for child in element.children)
+def _is_empty(element: _Element) -> bool:
+    return not any(isinstance(child, _Element) or child.text.strip() for child in element.children)
 
 
-def _must_be_empty(element: Element) -> None:
+def _must_be_empty(element: _Element) -> None:
     if not _is_empty(element):
         raise element.place.error(f"<{element.tag}> holds something; expected <{element.tag} .../>")
 
@@ -275,7 +300,7 @@ def _read_bytes(path: Path) -> bytes:
     with open(handle, "rb") as file:
         state = os.fstat(handle)
         if not stat.S_ISREG(state.st_mode):
-            raise OSError("it is no ordinary file")
+            raise OSError("it is not a regular file")
         if state.st_size > _MAX_FILE_BYTES:
             raise OSError(f"it has {state.st_size} bytes, more than {_MAX_FILE_BYTES}")
         return file.read(_MAX_FILE_BYTES)
@@ -289,10 +314,10 @@ def schema_beside(prompt: Path) -> Path:
     PMLError
         If the prompt cannot be read, or there is no such file.
     """
-    root = parse(read_text(prompt), prompt.name)
+    root = _parse(read_text(prompt), prompt.name)
     name = root.attributes.get("schema", "")
     endings = dict.fromkeys((prompt.suffix, ".pml", ".xml"))
-    # A name is no path: what a prompt says must not lead out of its folder.
+    # A name is not a path: what a prompt says must not lead out of its folder.
     beside = [prompt.with_name(f"{name}{ending}") for ending in endings] if name and name == Path(name).name else []
     found = next((path for path in beside if path != prompt and path.is_file()), None)
     if found is None:
@@ -301,3 +326,184 @@ def schema_beside(prompt: Path) -> Path:
             "schema's file with --schema FILE"
         )
     return found
+
+
+@dataclass(slots=True)
+class _Element:
+    """A tag, its attributes without ``xml:space``, and what stands in it; no two texts follow each other.
+
+    The place of a text is that of its first word.
+    """
+
+    tag: str
+    attributes: dict[str, str]
+    place: Place
+    keeps_space: bool = False
+    children: list[_Item] = field(default_factory=list)
+
+
+_Item: TypeAlias = _Element | Text
+
+
+def _parse(text: str, source: str | None = None) -> _Element:
+    """Read a document and return its root.
+
+    Raises
+    ------
+    PMLError
+        If it is not well-formed, has a DTD, or is nested deeper than `MAX_DEPTH`; the message says where.
+    """
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+    return _Parser(source).parse(text)
+
+
+class _Parser:
+    """Builds elements from the events of expat."""
+
+    def __init__(self, source: str | None) -> None:
+        # Whatever encoding the document claims to have: it is text already.
+        self._expat = expat.ParserCreate("utf-8")
+        self._expat.StartDoctypeDeclHandler = self._refuse_doctype
+        self._expat.StartElementHandler = self._start
+        self._expat.EndElementHandler = self._end
+        self._expat.CharacterDataHandler = self._characters
+        self._source = source
+        self._open: list[_Element] = []
+        self._pending: list[str] = []
+        self._first_word: Place | None = None
+        self._root: _Element | None = None
+
+    def parse(self, text: str) -> _Element:
+        try:
+            self._expat.Parse(text.encode("utf-8"), True)
+        except UnicodeEncodeError as error:
+            before = text[: error.start]
+            place = Place(self._source, before.count("\n") + 1, error.start - before.rfind("\n"))
+            raise place.error(f"{text[error.start]!r} is half of a character; write the whole character") from None
+        except expat.ExpatError as error:
+            raise self._explain(error) from None
+        assert self._root is not None
+        return self._root
+
+    def _start(self, tag: str, attributes: dict[str, str]) -> None:
+        self._flush()
+        place = self._here()
+        if len(self._open) >= MAX_DEPTH:
+            raise place.error(
+                f"<{tag:.60}> is nested {MAX_DEPTH + 1} deep; at most {MAX_DEPTH} elements stand in each other"
+            )
+        space = attributes.pop(_PRESERVE, None)
+        if space not in (None, "preserve", "default"):
+            raise place.error(f'{_PRESERVE}="{space:.40}" means nothing; write {_PRESERVE}="preserve", or leave it out')
+        inherited = bool(self._open) and self._open[-1].keeps_space
+        element = _Element(tag, attributes, place, inherited if space is None else space == "preserve")
+        if self._open:
+            self._open[-1].children.append(element)
+        else:
+            self._root = element
+        self._open.append(element)
+
+    def _end(self, tag: str) -> None:
+        self._flush()
+        self._open.pop()
+
+    def _characters(self, data: str) -> None:
+        if self._first_word is None and not data.isspace():
+            self._first_word = self._here(data)
+        self._pending.append(data)
+
+    def _flush(self) -> None:
+        if self._pending and self._open:
+            text = Text("".join(self._pending), self._first_word or self._here())
+            self._open[-1].children.append(text)
+        self._pending.clear()
+        self._first_word = None
+
+    def _refuse_doctype(self, *declared: object) -> None:
+        raise self._here().error(
+            "a document type declaration (<!DOCTYPE ...>) is not allowed, so that no entity can expand; leave it out"
+        )
+
+    def _here(self, data: str = "") -> Place:
+        """The place of the event that is being handled, behind the white space that its text begins with."""
+        indentation = len(data) - len(data.lstrip())
+        return Place(self._source, self._expat.CurrentLineNumber, self._expat.CurrentColumnNumber + 1 + indentation)
+
+    def _explain(self, error: expat.ExpatError) -> PMLError:
+        """Say what the parser expected."""
+        place = Place(self._source, error.lineno, error.offset + 1)
+        what = expat.ErrorString(error.code)
+        last = self._open[-1] if self._open else None
+        if what == expat.errors.XML_ERROR_TAG_MISMATCH and last is not None:
+            return place.error(f"expected </{last.tag:.60}>, which closes the element at {last.place}")
+        if last is not None and ("no element found" in what or "unclosed" in what):
+            return place.error(
+                f"the document ends where </{last.tag:.60}> was expected, for the element at {last.place}"
+            )
+        return place.error(_EXPECTED.get(what, f"this is not well-formed XML: {what}"))
+
+
+def _tidy(element: _Element, inline: Collection[str] = (), *, strip: bool = False) -> list[_Item]:
+    """Return the children of an element with indentation and the line breaks around tags taken out of the text.
+
+    The indentation that all lines of the element have in common goes, so that code keeps its own. So do the line break behind a
+    start tag or behind a nested element, white space between two nested elements, and the indentation before a tag. What stands
+    around `inline` elements stays, as they are parts of a sentence. With `strip`, white space at the element's own start and end
+    goes as well, as in chat templates. With ``xml:space="preserve"`` everything stays.
+    """
+    if element.keeps_space:
+        return list(element.children)
+    margin = _margin(element.children)
+    around: list[_Item | None] = [None, *element.children, None]
+    tidied: list[_Item] = []
+    for before, child, after in zip(around, element.children, around[2:], strict=False):
+        if isinstance(child, _Element):
+            tidied.append(child)
+            continue
+        is_inline = [isinstance(each, _Element) and each.tag in inline for each in (before, after)]
+        if not child.text.strip() and not any(is_inline):
+            continue
+        text = _without_margin(child.text, margin)
+        if not is_inline[0]:
+            text = _LEADING.sub("", text)
+        if not is_inline[1]:
+            text = (_TRAILING if after is None else _INDENTATION).sub("\n", text)
+        if strip and before is None:
+            text = text.lstrip()
+        if strip and after is None:
+            text = text.rstrip()
+        if text:
+            tidied.append(replace(child, text=text))
+    return tidied
+
+
+def _ends_its_line(element: _Element, parent: _Element) -> bool:
+    """Whether nothing but white space stands between an element's end and the end of the line."""
+    if parent.keeps_space:
+        return False
+    place = next(number for number, child in enumerate(parent.children) if child is element)
+    return any(
+        isinstance(each, Text) and _REST_OF_LINE.match(each.text) for each in parent.children[place + 1 : place + 2]
+    )
+
+
+def _margin(children: Sequence[_Item]) -> str:
+    """The indentation that all lines have in common, those that begin with a tag included."""
+    found = []
+    for number, child in enumerate(children):
+        if isinstance(child, _Element):
+            continue
+        *lines, last = child.text.split("\n")[1:] or [""]
+        found += [line for line in lines if line.strip()]
+        if last.strip() or ("\n" in child.text and number < len(children) - 1):
+            found.append(last)
+    margins = [line[: len(line) - len(line.lstrip(" \t"))] for line in found]
+    margin = margins[0] if margins else ""
+    while not all(each.startswith(margin) for each in margins):
+        margin = margin[:-1]
+    return margin
+
+
+def _without_margin(text: str, margin: str) -> str:
+    first, *rest = text.split("\n")
+    return "\n".join([first, *(line.removeprefix(margin) if line.strip() else line[len(margin) :] for line in rest)])

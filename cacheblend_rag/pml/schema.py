@@ -28,7 +28,6 @@ from cacheblend_rag.pml.nodes import (
     Union,
     prompt_nodes,
     walk,
-    walk_imports,
 )
 from cacheblend_rag.pml.read import SchemaReader, parse_prompt, read_text
 from cacheblend_rag.pml.template import Plan, read_template
@@ -268,12 +267,12 @@ class Prompt:
 
     @cached_property
     def imports(self) -> dict[str, Import]:
-        """What it imports, by name, nested imports included."""
-        return {each.name: each for each in walk_imports(self.children)}
+        """The imports by name, nested ones included."""
+        return {each.name: each for each, _ in _with_parents(self.children, None)}
 
     @property
     def body_length(self) -> int:
-        """How many of its children stand up to the last import; new text and messages follow."""
+        """Number of children up to the last import; new text and messages follow."""
         imports = [number for number, node in enumerate(self.children, 1) if isinstance(node, Import)]
         return imports[-1] if imports else 0
 
@@ -460,7 +459,9 @@ def _check_schema(schema: Schema) -> None:
     modules: dict[str, Module] = {}
     for node, above in walk(schema.children):
         if not isinstance(node, Text | Param | Module | Union | Scaffold | Role):
-            raise place.error(f"a schema holds {node!r:.40}, a {type(node).__name__}, which is no node of a schema")
+            raise place.error(
+                f"a schema cannot hold {node!r:.40}, a {type(node).__name__}; give Text, Param, Module ..."
+            )
         if len(above) >= MAX_DEPTH:
             raise node.place.error(f"the schema is nested deeper than {MAX_DEPTH}; flatten it")
         if isinstance(node, Text):
@@ -499,7 +500,7 @@ def _check_param(node: Param, above: Sequence[Node]) -> None:
         )
     if not isinstance(node.name, str) or not _PARAM_NAME.fullmatch(node.name):
         raise node.place.error(
-            f"{node.name!r:.60} is no name for a parameter; it begins with a letter or _, and has letters, digits, _, - and ."
+            f"{node.name!r:.60} cannot name a parameter; a name begins with a letter or _, and has letters, digits, _, - and ."
         )
     if not isinstance(node.length, int) or not 1 <= node.length <= MAX_PARAM_LENGTH:
         raise node.place.error(
@@ -516,7 +517,7 @@ def _check_param(node: Param, above: Sequence[Node]) -> None:
 def _check_module(node: Module, modules: dict[str, Module]) -> None:
     if not isinstance(node.name, str) or not node.name.strip() or len(node.name) > _MAX_NAME_LENGTH:
         raise node.place.error(
-            f"{node.name!r:.60} is no name for a module; give 1 to {_MAX_NAME_LENGTH} characters, not all of them blank"
+            f"{node.name!r:.60} cannot name a module; give 1 to {_MAX_NAME_LENGTH} characters, not all of them blank"
         )
     twin = modules.setdefault(node.name, node)
     if twin is not node:
@@ -530,7 +531,7 @@ def _check_module(node: Module, modules: dict[str, Module]) -> None:
 
 def _check_role(node: Role, above: Sequence[Node]) -> None:
     if node.role not in ROLES:
-        raise node.place.error(f"{node.role!r} is no role; take one of {', '.join(ROLES)}")
+        raise node.place.error(f"unknown role {node.role!r}; take one of {', '.join(ROLES)}")
     owner = next((each for each in above if not isinstance(each, Scaffold)), None)
     if owner is not None:
         raise node.place.error(
@@ -582,7 +583,7 @@ def _check_prompt(prompt: Prompt) -> None:
     for child in prompt.children:
         if isinstance(child, Turn):
             if child.role not in ROLES:
-                raise child.place.error(f"{child.role!r} is no role; take one of {', '.join(ROLES)}")
+                raise child.place.error(f"unknown role {child.role!r}; take one of {', '.join(ROLES)}")
             turn = child
         elif turn is not None and isinstance(child, Import | Text):
             what = f"<{child.name}>" if isinstance(child, Import) else "text"

@@ -47,7 +47,7 @@ class Variable:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """What a value must be: true, false, or equal to something."""
+    """A test of a value: that it is true, false, or equal to something."""
 
     variable: str
     test: Literal["true", "false", "equal"]
@@ -93,7 +93,7 @@ Item: TypeAlias = str | Variable | Choice | Block
 
 @dataclass(frozen=True)
 class Plan:
-    """How values choose among the modules of a schema that was a template; every prompt says its `blocks`."""
+    """A template's blocks, and how values choose among the modules that were made of them."""
 
     blocks: Sequence[Block]
     variables: tuple[str, ...]
@@ -165,7 +165,7 @@ def read_template(
     else:
         items = _read_framework_template(template)
     if name is None:
-        raise PMLError("a template that is no function has no name; give the schema one: name=...")
+        raise PMLError("only a function has a name of its own; give the schema one: name=...")
     blocks = [item for item in items if isinstance(item, Block) and item.role is not None] or [Block(name, items)]
     maker = _Maker(lengths)
     children: list[Node] = []
@@ -178,7 +178,7 @@ def read_template(
     unused = sorted(lengths.keys() - maker.variables.keys())
     if unused:
         raise PMLError(
-            f"lengths has {unused[0]!r:.60}, which is no variable of the template; it has {', '.join(maker.variables) or 'none'}"
+            f"unknown variable {unused[0]!r:.60} in lengths; the template has {', '.join(maker.variables) or 'none'}"
         )
     known = {variable: value for variable, value in defaults.items() if variable in maker.variables}
     return name, tuple(children), Plan(blocks, tuple(maker.variables), known)
@@ -335,8 +335,8 @@ def _read_framework_template(template: Any) -> list[Item]:
     if isinstance(getattr(template, "template_str", None), str):
         return _read_jinja(template.template_str, kwargs)
     raise PMLError(
-        f"this {type(template).__name__} is no template; give a function, a string with format=, or a prompt template of "
-        "LangChain or LlamaIndex"
+        f"the type {type(template).__name__} cannot be read as a template; give a function, a string with format=, or a prompt "
+        "template of LangChain or LlamaIndex"
     )
 
 
@@ -436,7 +436,7 @@ class _Function:
         except (OSError, SyntaxError, TypeError) as error:
             raise PMLError(f"the source of {self._function.__name__} cannot be read: {error}") from error
         if not isinstance(tree, ast.FunctionDef):
-            raise PMLError(f"{self._function.__name__} is no plain function; write it with def")
+            raise PMLError(f"{self._function.__name__} is not a plain function; write it with def")
         body = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
         if body and isinstance(body[-1], ast.Return) and body[-1].value is not None:
             yield from self._statements(body[:-1])

@@ -83,7 +83,7 @@ def test_too_few_questions(calibrate: Any, documents: Path, model_folder: Path) 
 
 def test_mistakes(calibrate: Any, run: Command, questions: Path, tmp_path: Path) -> None:
     assert "nothing was warmed into" in calibrate("--store", tmp_path / "none", code=1)[0]
-    assert "no file or folder" in calibrate(tmp_path / "none", code=2)[0]
+    assert "does not exist" in calibrate(tmp_path / "none", code=2)[0]
     (tmp_path / "blend.yaml").write_text("ratio: 0.2\n")
     assert "unknown setting ratio" in calibrate(tmp_path, code=1)[0]
     assert "cannot be read" in run("calibrate", "--questions", tmp_path / "none.txt", code=1).output

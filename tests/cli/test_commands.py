@@ -107,7 +107,7 @@ def test_a_mistake_is_answered_in_one_line(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("warm missing.txt", "there is no file or folder missing.txt"),
+        ("warm missing.txt", "'missing.txt' does not exist"),
         ("warm", "PATH"),
         ("ask ' '", "the question is empty"),
         ("bench ttft --chunks 0", "--chunks"),

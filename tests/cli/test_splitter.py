@@ -89,7 +89,7 @@ def test_a_file_that_is_named_must_be_text(tmp_path: Path) -> None:
     (tmp_path / "x.bin").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"x\.bin cannot be read: it is not UTF-8 text"):
         read_passages([tmp_path / "x.bin"], words, 10)
-    with pytest.raises(ConfigError, match="there is no file or folder"):
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read_passages([tmp_path / "y"], words, 10)
 
 

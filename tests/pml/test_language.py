@@ -122,7 +122,7 @@ def refusal(markup: str) -> str:
         ("<module name='a'><param name='p' len='3' length='3'/></module>", "has both len and length"),
         ("<module name='a'><param name='p' len='0'/></module>", "has the length 0; give the most tokens"),
         ("<module name='a'><param name='p' len='1e3'/></module>", 'has len="1e3"; give a whole number of tokens'),
-        ("<module name='a'><param name='1p' len='1'/></module>", "'1p' is no name for a parameter"),
+        ("<module name='a'><param name='1p' len='1'/></module>", "'1p' cannot name a parameter"),
         ("<module name='a'><param name='p' len='1'>x</param></module>", "<param> holds something; expected <param .../>"),
         (
             "<module name='a'><param name='p' len='1'/>\n<scaffold><param name='p' len='1'/></scaffold></module>",
@@ -186,9 +186,9 @@ def test_a_prompt_for_another_schema_and_no_prompt_at_all() -> None:
     schema = Schema.from_text(TRAVEL)
     with pytest.raises(PMLError, match="the prompt is for schema 'other'; expected schema='travel'"):
         schema.parse_prompt("<prompt schema='other'>x</prompt>")
-    with pytest.raises(PMLError, match='<schema> is no prompt; expected <prompt schema="travel">'):
+    with pytest.raises(PMLError, match='expected <prompt schema="travel">, not <schema>'):
         schema.parse_prompt(TRAVEL)
-    with pytest.raises(PMLError, match=re.escape('<prompt> is no schema; expected <schema name="...">')):
+    with pytest.raises(PMLError, match=re.escape('expected <schema name="...">, not <prompt>')):
         Schema.from_text("<prompt schema='travel'>x</prompt>")
 
 
@@ -224,7 +224,7 @@ def test_a_schema_made_in_python_is_checked_like_any_other() -> None:
         Schema("s", (Module("m", (Text("b"),)), Module("m", (Text("b"),))))
     with pytest.raises(PMLError, match="has the length 0"):
         Schema("s", (Module("m", (Param("p", 0),)),))
-    with pytest.raises(PMLError, match="holds 'text', a str, which is no node"):
+    with pytest.raises(PMLError, match="cannot hold 'text', a str"):
         Schema("s", ("text",))  # type: ignore[arg-type]
     with pytest.raises(PMLError, match="a prompt holds 3, a int; give Import, Turn or text"):
         schema.prompt(3)  # type: ignore[arg-type]

@@ -159,7 +159,7 @@ def calls_method(name: Annotated[str, MaxTokens(3)]) -> Any:
         (recursive, {}, "recursive calls itself"),
         (calls_method, {}, r"cannot say 'name.upper\(\)'.* expected a parameter of calls_method: name"),
         (greeting, {}, "variable 'who' has no length"),
-        (greeting, {"lengths": {"who": 3, "whom": 4}}, "lengths has 'whom'"),
+        (greeting, {"lengths": {"who": 3, "whom": 4}}, "unknown variable 'whom' in lengths"),
         ("{{ a }}", {"name": "s"}, "needs format=, one of 'jinja', 'f-string'"),
         ("{{ a }}", {"format": "jinja"}, "give the schema one: name="),
         (
@@ -171,7 +171,7 @@ def calls_method(name: Annotated[str, MaxTokens(3)]) -> Any:
         ("{% if a %}", {"name": "s", "format": "jinja"}, "template, line 1: "),
         ("{a", {"name": "s", "format": "f-string"}, "write {{ for a brace that is text"),
         ("{a.b}", {"name": "s", "format": "f-string"}, r"\{a.b\} is more than a name"),
-        (3, {"name": "s"}, "this int is no template"),
+        (3, {"name": "s"}, "int cannot be read as a template"),
         (ChatPromptTemplate([MessagesPlaceholder("history")]), {"name": "s"}, "MessagesPlaceholder has no text"),
         (PromptTemplate.from_template("{{a}}", template_format="mustache"), {"name": "s"}, "'mustache' are not read"),
     ],

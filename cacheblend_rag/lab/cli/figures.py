@@ -66,6 +66,7 @@ def figures(
 
     Every question is prefilled as a whole, by plain reuse, and by each selector at each ratio; nothing is generated.
     """
+    from cacheblend_rag.config import EngineConfig
     from cacheblend_rag.lab.eval import RetrievalSetting
     from cacheblend_rag.lab.eval.inside_figures import draw_inside
     from cacheblend_rag.lab.eval.inside_result import InsideSetting, look_inside
@@ -82,7 +83,7 @@ def figures(
         raise ConfigError(f"task {task!r} is unknown; choose one of {', '.join(TASKS)}")
     started = time.perf_counter()
     # The papers' chunks are encoded alone.
-    with open_engine(model, context="none") as engine, progress_bar("looking") as progress:
+    with open_engine(model, config=EngineConfig(context="none")) as engine, progress_bar("looking") as progress:
         request = TaskRequest(questions, seed, chunk_tokens, top_k, embeddings, lambda: engine.tokenizer)
         made = TASKS[task](request, **_own(task, data))
         result = look_inside(engine, made, setting, progress)
