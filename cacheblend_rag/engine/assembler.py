@@ -211,14 +211,6 @@ class Assembler:
         )
         return ids, place
 
-    def refusal(self, chunk: Chunk) -> PromptError | None:
-        """Return what `record` raises for a chunk, or None."""
-        try:
-            self.record(chunk)
-        except PromptError as error:
-            return error
-        return None
-
     def assemble(self, prompt: BlendPrompt, *, retrieving: bool = False) -> AssembledPrompt:
         """Look up and tokenise a whole prompt.
 

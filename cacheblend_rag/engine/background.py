@@ -1,7 +1,8 @@
-"""Adding chunks in the background, and storing one batch while the next is computed."""
+"""Work in threads of its own: adding chunks, storing one batch while the next is computed, and answers that readers wait for."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections import deque
@@ -10,12 +11,17 @@ from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Generic, TypeVar
 
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["AddJob", "AddResult", "BatchWriter", "Jobs"]
+__all__ = ["AddJob", "AddResult", "BatchWriter", "Feed", "Jobs"]
 
 logger = logging.getLogger(__name__)
+
+Piece = TypeVar("Piece")
+Outcome = TypeVar("Outcome")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +53,19 @@ class AddJob:
     ----------
     finished, total : int
         Chunks that are done already, and all of them.
+    on_progress : callable, optional
+        Called with both numbers whenever more are done.
+
+    Attributes
+    ----------
+    progress : tuple of int
+        How many chunks are finished, and how many there are.
     """
 
-    def __init__(self, finished: int, total: int) -> None:
-        self._progress = (finished, total)
+    def __init__(self, finished: int, total: int, on_progress: Callable[[int, int], None] | None = None) -> None:
+        self.progress = (finished, total)
+        self._on_progress = on_progress
         self._future: Future[AddResult] = Future()
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        """How many chunks are finished, and how many there are."""
-        return self._progress
 
     def done(self) -> bool:
         """Whether the work has ended, well or not."""
@@ -82,39 +91,21 @@ class AddJob:
         TimeoutError
             If the work goes on after `timeout_s` seconds.
         """
-        self.wait(timeout_s)
+        futures.wait([self._future], timeout_s)
         if not self.done():
-            finished, total = self._progress
+            finished, total = self.progress
             raise TimeoutError(f"{finished} of {total} chunks are encoded after {timeout_s} s; wait longer")
         return self._future.result()
 
     def advance(self, count: int) -> None:
         """Note that so many more chunks are finished."""
-        finished, total = self._progress
-        self._progress = (finished + count, total)
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for the end of the work, whatever it is."""
-        futures.wait([self._future], timeout_s)
-
-    def end(self, result: AddResult | None, error: BaseException | None) -> None:
-        """Note how the work ended."""
-        if error is not None:
-            self._future.set_exception(error)
-        else:
-            assert result is not None
-            self._future.set_result(result)
-
-    def given_up(self) -> ConfigError:
-        """Return the error of a job whose engine was closed before its end."""
-        finished, total = self._progress
-        return ConfigError(
-            f"the engine was closed when {finished} of {total} chunks were encoded; the others are encoded when they are "
-            "retrieved"
-        )
+        finished, total = self.progress
+        self.progress = (finished + count, total)
+        if self._on_progress is not None:
+            self._on_progress(*self.progress)
 
 
-Work = Callable[[AddJob, Callable[[], bool]], AddResult]
+Work = Callable[[Callable[[], bool]], AddResult]
 """Does a job, asking between batches whether to give up."""
 
 
@@ -126,7 +117,7 @@ class Jobs:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         # The job under way is the first; it leaves when it is done.
         self._queue: deque[tuple[AddJob, Work]] = deque()
         self._thread: threading.Thread | None = None
@@ -134,37 +125,39 @@ class Jobs:
         self._closed = False
         self._giving_up = False
 
-    def submit(self, job: AddJob, work: Work) -> None:
-        """Put a job at the end of the queue."""
-        with self._changed:
+    def submit(self, job: AddJob, work: Work) -> AddJob:
+        """Put a job at the end of the queue, and return it."""
+        with self._lock:
             if self._closed:
                 raise ConfigError("this engine is closed; make a new one")
             self._queue.append((job, work))
             self._start()
+        return job
 
     def flush(self) -> None:
         """Wait for the jobs that were submitted before, and raise the first error since the last flush."""
-        with self._changed:
-            waiting = [job for job, _ in self._queue]
+        with self._lock:
+            waiting = [job._future for job, _ in self._queue]
             self._start()
-        for job in waiting:
-            job.wait()
+        futures.wait(waiting)
         failed = self._take_failed()
-        _tell(failed[1:])
+        _warn_of(failed[1:])
         if failed:
             raise failed[0]
 
     def close(self, wait: bool) -> None:
         """Take no more jobs and wait for those there are, or give them up after the batch under way."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._giving_up = self._giving_up or not wait
             self._start()
-            self._changed.wait_for(lambda: self._thread is None or not self._thread.is_alive())
-        _tell(self._take_failed())
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+        _warn_of(self._take_failed())
 
     def _take_failed(self) -> list[BaseException]:
-        with self._changed:
+        with self._lock:
             failed, self._failed = self._failed, []
         return failed
 
@@ -175,33 +168,35 @@ class Jobs:
 
     def _work(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 if not self._queue:
                     self._thread = None
-                    self._changed.notify_all()
                     return
-                job, work = self._queue[0]
-            self._do(job, work)
-            del job, work
+            self._do(*self._queue[0])
 
     def _do(self, job: AddJob, work: Work) -> None:
-        result, failure = None, None
+        result: AddResult | None = None
+        error: BaseException | None = None
         try:
-            if self._giving_up:
-                raise job.given_up()
-            result = work(job, lambda: self._giving_up)
-            if self._giving_up and job.progress[0] < job.progress[1]:
-                raise job.given_up()
-        except BaseException as error:  # handed to who asks for the result
-            failure = error
-        with self._changed:
+            result = None if self._giving_up else work(lambda: self._giving_up)
+            finished, total = job.progress
+            if result is None or (self._giving_up and finished < total):
+                error = ConfigError(
+                    f"the engine was closed when {finished} of {total} chunks were encoded; the others are encoded when they "
+                    "are retrieved"
+                )
+        except BaseException as failure:  # handed to who asks for the result
+            error = failure
+        with self._lock:
             self._queue.popleft()
-            if failure is not None:
-                self._failed.append(failure)
-            job.end(result, failure)
+            if error is not None:
+                self._failed.append(error)
+                job._future.set_exception(error)
+            elif result is not None:
+                job._future.set_result(result)
 
 
-def _tell(failed: list[BaseException]) -> None:
+def _warn_of(failed: list[BaseException]) -> None:
     for error in failed:
         logger.warning("chunks that were added in the background are not stored: %s", error)
 
@@ -251,3 +246,63 @@ class BatchWriter:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+
+class Feed(Generic[Piece, Outcome]):
+    """Pieces, and an outcome behind the last of them, which is a value or an error.
+
+    Whoever waits on an event loop costs no thread: answers queue for the model for a long time, and would use up the few threads
+    that a loop has for everything else.
+    """
+
+    def __init__(self) -> None:
+        self._outcome: Future[Outcome] = Future()
+        # Each piece comes with the future of the one behind it; behind the last stands None.
+        self._next: Future[tuple[Piece, Future[object]] | None] = Future()
+        self._last = self._next
+
+    def start(self, work: Callable[[], Outcome], name: str) -> None:
+        """Run `work` in a thread of its own, which may put pieces; what it returns or raises is the outcome."""
+
+        def run() -> None:
+            try:
+                self._outcome.set_result(work())
+            except BaseException as error:  # handed to the readers
+                self._outcome.set_exception(error)
+            self._last.set_result(None)
+
+        # No daemon: an interpreter that ends while this thread computes, or only lets go of its tensors, would abort.
+        threading.Thread(target=run, name=name).start()
+
+    def put(self, piece: Piece) -> None:
+        """Hand over the next piece."""
+        behind: Future[object] = Future()
+        self._last.set_result((piece, behind))
+        self._last = behind  # type: ignore[assignment]
+
+    def next(self) -> Piece | None:
+        """Return the next piece, waiting for it; None when there are no more."""
+        return self._open(self._next.result())
+
+    async def anext(self) -> Piece | None:
+        """Do what `next` does, on an event loop."""
+        return self._open(await _awaited(self._next))
+
+    def outcome(self) -> Outcome:
+        """Return the outcome, waiting for it, or raise the error that it is."""
+        return self._outcome.result()
+
+    async def aoutcome(self) -> Outcome:
+        """Do what `outcome` does, on an event loop."""
+        return await _awaited(self._outcome)
+
+    def _open(self, given: tuple[Piece, Future[object]] | None) -> Piece | None:
+        if given is None:
+            return None
+        piece, self._next = given  # type: ignore[assignment]
+        return piece
+
+
+async def _awaited(future: Future[T]) -> T:
+    # A reader that is cancelled leaves the work to the others.
+    return await asyncio.shield(asyncio.wrap_future(future))

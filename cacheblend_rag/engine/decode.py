@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import lru_cache
+from inspect import signature
 from numbers import Integral
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList
+from transformers.utils.generic import TransformersKwargs
 
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.config import BlendConfig, did_you_mean
 from cacheblend_rag.engine.generation import GenerationResult, TokenWatch
 from cacheblend_rag.engine.request import PromptRun, make_report
 from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fuse import BlendCache
-from cacheblend_rag.model import model_window, num_decoder_layers
+from cacheblend_rag.model import model_window, num_decoder_layers, unwrapped
 
 __all__ = ["check_options", "complete_options", "decode", "output_limit"]
 
@@ -43,8 +46,8 @@ _FOREIGN = {
 }
 
 
-def check_options(max_new_tokens: int | None, options: dict[str, Any]) -> None:
-    """Raise `ConfigError` for generation options that cannot be combined with a blended prefill."""
+def check_options(model: PreTrainedModel, max_new_tokens: int | None, options: dict[str, Any]) -> None:
+    """Raise `ConfigError` for generation options that nobody knows, or that cannot be combined with a blended prefill."""
     if not isinstance(max_new_tokens, Integral | None):
         raise ConfigError(f"max_new_tokens={max_new_tokens!r} is no whole number; give 1 or more")
     if max_new_tokens is not None and max_new_tokens < 1:
@@ -55,6 +58,9 @@ def check_options(max_new_tokens: int | None, options: dict[str, Any]) -> None:
         raise ConfigError(
             f"{', '.join(settings)}: no options of generate, but of {kind.__name__}: {settings[0]} is {kind.lifetime}"
         )
+    known = _known_options(type(unwrapped(model)))  # type: ignore[arg-type]  # a class is hashed by itself
+    for name in options.keys() - known:
+        raise ConfigError(f"unknown option {name} of generate{did_you_mean(name, known)}")
     for name, why in _FOREIGN.items():
         if options.get(name) is not None:
             raise ConfigError(f"generation option {name} cannot be used here: {why}")
@@ -70,6 +76,22 @@ def check_options(max_new_tokens: int | None, options: dict[str, Any]) -> None:
             )
     if options.get("use_cache") is False:
         raise ConfigError("use_cache=False contradicts blending; leave it out")
+
+
+@lru_cache(maxsize=8)
+def _known_options(kind: type[PreTrainedModel]) -> frozenset[str]:
+    """Return the options of ``generate`` and of this package's calls for models of one class."""
+    named = (
+        "blend",
+        "conversation",
+        "wait_s",
+        "tokenizer",
+        "assistant_tokenizer",
+        *TransformersKwargs.__optional_keys__,
+    )
+    calls = (GenerationMixin.generate, kind.forward, getattr(kind, "prepare_inputs_for_generation", kind.forward))
+    passed_on = (name for call in calls for name in signature(call).parameters)
+    return frozenset({*named, *_FOREIGN, *vars(GenerationConfig()), *passed_on})
 
 
 def output_limit(model: PreTrainedModel, run: PromptRun) -> int:

@@ -21,22 +21,19 @@ from cacheblend_rag.chunk import BlendPrompt, Chunk
 from cacheblend_rag.config import BlendConfig, EngineConfig
 from cacheblend_rag.controller import Profile, check_selector
 from cacheblend_rag.engine.assembler import Assembler
-from cacheblend_rag.engine.background import AddJob, AddResult
+from cacheblend_rag.engine.background import AddJob, AddResult, Feed
 from cacheblend_rag.engine.conversation import Conversation
 from cacheblend_rag.engine.decode import check_options, decode
-from cacheblend_rag.engine.feed import Feed
 from cacheblend_rag.engine.firsttoken import last_logits
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PrefillResult
 from cacheblend_rag.engine.guard import Guard, GuardOrder
-from cacheblend_rag.engine.identity import engine_identity
 from cacheblend_rag.engine.ingest import Ingest, WarmEstimate
 from cacheblend_rag.engine.kept import KeptTurns
 from cacheblend_rag.engine.many import Many, options_of_each
 from cacheblend_rag.engine.markup import SCHEMA_PREFIX, LoadedSchema, Schemas
 from cacheblend_rag.engine.metrics import EngineMetrics
-from cacheblend_rag.engine.opening import look_at_model, open_engine_store
+from cacheblend_rag.engine.opening import engine_identity, load_pretrained, look_at_model, open_engine_store
 from cacheblend_rag.engine.prefetch import Prefetch, Prefetcher
-from cacheblend_rag.engine.pretrained import load_pretrained
 from cacheblend_rag.engine.request import PromptRun, Request, make_report
 from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.engine.supply import KVSupply
@@ -229,7 +226,7 @@ class BlendEngine:
         """
         self.guard.close()
         self._prefetcher.close()
-        self._ingest.close(wait)
+        self._ingest.jobs.close(wait)
         with self._runner.lock:
             if not self._closed:
                 self._closed = True
@@ -264,6 +261,7 @@ class BlendEngine:
         *,
         progress: Callable[[int, int], None] | None = ...,
         ttl_s: float | None = ...,
+        on_refused: Callable[[Chunk, PromptError], None] | None = ...,
         background: Literal[False] = ...,
     ) -> AddResult: ...
 
@@ -274,6 +272,7 @@ class BlendEngine:
         *,
         progress: Callable[[int, int], None] | None = ...,
         ttl_s: float | None = ...,
+        on_refused: Callable[[Chunk, PromptError], None] | None = ...,
         background: Literal[True],
     ) -> AddJob: ...
 
@@ -284,6 +283,7 @@ class BlendEngine:
         *,
         progress: Callable[[int, int], None] | None = ...,
         ttl_s: float | None = ...,
+        on_refused: Callable[[Chunk, PromptError], None] | None = ...,
         background: bool,
     ) -> AddResult | AddJob: ...
 
@@ -293,6 +293,7 @@ class BlendEngine:
         *,
         progress: Callable[[int, int], None] | None = None,
         ttl_s: float | None = None,
+        on_refused: Callable[[Chunk, PromptError], None] | None = None,
         background: bool = False,
     ) -> AddResult | AddJob:
         """Encode chunks and store their KV.
@@ -318,6 +319,9 @@ class BlendEngine:
         ttl_s : float, optional
             Seconds that their KV lives, instead of ``config.ttl_s``. Adding a chunk again makes it live that long from then on,
             if that is longer than it would have lived.
+        on_refused : callable, optional
+            Called with each chunk that cannot be served, and why, instead of the error being raised. The chunk is left out, and
+            what its id stood for is deleted.
         background : bool
             Whether to return before the chunks are encoded.
 
@@ -344,18 +348,8 @@ class BlendEngine:
             raise ConfigError(
                 f"ttl_s={ttl_s!r} must be a positive number of seconds; leave it out to keep chunks for ever"
             )
-        if not isinstance(chunks, Chunk):
-            chunks = list(chunks)
-            for chunk in chunks:
-                prefix = _reserved(chunk.id or "") if isinstance(chunk, Chunk) else None
-                if prefix is not None:
-                    what = "schemas" if prefix == SCHEMA_PREFIX else "prompts' heads"
-                    raise ConfigError(
-                        f"the id {chunk.id!r} begins with {prefix!r}, as those of {what} do; give the chunk another one"
-                    )
-        if background:
-            return self._ingest.add_later(chunks, progress, ttl_s)
-        return self._ingest.add(chunks, progress, ttl_s)
+        add = self._ingest.add_later if background else self._ingest.add
+        return add(_chunk_list(chunks), progress, ttl_s, on_refused)
 
     def flush(self) -> None:
         """Wait until what was added in the background, and the KV of all misses so far, is stored.
@@ -366,7 +360,7 @@ class BlendEngine:
             The first error in the background since the last flush.
         """
         self._check_open()
-        self._ingest.flush()
+        self._ingest.jobs.flush()
         self.store.flush()
 
     def estimate(self, chunks: Iterable[Chunk]) -> WarmEstimate:
@@ -385,18 +379,7 @@ class BlendEngine:
             What is not stored yet, in chunks, tokens, bytes of KV as `disk_codec` packs it, and seconds.
         """
         self._check_open()
-        return self._ingest.estimate(chunks)
-
-    def refusals(self, chunks: Iterable[Chunk]) -> list[PromptError | None]:
-        """Say of each chunk what `add` would raise because of it, or None; nothing is stored.
-
-        Returns
-        -------
-        list of PromptError or None
-            An `EmptyChunkError` for a text without tokens, a `PromptTooLongError` for one beyond the model's window.
-        """
-        self._check_open()
-        return [self._assembler.refusal(chunk) for chunk in chunks]
+        return self._ingest.estimate(_chunk_list(chunks))
 
     def delete(self, ids: Iterable[str]) -> int:
         """Forget chunks: their names at once, and their KV unless another name has the same text behind the same text.
@@ -751,7 +734,7 @@ class BlendEngine:
         ConfigError
             If an option cannot be combined with blending.
         """
-        check_options(max_new_tokens, generation_kwargs)
+        check_options(self.model, max_new_tokens, generation_kwargs)
         run = self._begin(prompt, blend, conversation, wait_s, max_new_tokens=max_new_tokens, options=generation_kwargs)
         return self._decode(run, threading.Event(), None)
 
@@ -842,7 +825,7 @@ class BlendEngine:
         stop: threading.Event,
     ) -> list[GenerationResult]:
         started = time.perf_counter()
-        check_options(max_new_tokens, options)
+        check_options(self.model, max_new_tokens, options)
         if batch_size is not None and batch_size < 1:
             raise ConfigError(f"batch_size={batch_size} must be at least 1; leave it out to have it chosen")
         if isinstance(prompts, BlendPrompt | Prompt):
@@ -874,7 +857,7 @@ class BlendEngine:
         BlendStream
             An iterator over pieces of text; its `result` holds the report.
         """
-        check_options(max_new_tokens, generation_kwargs)
+        check_options(self.model, max_new_tokens, generation_kwargs)
         run = self._begin(prompt, blend, conversation, wait_s, max_new_tokens=max_new_tokens, options=generation_kwargs)
         return BlendStream(lambda streamer, stop: self._decode(run, stop, streamer), self.tokenizer)
 
@@ -1027,6 +1010,21 @@ def _until(started: float, wait_s: float | None) -> float | None:
 def _reserved(id: str) -> str | None:
     """Return what an id begins with that no chunk's may."""
     return next((prefix for prefix in (SCHEMA_PREFIX, HEAD_PREFIX) if id.startswith(prefix)), None)
+
+
+def _chunk_list(chunks: Iterable[Chunk]) -> list[Chunk]:
+    if isinstance(chunks, Chunk):
+        raise ConfigError("chunks is a single Chunk; give a list of them, as in [Chunk(text, id)]")
+    chunks = list(chunks)
+    for chunk in chunks:
+        if not isinstance(chunk, Chunk):
+            raise ConfigError(f"{chunk!r} is a {type(chunk).__name__}; give Chunk objects, as in Chunk(text, id)")
+        if (prefix := _reserved(chunk.id or "")) is not None:
+            what = "schemas" if prefix == SCHEMA_PREFIX else "prompts' heads"
+            raise ConfigError(
+                f"the id {chunk.id!r} begins with {prefix!r}, as those of {what} do; give the chunk another one"
+            )
+    return chunks
 
 
 def _id_list(ids: Iterable[str]) -> list[str]:

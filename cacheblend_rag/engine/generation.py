@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria, TextStreamer
 
-from cacheblend_rag.engine.feed import Feed
+from cacheblend_rag.engine.background import Feed
 from cacheblend_rag.report import BlendReport
 
 __all__ = ["BlendStream", "GenerationResult", "PrefillResult", "TokenWatch"]

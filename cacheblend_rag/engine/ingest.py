@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from cacheblend_rag.chunk import Chunk
@@ -15,7 +16,7 @@ from cacheblend_rag.encode import Target
 from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.background import AddJob, AddResult, BatchWriter, Jobs
 from cacheblend_rag.engine.supply import KVSupply
-from cacheblend_rag.errors import ConfigError, StoreError
+from cacheblend_rag.errors import ConfigError, PromptError, StoreError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.model import Decoder
 from cacheblend_rag.store import KVStore, NamedTarget, NodeRecord
@@ -23,9 +24,6 @@ from cacheblend_rag.store import KVStore, NamedTarget, NodeRecord
 __all__ = ["Ingest", "WarmEstimate"]
 
 logger = logging.getLogger(__name__)
-
-Group = list[NamedTarget]
-"""Chunks that share a key; never empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,67 +38,69 @@ class WarmEstimate:
     seconds: float
 
 
-@dataclass(slots=True)
-class _Todo:
-    """Chunks to add.
+class _Text:
+    """A text to be encoded.
+
+    Parameters
+    ----------
+    names : list of NamedTarget
+        The chunks that are this text behind the same context: one at least.
+    positions : tuple of int, optional
+        Where its tokens stand when they are encoded; by default right behind the encoding prefix.
 
     Attributes
     ----------
-    given : list of NamedTarget
-        The chunks.
-    names : list of NamedTarget
-        Those whose names are not recorded exactly so.
-    lacking : int
-        Those whose names are, and whose KV is missing.
-    groups : list of Group
-        What is to be encoded. Chunks of the documents that have another context from now on are among them.
-    held : list of NamedTarget
-        What has its KV.
-    positions : dict of (str, tuple of int or None)
-        By key, where tokens stand when they are encoded.
+    key : str
+        Where its KV is stored.
+    num_tokens : int
+        Its tokens.
+    target : Target
+        What is computed.
     """
 
-    given: list[NamedTarget]
-    names: list[NamedTarget] = field(default_factory=list)
-    lacking: int = 0
-    groups: list[Group] = field(default_factory=list)
-    held: list[NamedTarget] = field(default_factory=list)
-    positions: dict[str, tuple[int, ...] | None] = field(default_factory=dict)
+    def __init__(self, names: list[NamedTarget], positions: tuple[int, ...] | None = None) -> None:
+        record = names[0].record
+        self.names = names
+        self.key = record.key
+        self.num_tokens = len(record.token_ids)
+        self.target = Target(record.token_ids + record.separator, names[0].context, positions)
 
-    @property
-    def total(self) -> int:
-        """How many chunks there are."""
-        return len(self.given)
 
-    @property
-    def changed(self) -> int:
-        """Chunks that are named, or whose KV was missing."""
-        return len(self.names) + self.lacking
+Batch = Sequence[tuple[_Text, ChunkKV]]
 
-    @property
-    def unchanged(self) -> int:
-        """Chunks that are stored exactly so."""
-        return self.total - self.changed
 
-    @property
-    def ready(self) -> int:
-        """Chunks for which nothing is encoded."""
-        waiting = {group[0].record.key for group in self.groups}
-        return sum(target.record.key not in waiting for target in self.given)
+@dataclass(slots=True)
+class _Todo:
+    """What is to be done to add some chunks.
 
-    @property
-    def steps(self) -> int:
-        """How many chunks there are, with those of their documents that are encoded again."""
-        return self.ready + sum(map(len, self.groups))
+    Attributes
+    ----------
+    names : list of NamedTarget
+        The chunks whose names are not recorded exactly so.
+    texts : list of _Text
+        What is to be encoded. Chunks of the documents that have another context from now on are among them.
+    held : list of NamedTarget
+        The chunks that have their KV.
+    changed, unchanged : int
+        How many of the chunks given are named or lack their KV, and how many are stored exactly so.
+    ready : int
+        How many of them need no encoding.
+    """
 
-    def target(self, group: Group) -> Target:
-        """Return what is encoded for a group."""
-        record = group[0].record
-        return Target(record.token_ids + record.separator, group[0].context, self.positions.get(record.key))
+    names: list[NamedTarget]
+    texts: list[_Text]
+    held: list[NamedTarget]
+    changed: int
+    unchanged: int
+    ready: int
+
+    def job(self, progress: Callable[[int, int], None] | None) -> AddJob:
+        """Return a job that counts the chunks given, and those of their documents that are encoded again."""
+        return AddJob(self.ready, self.ready + sum(len(text.names) for text in self.texts), progress)
 
 
 class _Naming:
-    """Names chunks once their KV is stored, all chunks of a document together.
+    """Says when chunks can be named: once their KV is stored, all chunks of a document together.
 
     Parameters
     ----------
@@ -109,33 +109,21 @@ class _Naming:
     """
 
     def __init__(self, todo: _Todo) -> None:
-        self._names: dict[str, list[NodeRecord]] = {}
-        self._waits: dict[str, set[str]] = {}
-        self._units: dict[str, list[str]] = {}
+        self._names: dict[tuple[str, str], list[NodeRecord]] = {}
         for target in todo.names:
             self._names.setdefault(_unit(target), []).append(target.record)
-        for group in todo.groups:
-            units = list(dict.fromkeys(_unit(target) for target in group))
-            self._units[group[0].record.key] = units
-            for unit in units:
-                self._waits.setdefault(unit, set()).add(group[0].record.key)
+        self._waits = Counter(unit for text in todo.texts for unit in {_unit(target) for target in text.names})
 
-    def ready(self, keys: Iterable[str] = ()) -> list[NodeRecord]:
-        """Return the records that can be named now that these keys are stored, each once."""
-        for key in keys:
-            for unit in self._units.get(key, ()):
-                self._waits[unit].discard(key)
-        units = [unit for unit in self._names if not self._waits.get(unit)]
+    def ready(self, stored: Iterable[_Text] = ()) -> list[NodeRecord]:
+        """Return the records that can be named now that these texts are stored, each once."""
+        self._waits.subtract(unit for text in stored for unit in {_unit(target) for target in text.names})
+        units = [unit for unit in self._names if not self._waits[unit]]
         return [record for unit in units for record in self._names.pop(unit)]
 
 
-def _shorter(one: float | None, other: float | None) -> float | None:
-    """Return the shorter of two lives, of which None never ends."""
-    return min((life for life in (one, other) if life is not None), default=None)
-
-
-def _unit(target: NamedTarget) -> str:
-    return f"key {target.record.key}" if target.document is None else f"document {target.document}"
+def _unit(target: NamedTarget) -> tuple[str, str]:
+    """Return what a chunk is named together with: its document, or what has the same KV."""
+    return ("key", target.record.key) if target.document is None else ("document", target.document)
 
 
 class Ingest:
@@ -159,42 +147,41 @@ class Ingest:
         self, assembler: Assembler, supply: KVSupply, store: KVStore, decoder: Decoder | None, config: EngineConfig
     ) -> None:
         self._assembler = assembler
+        self._namespace = assembler.namespace
         self._supply = supply
         self._store = store
         self._decoder = decoder
         self._tenant = config.tenant or ""
         self._ttl_s = config.ttl_s
         self._disk_codec = make_codec(config.disk_codec)
-        self._names_only = config.encode_on == "second_use"
-        self._jobs = Jobs()
+        # Of a model without blending no KV is ever missing, nor where it is not computed before it is needed.
+        self._encodes = decoder is not None and config.encode_on != "second_use"
+        self.jobs = Jobs()
 
     def add(
-        self, chunks: Iterable[Chunk], progress: Callable[[int, int], None] | None, ttl_s: float | None = None
+        self,
+        chunks: Iterable[Chunk],
+        progress: Callable[[int, int], None] | None = None,
+        ttl_s: float | None = None,
+        on_refused: Callable[[Chunk, PromptError], None] | None = None,
     ) -> AddResult:
         """Encode and name what is not stored yet; see `BlendEngine.add`."""
         ttl_s = self._ttl_s if ttl_s is None else ttl_s
-        todo = self._todo(chunks, ttl_s)
+        todo = self._todo(chunks, ttl_s, on_refused)
         self._prolong(todo.held)
         naming = _Naming(todo)
-        finished = todo.unchanged
-
-        def advance(count: int) -> None:
-            nonlocal finished
-            finished += count
-            if progress is not None:
-                progress(finished, todo.steps)
-
-        advance(0)
         self._name(naming.ready(), ttl_s)
-        finished = todo.ready
-        keep = partial(self._store_and_name, naming=naming, ttl_s=ttl_s)
-        encoded, tokens = self._encode(todo, keep, advance)
+        result = self._encode(todo, todo.job(progress), partial(self._store_and_name, naming=naming, ttl_s=ttl_s))
         # Behind what has been changed by another process since, no name stands by now.
-        self._release([group for group in todo.groups if all(target.record.id for target in group)])
-        return AddResult(encoded, todo.changed, todo.unchanged, tokens)
+        self._release([text for text in todo.texts if all(target.record.id for target in text.names)])
+        return result
 
     def add_later(
-        self, chunks: Iterable[Chunk], progress: Callable[[int, int], None] | None, ttl_s: float | None = None
+        self,
+        chunks: Iterable[Chunk],
+        progress: Callable[[int, int], None] | None = None,
+        ttl_s: float | None = None,
+        on_refused: Callable[[Chunk, PromptError], None] | None = None,
     ) -> AddJob:
         """Name what is not stored yet, and have it encoded in the background; see `BlendEngine.add`.
 
@@ -202,10 +189,11 @@ class Ingest:
         to be no longer wanted, whatever process did it.
         """
         ttl_s = self._ttl_s if ttl_s is None else ttl_s
-        todo = self._todo(chunks, ttl_s)
+        todo = self._todo(chunks, ttl_s, on_refused)
         self._prolong(todo.held)
         self._name([target.record for target in todo.names], ttl_s)
-        return self._later(todo, progress, self._store_if_wanted)
+        job = todo.job(progress)
+        return self.jobs.submit(job, partial(self._encode, todo, job, self._store_late))
 
     def encode_later(self, ids: Sequence[str]) -> None:
         """Have chunks that are named encoded in the background, as far as their KV is still missing then.
@@ -217,211 +205,176 @@ class Ingest:
         ids : sequence of str
             The chunks.
         """
-        targets = [target for target in self._store.targets(self._assembler.namespace, ids) if target is not None]
-        todo = _Todo(targets)
-        todo.groups = [[target] for target in {target.record.key: target for target in targets}.values()]
+        targets = [target for target in self._store.targets(self._namespace, ids) if target is not None]
+        texts = [_Text([target]) for target in {target.record.key: target for target in targets}.values()]
+        todo = _Todo([], texts, [], 0, len(targets), 0)
+        job = todo.job(None)
         try:
-            self._later(todo, None, self._store_quietly)
+            self.jobs.submit(job, partial(self._encode, todo, job, self._store_missed))
         except ConfigError as error:
             logger.debug("not encoded in the background: %s", error)
 
-    def _later(
-        self,
-        todo: _Todo,
-        progress: Callable[[int, int], None] | None,
-        keep: Callable[[Sequence[tuple[Group, ChunkKV]]], None],
-    ) -> AddJob:
-        job = AddJob(todo.ready, todo.steps)
-
-        def work(job: AddJob, given_up: Callable[[], bool]) -> AddResult:
-            def advance(count: int) -> None:
-                job.advance(count)
-                if progress is not None:
-                    progress(*job.progress)
-
-            advance(0)
-            encoded, tokens = self._encode(todo, keep, advance, still=self._wanted, given_up=given_up)
-            return AddResult(encoded, todo.changed, todo.unchanged, tokens)
-
-        self._jobs.submit(job, work)
-        return job
-
-    def flush(self) -> None:
-        """Wait for what was added in the background; see `BlendEngine.flush`."""
-        self._jobs.flush()
-
-    def close(self, wait: bool) -> None:
-        """Wait for what was added in the background, or give it up."""
-        self._jobs.close(wait)
-
     def estimate(self, chunks: Iterable[Chunk]) -> WarmEstimate:
         """Say what `add` would cost; see `BlendEngine.estimate`."""
-        todo = self._todo(chunks, self._ttl_s)
-        texts = [group[0].record for group in todo.groups]
-        tokens = sum(len(record.token_ids) for record in texts)
+        texts = self._todo(chunks, self._ttl_s).texts
+        tokens = sum(text.num_tokens for text in texts)
         if self._decoder is None or not texts:
             return WarmEstimate(len(texts), tokens, 0, 0.0)
-        longest = max(texts, key=lambda record: len(record.token_ids))
+        longest = max(texts, key=lambda text: text.num_tokens)
+        sample = replace(longest.target, token_ids=longest.target.token_ids[: longest.num_tokens], context=())
         started = time.perf_counter()
-        sample = Target(longest.token_ids, positions=todo.positions.get(longest.key))
         [[(_, kv)]] = self._supply.encode([sample])
         packed_bytes = pack_kv(kv, self._disk_codec).nbytes
-        computed = self._supply.num_tokens([todo.target(group) for group in todo.groups])
-        seconds = (time.perf_counter() - started) * computed / len(longest.token_ids)
-        kept = sum(len(record.token_ids + record.separator) for record in texts)
-        return WarmEstimate(len(texts), tokens, round(packed_bytes * kept / len(longest.token_ids)), seconds)
+        computed = self._supply.num_tokens([text.target for text in texts])
+        seconds = (time.perf_counter() - started) * computed / longest.num_tokens
+        kept = sum(len(text.target.token_ids) for text in texts)
+        return WarmEstimate(len(texts), tokens, round(packed_bytes * kept / longest.num_tokens), seconds)
 
-    def _todo(self, chunks: Iterable[Chunk], ttl_s: float | None) -> _Todo:
+    def _todo(
+        self,
+        chunks: Iterable[Chunk],
+        ttl_s: float | None,
+        on_refused: Callable[[Chunk, PromptError], None] | None = None,
+    ) -> _Todo:
         """Tokenise chunks and find out which are not stored exactly so, and whose KV is there all the same."""
-        if isinstance(chunks, Chunk):
-            raise ConfigError("chunks is a single Chunk; give a list of them, as in [Chunk(text, id)]")
-        chunks = list(chunks)
-        for chunk in chunks:
-            if not isinstance(chunk, Chunk):
-                raise ConfigError(f"{chunk!r} is a {type(chunk).__name__}; give Chunk objects, as in Chunk(text, id)")
-        # Chunks without an id are all kept; of several with one id the last counts.
-        wanted = list({(chunk.id if chunk.id is not None else object()): chunk for chunk in chunks}.values())
         # What was met as a miss is written first, so that it is not computed again.
         self._store.settle()
-        records = [self._assembler.record(chunk) for chunk in wanted]
-        positions = {record.key: self._assembler.places(chunk) for chunk, record in zip(wanted, records, strict=True)}
-        targets = self._store.rehearse(self._assembler.namespace, records, rules=self._assembler.rules, ttl_s=ttl_s)
+        records: list[NodeRecord] = []
+        positions: dict[str, tuple[int, ...] | None] = {}
+        refused: list[str] = []
+        # Chunks without an id are all kept; of several with one id the last counts.
+        for chunk in {(chunk.id if chunk.id is not None else object()): chunk for chunk in chunks}.values():
+            try:
+                records.append(self._assembler.record(chunk))
+                positions[records[-1].key] = self._assembler.places(chunk)
+            except PromptError as error:
+                if on_refused is None:
+                    raise
+                on_refused(chunk, error)
+                refused += [] if chunk.id is None else [chunk.id]
+        if refused:
+            self._store.forget(self._namespace, refused)
+        targets = self._store.rehearse(self._namespace, records, rules=self._assembler.rules, ttl_s=ttl_s)
         given = targets[: len(records)]
-        todo = _Todo(given, positions=positions)
-        todo.names = [target.placed(record) for target, record in zip(given, records, strict=True) if target.is_changed]
-        # Of a model without blending no KV is ever missing, nor where it is not computed before it is needed.
-        held = (
-            [True] * len(targets)
-            if self._decoder is None or self._names_only
-            else self._store.holds([target.record.key for target in targets], durable=True)
+        keys = [target.record.key for target in targets]
+        there = self._store.holds(keys, durable=True) if self._encodes else [True] * len(keys)
+        missing: dict[str, list[NamedTarget]] = {}
+        for target, is_there in zip(targets, there, strict=True):
+            if not is_there:
+                missing.setdefault(target.record.key, []).append(target)
+        names = [target.placed(record) for target, record in zip(given, records, strict=True) if target.is_changed]
+        ready = sum(target.record.key not in missing for target in given)
+        unchanged = sum(not target.is_changed and target.record.key not in missing for target in given)
+        return _Todo(
+            names,
+            [_Text(targets, positions.get(key)) for key, targets in missing.items()],
+            [target for target in targets if target.record.key not in missing],
+            len(given) - unchanged,
+            unchanged,
+            ready,
         )
-        groups: dict[str, Group] = {}
-        for number, (target, there) in enumerate(zip(targets, held, strict=True)):
-            if there:
-                todo.held.append(target)
-            else:
-                groups.setdefault(target.record.key, []).append(target)
-                todo.lacking += number < len(given) and not target.is_changed
-        todo.groups = list(groups.values())
-        return todo
 
     def _encode(
         self,
         todo: _Todo,
-        keep: Callable[[Sequence[tuple[Group, ChunkKV]]], None],
-        advance: Callable[[int], None],
-        still: Callable[[Sequence[Group]], list[Group]] | None = None,
+        job: AddJob,
+        store: Callable[[Batch], None],
         given_up: Callable[[], bool] | None = None,
-    ) -> tuple[int, int]:
-        """Encode texts batch by batch while the writer stores the batch before.
+    ) -> AddResult:
+        """Encode texts batch by batch while the batch before is stored.
 
         Parameters
         ----------
         todo : _Todo
             The texts.
-        keep : callable
-            Stores a batch, while the next one is computed.
-        advance : callable
-            Called with the number of chunks that are finished since the last call.
-        still : callable, optional
-            Returns those texts of a batch that are still to be encoded.
+        job : AddJob
+            Told how many chunks are finished.
+        store : callable
+            Stores a batch, in a thread, while the next one is computed.
         given_up : callable, optional
-            Asked before each batch whether to stop.
-
-        Returns
-        -------
-        encoded, tokens : int
-            How many texts were encoded, and their tokens.
+            Asked before each batch whether to stop, in the background: there all prompts that wait go first, and what was
+            deleted, replaced or encoded for a prompt meanwhile is left out.
         """
+        job.advance(0)
         encoded = tokens = storing = 0
-        groups, patient = todo.groups, still is not None
         with BatchWriter() as writer:
-            for batch in self._supply.plan([todo.target(group) for group in groups]) if groups else ():
-                if given_up is not None and given_up():
-                    break
-                chosen = planned = [groups[index] for index in batch]
-                if still is not None:
-                    chosen = still(planned)
-                skipped = sum(map(len, planned)) - sum(map(len, chosen))
-                if skipped:
-                    advance(skipped)
+            for planned in self._supply.plan([text.target for text in todo.texts]) if todo.texts else ():
+                batch = [todo.texts[index] for index in planned]
+                if given_up is not None:
+                    if given_up():
+                        break
+                    wanted = self._wanted(batch)
+                    skipped = sum(len(text.names) for text in batch if text not in wanted)
+                    batch = wanted
+                    if skipped:
+                        job.advance(skipped)
                 # Planned again, what is left of one batch is one batch, or a few.
-                for part in self._supply.encode([todo.target(group) for group in chosen], patient=patient):
-                    fresh = [(chosen[index], kv) for index, kv in part]
+                for part in self._supply.encode([text.target for text in batch], patient=given_up is not None):
+                    fresh = [(batch[index], kv) for index, kv in part]
                     writer.drain()
                     if storing:
-                        advance(storing)
-                    writer.submit(partial(keep, fresh))
-                    storing = sum(len(group) for group, _ in fresh)
+                        job.advance(storing)
+                    writer.submit(partial(store, fresh))
+                    storing = sum(len(text.names) for text, _ in fresh)
                     encoded += len(fresh)
-                    tokens += sum(len(group[0].record.token_ids) for group, _ in fresh)
+                    tokens += sum(text.num_tokens for text, _ in fresh)
                     # Once it is stored, nothing should keep a batch in memory while the next is computed.
                     del part, fresh
             writer.drain()
         if storing:
-            advance(storing)
-        return encoded, tokens
+            job.advance(storing)
+        return AddResult(encoded, todo.changed, todo.unchanged, tokens)
 
-    def _store_and_name(self, batch: Sequence[tuple[Group, ChunkKV]], naming: _Naming, ttl_s: float | None) -> None:
+    def _store_and_name(self, batch: Batch, naming: _Naming, ttl_s: float | None) -> None:
         evictions = self._store.evictions
-        self._put(batch)
+        for text, kv in batch:
+            self._put(text.key, kv, [target.lives_s for target in text.names])
         # Named only now: a process that dies before leaves KV without a name, which the next run finds.
-        self._name(naming.ready(group[0].record.key for group, _ in batch), ttl_s)
+        self._name(naming.ready(text for text, _ in batch), ttl_s)
         # Until it had its own name, KV could lose the last of its others. What made room for the batch's own is not put again.
         if self._store.evictions != evictions:
             return
-        held = self._store.holds([group[0].record.key for group, _ in batch])
-        self._put(
-            [
-                (group, kv)
-                for (group, kv), there in zip(batch, held, strict=True)
-                if not there and any(target.record.id for target in group)
-            ]
-        )
+        held = self._store.holds([text.key for text, _ in batch])
+        for (text, kv), there in zip(batch, held, strict=True):
+            if not there and any(target.record.id for target in text.names):
+                self._put(text.key, kv, [target.lives_s for target in text.names])
 
-    def _store_if_wanted(self, batch: Sequence[tuple[Group, ChunkKV]]) -> None:
-        self._put_late(batch, is_asked_for=False)
-        # Deleted or replaced while it was encoded.
-        self._release([group for group, _ in batch])
-
-    def _release(self, groups: Sequence[Group]) -> None:
-        """Drop the KV that no name leads to, of groups that are named."""
-        named = self._named(groups)
-        gone = [group[0].record.key for group, still in zip(groups, named, strict=True) if not still]
-        if gone:
-            self._store.release(gone)
-
-    def _put_late(self, batch: Sequence[tuple[Group, ChunkKV]], is_asked_for: bool) -> None:
+    def _store_late(self, batch: Batch, *, missed: bool = False) -> None:
         """Store KV whose names were recorded before it was encoded, to live as long as is left in their documents by now.
 
-        Where all lives have ended meanwhile, only what was asked for is stored, like any miss.
+        Where all lives have ended meanwhile, only what was missed by a prompt is stored, like any miss.
         """
-        ids = [target.record.id for group, _ in batch for target in group if target.document is not None]
-        known = self._store.targets(self._assembler.namespace, ids) if ids else []
-        lives = {target.record.id: target.lives_s for target in known if target is not None}
-        for group, kv in batch:
-            left = []
-            for target in group:
-                now = lives.get(target.record.id, target.lives_s)
-                if is_asked_for:
-                    left.append(replace(target, lives_s=_shorter(now, self._ttl_s)))
+        ids = [target.record.id for text, _ in batch for target in text.names if target.document is not None]
+        known = self._store.targets(self._namespace, ids) if ids else []
+        left = {target.record.id: target.lives_s for target in known if target is not None}
+        for text, kv in batch:
+            lives: list[float | None] = []
+            for target in text.names:
+                now = left.get(target.record.id, target.lives_s)
+                if missed:
+                    lives.append(_shorter(now, self._ttl_s))
                 elif now is not None or target.lives_s is None:
-                    left.append(replace(target, lives_s=_shorter(now, target.lives_s)))
-            if left:
-                self._put([(left, kv)])
+                    lives.append(_shorter(now, target.lives_s))
+            if lives:
+                self._put(text.key, kv, lives)
+        # Deleted or replaced while it was encoded.
+        self._release([text for text, _ in batch])
 
-    def _store_quietly(self, batch: Sequence[tuple[Group, ChunkKV]]) -> None:
+    def _store_missed(self, batch: Batch) -> None:
         try:
-            self._put_late(batch, is_asked_for=True)
-            self._release([group for group, _ in batch])
+            self._store_late(batch, missed=True)
         except StoreError as error:
             logger.warning("the KV of misses was not stored: %s", error)
 
-    def _put(self, batch: Iterable[tuple[Group, ChunkKV]]) -> None:
-        for group, kv in batch:
-            lives = [target.lives_s for target in group]
-            ttl_s = None if None in lives else max(life for life in lives if life is not None)
-            self._store.put(group[0].record.key, kv, tenant=self._tenant, ttl_s=ttl_s)
+    def _put(self, key: str, kv: ChunkKV, lives: Sequence[float | None]) -> None:
+        """Store KV for as long as any of its names lives."""
+        ttl_s = None if None in lives else max(life for life in lives if life is not None)
+        self._store.put(key, kv, tenant=self._tenant, ttl_s=ttl_s)
+
+    def _name(self, records: Iterable[NodeRecord], ttl_s: float | None) -> None:
+        named = [record for record in records if record.id]
+        rules = self._assembler.rules
+        self._store.name(self._namespace, named, tenant=self._tenant, rules=rules, ttl_s=ttl_s)
 
     def _prolong(self, held: Iterable[NamedTarget]) -> None:
         """Let KV that is there live as long as what is added now, and all that it was encoded behind."""
@@ -431,22 +384,27 @@ class Ingest:
         for ttl_s, each in keys.items():
             self._store.prolong(each, ttl_s)
 
-    def _wanted(self, groups: Sequence[Group]) -> list[Group]:
-        """Return the texts that were neither deleted nor replaced since they were added, nor encoded for a prompt."""
-        held = self._store.holds([group[0].record.key for group in groups])
-        named = self._named(groups)
-        return [group for group, there, still in zip(groups, held, named, strict=True) if still and not there]
+    def _release(self, texts: Sequence[_Text]) -> None:
+        """Drop the KV that no name leads to, of texts that are named."""
+        gone = [text.key for text, named in zip(texts, self._named(texts), strict=True) if not named]
+        if gone:
+            self._store.release(gone)
 
-    def _named(self, groups: Sequence[Group]) -> list[bool]:
+    def _wanted(self, texts: Sequence[_Text]) -> list[_Text]:
+        """Return the texts that were neither deleted nor replaced since they were added, nor encoded for a prompt."""
+        held = self._store.holds([text.key for text in texts])
+        return [text for text, there, named in zip(texts, held, self._named(texts), strict=True) if named and not there]
+
+    def _named(self, texts: Sequence[_Text]) -> list[bool]:
         """Return of each text whether one of its records stands, or has no id by which it could have been deleted."""
-        names = [target.record.id for group in groups for target in group if target.record.id]
-        known = dict(zip(names, self._store.lookup(self._assembler.namespace, names), strict=True))
+        ids = [target.record.id for text in texts for target in text.names if target.record.id]
+        known = dict(zip(ids, self._store.lookup(self._namespace, ids), strict=True))
         return [
-            any(not target.record.id or known[target.record.id] == target.record for target in group)
-            for group in groups
+            any(not target.record.id or known[target.record.id] == target.record for target in text.names)
+            for text in texts
         ]
 
-    def _name(self, records: Iterable[NodeRecord], ttl_s: float | None) -> None:
-        named = [record for record in records if record.id]
-        rules = self._assembler.rules
-        self._store.name(self._assembler.namespace, named, tenant=self._tenant, rules=rules, ttl_s=ttl_s)
+
+def _shorter(one: float | None, other: float | None) -> float | None:
+    """Return the shorter of two lives, of which None never ends."""
+    return min((life for life in (one, other) if life is not None), default=None)

@@ -107,7 +107,7 @@ class Schemas:
         """
         parts = self.layout(schema).parts
         chunks = {part.name: _chunk(schema.name, part, is_named=True) for part in parts}
-        done = self._ingest.add(chunks.values(), None, ttl_s) if chunks else AddResult(0, 0, 0, 0)
+        done = self._ingest.add(chunks.values(), ttl_s=ttl_s) if chunks else AddResult(0, 0, 0, 0)
         removed = self._forget(schema.name, {chunk.id for chunk in chunks.values()})
         keys = {name: self._assembler.record(chunk).key for name, chunk in chunks.items()}
         unions = [[name for name in union if name in chunks] for union in schema.unions]

@@ -90,8 +90,6 @@ def test_half_a_character(engine: BlendEngine) -> None:
         with pytest.raises(PromptError, match="half of a UTF-16 pair"):
             ask()
     assert not engine.contains("a")
-    assert engine.refusals([Chunk("fine"), Chunk("\ud800")])[0] is None
-    assert isinstance(engine.refusals([Chunk("\ud800")])[0], PromptError)
 
 
 def test_an_engine_that_cannot_be_made_leaves_no_store_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,11 +206,18 @@ def test_generation_options_that_cannot_be_blended(engine: BlendEngine, option: 
 
 
 def test_an_error_while_streaming_reaches_the_reader(engine: BlendEngine) -> None:
-    stream = engine.stream(BlendPrompt("t5", [GOOD], "t6"), 3, no_such_option=1)
-    with pytest.raises(ValueError, match="no_such_option"):
+    stream = engine.stream(BlendPrompt("t5", [GOOD], "t6"), 3, do_sample=True, temperature=-1.0)
+    with pytest.raises(ValueError, match="temperature"):
         list(stream)
-    with pytest.raises(ValueError, match="no_such_option"):
+    with pytest.raises(ValueError, match="temperature"):
         stream.result()
+
+
+def test_an_unknown_option_is_named_with_the_nearest_known_one(engine: BlendEngine) -> None:
+    with pytest.raises(ConfigError, match="unknown option tempreature of generate, did you mean temperature"):
+        engine.stream(BlendPrompt("t5", [GOOD], "t6"), 3, tempreature=1.0)
+    with pytest.raises(ConfigError, match="unknown option tennant, did you mean tenant"):
+        BlendEngine.from_pretrained("reference", tennant="a")
 
 
 def test_a_closed_engine(engine: BlendEngine) -> None:
@@ -385,6 +390,8 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
         BlendEngine.from_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"'Reference' .* the model that comes with this package is \"reference\""):
         BlendEngine.from_pretrained("Reference")
+    with pytest.raises(ConfigError, match=r"'refernce' .* the model that comes with this package is \"reference\""):
+        BlendEngine.from_pretrained("refernce")
 
 
 def test_settings_among_the_options_of_generate(engine: BlendEngine) -> None:
@@ -467,10 +474,14 @@ def test_what_would_be_refused_is_said_chunk_by_chunk(engine: BlendEngine) -> No
     window = engine.window
     assert window is not None
     chunks = [Chunk(words(5, seed=0), "good"), Chunk(words(window + 1, seed=1), "long")]
-    good, long = engine.refusals(chunks)
-    assert good is None
-    assert isinstance(long, PromptTooLongError)
     with pytest.raises(PromptTooLongError) as raised:
         engine.add(chunks)
-    assert str(raised.value) == str(long)
     assert engine.ids() == []
+    engine.add([Chunk("t3", "long")])
+    refused: list[tuple[str | None, str]] = []
+    for background in (False, True):
+        engine.add(
+            chunks, on_refused=lambda chunk, error: refused.append((chunk.id, str(error))), background=background
+        )
+    assert refused == [("long", str(raised.value))] * 2
+    assert engine.ids() == ["good"]

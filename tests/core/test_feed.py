@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend_rag import BlendPrompt
-from cacheblend_rag.engine.feed import Feed
+from cacheblend_rag.engine.background import Feed
 from cacheblend_rag.errors import ConfigError
 from tests.core.test_many import engine_of, some_prompts
 

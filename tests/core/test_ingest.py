@@ -265,7 +265,7 @@ def test_a_block_that_ends_by_an_error_does_not_wait(tmp_path: Path, caplog: pyt
 
             def once(*args: object, **kwargs: object) -> object:
                 waiting.set()
-                while not engine._ingest._jobs._giving_up:
+                while not engine._ingest.jobs._giving_up:
                     pass
                 return encode(*args, **kwargs)  # type: ignore[arg-type]
 

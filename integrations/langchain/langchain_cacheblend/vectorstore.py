@@ -249,10 +249,7 @@ class BlendVectorStore(SearchesInner):
             # A store may hold documents without text; there is nothing to encode in them.
             self.engine.delete([id for id, text in zip(ids, texts, strict=True) if not text.strip()])
         try:
-            try:
-                return self.engine.add(chunks, progress=progress, background=self.background)
-            except PromptError:
-                return self.engine.add(self._served(chunks), progress=progress, background=self.background)
+            return self.engine.add(chunks, progress=progress, on_refused=_warn_of, background=self.background)
         except BaseException:
             # Rather no chunk under an id than the text that the store has just replaced.
             records = self.engine.records([chunk.id for chunk in chunks if chunk.id])
@@ -262,15 +259,6 @@ class BlendVectorStore(SearchesInner):
                 if record is not None and record.text_hash != text_hash(chunk.text)
             )
             raise
-
-    def _served(self, chunks: Sequence[Chunk]) -> list[Chunk]:
-        """Return the chunks that the engine takes; what the ids of the others stood for before is forgotten."""
-        refusals = list(zip(chunks, self.engine.refusals(chunks), strict=True))
-        for chunk, refusal in refusals:
-            if refusal is not None:
-                logger.warning("document %s is stored without KV: %s", chunk.id, refusal)
-        self.engine.delete(chunk.id for chunk, refusal in refusals if refusal is not None and chunk.id)
-        return [chunk for chunk, refusal in refusals if refusal is None]
 
     def flush(self) -> None:
         """Wait until the texts that were added in the background are encoded.
@@ -420,3 +408,7 @@ def warm(
     if text_of is not None:
         texts = [text_of(document) for document in documents]
     return store.encode([str(document.id) for document in documents], texts, metadatas, progress)
+
+
+def _warn_of(chunk: Chunk, refusal: PromptError) -> None:
+    logger.warning("document %s is stored without KV: %s", chunk.id, refusal)

@@ -206,15 +206,16 @@ class NodeEncoder:
         if without_text or failed:
             # An update may have left them so.
             self.engine.delete([*without_text, *failed])
+
+        def refuse(chunk: Chunk, error: PromptError) -> None:
+            logger.warning("node %s is stored without KV: %s", chunk.id, error)
+            failed[str(chunk.id)] = str(error)
+
         try:
-            try:
-                done: AddResult | AddJob = self.engine.add(chunks, progress=progress, background=background)
-            except PromptError:
-                failed |= self._refused(chunks)
-                chunks = [chunk for chunk in chunks if chunk.id not in failed]
-                done = self.engine.add(chunks, progress=progress, background=background)
+            done = self.engine.add(chunks, progress=progress, on_refused=refuse, background=background)
         # A full disk, or a device without memory for a batch; torch has no class of its own for what devices raise.
         except (StoreError, MemoryError, RuntimeError) as error:
+            chunks = [chunk for chunk in chunks if chunk.id not in failed]
             return EncodedNodes(None, without_text, failed | self._not_stored(chunks, error))
         return EncodedNodes(done, without_text, failed)
 
@@ -239,15 +240,6 @@ class NodeEncoder:
                 "%d of %d nodes are stored without KV: %s", len(failed), len(nodes), next(iter(failed.values()))
             )
         return chunks, failed
-
-    def _refused(self, chunks: Sequence[Chunk]) -> dict[str, str]:
-        """Return the chunks that the engine takes from nobody, and why; what their ids stood for before is deleted."""
-        refusals = zip(chunks, self.engine.refusals(chunks), strict=True)
-        refused = {str(chunk.id): str(error) for chunk, error in refusals if error is not None}
-        self.engine.delete(refused)
-        for node_id, reason in refused.items():
-            logger.warning("node %s is stored without KV: %s", node_id, reason)
-        return refused
 
     def _not_stored(self, chunks: Sequence[Chunk], error: Exception) -> dict[str, str]:
         """Return the chunks that were not stored; KV of a text that one of them replaced is deleted."""
