@@ -24,7 +24,6 @@ __all__ = ["BlendConfig", "EngineConfig", "did_you_mean"]
 _Codec = Literal["native", "float32", "float16", "bfloat16", "int8", "int4", "int2"]
 _PREFIX = "CACHEBLEND_"
 _log = logging.getLogger(__name__)
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _Settings = TypeVar("_Settings", bound="_Base")
 
 
@@ -258,7 +257,7 @@ class EngineConfig(_Base):
 
     def torch_dtype(self) -> torch.dtype | None:
         """Return `dtype` as torch names it, or None."""
-        return None if self.dtype is None else _DTYPES[self.dtype]
+        return None if self.dtype is None else getattr(torch, self.dtype)
 
 
 class BlendConfig(_Base):

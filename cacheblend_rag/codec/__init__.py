@@ -65,7 +65,7 @@ def make_codec(name: str) -> Codec:
 
 def unpack_layer(packed: PackedLayer) -> LayerKV:
     """Return what was packed, by whatever codec."""
-    return make_codec(packed.codec).unpack(packed)
+    return _CODECS[packed.codec].unpack(packed)
 
 
 def repack_layer(packed: PackedLayer, codec: Codec) -> PackedLayer:

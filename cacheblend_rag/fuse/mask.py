@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,13 +19,6 @@ _BLOCK_ROWS = 64
 _MOST_BLOCKS = 8
 # A longer prompt's masks are made additive anew in every layer, so that they take no more room than that of one block.
 _KEPT_BYTES = 64 << 20
-
-
-class _Block(NamedTuple):
-    """Neighbouring rows of a mask, and the columns outside of which none of them sees anything."""
-
-    rows: slice
-    columns: slice
 
 
 def row_mask(rows: torch.Tensor, columns: int) -> torch.Tensor:
@@ -57,7 +50,8 @@ class RowMask(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    _blocks: list[_Block]
+    _blocks: list[tuple[slice, slice]]
+    """Neighbouring rows, and the columns outside of which none of them sees anything."""
     _additive: tuple[torch.dtype, list[torch.Tensor]] | None
 
     @classmethod
@@ -86,7 +80,7 @@ class RowMask(torch.Tensor):
             seen = mask[:, :, start:stop].any(dim=(1, 2))[0].nonzero()
             if not seen.numel():
                 return mask
-            known._blocks.append(_Block(slice(start, stop), slice(int(seen[0]), int(seen[-1]) + 1)))
+            known._blocks.append((slice(start, stop), slice(int(seen[0]), int(seen[-1]) + 1)))
         return known
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
@@ -108,22 +102,22 @@ class RowMask(torch.Tensor):
         """
         batch, heads, rows = query.shape[:3]
         out = query.new_empty(batch, rows, heads, value.shape[-1])
-        for block, mask in zip(self._blocks, self._masks(query.dtype), strict=True):
+        for (block, columns), mask in zip(self._blocks, self._masks(query.dtype), strict=True):
             part = functional.scaled_dot_product_attention(
-                query[:, :, block.rows],
-                key[:, :, block.columns],
-                value[:, :, block.columns],
+                query[:, :, block],
+                key[:, :, columns],
+                value[:, :, columns],
                 attn_mask=mask,
                 scale=scale,
                 enable_gqa=heads != key.shape[1],
             )
-            out[:, block.rows] = part.transpose(1, 2)
+            out[:, block] = part.transpose(1, 2)
         return out
 
     def _masks(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """Return each block's mask, additive where there is room: kernels want it so, and many layers have the same mask."""
         if self._additive is None or self._additive[0] != dtype:
-            masks = [self[:, :, block.rows, block.columns] for block in self._blocks]
+            masks = [self[:, :, block, columns] for block, columns in self._blocks]
             if sum(mask.numel() for mask in masks) * dtype.itemsize > _KEPT_BYTES:
                 return masks
             added = [mask.new_zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -torch.inf) for mask in masks]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -48,7 +48,6 @@ class AttentionCall:
     position_bias: torch.Tensor | None = None
 
 
-Watcher = Callable[[AttentionCall], None]
 AttentionFunction = Callable[..., Any]
 Replacement = Callable[[AttentionFunction], AttentionFunction]
 
@@ -91,25 +90,53 @@ def attention_weights(call: AttentionCall, window: int) -> torch.Tensor:
     return (scores - total).exp()
 
 
-class _Ours(threading.local):
+class _Replacements(threading.local):
+    """What is put in the place of attention functions in one thread, the innermost first."""
+
     def __init__(self) -> None:
-        self.before: list[Watcher] = []
-        self.after: list[Watcher] = []
-        self.replacements: list[Replacement] = []
+        self.all: list[Replacement] = []
 
 
-_ours = _Ours()
+_replacements = _Replacements()
 _lock = threading.Lock()
 _open = 0
 _original = AttentionInterface.get_interface
 
 
 @contextmanager
-def watch_attention(watcher: Watcher, *, before: bool = False) -> Iterator[None]:
-    """Have `watcher` called at every attention call of this thread, for the duration of a ``with`` block.
+def replace_attention(replacement: Replacement, *, innermost: bool = True) -> Iterator[None]:
+    """Have the models of this thread attend by another function, for the duration of a ``with`` block.
 
     All models of transformers ask one table for their attention function, eager attention included; the table's answer is
-    wrapped while any block is open, and only in the threads that opened one.
+    replaced while any block is open, and only in the threads that opened one.
+
+    Parameters
+    ----------
+    replacement : callable
+        Called with the attention function that a model is about to use, returns the one that it uses instead, or the same one.
+        Both are called as transformers calls its attention functions.
+    innermost : bool
+        Whether it is called before the replacements of blocks that are open already, rather than with what they return.
+    """
+    global _open
+    with _lock:
+        if _open == 0:
+            AttentionInterface.get_interface = _get_interface  # type: ignore[assignment, method-assign]
+        _open += 1
+    ours = _replacements.all
+    ours.insert(0 if innermost else len(ours), replacement)
+    try:
+        yield
+    finally:
+        ours.remove(replacement)
+        with _lock:
+            _open -= 1
+            if _open == 0:
+                AttentionInterface.get_interface = _original  # type: ignore[method-assign]
+
+
+def watch_attention(watcher: Callable[[AttentionCall], None], *, before: bool = False) -> AbstractContextManager[None]:
+    """Have `watcher` called at every attention call of this thread, for the duration of a ``with`` block.
 
     Parameters
     ----------
@@ -118,52 +145,21 @@ def watch_attention(watcher: Watcher, *, before: bool = False) -> Iterator[None]
     before : bool
         Whether it is called before the attention is computed, rather than after; it may then leave the layer by raising.
     """
-    with _in_force(_ours.before if before else _ours.after, watcher):
-        yield
-
-
-@contextmanager
-def replace_attention(replacement: Replacement) -> Iterator[None]:
-    """Have the models of this thread attend by another function, for the duration of a ``with`` block.
-
-    Parameters
-    ----------
-    replacement : callable
-        Called with the attention function that a model is about to use, returns the one that it uses instead, or the same one.
-        Both are called as transformers calls its attention functions.
-    """
-    with _in_force(_ours.replacements, replacement):
-        yield
-
-
-@contextmanager
-def _in_force(ours: list[Any], one: Any) -> Iterator[None]:
-    global _open
-    with _lock:
-        if _open == 0:
-            AttentionInterface.get_interface = _get_interface  # type: ignore[assignment, method-assign]
-        _open += 1
-    ours.append(one)
-    try:
-        yield
-    finally:
-        ours.remove(one)
-        with _lock:
-            _open -= 1
-            if _open == 0:
-                AttentionInterface.get_interface = _original  # type: ignore[method-assign]
+    return replace_attention(lambda function: partial(_watched, watcher, before, function), innermost=False)
 
 
 def _get_interface(
     table: AttentionInterface, attn_implementation: str, default: AttentionFunction
 ) -> AttentionFunction:
     function: AttentionFunction = _original(table, attn_implementation, default)
-    for replacement in _ours.replacements:
+    for replacement in _replacements.all:
         function = replacement(function)
-    return partial(_watched, function) if _ours.before or _ours.after else function
+    return function
 
 
 def _watched(
+    watcher: Callable[[AttentionCall], None],
+    before: bool,
     function: AttentionFunction,
     module: nn.Module,
     query: torch.Tensor,
@@ -183,9 +179,9 @@ def _watched(
         kwargs.get("s_aux"),
         kwargs.get("position_bias"),
     )
-    for watcher in list(_ours.before):
+    if before:
         watcher(call)
     result = function(module, query, key, value, attention_mask, *args, **kwargs)
-    for watcher in list(_ours.after):
+    if not before:
         watcher(call)
     return result

@@ -84,16 +84,13 @@ class KVCacheLayer(DynamicLayer):
             Tokens for which there is room behind them.
         """
         assert self.keys is not None and self.values is not None
-        length, count = self.held_tokens, rows.shape[1]
-        buffers = []
+        kept = []
         for tensor in (self.keys, self.values):
-            batch, heads, _, width = tensor.shape
-            buffer = tensor.new_empty(batch, heads, count + room, width)
-            index = rows.to(tensor.device)[None, :, :, None].expand(batch, heads, count, width)
-            buffer[:, :, :count] = tensor.gather(2, index)
-            buffers.append(buffer)
-        self.evicted_tokens += length - count
-        self.hold(LayerKV(*buffers), count)
+            index = rows.to(tensor.device)[None, :, :, None].expand(len(tensor), -1, -1, tensor.shape[3])
+            kept.append(tensor.gather(2, index))
+        count = rows.shape[1]
+        self.evicted_tokens += self.held_tokens - count
+        self.hold(_with_room(LayerKV(*kept), count + room), count)
 
     def cut(self, length: int) -> None:
         """Forget all but the first tokens; what comes next takes their room."""
@@ -111,12 +108,7 @@ class KVCacheLayer(DynamicLayer):
         # Beam reordering and batch selection replace `keys`; the buffer is then no longer what the layer holds.
         if self._buffer.keys.data_ptr() == self.keys.data_ptr() and self._buffer.keys.shape[2] >= end:
             return self._buffer
-        grown = []
-        for tensor in (self.keys, self.values):
-            room = tensor.new_empty(*tensor.shape[:2], end + max(64, end // 8), tensor.shape[3])
-            room[:, :, : tensor.shape[2]] = tensor
-            grown.append(room)
-        return LayerKV(*grown)
+        return _with_room(LayerKV(self.keys, self.values), end + max(64, end // 8))
 
 
 class KVCache(Cache):
@@ -145,13 +137,7 @@ class KVCache(Cache):
         """
         cache = cls(len(prefix))
         for layer, kept in zip(cache.kv_layers, prefix, strict=True):
-            buffers = []
-            for tensor in kept:
-                _, heads, count, width = tensor.shape
-                buffer = tensor.new_empty(batch, heads, length, width)
-                buffer[:, :, :count] = tensor
-                buffers.append(buffer)
-            layer.hold(LayerKV(*buffers), kept.keys.shape[2])
+            layer.hold(_with_room(kept, length, batch), kept.keys.shape[2])
         return cache
 
     def cut(self, length: int) -> None:
@@ -167,3 +153,13 @@ class KVCache(Cache):
             for layer in self.kv_layers
             if layer.keys is not None and layer.values is not None
         ]
+
+
+def _with_room(kv: LayerKV, length: int, batch: int | None = None) -> LayerKV:
+    """Return a layer's KV at the beginning of buffers of `length` tokens; with `batch`, that of one sequence in so many rows."""
+    buffers = []
+    for tensor in kv:
+        buffer = tensor.new_empty(batch or len(tensor), tensor.shape[1], length, tensor.shape[3])
+        buffer[:, :, : tensor.shape[2]] = tensor
+        buffers.append(buffer)
+    return LayerKV(*buffers)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -12,7 +10,6 @@ from transformers import PreTrainedModel
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.model.attention import AttentionCall, watch_attention
 from cacheblend_rag.model.decoder import REACHES, Decoder, inspect_model, layer_types, num_decoder_layers, rope_types
-from cacheblend_rag.rope import Rotation
 
 __all__ = ["Capability", "LayerCapability", "capability"]
 
@@ -60,12 +57,12 @@ class Capability:
     @property
     def positions(self) -> str:
         """The kinds of positions of all layers."""
-        return _listed([layer.positions for layer in self.layers])
+        return "; ".join(dict.fromkeys(layer.positions for layer in self.layers))
 
     @property
     def attention(self) -> str:
         """The kinds of attention of all layers."""
-        return _listed([layer.attention for layer in self.layers])
+        return "; ".join(dict.fromkeys(layer.attention for layer in self.layers))
 
 
 def capability(model: PreTrainedModel, decoder: Decoder | None = None, reason: str | None = None) -> Capability:
@@ -99,7 +96,9 @@ def capability(model: PreTrainedModel, decoder: Decoder | None = None, reason: s
             for number, kind in enumerate(layer_types(model, num_decoder_layers(model)))
         ]
         return Capability(type(model).__name__, reason, tuple(layers))
-    calls = _attention_calls(decoder)
+    calls: list[AttentionCall] = []
+    with torch.no_grad(), watch_attention(calls.append):
+        decoder.kv_at(torch.zeros(1, 1, dtype=torch.int64, device=decoder.device), 0)
     kinds = layer_types(model, decoder.num_layers)
     return Capability(
         type(model).__name__,
@@ -114,14 +113,6 @@ def capability(model: PreTrainedModel, decoder: Decoder | None = None, reason: s
             for number, kind in enumerate(kinds)
         ),
     )
-
-
-@torch.no_grad()
-def _attention_calls(decoder: Decoder) -> list[AttentionCall]:
-    calls: list[AttentionCall] = []
-    with watch_attention(calls.append):
-        decoder.kv_at(torch.zeros(1, 1, dtype=torch.int64, device=decoder.device), 0)
-    return calls
 
 
 def _attention(model: PreTrainedModel, kind: str, call: AttentionCall | None) -> str:
@@ -158,10 +149,6 @@ def _blending(decoder: Decoder, number: int) -> str:
         return "attends to the blended KV of an earlier layer"
     if not decoder.is_movable:
         return "reused at the position of encoding only; chunks are encoded alone, without their documents"
-    rotation: Rotation | None = decoder.rotations[number]
+    rotation = decoder.rotations[number]
     moved = "reused anywhere as it is" if rotation is None else f"reused anywhere, {rotation.part} turned"
     return moved if decoder.rope_reach is None else f"{moved}, in prompts that end before {decoder.rope_reach}"
-
-
-def _listed(words: Sequence[Any]) -> str:
-    return "; ".join(dict.fromkeys(words))

@@ -70,7 +70,7 @@ class WeightsWatch:
     def __init__(self, model: PreTrainedModel) -> None:
         self._name = type(model).__name__
         self._parameters = [
-            (f"{path}.{name}", module, name, parameter, _version(parameter))
+            (f"{path}.{name}", module, name, parameter, None if parameter.is_inference() else parameter._version)
             for path, module in model.named_modules()
             for name, parameter in module._parameters.items()
             if parameter is not None
@@ -86,7 +86,8 @@ class WeightsWatch:
             If a weight was changed, or another adapter is at work.
         """
         for path, module, name, parameter, version in self._parameters:
-            if module._parameters.get(name) is not parameter or _version(parameter) != version:
+            is_changed = version is not None and parameter._version != version
+            if is_changed or module._parameters.get(name) is not parameter:
                 raise ConfigError(
                     f"{path} of {self._name} was changed since this engine was made, and stored KV is that of the old weights; "
                     "make another engine for the new ones"
@@ -98,10 +99,6 @@ class WeightsWatch:
                     f"the adapters of {self._name} at {path} were {state} when this engine was made and are {now}; make one "
                     "engine for each adapter, and activate it before you call it"
                 )
-
-
-def _version(parameter: torch.Tensor) -> int:
-    return 0 if parameter.is_inference() else parameter._version
 
 
 def _adapter_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
