@@ -320,7 +320,7 @@ class Assembler:
         if prompt.places is not None:
             return None
         inside = [chunk.id for chunk in prompt.chunks if chunk.named and chunk.id is not None]
-        document_of = dict(zip(inside, self._store.documents(self.namespace, inside), strict=True))
+        document_of = dict(zip(inside, self._store.names.documents(self.namespace, inside), strict=True))
         given = prompt.layout.token_ids
         ids: list[int] = []
         read = set[str]()
@@ -333,7 +333,7 @@ class Assembler:
                 ids += given[chunk.start : chunk.stop]
             elif document not in read:
                 read.add(document)
-                ids += self._store.document_tokens(self.namespace, document)
+                ids += self._store.names.document_tokens(self.namespace, document)
                 ids += given[chunk.start + len(chunk.token_ids) : chunk.stop]
         ids += given[row:]
         return None if self._window is not None and len(ids) >= self._window else tuple(ids)
@@ -394,7 +394,7 @@ class Assembler:
         ids = [each.id for each in wanted if isinstance(each, Chunk | ChunkRef) and each.id]
         # What is kept of prompts' heads is no chunk, and stands nowhere else.
         named = [each for each in ids if not each.startswith(HEAD_PREFIX)]
-        found = self._store.lookup(self.namespace, named) if named else []
+        found = self._store.names.lookup(self.namespace, named) if named else []
         return {record.id: record for record in found if record is not None}
 
     def _chunk(self, segment: Chunk | ChunkRef | ChunkPart, known: dict[str, NodeRecord]) -> PromptChunk:

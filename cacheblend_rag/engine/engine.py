@@ -405,12 +405,12 @@ class BlendEngine:
     def document(self, document: str) -> list[str]:
         """Return the ids of a document's chunks in the order in which they are read; none where it is unknown."""
         self._check_open()
-        return self.store.document(self._assembler.namespace, document)
+        return self.store.names.document(self._assembler.namespace, document)
 
     def places(self, ids: Sequence[str]) -> list[str | None]:
         """Return the document that each chunk is a piece of; None where it is encoded alone, or unknown."""
         self._check_open()
-        return self.store.documents(self._assembler.namespace, _id_list(ids))
+        return self.store.names.documents(self._assembler.namespace, _id_list(ids))
 
     def prefetch(self, ids: Iterable[str]) -> Prefetch:
         """Begin to read the KV of chunks that are likely to be asked for soon, and return at once.
@@ -430,7 +430,7 @@ class BlendEngine:
             To wait for, or to cancel; it need not be kept.
         """
         self._check_open()
-        records = self.store.lookup(self._assembler.namespace, _id_list(ids))
+        records = self.store.names.lookup(self._assembler.namespace, _id_list(ids))
         return self._prefetcher.begin(record.key for record in records if record is not None)
 
     def pin(self, ids: Iterable[str]) -> None:
@@ -460,28 +460,28 @@ class BlendEngine:
     def contains(self, id: str) -> bool:
         """Whether a chunk of this id is known; its KV may be evicted, and is then computed again when it is needed."""
         self._check_open()
-        return self.store.lookup(self._assembler.namespace, [id])[0] is not None
+        return self.store.names.lookup(self._assembler.namespace, [id])[0] is not None
 
     def ids(self) -> list[str]:
         """Return the ids of all known chunks of this model, parts of loaded schemas and heads of prompts not among them."""
         self._check_open()
-        return [id for id in self.store.names(self._assembler.namespace) if _reserved(id) is None]
+        return [id for id in self.store.names.ids(self._assembler.namespace) if _reserved(id) is None]
 
     def heads(self) -> list[str]:
         """Return the names under which the KV of prompts' fixed heads (`FixedText`) is kept; `delete` takes them."""
         self._check_open()
-        return [id for id in self.store.names(self._assembler.namespace) if _reserved(id) == HEAD_PREFIX]
+        return [id for id in self.store.names.ids(self._assembler.namespace) if _reserved(id) == HEAD_PREFIX]
 
     def records(self, ids: Sequence[str]) -> list[NodeRecord | None]:
         """Return what is known of each id: its tokens and the digest of its text; None where the id is unknown."""
         self._check_open()
-        return self.store.lookup(self._assembler.namespace, _id_list(ids))
+        return self.store.names.lookup(self._assembler.namespace, _id_list(ids))
 
     @property
     def revision(self) -> int:
         """A number that every added, replaced or deleted chunk raises, by whatever process; equal numbers: no change."""
         self._check_open()
-        return self.store.revision()
+        return self.store.names.revision()
 
     def changes(self, since: int | None = None) -> NameChanges:
         """Return which chunks are known, or which of them were added, replaced or deleted since an earlier call.
@@ -497,7 +497,7 @@ class BlendEngine:
             The names, those that `ids` leaves out not among them.
         """
         self._check_open()
-        changes = self.store.changes(self._assembler.namespace, since)
+        changes = self.store.names.changes(self._assembler.namespace, since)
         names = [each for each in changes.names if each[1] is None or _reserved(each[1]) is None]
         waiting = {id: digest for id, digest in changes.waiting.items() if _reserved(id) is None}
         return replace(changes, names=names, waiting=waiting)

@@ -205,7 +205,7 @@ class Ingest:
         ids : sequence of str
             The chunks.
         """
-        targets = [target for target in self._store.targets(self._namespace, ids) if target is not None]
+        targets = [target for target in self._store.names.targets(self._namespace, ids) if target is not None]
         texts = [_Text([target]) for target in {target.record.key: target for target in targets}.values()]
         todo = _Todo([], texts, [], 0, len(targets), 0)
         job = todo.job(None)
@@ -254,7 +254,7 @@ class Ingest:
                 refused += [] if chunk.id is None else [chunk.id]
         if refused:
             self._store.forget(self._namespace, refused)
-        targets = self._store.rehearse(self._namespace, records, rules=self._assembler.rules, ttl_s=ttl_s)
+        targets = self._store.names.rehearse(self._namespace, records, rules=self._assembler.rules, ttl_s=ttl_s)
         given = targets[: len(records)]
         keys = [target.record.key for target in targets]
         there = self._store.holds(keys, durable=True) if self._encodes else [True] * len(keys)
@@ -345,7 +345,7 @@ class Ingest:
         Where all lives have ended meanwhile, only what was missed by a prompt is stored, like any miss.
         """
         ids = [target.record.id for text, _ in batch for target in text.names if target.document is not None]
-        known = self._store.targets(self._namespace, ids) if ids else []
+        known = self._store.names.targets(self._namespace, ids) if ids else []
         left = {target.record.id: target.lives_s for target in known if target is not None}
         for text, kv in batch:
             lives: list[float | None] = []
@@ -398,7 +398,7 @@ class Ingest:
     def _named(self, texts: Sequence[_Text]) -> list[bool]:
         """Return of each text whether one of its records stands, or has no id by which it could have been deleted."""
         ids = [target.record.id for text in texts for target in text.names if target.record.id]
-        known = dict(zip(ids, self._store.lookup(self._namespace, ids), strict=True))
+        known = dict(zip(ids, self._store.names.lookup(self._namespace, ids), strict=True))
         return [
             any(not target.record.id or known[target.record.id] == target.record for target in text.names)
             for text in texts

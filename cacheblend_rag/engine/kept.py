@@ -204,7 +204,7 @@ class KeptTurns:
 
     def _keys(self, names: Collection[str]) -> dict[str, str]:
         """Return the keys that names lead to; those that lead nowhere are not in it."""
-        known = self._store.lookup(self._namespace, list(names)) if names else []
+        known = self._store.names.lookup(self._namespace, list(names)) if names else []
         return {record.id: record.key for record in known if record is not None}
 
     def _forget(

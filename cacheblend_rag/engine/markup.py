@@ -188,7 +188,7 @@ class Schemas:
 
     def _forget(self, schema: str, kept: set[str | None]) -> int:
         namespace, prefix = self._assembler.namespace, f"{SCHEMA_PREFIX}{schema}/"
-        stale = [name for name in self._store.names(namespace) if name.startswith(prefix) and name not in kept]
+        stale = [name for name in self._store.names.ids(namespace) if name.startswith(prefix) and name not in kept]
         return self._store.forget(namespace, stale) if stale else 0
 
 

@@ -195,7 +195,7 @@ class KVSupply:
             if chunk.key == self._assembler.key(chunk.kv_ids, chunk.positions)
         }
         inside = [chunk for chunk in chunks if chunk.key not in alone and chunk.id is not None]
-        targets = self._store.targets(self._namespace, [str(chunk.id) for chunk in inside]) if inside else []
+        targets = self._store.names.targets(self._namespace, [str(chunk.id) for chunk in inside]) if inside else []
         return alone | {
             chunk.key: target
             for chunk, target in zip(inside, targets, strict=True)

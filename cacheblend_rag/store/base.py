@@ -12,7 +12,17 @@ import torch
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.reading import Place
 
-__all__ = ["KVReader", "NameChanges", "NamedTarget", "NodeRecord", "OpenProbe", "StoreStats", "TierProbe", "part_of"]
+__all__ = [
+    "KVReader",
+    "NameChanges",
+    "NamedTarget",
+    "NodeRecord",
+    "OpenProbe",
+    "StoreStats",
+    "TierProbe",
+    "latest",
+    "part_of",
+]
 
 
 class KVReader:
@@ -233,3 +243,8 @@ class StoreStats:
     device_bytes: int = 0
     ram_evictions: int = 0
     device_evictions: int = 0
+
+
+def latest(one: float | None, other: float | None) -> float | None:
+    """Return the later of two times at which something expires; None is never."""
+    return None if one is None or other is None else max(one, other)

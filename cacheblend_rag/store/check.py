@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from logging import getLogger
+from operator import methodcaller
 from pathlib import Path
+from typing import TypeAlias
 
 from cacheblend_rag.errors import ChunkReadError, StoreError
 from cacheblend_rag.store.chunkfile import ChunkFile
-from cacheblend_rag.store.collect import is_orphan
 from cacheblend_rag.store.database import Database
-from cacheblend_rag.store.disk import DiskTier, flaw_of
-from cacheblend_rag.store.documents import Drafts, is_sound, read_document, read_pieces
-from cacheblend_rag.store.folder import StoreFolder, existing_store
+from cacheblend_rag.store.disk import DiskTier, existing_store
+from cacheblend_rag.store.documents import Drafts, is_sound
+from cacheblend_rag.store.folder import StoreFolder, existing_folder
 from cacheblend_rag.store.index import Entry, Index, counter
 from cacheblend_rag.store.names import Names, drop_nameless
 
@@ -100,72 +103,62 @@ def check_store(location: str | Path, repair: bool = False) -> CheckReport:
     StoreError
         If the folder is no store.
     """
-    folder = existing_store(location)
+    folder = existing_folder(location)
     report = CheckReport()
+    repairs: list[Repair] | None = None
     try:
-        database = Database(folder.index_path, read_only=True)
-        try:
-            findings = _examine(folder, database, report)
-        finally:
-            database.close()
+        with existing_store(location, read_only=True) as tier:
+            repairs = _examine(tier, report)
     except StoreError as error:
         report.problems.append(str(error))
-        if repair:
+    if repair and report.problems:
+        report.repaired = True
+        if repairs is None:
             _rebuild(folder)
-    else:
-        if repair and report.problems:
-            _mend(folder.path, findings)
-    report.repaired = repair and bool(report.problems)
+        else:
+            _mend(location, repairs)
     return report
 
 
-@dataclass(slots=True)
-class _Findings:
-    """What a repair has to remove, or to read anew: names and documents each with their namespace."""
-
-    keys: list[str] = field(default_factory=list)
-    files: list[str] = field(default_factory=list)
-    names: list[tuple[str, str]] = field(default_factory=list)
-    documents: list[tuple[str, str]] = field(default_factory=list)
+Repair: TypeAlias = Callable[[DiskTier], None]
+"""Removes something that is wrong, or reads it anew."""
 
 
-def _examine(folder: StoreFolder, database: Database, report: CheckReport) -> _Findings:
-    index = Index(database)
-    findings = _Findings()
-    with database.snapshot() as connection:
-        report.problems += _miscounts(connection)
+def _examine(tier: DiskTier, report: CheckReport) -> list[Repair]:
+    index, folder, problems = tier.index, tier.folder, report.problems
+    repairs: list[Repair] = []
+    with tier.database.snapshot() as connection:
+        problems += _miscounts(connection)
     for path in folder.writers.leftovers():
-        report.problems.append(f"{path.name} was left by a killed process; the next opening of the store removes it")
+        problems.append(f"{path.name} was left by a killed process; the next opening of the store removes it")
     for key, entry in index.entries():
-        flaw = flaw_of(folder, key, entry)
+        flaw = tier.flaw(key, entry, every_byte=True)
         if flaw is None:
             report.entries += 1
             report.bytes += entry.nbytes
         elif index.has_file(entry.file, key):
             # Otherwise another process has dropped it meanwhile.
-            report.problems.append(flaw)
-            findings.keys.append(key)
+            problems.append(flaw)
+            repairs.append(methodcaller("discard", key))
     for path in folder.files():
         if not folder.is_file_name(path.name):
-            report.problems.append(f"{path} is not the store's; move it away")
-        elif is_orphan(folder, index, path):
-            report.problems.append(f"file {path.name} belongs to no entry")
-            findings.files.append(path.name)
-    with database.snapshot() as connection:
-        findings.names = _damaged_names(connection)
-    with database.snapshot() as connection:
-        findings.documents = _damaged_documents(connection)
-    with database.snapshot() as connection:
+            problems.append(f"{path} is not the store's; move it away")
+        elif tier.is_orphan(path):
+            problems.append(f"file {path.name} belongs to no entry")
+            repairs.append(partial(_unlink, path.name))
+    with tier.database.snapshot() as connection:
+        names, documents = _damaged_records(connection)
         strays = sum(int(connection.execute(f"SELECT count(*) FROM {rows}").fetchone()[0]) for rows in _STRAY)
-    report.problems += [f"the record of name {node!r} does not match its checksum" for _, node in findings.names]
-    report.problems += [
-        f"the record of document {document!r} does not match the keys of its chunks, or its checksum"
-        for _, document in findings.documents
-    ]
+    for namespace, node in names:
+        problems.append(f"the record of name {node!r} does not match its checksum")
+        repairs.append(partial(_forget, namespace, node))
+    for namespace, document in documents:
+        problems.append(f"the record of document {document!r} does not match the keys of its chunks, or its checksum")
+        repairs.append(partial(_read_anew, namespace, document))
     if strays:
-        report.problems.append(f"{strays} rows say where in a document something stands that is not there")
+        problems.append(f"{strays} rows say where in a document something stands that is not there")
     report.names = index.share()[2]
-    return findings
+    return repairs
 
 
 def _miscounts(connection: sqlite3.Connection) -> list[str]:
@@ -194,57 +187,49 @@ def _recount(connection: sqlite3.Connection) -> None:
     connection.execute("INSERT OR IGNORE INTO tenants VALUES ('', 0, 0, 0)")
 
 
-def _documents(connection: sqlite3.Connection) -> list[tuple[str, str]]:
-    return connection.execute("SELECT namespace, name FROM documents").fetchall()
+def _damaged_records(connection: sqlite3.Connection) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Return names and documents, each with its namespace, that are not what was written or do not go together.
 
-
-def _damaged_names(connection: sqlite3.Connection) -> list[tuple[str, str]]:
-    """Return the namespace and id of each name whose record, or whose place in its document, is not what was written."""
-    found = [tuple(row[:2]) for row in connection.execute(_NAMES) if not is_sound(*row)]
-    found += connection.execute(_HOMELESS).fetchall()
-    for namespace, document in _documents(connection):
-        known = read_document(connection, namespace, document)
-        pieces = () if known is None else read_pieces(connection, namespace, document, known[0])
-        found += [(namespace, id) for id, piece in pieces if piece is None]
-    return list(dict.fromkeys(found))
-
-
-def _damaged_documents(connection: sqlite3.Connection) -> list[tuple[str, str]]:
-    """Return the namespace and name of each document whose record is damaged, or is not what made the keys of its chunks."""
-    found = []
-    for namespace, document in _documents(connection):
+    A name's record or its place in its document is damaged; or a document's, or that is not what made the keys of its chunks.
+    """
+    names = [tuple(row[:2]) for row in connection.execute(_NAMES) if not is_sound(*row)]
+    names += connection.execute(_HOMELESS).fetchall()
+    documents = []
+    for namespace, document in connection.execute("SELECT namespace, name FROM documents").fetchall():
         drafts = Drafts(connection, namespace)
         drafts.load(document)
-        known = read_document(connection, namespace, document)
-        is_damaged = known is not None and known[1] is None
-        if is_damaged or any(target.is_changed for target in drafts.targets().values()):
-            found.append((namespace, document))
-    return found
+        names += [(namespace, id) for id in drafts.damaged_names]
+        if drafts.damaged_documents or any(target.is_changed for target in drafts.targets().values()):
+            documents.append((namespace, document))
+    return list(dict.fromkeys(names)), documents
 
 
-def _mend(path: Path, findings: _Findings) -> None:
+def _mend(location: str | Path, repairs: list[Repair]) -> None:
     # Opening the store removes what killed processes left.
-    tier = DiskTier(path)
-    try:
-        for key in findings.keys:
-            tier.discard(key)
-        for name in findings.files:
-            tier.folder.unlink(name)
-        names, writer = Names(tier.database, writer=tier.writer), tier.writer()
-        for namespace, node in findings.names:
-            tier.remove(names.remove(namespace, [node])[1])
-        for namespace, document in findings.documents:
-            with tier.database.write() as connection:
-                drafts = Drafts(connection, namespace)
-                drafts.load(document)
-                dropped = drop_nameless(connection, drafts.save(drafts.targets()), writer)
-            tier.remove(dropped)
+    with existing_store(location) as tier:
+        for repair in repairs:
+            repair(tier)
         with tier.database.write() as connection:
             for rows in _STRAY:
                 connection.execute(f"DELETE FROM {rows}")
             _recount(connection)
-    finally:
-        tier.close()
+
+
+def _unlink(file: str, tier: DiskTier) -> None:
+    tier.folder.unlink(file)
+
+
+def _forget(namespace: str, node: str, tier: DiskTier) -> None:
+    tier.remove(Names(tier.index, tier.clock.now).remove(namespace, [node])[1])
+
+
+def _read_anew(namespace: str, document: str, tier: DiskTier) -> None:
+    writer = tier.index.writer()
+    with tier.database.write() as connection:
+        drafts = Drafts(connection, namespace)
+        drafts.load(document)
+        dropped = drop_nameless(connection, drafts.save(drafts.targets()), writer)
+    tier.remove(dropped)
 
 
 def _rebuild(folder: StoreFolder) -> None:

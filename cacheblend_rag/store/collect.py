@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from cacheblend_rag.errors import StoreReadOnlyError
 from cacheblend_rag.store.clock import StoreClock
-from cacheblend_rag.store.disk import DiskTier
-from cacheblend_rag.store.folder import StoreFolder, existing_store
-from cacheblend_rag.store.index import Dropped, Index
+from cacheblend_rag.store.disk import DiskTier, existing_store
+from cacheblend_rag.store.index import Dropped
 from cacheblend_rag.store.names import Names, check_known
 
-__all__ = ["GarbageReport", "collect_garbage", "is_orphan", "pin_chunks"]
+__all__ = ["GarbageReport", "collect_garbage", "pin_chunks"]
 
 # Entries dropped in one transaction: others wait no longer than that takes.
 _AT_ONCE = 500
@@ -75,14 +73,10 @@ def collect_garbage(
     StoreError
         If it is no store.
     """
-    folder = existing_store(location)
-    if folder.read_only:
-        raise StoreReadOnlyError(f"store folder {folder.path} may not be written; it can only be read")
     report = GarbageReport()
-    before = _index_bytes(folder)
     # Opening removes what killed processes left.
-    tier = DiskTier(folder.path, clock=clock)
-    try:
+    with existing_store(location, clock=clock) as tier:
+        before = _index_bytes(tier)
         while count := _remove(tier, tier.index.drop_expired(tier.clock.now(), _AT_ONCE), report):
             report.expired += count
         if unnamed_age_s is not None:
@@ -91,14 +85,12 @@ def collect_garbage(
             while batch := list(islice(keys, _AT_ONCE)):
                 report.unnamed += _remove(tier, tier.index.drop_nameless(batch, added_before), report)
         for path in tier.folder.files():
-            if tier.folder.is_file_name(path.name) and is_orphan(tier.folder, tier.index, path):
+            if tier.folder.is_file_name(path.name) and tier.is_orphan(path):
                 report.orphans += 1
                 report.freed_bytes += path.stat().st_size
                 tier.folder.unlink(path.name)
         tier.database.tidy()
-    finally:
-        tier.close()
-    report.index_bytes = before - _index_bytes(folder)
+    report.index_bytes = before - _index_bytes(tier)
     return report
 
 
@@ -132,29 +124,13 @@ def pin_chunks(location: str | Path, ids: Sequence[str], *, pinned: bool = True,
     StoreError
         If the folder is no store.
     """
-    tier = DiskTier(existing_store(location).path)
-    try:
-        names = Names(tier.database)
+    with existing_store(location) as tier:
+        names = Names(tier.index, tier.clock.now)
         spaces = names.spaces_of(ids, tenant)
         check_known(ids, {node for known in spaces.values() for node in known})
         for namespace, known in spaces.items():
             names.pin(namespace, known, pinned)
         return tier.index.pinned_bytes()
-    finally:
-        tier.close()
-
-
-def is_orphan(folder: StoreFolder, index: Index, path: Path) -> bool:
-    """Return whether a file belongs to no entry, and no living process is about to give it one."""
-    # A file is pending until it has an entry and again when it has lost it. Looking for the entry between two looks at what is
-    # pending therefore finds whatever a living process is about to do with it.
-    for _ in range(2):
-        writer = index.pending_writer(path.name)
-        if writer is not None and folder.writers.is_alive(writer):
-            return False
-        if index.has_file(path.name, path.name.partition(".")[0]):
-            return False
-    return path.exists()
 
 
 def _remove(tier: DiskTier, dropped: Dropped, report: GarbageReport) -> int:
@@ -165,6 +141,7 @@ def _remove(tier: DiskTier, dropped: Dropped, report: GarbageReport) -> int:
     return len(dropped.keys)
 
 
-def _index_bytes(folder: StoreFolder) -> int:
-    files = [folder.index_path, folder.index_path.with_name(folder.index_path.name + "-wal")]
+def _index_bytes(tier: DiskTier) -> int:
+    index = tier.folder.index_path
+    files = [index, index.with_name(index.name + "-wal")]
     return sum(path.stat().st_size for path in files if path.exists())

@@ -16,14 +16,14 @@ from cacheblend_rag.codec import Codec, PackedKV, make_codec, pack_kv
 from cacheblend_rag.errors import ChunkReadError, StoreError, StoreFullError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store.base import KVReader, OpenProbe
-from cacheblend_rag.store.chunkfile import ChunkFile, encode_chunk
+from cacheblend_rag.store.chunkfile import ChunkFile, EncodedChunk, encode_chunk
 from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.database import Database
-from cacheblend_rag.store.folder import StoreFolder, valid_key
+from cacheblend_rag.store.folder import StoreFolder, existing_folder, valid_key
 from cacheblend_rag.store.index import Dropped, Entry, Index
 from cacheblend_rag.store.locks import ForkSafeLock
 
-__all__ = ["DiskTier", "disk_probe", "flaw_of", "forget_pages"]
+__all__ = ["DiskTier", "disk_probe", "existing_store", "forget_pages"]
 
 _log = getLogger(__name__)
 
@@ -49,10 +49,11 @@ class DiskTier:
         limit_bytes: int | None = None,
         codec: Codec | None = None,
         clock: StoreClock | None = None,
+        read_only: bool = False,
     ) -> None:
         self.codec = codec or make_codec("native")
         self.folder = StoreFolder(path)
-        self.read_only = self.folder.read_only
+        self.read_only = read_only or self.folder.read_only
         self.limit_bytes = limit_bytes
         self.clock = clock or StoreClock()
         self.evictions = 0
@@ -64,17 +65,13 @@ class DiskTier:
         self._discarded: set[str] = set()
         if self.read_only:
             self.database = Database(self.folder.index_path, read_only=True)
-            self.index = Index(self.database, self.writer)
+            self.index = Index(self.database, self.folder.writers.own)
         else:
             with self.folder.opening():
                 self.database = self.deleting(lambda: Database(self.folder.index_path))
-                self.index = Index(self.database, self.writer)
+                self.index = Index(self.database, self.folder.writers.own)
                 self._recover()
         self.clock.load(self.database)
-
-    def writer(self) -> str:
-        """Return the name under which this process writes."""
-        return self.folder.writers.own()
 
     def find(self, key: str) -> tuple[ChunkFile, Entry] | None:
         """Return the file of `key`, its head verified, and its entry; None if it is not held, has expired or is not readable."""
@@ -102,7 +99,7 @@ class DiskTier:
     def put(
         self,
         key: str,
-        kv: ChunkKV | PackedKV,
+        kv: ChunkKV | PackedKV | EncodedChunk,
         tenant: str = "",
         expires_at: float | None = None,
         wanted: Callable[[sqlite3.Connection], bool] | None = None,
@@ -115,7 +112,7 @@ class DiskTier:
         now = self.clock.now()
         held = self.index.entry(valid_key(key))
         if held is not None and key not in self._discarded and held.is_live(now):
-            flaw = self._flaw(key, held)
+            flaw = self.flaw(key, held)
             if flaw is None:
                 if wanted is None or self.database.transact(wanted):
                     self.index.prolong([key], expires_at)
@@ -124,7 +121,7 @@ class DiskTier:
             if self.index.has_file(held.file, key):
                 # Otherwise another process or thread has just dropped it.
                 _log.warning("stored KV %s… is damaged and replaced: %s", key[:12], flaw)
-        encoded = encode_chunk(key, pack_kv(kv, self.codec))
+        encoded = kv if isinstance(kv, EncodedChunk) else encode_chunk(key, pack_kv(kv, self.codec))
         if self.limit_bytes is not None and encoded.nbytes > self.limit_bytes:
             raise StoreFullError(
                 f"a chunk of {encoded.nbytes} bytes exceeds the store's budget of {self.limit_bytes} bytes (disk_bytes)"
@@ -173,6 +170,18 @@ class DiskTier:
         """Remove the files that a transaction of the index dropped."""
         self._unlink(dropped.files)
         self.folder.keep_reserve()
+
+    def is_orphan(self, path: Path) -> bool:
+        """Return whether a file belongs to no entry, and no living process is about to give it one."""
+        # A file is pending until it has an entry and again when it has lost it. Looking for the entry between two looks at what
+        # is pending therefore finds whatever a living process is about to do with it.
+        for _ in range(2):
+            writer = self.index.pending_writer(path.name)
+            if writer is not None and self.folder.writers.is_alive(writer):
+                return False
+            if self.index.has_file(path.name, path.name.partition(".")[0]):
+                return False
+        return path.exists()
 
     def touch(self, key: str) -> None:
         """Mark `key` as used now."""
@@ -226,10 +235,12 @@ class DiskTier:
             raise ChunkReadError(key, f"file {entry.file} is not the one that was written")
         return file
 
-    def _flaw(self, key: str, entry: Entry) -> str | None:
-        """Return what is wrong with an entry's file, or None."""
+    def flaw(self, key: str, entry: Entry, every_byte: bool = False) -> str | None:
+        """Return what is wrong with an entry's file, with its head at least, or None."""
         try:
-            self._verified(key, entry)
+            file = self._verified(key, entry)
+            if every_byte:
+                file.verify()
         except FileNotFoundError:
             return f"file {entry.file} is missing"
         except ChunkReadError as error:
@@ -270,18 +281,16 @@ class DiskTier:
             self._unlink(files, forgiving=True)
 
 
-def flaw_of(folder: StoreFolder, key: str, entry: Entry) -> str | None:
-    """Return what is wrong with the file of an entry, every byte of it read, or None."""
+@contextmanager
+def existing_store(
+    location: str | Path, *, read_only: bool = False, clock: StoreClock | None = None
+) -> Iterator[DiskTier]:
+    """Open the folder of a store that is there, to look after it; StoreError if it is none."""
+    tier = DiskTier(existing_folder(location).path, clock=clock, read_only=read_only)
     try:
-        file = ChunkFile.open(folder.file_path(entry.file), key)
-        if file.digest != entry.digest:
-            return f"file {entry.file} is not the one that was written"
-        file.verify()
-    except FileNotFoundError:
-        return f"file {entry.file} is missing"
-    except StoreError as error:
-        return str(error)
-    return None
+        yield tier
+    finally:
+        tier.close()
 
 
 @contextmanager

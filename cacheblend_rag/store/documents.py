@@ -13,10 +13,10 @@ import numpy as np
 
 from cacheblend_rag.keys import chunk_key, context_digest
 from cacheblend_rag.reading import Member, Place, ReadingRules, contexts, in_order, relinked, whole_text
-from cacheblend_rag.store.base import NamedTarget, NodeRecord
+from cacheblend_rag.store.base import NamedTarget, NodeRecord, latest
 from cacheblend_rag.store.chunkfile import pack_tokens, unpack_tokens
 
-__all__ = ["Drafts", "NamedPiece", "document_of", "is_sound", "read_document", "read_pieces", "record_checksum"]
+__all__ = ["Drafts", "NamedPiece", "document_of", "is_sound", "record_checksum"]
 
 _log = getLogger(__name__)
 
@@ -58,10 +58,9 @@ class _Draft:
 
 
 class NamedPiece(NamedTuple):
-    """A chunk of a document: its record, with its place, and when its time to live is over, by the store's time."""
+    """A chunk that has a name: its record, with its place if it is of a document, and when it expires as a piece of that."""
 
     record: NodeRecord
-    place: Place
     expires_at: float | None
 
 
@@ -79,7 +78,8 @@ class Drafts:
         self._drafts: dict[str, _Draft] = {}
         # The document that each id that was looked up is in now.
         self._of: dict[str, str | None] = {}
-        self._damaged: list[str] = []
+        self.damaged_documents: list[str] = []
+        self.damaged_names: list[str] = []
 
     def put(self, records: Iterable[NodeRecord], rules: ReadingRules, expires_at: float | None) -> None:
         """Put chunks into their documents, those of none out of the ones that they are in.
@@ -100,7 +100,7 @@ class Drafts:
             old = draft.pieces.get(record.id) if current == place.document else None
             member = Member(record.id, record.token_ids, place)
             if old is not None and (old.member.place.start, old.member.place.previous) == (place.start, place.previous):
-                lives = None if None in (old.expires_at, expires_at) else max(old.expires_at or 0, expires_at or 0)
+                lives = latest(old.expires_at, expires_at)
                 new = replace(
                     old, member=member, text_hash=record.text_hash, expires_at=lives, separator=rules.separator
                 )
@@ -138,8 +138,14 @@ class Drafts:
 
     def warn(self) -> None:
         """Say what of the documents is damaged, once the connection has been given back."""
-        for what in self._damaged:
-            _log.warning("the stored record of %s", what)
+        for document in self.damaged_documents:
+            _log.warning(
+                "the stored record of document %r is damaged; its chunks are read anew when it is added again", document
+            )
+        for id in self.damaged_names:
+            _log.warning(
+                "the stored record of name %r is damaged; its document is read without it until it is added again", id
+            )
 
     def text(self, document: str) -> tuple[int, ...]:
         """Return the tokens of a whole document; what overlaps stands there once."""
@@ -165,8 +171,7 @@ class Drafts:
         draft, targets = self._drafts[document], self.targets()
         found = []
         for id, piece in draft.pieces.items():
-            place = piece.member.place
-            found.append(NamedPiece(replace(targets[id].record, place=place), place, piece.expires_at))
+            found.append(NamedPiece(replace(targets[id].record, place=piece.member.place), piece.expires_at))
         return draft.rules, found
 
     def targets(self) -> dict[str, NamedTarget]:
@@ -236,17 +241,17 @@ class Drafts:
         """Have a document among those that `targets` gives."""
         if document in self._drafts:
             return
-        found = read_document(self._connection, self._namespace, document)
+        found = _read_document(self._connection, self._namespace, document)
         if found is None:
             return
         number, rules = found
         self._drafts[document] = draft = _Draft(document, rules or ReadingRules())
         if rules is None:
             draft.is_changed = True
-            self._damaged.append(f"document {document!r} is damaged; its chunks are read anew when it is added again")
-        for id, piece in read_pieces(self._connection, self._namespace, document, number):
+            self.damaged_documents.append(document)
+        for id, piece in _read_pieces(self._connection, self._namespace, document, number):
             if piece is None:
-                self._damaged.append(f"name {id!r} is damaged; its document is read without it until it is added again")
+                self.damaged_names.append(id)
             else:
                 draft.pieces[id] = piece
                 self._of[id] = document
@@ -262,7 +267,7 @@ def document_of(connection: sqlite3.Connection, namespace: str, id: str) -> str 
     return None if row is None else str(row[0])
 
 
-def read_document(connection: sqlite3.Connection, namespace: str, name: str) -> tuple[int, ReadingRules | None] | None:
+def _read_document(connection: sqlite3.Connection, namespace: str, name: str) -> tuple[int, ReadingRules | None] | None:
     """Return a document's number, and how it is read, None where that is damaged; None if there is no such document."""
     query = "SELECT number, tokens, separator, checksum FROM documents WHERE namespace = ? AND name = ?"
     row = connection.execute(query, (namespace, name)).fetchone()
@@ -287,7 +292,7 @@ def _write_document(connection: sqlite3.Connection, namespace: str, name: str, r
     return int(row[0])
 
 
-def read_pieces(
+def _read_pieces(
     connection: sqlite3.Connection, namespace: str, document: str, number: int
 ) -> Iterator[tuple[str, _Piece | None]]:
     """Yield the id of each chunk of a document, in the order in which they came, and the chunk; None where it is damaged."""

@@ -27,7 +27,7 @@ from pathlib import Path
 from cacheblend_rag.errors import StoreError, StoreFormatError, StoreFullError, StoreReadOnlyError
 from cacheblend_rag.store.locks import ForkSafeLock
 
-__all__ = ["StoreFolder", "Writers", "existing_store", "storing", "valid_key"]
+__all__ = ["StoreFolder", "Writers", "existing_folder", "storing", "valid_key"]
 
 _FORMAT = "cacheblend-rag store"
 _VERSION = 2
@@ -235,7 +235,7 @@ class StoreFolder:
             )
 
 
-def existing_store(location: str | Path) -> StoreFolder:
+def existing_folder(location: str | Path) -> StoreFolder:
     """Return the folder of a store that is there; StoreError if it is none."""
     path = Path(location).expanduser()
     if not path.exists():

@@ -51,34 +51,34 @@ class Index:
     """The entries in a database; each method is one transaction. `writer` names this process, which removes what it drops."""
 
     def __init__(self, database: Database, writer: Callable[[], str] = str) -> None:
-        self._database = database
-        self._writer = writer
+        self.database = database
+        self.writer = writer
 
     def entry(self, key: str) -> Entry | None:
         """Return the entry of `key`, expired or not, or None."""
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             row = connection.execute(f"SELECT {_COLUMNS} FROM entries WHERE key = ?", (key,)).fetchone()
         return None if row is None else _entry(row)
 
     def holds(self, keys: Sequence[str], now: float) -> list[bool]:
         """Return for each key whether it has an entry that has not expired."""
         query = "SELECT 1 FROM entries WHERE key = ? AND (expires_at IS NULL OR expires_at > ?)"
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             return [connection.execute(query, (key, now)).fetchone() is not None for key in keys]
 
     def entries(self) -> Iterator[tuple[str, Entry]]:
         """Yield all keys and entries in the order of their keys, expired ones too."""
         query = f"SELECT key, {_COLUMNS} FROM entries WHERE key > ? ORDER BY key LIMIT 1000"
-        return ((key, _entry(row)) for key, *row in self._database.in_batches(query, ""))
+        return ((key, _entry(row)) for key, *row in self.database.in_batches(query, ""))
 
     def pinned_bytes(self) -> int:
         """Return the size of the files that may not be evicted."""
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             return counter(connection, "pinned_bytes")
 
     def tenants(self) -> list[str]:
         """Return the tenants that have entries or names; "" stands for what is nobody's in particular."""
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             query = "SELECT tenant FROM tenants WHERE entries OR names ORDER BY tenant"
             return [row[0] for row in connection.execute(query)]
 
@@ -88,14 +88,14 @@ class Index:
             "SELECT ifnull(sum(entries), 0), ifnull(sum(bytes), 0), ifnull(sum(names), 0) FROM tenants "
             "WHERE ?1 IS NULL OR tenant = ?1"
         )
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             entries, nbytes, names = connection.execute(query, (tenant,)).fetchone()
         return int(entries), int(nbytes), int(names)
 
     def expect(self, file: str) -> None:
         """Note that `file` is about to lie in the folder without an entry."""
-        writer = self._writer()
-        with self._database.write(durable=False) as connection:
+        writer = self.writer()
+        with self.database.write(durable=False) as connection:
             connection.execute("INSERT OR REPLACE INTO pending VALUES (?, ?)", (file, writer))
 
     def add(
@@ -112,8 +112,8 @@ class Index:
         The damaged or expired entry that is `replaced` goes. If another process has been quicker, its entry stays, and this
         one's file is among the dropped; so it is if `wanted`, called in the transaction, returns False.
         """
-        dropped, writer = Dropped(), self._writer()
-        with self._database.write() as connection:
+        dropped, writer = Dropped(), self.writer()
+        with self.database.write() as connection:
             row = connection.execute("SELECT file FROM entries WHERE key = ?", (key,)).fetchone()
             is_quicker = row is not None and (replaced is None or row[0] != replaced.file)
             if (wanted is not None and not wanted(connection)) or is_quicker:
@@ -133,7 +133,7 @@ class Index:
     def add_many(self, entries: Iterable[tuple[str, Entry]]) -> list[str]:
         """Give keys their entries in one transaction, whatever room they take; return the files of those that had one already."""
         taken = []
-        with self._database.write() as connection:
+        with self.database.write() as connection:
             for key, entry in entries:
                 if connection.execute("SELECT 1 FROM entries WHERE key = ?", (key,)).fetchone() is None:
                     _insert(connection, key, entry)
@@ -144,11 +144,11 @@ class Index:
     def prolong(self, keys: Sequence[str], expires_at: float | None) -> None:
         """Let entries live until `expires_at` at least, for ever if that is None; the longest life asked for counts."""
         until = float("inf") if expires_at is None else expires_at
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             query = "SELECT 1 FROM entries WHERE key = ? AND expires_at < ?"
             shorter = [key for key in keys if connection.execute(query, (key, until)).fetchone()]
         if shorter:
-            with self._database.write() as connection:
+            with self.database.write() as connection:
                 connection.executemany(
                     "UPDATE entries SET expires_at = ? WHERE key = ? AND expires_at < ?",
                     ((expires_at, key, until) for key in shorter),
@@ -178,8 +178,8 @@ class Index:
 
     def clear(self, tenant: str | None = None) -> Dropped:
         """Drop all entries and all names, or those of one tenant."""
-        dropped, writer = Dropped(), self._writer()
-        with self._database.write() as connection:
+        dropped, writer = Dropped(), self.writer()
+        with self.database.write() as connection:
             keys = connection.execute("SELECT key FROM entries WHERE ?1 IS NULL OR tenant = ?1", (tenant,)).fetchall()
             query = (
                 "SELECT seq, key FROM nodes LEFT JOIN namespaces USING (namespace) "
@@ -195,7 +195,7 @@ class Index:
 
     def touch(self, keys: Sequence[str], wait: bool) -> None:
         """Mark entries as used in this order, the last one latest; without `wait` an error if another process is writing."""
-        with self._database.write(durable=False, wait=wait) as connection:
+        with self.database.write(durable=False, wait=wait) as connection:
             clock = _advance_clock(connection, len(keys)) - len(keys)
             connection.executemany(
                 "UPDATE entries SET last_used = ? WHERE key = ?", ((clock + 1 + n, key) for n, key in enumerate(keys))
@@ -203,12 +203,12 @@ class Index:
 
     def pending(self) -> list[tuple[str, str]]:
         """Return the files that may lie in the folder without an entry, and who is to remove them."""
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             return connection.execute("SELECT file, writer FROM pending").fetchall()
 
     def pending_writer(self, file: str) -> str | None:
         """Return who is to give `file` an entry, or to remove it, or None if nobody is."""
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             row = connection.execute("SELECT writer FROM pending WHERE file = ?", (file,)).fetchone()
         return None if row is None else str(row[0])
 
@@ -219,25 +219,25 @@ class Index:
 
     def settle(self, files: Iterable[str]) -> None:
         """Note that these files are gone."""
-        with self._database.write(durable=False) as connection:
+        with self.database.write(durable=False) as connection:
             connection.executemany("DELETE FROM pending WHERE file = ?", ((file,) for file in files))
 
     def deletions(self) -> int:
         """Return a number that grows whenever an entry is dropped, by whatever process."""
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             return int(connection.execute("SELECT ifnull(max(seq), 0) FROM deletions").fetchone()[0])
 
     def deleted_since(self, seen: int) -> list[str] | None:
         """Return the keys dropped after `deletions` was `seen`, or None if that is too long ago to know."""
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             first = connection.execute("SELECT min(seq) FROM deletions").fetchone()[0]
             if first is not None and first > seen + 1:
                 return None
             return [row[0] for row in connection.execute("SELECT key FROM deletions WHERE seq > ?", (seen,))]
 
     def _drop_chosen(self, choose: Callable[[sqlite3.Connection], list[str]]) -> Dropped:
-        dropped, writer = Dropped(), self._writer()
-        with self._database.write() as connection:
+        dropped, writer = Dropped(), self.writer()
+        with self.database.write() as connection:
             drop_entries(connection, choose(connection), writer, dropped)
             _forget_old_deletions(connection)
         return dropped

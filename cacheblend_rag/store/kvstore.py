@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import sqlite3
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -15,45 +13,21 @@ from cacheblend_rag.codec import PackedKV
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.reading import ReadingRules
-from cacheblend_rag.store.base import KVReader, NameChanges, NamedTarget, NodeRecord, StoreStats, TierProbe
+from cacheblend_rag.store.base import KVReader, NodeRecord, StoreStats, TierProbe
 from cacheblend_rag.store.chunkfile import ChunkFile
 from cacheblend_rag.store.clock import StoreClock
-from cacheblend_rag.store.database import Database
 from cacheblend_rag.store.device import DeviceTier, ResidentKV, device_probe
 from cacheblend_rag.store.folder import valid_key
 from cacheblend_rag.store.index import Dropped, Index
-from cacheblend_rag.store.names import Names, name_waiting
+from cacheblend_rag.store.names import Names
 from cacheblend_rag.store.promote import PromotingReader
 from cacheblend_rag.store.ram import RamReader, RamTier, ram_probe
 from cacheblend_rag.store.remote.offsite import Offsite
+from cacheblend_rag.store.waiting import Computed, WriteBack
 
-__all__ = ["Computed", "KVStore", "end_of"]
+__all__ = ["KVStore"]
 
 Result = TypeVar("Result")
-
-
-@dataclass(eq=False, slots=True)
-class Computed:
-    """KV that was computed for an answer, the `records` of names nobody knew, and the names that were `known` to lead to it.
-
-    What came from the remote tier is a copy, and need not go there again. `cancelled` is set before the transaction that deletes
-    begins, and read in the one that writes: whichever comes second finds what the other did.
-    """
-
-    key: str
-    kv: ChunkKV | PackedKV
-    namespace: str
-    tenant: str
-    records: list[NodeRecord]
-    known: list[str]
-    expires_at: float | None
-    is_copy: bool = False
-    cancelled: bool = False
-
-    def name(self, connection: sqlite3.Connection) -> bool:
-        """Record its names in a transaction that has begun; return whether any leads to it, or none does any more."""
-        names = self.namespace, self.tenant, self.key, self.records, self.known
-        return not self.cancelled and name_waiting(connection, *names)
 
 
 class KVStore(ABC):
@@ -66,50 +40,40 @@ class KVStore(ABC):
     A time to live, `ttl_s`, makes KV a miss once it is over; None is for ever. Of several times asked for the longest counts.
     Names stay.
 
-    Parameters
-    ----------
-    database : Database
-        Where names are kept.
-    clock : StoreClock
-        What tells when KV expires.
-    ram, device : RamTier and DeviceTier
-        KV in this process's memory. Nothing is on a device that is not in a slower tier too.
-    offsite : Offsite, optional
-        The remote tier. It gets a copy of what is put, in the background, and keeps it when there is no more room here; what is
-        found there alone is read from there, and kept here. Only KV without a time to live goes there.
-    writer : callable, optional
-        Returns the name under which this process writes to a folder.
+    Nothing is on a device that is not in a slower tier too. The remote tier gets a copy of what is put, in the background, and
+    keeps it when there is no more room here; what is found there alone is read from there, and kept here. Only KV without a time
+    to live goes there.
 
     Attributes
     ----------
+    names : Names
+        The names, to be looked up; what changes them is a method of the store, which drops KV that loses its last name.
     path : Path or None
         The folder, if there is one and it may be written.
+    is_private : bool
+        Whether the store's contents end with this process and are reachable through this object alone.
     """
 
     path: Path | None = None
+    is_private = False
 
     def __init__(
         self,
-        database: Database,
+        index: Index,
         clock: StoreClock,
         ram: RamTier,
         device: DeviceTier,
-        offsite: Offsite | None = None,
-        writer: Callable[[], str] = str,
+        offsite: Offsite | None,
+        write_back_bytes: int = 0,
     ) -> None:
-        self._database = database
         self._clock = clock
         self._ram = ram
         self._device = device
         self._offsite = offsite
-        self._index = Index(database, writer)
-        self._names = Names(database, clock.now, writer)
+        self._waiting = WriteBack(self._write, write_back_bytes)
+        self._index = index
+        self.names = Names(index, clock.now, self._waiting)
         self._closed = False
-
-    @property
-    @abstractmethod
-    def is_private(self) -> bool:
-        """Whether the store's contents end with this process and are reachable through this object alone."""
 
     @property
     @abstractmethod
@@ -183,12 +147,15 @@ class KVStore(ABC):
             False if too much is waiting already; the KV is then not kept.
         """
         self._check(key)
-        return self._put_later(
-            Computed(key, kv, namespace, tenant, list(records), list(known), self._expires_at(ttl_s))
-        )
+        chunk = Computed(key, kv, namespace, tenant, list(records), list(known), self._expires_at(ttl_s))
+        if self._waiting.limit_bytes:
+            return self._waiting.put(chunk)
+        self._write(chunk)
+        return True
 
-    def settle(self) -> None:  # noqa: B027 - without a folder nothing waits
+    def settle(self) -> None:
         """Wait until everything that waited to be written is, or has failed to be."""
+        self._waiting.settle()
 
     def flush(self) -> None:
         """Wait until everything that waited to be written or uploaded is, and raise the first error of writing that was met.
@@ -198,6 +165,7 @@ class KVStore(ABC):
         StoreError
             If something could not be written since the last call.
         """
+        self._waiting.flush()
         if self._offsite:
             self._offsite.flush()
 
@@ -209,7 +177,8 @@ class KVStore(ABC):
     def holds(self, keys: Sequence[str], *, durable: bool = False) -> list[bool]:
         """Return for each key whether its KV is held; with `durable` what waits to be written does not count."""
         self._check()
-        held = self._hold(keys, durable)
+        waiting = [not durable and self._waiting.find(key) is not None for key in keys]
+        held = [waits or here for waits, here in zip(waiting, self._hold(keys), strict=True)]
         if self._offsite and not all(held):
             elsewhere = iter(self._offsite.holds([key for key, here in zip(keys, held, strict=True) if not here]))
             held = [here or next(elsewhere) for here in held]
@@ -222,13 +191,21 @@ class KVStore(ABC):
         """
         self._check()
         now = self._clock.now()
-        ends = [self._end(key) for key in keys]
-        return [None if end is None or end <= now else end - now for end in ends]
+        lives: list[float | None] = []
+        for key in keys:
+            held = self._waiting.find(key) or self._index.entry(key) or self._ram.peek(key)
+            end = math.inf if held is None or held.expires_at is None else held.expires_at
+            lives.append(None if held is None or end <= now else end - now)
+        return lives
 
     def prolong(self, keys: Sequence[str], ttl_s: float | None) -> None:
         """Let KV that is held live for that long from now at least."""
         self._check()
-        self._prolong(keys, self._expires_at(ttl_s))
+        expires_at = self._expires_at(ttl_s)
+        self._index.prolong(keys, expires_at)
+        for key in keys:
+            self._ram.prolong(key, expires_at)
+            self._device.prolong(key, expires_at)
 
     def discard(self, key: str) -> None:
         """Drop the KV under `key`, damaged or not wanted any more; names stay.
@@ -236,13 +213,15 @@ class KVStore(ABC):
         Where the store may not be written, this object does not open it again.
         """
         self._check()
+        self._waiting.drop(key=key)
+        self._discard(key)
         self._drop_copies([key])
         if self._offsite:
             self._offsite.drop([key])
 
     def release(self, keys: Sequence[str]) -> None:
         """Drop the KV under those of the keys that no name maps to."""
-        self._drop(self._deleting(lambda: self._names.release(keys)))
+        self._drop(self._deleting(lambda: self.names.release(keys)))
 
     def name(
         self,
@@ -260,64 +239,16 @@ class KVStore(ABC):
         """
         records = list(records)
         if records:
-            self._drop(self._names.record(namespace, records, tenant, rules, self._expires_at(ttl_s)))
-
-    def rehearse(
-        self,
-        namespace: str,
-        records: Sequence[NodeRecord],
-        *,
-        rules: ReadingRules | None = None,
-        ttl_s: float | None = None,
-    ) -> list[NamedTarget]:
-        """Return what `name` would lead to, without recording anything: the records, in their order, then the chunks of their
-        documents whose keys would change.
-        """
-        return self._names.rehearse(namespace, records, rules, self._expires_at(ttl_s))
-
-    def targets(self, namespace: str, ids: Sequence[str]) -> list[NamedTarget | None]:
-        """Return how the KV of each name is computed; None where the name is unknown."""
-        return self._names.targets(namespace, ids)
-
-    def documents(self, namespace: str, ids: Sequence[str]) -> list[str | None]:
-        """Return the document that each name is a piece of; None where it is one of none, or unknown."""
-        return self._names.documents(namespace, ids)
-
-    def document(self, namespace: str, document: str) -> list[str]:
-        """Return the ids of a document's chunks in reading order."""
-        return self._names.document(namespace, document)
-
-    def document_tokens(self, namespace: str, document: str) -> tuple[int, ...]:
-        """Return the tokens of a whole document; what overlaps stands there once, none where it is unknown."""
-        return self._names.document_tokens(namespace, document)
-
-    def lookup(self, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None]:
-        """Return the record of each id, or None where the name is unknown."""
-        return self._names.lookup(namespace, ids)
+            self._drop(self.names.record(namespace, records, tenant, rules, self._expires_at(ttl_s)))
 
     def forget(self, namespace: str, ids: Sequence[str]) -> int:
         """Remove names, and drop KV that loses its last name; return how many names there were."""
-        return len(self._remove(namespace, ids)) if ids else 0
-
-    def names(self, namespace: str) -> list[str]:
-        """Return all ids of a namespace, in the order they were first recorded."""
-        return self._names.names(namespace)
-
-    def revision(self) -> int:
-        """Return a number that every change to a name raises, by whatever process; equal numbers mean that no name changed."""
-        return self._names.revision()
-
-    def changes(self, namespace: str, since: int | None = None) -> NameChanges:
-        """Return the names that changed since an earlier call, or all of them.
-
-        Parameters
-        ----------
-        namespace : str
-            Where the names are.
-        since : int, optional
-            The `mark` of the earlier call; by default all names are returned, and so they are if the call was too long ago.
-        """
-        return NameChanges(*self._names.changes(namespace, since), {})
+        if not ids:
+            return 0
+        waited = self._waiting.forget(namespace, ids)
+        found, dropped = self._deleting(lambda: self.names.remove(namespace, ids))
+        self._drop(dropped)
+        return len(waited | found)
 
     def pin(self, namespace: str, ids: Sequence[str]) -> None:
         """Never drop the KV of these names for room, now held or later.
@@ -330,7 +261,8 @@ class KVStore(ABC):
             If more would be pinned than the disk's byte budget.
         """
         self._check()
-        self._ram.pin(self._pin(namespace, ids, True))
+        self.settle()
+        self._ram.pin(self.names.pin(namespace, ids, True, self._limit_bytes))
 
     def unpin(self, namespace: str, ids: Sequence[str]) -> None:
         """Let the KV of these names be dropped for room again.
@@ -341,11 +273,13 @@ class KVStore(ABC):
             If a name is unknown; nothing is unpinned then.
         """
         self._check()
-        self._pin(namespace, ids, False)
+        self.settle()
+        self.names.pin(namespace, ids, False)
         self._unpin_copies()
 
     def clear(self, tenant: str | None = None) -> None:
         """Drop all KV and all names, or those of one tenant; "" is for what is no tenant's."""
+        self._waiting.drop(tenant=tenant)
         dropped = self._deleting(lambda: self._index.clear(tenant))
         if tenant is None:
             self._ram.clear()
@@ -360,13 +294,19 @@ class KVStore(ABC):
 
     def stats(self, tenant: str | None = None) -> StoreStats:
         """Return the store's figures, or one tenant's."""
+        self._follow()
+        entries, nbytes, names = self._index.share(tenant)
+        waiting, waiting_bytes = self._waiting.size
         return StoreStats(
-            nodes=self._index.share(tenant)[2],
-            entries=len(self._ram.keys(tenant)),
+            nodes=names,
+            entries=entries,
             ram_bytes=self._ram.nbytes(tenant),
-            disk_bytes=0,
+            disk_bytes=nbytes,
             evictions=self.evictions,
-            pinned_bytes=self._ram.pinned_bytes(),
+            pinned_bytes=self._index.pinned_bytes(),
+            waiting=waiting,
+            waiting_bytes=waiting_bytes,
+            unwritten=self._waiting.refused,
             device_bytes=self._device.nbytes(tenant),
             ram_evictions=self._ram.evictions,
             device_evictions=self._device.evictions,
@@ -387,46 +327,31 @@ class KVStore(ABC):
 
     # What differs with and without a folder
 
+    _limit_bytes: int | None = None
+    """Most bytes of KV that may be pinned."""
+
     @abstractmethod
     def _put(self, key: str, kv: ChunkKV, tenant: str, expires_at: float | None) -> None: ...
 
     @abstractmethod
-    def _put_later(self, chunk: Computed) -> bool: ...
-
-    def _send(self, key: str, kv: ChunkKV | PackedKV, expires_at: float | None) -> None:
-        """Have what never expires uploaded to the remote tier."""
-        if self._offsite and expires_at is None:
-            self._offsite.put(key, kv)
+    def _write(self, chunk: Computed) -> None:
+        """Keep one chunk, its names and a remote copy, unless its last name is gone."""
 
     @abstractmethod
-    def _hold(self, keys: Sequence[str], durable: bool) -> list[bool]:
+    def _hold(self, keys: Sequence[str]) -> list[bool]:
         """Return for each key whether its KV is held here."""
 
     @abstractmethod
-    def _end(self, key: str) -> float | None:
-        """Return when the KV under a key is over, infinity for never; None where none is held here."""
-
-    @abstractmethod
-    def _bring_back(self, key: str, was_named: bool, kv: PackedKV) -> None:
-        """Keep what was found in the remote tier alone, unless it lost its name meanwhile."""
+    def _follow(self) -> None:
+        """Drop the copies of what slower tiers have dropped."""
 
     def _stays(self, key: str) -> bool:
         """Return whether a copy of what is under `key` may be on the device: slower tiers have not dropped it meanwhile."""
         cached = self._ram.peek(key)
         return cached is not None and not cached.hidden
 
-    def _prolong(self, keys: Sequence[str], expires_at: float | None) -> None:
-        for key in keys:
-            self._ram.prolong(key, expires_at)
-            self._device.prolong(key, expires_at)
-
-    def _remove(self, namespace: str, ids: Sequence[str]) -> set[str]:
-        found, dropped = self._deleting(lambda: self._names.remove(namespace, ids))
-        self._drop(dropped)
-        return found
-
-    def _pin(self, namespace: str, ids: Sequence[str], pinned: bool) -> list[str]:
-        return self._names.pin(namespace, ids, pinned)
+    def _discard(self, key: str) -> None:  # noqa: B027 - without a folder there are copies only
+        """Drop the KV under `key` where it is no copy."""
 
     def _deleting(self, delete: Callable[[], Result]) -> Result:
         return delete()
@@ -440,7 +365,7 @@ class KVStore(ABC):
             self._offsite.drop(dropped.keys)
 
     def _release_files(self) -> None:
-        self._database.close()
+        self._index.database.close()
 
     # What does not
 
@@ -449,6 +374,11 @@ class KVStore(ABC):
             valid_key(key)
         if self._closed:
             raise StoreError("the store is closed; open it again")
+
+    def _send(self, key: str, kv: ChunkKV | PackedKV, expires_at: float | None) -> None:
+        """Have what never expires uploaded to the remote tier."""
+        if self._offsite and expires_at is None:
+            self._offsite.put(key, kv)
 
     def _expires_at(self, ttl_s: float | None) -> float | None:
         return None if ttl_s is None else self._clock.now() + ttl_s
@@ -462,7 +392,7 @@ class KVStore(ABC):
         """Let go in RAM of what no pinned name leads to any more."""
         pinned = self._ram.pinned()
         if pinned:
-            self._ram.unpin(set(pinned).difference(self._names.pinned(pinned)))
+            self._ram.unpin(set(pinned).difference(self.names.pinned(pinned)))
 
     def _promoting(
         self,
@@ -488,8 +418,19 @@ class KVStore(ABC):
         file = self._offsite.open(key) if self._offsite else None
         if file is None:
             return None
-        was_named = self._names.leading_to(key) is not None
+        was_named = self.names.leading_to(key) is not None
         return self._promoting(key, file, to_ram=partial(self._bring_back, key, was_named))
+
+    def _bring_back(self, key: str, was_named: bool, kv: PackedKV) -> None:
+        """Keep what was found in the remote tier alone, unless it lost its name meanwhile."""
+        named = self.names.leading_to(key)
+        if named is None and was_named:
+            return
+        if named is None or not self._waiting.limit_bytes:
+            self._ram.put(key, kv)
+        else:
+            namespace, tenant, ids = named
+            self._waiting.put(Computed(key, kv, namespace, tenant, [], ids, None, is_copy=True))
 
     def _keep_on_device(self, key: str, tenant: str, expires_at: float | None, kv: ResidentKV) -> None:
         """Keep a copy on its device, which nobody sees before it is clear that slower tiers have not dropped it meanwhile."""
@@ -502,8 +443,3 @@ class KVStore(ABC):
             self._device.reveal(key)
         else:
             self._device.drop([key])
-
-
-def end_of(expires_at: float | None) -> float:
-    """Return when something is over, infinity for never."""
-    return math.inf if expires_at is None else expires_at

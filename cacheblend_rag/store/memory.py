@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 from cacheblend_rag.codec import PackedKV, pack_kv
 from cacheblend_rag.errors import StoreFullError
 from cacheblend_rag.kv import ChunkKV
-from cacheblend_rag.store.base import KVReader
+from cacheblend_rag.store.base import KVReader, StoreStats, latest
 from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.database import Database
 from cacheblend_rag.store.device import DeviceReader, DeviceTier
-from cacheblend_rag.store.kvstore import Computed, KVStore, end_of
+from cacheblend_rag.store.index import Index
+from cacheblend_rag.store.kvstore import KVStore
+from cacheblend_rag.store.names import name_computed
 from cacheblend_rag.store.ram import RamReader, RamTier
 from cacheblend_rag.store.remote.offsite import Offsite
+from cacheblend_rag.store.waiting import Computed
 
 __all__ = ["MemoryStore"]
 
@@ -22,12 +27,9 @@ class MemoryStore(KVStore):
     """A store in RAM, which ends with this object; what RAM drops, the device tier drops too."""
 
     def __init__(self, ram: RamTier, device: DeviceTier, clock: StoreClock, offsite: Offsite | None = None) -> None:
-        super().__init__(Database(None), clock, ram, device, offsite)
-        ram.on_drop = lambda key: device.drop([key])
-
-    @property
-    def is_private(self) -> bool:
-        return self._offsite is None
+        super().__init__(Index(Database(None)), clock, ram, device, offsite)
+        self.is_private = offsite is None
+        self._evictions_seen = 0
 
     @property
     def evictions(self) -> int:
@@ -35,23 +37,24 @@ class MemoryStore(KVStore):
 
     def open(self, key: str) -> KVReader | None:
         self._check(key)
-        cached = self._ram.get(key)
-        if cached is not None and cached.is_live(self._clock.now()):
-            resident = self._device.get(key)
-            if resident is not None:
-                return DeviceReader(resident.kv)
-            return self._promoting(key, RamReader(cached.kv))
-        self._drop_copies([key])
-        return self._open_remote(key)
+        self._follow()
+        now = self._clock.now()
+        cached = self._ram.get(key, now)
+        if cached is None:
+            self._device.drop([key])
+            return self._open_remote(key)
+        resident = self._device.get(key, now)
+        return self._promoting(key, RamReader(cached.kv)) if resident is None else DeviceReader(resident.kv)
+
+    def stats(self, tenant: str | None = None) -> StoreStats:
+        figures = super().stats(tenant)
+        return replace(figures, entries=len(self._ram.keys(tenant)), pinned_bytes=self._ram.pinned_bytes())
 
     def _put(self, key: str, kv: ChunkKV, tenant: str, expires_at: float | None) -> None:
         held = self._ram.peek(key)
         if held is not None:
-            tenant = held.tenant
-            expires_at = (
-                None if None in (held.expires_at, expires_at) else max(end_of(held.expires_at), end_of(expires_at))
-            )
-        if not self._ram.put(key, kv, tenant, expires_at):
+            tenant, expires_at = held.tenant, latest(held.expires_at, expires_at)
+        if not self._hold_in_ram(key, kv, tenant, expires_at):
             nbytes, limit_bytes = pack_kv(kv, self._ram.codec).nbytes, self._ram.limit_bytes
             raise StoreFullError(
                 f"a chunk of {nbytes} bytes exceeds the store's budget of {limit_bytes} bytes (ram_bytes)"
@@ -59,31 +62,34 @@ class MemoryStore(KVStore):
                 else f"pinned KV leaves no {nbytes} bytes of the store's budget of {limit_bytes} bytes (ram_bytes); unpin some, "
                 "or raise the budget"
             )
-        self._ram.pin(self._names.pinned([key]))
+        self._ram.pin(self.names.pinned([key]))
 
-    def _put_later(self, chunk: Computed) -> bool:
+    def _write(self, chunk: Computed) -> None:
         key = chunk.key
-        if not self._ram.put(key, chunk.kv, chunk.tenant, chunk.expires_at) and not self._offsite:
-            return True
-        if not self._database.transact(chunk.name):
-            self._ram.drop([key])
-            return True
-        self._ram.pin(self._names.pinned([key]))
+        if not self._hold_in_ram(key, chunk.kv, chunk.tenant, chunk.expires_at) and not self._offsite:
+            return
+        if not self._index.database.transact(partial(name_computed, chunk)):
+            self._drop_copies([key])
+            return
+        self._ram.pin(self.names.pinned([key]))
         self._send(key, chunk.kv, chunk.expires_at)
-        if self._offsite and self._names.leading_to(key) is None:
+        if self._offsite and self.names.leading_to(key) is None:
             # Deleted between the two.
             self._offsite.drop([key])
-        return True
 
-    def _hold(self, keys: Sequence[str], durable: bool) -> list[bool]:
+    def _hold_in_ram(self, key: str, kv: ChunkKV | PackedKV, tenant: str, expires_at: float | None) -> bool:
+        self._device.drop([key])
+        is_held = self._ram.put(key, kv, tenant, expires_at)
+        self._follow()
+        return is_held
+
+    def _hold(self, keys: Sequence[str]) -> list[bool]:
         now = self._clock.now()
         cached = [self._ram.peek(key) for key in keys]
         return [each is not None and each.is_live(now) for each in cached]
 
-    def _end(self, key: str) -> float | None:
-        cached = self._ram.peek(key)
-        return None if cached is None else end_of(cached.expires_at)
-
-    def _bring_back(self, key: str, was_named: bool, kv: PackedKV) -> None:
-        if not was_named or self._names.leading_to(key) is not None:
-            self._ram.put(key, kv)
+    def _follow(self) -> None:
+        evictions = self._ram.evictions
+        if evictions != self._evictions_seen:
+            self._evictions_seen = evictions
+            self._device.drop(set(self._device.keys()).difference(self._ram.keys()))

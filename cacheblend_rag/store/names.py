@@ -11,13 +11,13 @@ from typing import Any
 from cacheblend_rag.errors import StoreError, StoreFullError, UnknownChunkError
 from cacheblend_rag.keys import chunk_key
 from cacheblend_rag.reading import ReadingRules
-from cacheblend_rag.store.base import NamedTarget, NodeRecord
+from cacheblend_rag.store.base import NameChanges, NamedTarget, NodeRecord
 from cacheblend_rag.store.chunkfile import pack_tokens, unpack_tokens
-from cacheblend_rag.store.database import Database
 from cacheblend_rag.store.documents import Drafts, NamedPiece, document_of, is_sound, record_checksum
-from cacheblend_rag.store.index import Dropped, claim, counter, drop_entries
+from cacheblend_rag.store.index import Dropped, Index, claim, counter, drop_entries
+from cacheblend_rag.store.waiting import Computed, WriteBack
 
-__all__ = ["Names", "check_known", "drop_nameless", "name_waiting"]
+__all__ = ["Names", "check_known", "drop_nameless", "name_computed"]
 
 _log = getLogger(__name__)
 
@@ -27,29 +27,54 @@ _INSERT = (
 
 
 class Names:
-    """The names in a database; each method is one transaction. See `KVStore` for what methods of the same names do."""
+    """The names in an index, and those that wait with their KV to be written; each method is one transaction.
 
-    def __init__(self, database: Database, now: Callable[[], float] = float, writer: Callable[[], str] = str) -> None:
-        self._database = database
+    What changes names says which KV is to be dropped with them, which is left to the caller.
+    """
+
+    def __init__(self, index: Index, now: Callable[[], float], waiting: WriteBack | None = None) -> None:
+        self._database = index.database
+        self._writer = index.writer
         self._now = now
-        self._writer = writer
+        self._waiting = waiting
+
+    def _waiting_records(self, namespace: str) -> dict[str, NodeRecord]:
+        return {} if self._waiting is None else self._waiting.records(namespace)
 
     def lookup(self, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None]:
+        """Return the record of each id, or None where the name is unknown."""
+        # In this order: what stops waiting in between is found in the index.
+        waiting = self._waiting_records(namespace)
         with self._database.read() as connection:
             rows = _look_up(connection, namespace, ids)
-        return _records(namespace, ids, rows)
+        found = _records(namespace, ids, rows)
+        return [record or waiting.get(node) for node, record in zip(ids, found, strict=True)] if waiting else found
 
-    def names(self, namespace: str) -> list[str]:
+    def ids(self, namespace: str) -> list[str]:
+        """Return all ids of a namespace, in the order they were first recorded."""
+        waiting = self._waiting_records(namespace)
         with self._database.read() as connection:
             query = "SELECT id FROM nodes WHERE namespace = ? ORDER BY seq"
-            return [row[0] for row in connection.execute(query, (namespace,))]
+            return list(dict.fromkeys([*(row[0] for row in connection.execute(query, (namespace,))), *waiting]))
 
     def revision(self) -> int:
+        """Return a number that every change to a name raises, by whatever process; equal numbers mean that no name changed."""
         with self._database.read() as connection:
-            return counter(connection, "revision")
+            revision = counter(connection, "revision")
+        return revision + (0 if self._waiting is None else self._waiting.changes)
 
-    def changes(self, namespace: str, since: int | None) -> tuple[int, bool, list[tuple[int, str | None, str | None]]]:
-        """Return a mark, whether all names follow, and the number, id and text digest of those that changed since `since`."""
+    def changes(self, namespace: str, since: int | None = None) -> NameChanges:
+        """Return the names that changed since an earlier call, or all of them.
+
+        Parameters
+        ----------
+        namespace : str
+            Where the names are.
+        since : int, optional
+            The `mark` of the earlier call; by default all names are returned, and so they are if the call was too long ago.
+        """
+        # What is written in between is then found twice rather than not at all.
+        waiting = {node: record.text_hash for node, record in self._waiting_records(namespace).items()}
         with self._database.read() as connection:
             first, last = connection.execute("SELECT min(seq), max(seq) FROM changes").fetchone()
             mark = last or 0
@@ -58,9 +83,10 @@ class Names:
                     "SELECT DISTINCT node, id, text_hash FROM changes LEFT JOIN nodes ON nodes.seq = node AND namespace = ? "
                     "WHERE changes.seq > ?"
                 )
-                return mark, False, connection.execute(query, (namespace, since)).fetchall()
+                names = connection.execute(query, (namespace, since)).fetchall()
+                return NameChanges(mark, False, names, waiting)
             query = "SELECT seq, id, text_hash FROM nodes WHERE namespace = ? ORDER BY seq"
-            return mark, True, connection.execute(query, (namespace,)).fetchall()
+            return NameChanges(mark, True, connection.execute(query, (namespace,)).fetchall(), waiting)
 
     def leading_to(self, key: str) -> tuple[str, str, list[str]] | None:
         """Return a namespace whose names lead to `key`, its tenant and those names; None if no name does."""
@@ -127,39 +153,48 @@ class Names:
         namespace: str,
         records: Sequence[NodeRecord],
         rules: ReadingRules | None = None,
-        expires_at: float | None = None,
+        ttl_s: float | None = None,
     ) -> list[NamedTarget]:
+        """Return what recording these would lead to: the records, then the chunks of their documents whose keys would change."""
         ids = [record.id for record in records]
         with self._drafting(namespace) as (connection, drafts):
             rows = _look_up(connection, namespace, ids)
-            drafts.put(records, rules or ReadingRules(), expires_at)
+            drafts.put(records, rules or ReadingRules(), None if ttl_s is None else drafts.now + ttl_s)
             targets = drafts.targets()
         known = _records(namespace, ids, rows)
-        lives_s = None if expires_at is None else expires_at - drafts.now
         found = []
         for record, old in zip(records, known, strict=True):
             target = None if record.place is None else targets.pop(record.id, None)
             is_changed = bool(record.id) and (old != record or record.id in drafts.left)
-            found.append(target or NamedTarget(record, lives_s=lives_s, is_changed=is_changed))
+            found.append(target or NamedTarget(record, lives_s=ttl_s, is_changed=is_changed))
         return found + [target for target in targets.values() if target.is_changed]
 
     def targets(self, namespace: str, ids: Sequence[str]) -> list[NamedTarget | None]:
+        """Return how the KV of each name is computed; None where the name is unknown."""
+        waiting = self._waiting_records(namespace)
         with self._drafting(namespace) as (connection, drafts):
             rows = _look_up(connection, namespace, ids)
             drafts.look_at(node for node, row in zip(ids, rows, strict=True) if row is not None)
             targets = drafts.targets()
         known = _records(namespace, ids, rows)
-        return [None if record is None else targets.get(record.id) or _alone(namespace, record) for record in known]
+        found = [None if record is None else targets.get(record.id) or _alone(namespace, record) for record in known]
+        return [
+            target or (NamedTarget(waiting[node]) if node in waiting else None)
+            for node, target in zip(ids, found, strict=True)
+        ]
 
     def documents(self, namespace: str, ids: Sequence[str]) -> list[str | None]:
+        """Return the document that each name is a piece of; None where it is one of none, or unknown."""
         with self._database.read() as connection:
             return [document_of(connection, namespace, node) for node in ids]
 
     def document(self, namespace: str, document: str) -> list[str]:
+        """Return the ids of a document's chunks in reading order."""
         with self._drafting(namespace) as (_, drafts):
             return drafts.ids(document)
 
     def document_tokens(self, namespace: str, document: str) -> tuple[int, ...]:
+        """Return the tokens of a whole document; what overlaps stands there once, none where it is unknown."""
         with self._drafting(namespace) as (_, drafts):
             return drafts.text(document)
 
@@ -201,8 +236,13 @@ class Names:
         with self._database.read() as connection:
             return _pinned(connection, keys)
 
-    def alone(self) -> Iterator[tuple[str, str, NodeRecord]]:
-        """Yield namespace, tenant and record of every name of no document, in the order they came; not the damaged ones."""
+    def pieces(self, wanted: Callable[[str, str], bool]) -> Iterator[tuple[str, str, ReadingRules, list[NamedPiece]]]:
+        """Yield the namespace and tenant of every document, how it is read, and of its chunks those that are wanted.
+
+        Names of no document come first, each on its own; damaged ones do not. The records of a document, in the order in which
+        they came, say how they would stand and be encoded if there were no others. `wanted` is called with the tenant and the id
+        of each chunk.
+        """
         query = (
             "SELECT seq, namespace, ifnull(tenant, ''), id, key, text_hash, token_ids, nodes.separator, nodes.checksum "
             "FROM nodes LEFT JOIN namespaces USING (namespace) LEFT JOIN members USING (seq) "
@@ -210,15 +250,8 @@ class Names:
         )
         for _, namespace, tenant, *row in self._database.in_batches(query, 0):
             record = _record(namespace, *row)
-            if record is not None:
-                yield namespace, tenant, record
-
-    def pieces(self, wanted: Callable[[str, str], bool]) -> Iterator[tuple[str, str, ReadingRules, list[NamedPiece]]]:
-        """Yield the namespace and tenant of every document, how it is read, and of its chunks those that are wanted.
-
-        Their records, in the order in which they came, say how they would stand and be encoded if there were no others.
-        `wanted` is called with the tenant and the id of each chunk.
-        """
+            if record is not None and wanted(tenant, record.id):
+                yield namespace, tenant, ReadingRules(), [NamedPiece(record, None)]
         query = (
             "SELECT number, namespace, ifnull(tenant, ''), name FROM documents LEFT JOIN namespaces USING (namespace) "
             "WHERE number > ? ORDER BY number LIMIT 100"
@@ -233,21 +266,22 @@ class Names:
     def merge(
         self, namespace: str, tenant: str, pieces: Sequence[NamedPiece], rules: ReadingRules
     ) -> tuple[list[NodeRecord | None], Dropped]:
-        """Record those chunks of a document whose names are unknown; return what was known, and what was dropped.
+        """Record those chunks of a document, or of none, whose names are unknown; return what was known, and what was dropped.
 
-        Their keys are made anew, of what they stand behind here. A document that is here is read as it was, a new one by `rules`.
-        Of the KV that the chunks come with, what no name leads to is dropped, and nothing lives longer than what it was encoded
-        behind.
+        The keys of a document's are made anew, of what they stand behind here. A document that is here is read as it was, a new
+        one by `rules`. Of the KV that the chunks come with, what no name leads to is dropped; nothing lives longer than what it
+        was encoded behind.
         """
         ids = [piece.record.id for piece in pieces]
         writer = self._writer()
         with self._drafting(namespace, self._database.write) as (connection, drafts):
             found = _look_up(connection, namespace, ids)
             new = [piece for piece, row in zip(pieces, found, strict=True) if row is None]
-            for piece in new:
-                drafts.put([piece.record], drafts.rules(piece.place.document) or rules, piece.expires_at)
+            for record, expires_at in new:
+                known_rules = drafts.rules(record.place.document) if record.place else None
+                drafts.put([record], known_rules or rules, expires_at)
             targets = drafts.targets()
-            rows = [_row(namespace, targets[piece.record.id].record) for piece in new]
+            rows = [_row(namespace, record if record.place is None else targets[record.id].record) for record, _ in new]
             if new:
                 _own(connection, namespace, tenant, [row[2] for row in rows])
             connection.executemany(_INSERT, rows)
@@ -290,26 +324,21 @@ def check_known(ids: Sequence[str], known: Collection[str]) -> None:
 # In a transaction that has begun
 
 
-def name_waiting(
-    connection: sqlite3.Connection,
-    namespace: str,
-    tenant: str,
-    key: str,
-    records: Sequence[NodeRecord],
-    known: Sequence[str],
-) -> bool:
-    """Name KV that waited to be written; return whether any name leads to it now.
+def name_computed(chunk: Computed, connection: sqlite3.Connection) -> bool:
+    """Record the names of KV that was computed for an answer; return whether any leads to it, or none does any more.
 
-    Of the `records`, whose names were unknown when it was computed, one that is known by now keeps its text; names that were
+    Of its `records`, whose names were unknown when it was computed, one that is known by now keeps its text; names that were
     `known` may have been removed since.
     """
-    keys = dict(_known_keys(connection, namespace, [*known, *(record.id for record in records)]))
-    for record in records:
+    if chunk.cancelled:
+        return False
+    keys = dict(_known_keys(connection, chunk.namespace, [*chunk.known, *(record.id for record in chunk.records)]))
+    for record in chunk.records:
         if record.id not in keys:
-            _own(connection, namespace, tenant, [record.key])
-            connection.execute(_INSERT, _row(namespace, record))
-            keys[record.id] = key
-    return key in keys.values()
+            _own(connection, chunk.namespace, chunk.tenant, [record.key])
+            connection.execute(_INSERT, _row(chunk.namespace, record))
+            keys[record.id] = chunk.key
+    return chunk.key in keys.values()
 
 
 def drop_nameless(

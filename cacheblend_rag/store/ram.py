@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import torch
 
 from cacheblend_rag.codec import Codec, PackedKV, PackedLayer, make_codec, pack_kv, unpack_layer
 from cacheblend_rag.kv import KV, ChunkKV, LayerKV
-from cacheblend_rag.store.base import KVReader, OpenProbe
+from cacheblend_rag.store.base import KVReader, OpenProbe, latest
 from cacheblend_rag.store.locks import ForkSafeLock
 
 __all__ = ["Cached", "LRUCache", "RamReader", "RamTier", "ram_probe"]
@@ -39,14 +40,10 @@ class Cached(Generic[AnyKV]):
 
 
 class LRUCache(Generic[AnyKV]):
-    """Chunk KV in memory by key, at most `limit_bytes`, the least recently used dropped first. Any thread may call any method.
-
-    `on_drop` is called with the key of all KV that was dropped, replaced or evicted, without the lock: no thread may hold two.
-    """
+    """Chunk KV in memory by key, at most `limit_bytes`, the least recently used dropped first. Any thread may call any method."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
-        self.on_drop: Callable[[str], None] | None = None
         self.evictions = 0
         self._lock = ForkSafeLock()
         self._entries: OrderedDict[str, Cached[AnyKV]] = OrderedDict()
@@ -55,13 +52,15 @@ class LRUCache(Generic[AnyKV]):
         # Reservations come back here, without the lock, since they may come back from a finalizer.
         self._returned: deque[int] = deque()
         self._pinned: set[str] = set()
-        self._dropped: list[str] = []
 
-    def get(self, key: str) -> Cached[AnyKV] | None:
-        """Return what is held under `key` and mark it as recently used, or None."""
+    def get(self, key: str, now: float = -math.inf) -> Cached[AnyKV] | None:
+        """Return what is held under `key` and mark it as recently used; None where it is not held, or has expired by `now`."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None or entry.hidden:
+                return None
+            if not entry.is_live(now):
+                self._drop(key)
                 return None
             self._entries.move_to_end(key)
             return entry
@@ -79,7 +78,7 @@ class LRUCache(Generic[AnyKV]):
         With `hidden` nobody gets it until `reveal` is called, unless it is dropped before.
         """
         nbytes = kv.nbytes
-        with self._dropping():
+        with self._lock:
             self._drop(key)
             if nbytes > self.limit_bytes or not self._make_room(nbytes):
                 return False
@@ -97,12 +96,12 @@ class LRUCache(Generic[AnyKV]):
         """Let what is held under `key` live until then at least; None is for ever."""
         with self._lock:
             entry = self._entries.get(key)
-            if entry is not None and entry.expires_at is not None:
-                entry.expires_at = None if expires_at is None else max(entry.expires_at, expires_at)
+            if entry is not None:
+                entry.expires_at = latest(entry.expires_at, expires_at)
 
     def reserve(self, nbytes: int) -> bool:
         """Set room aside for KV that is still being read; return whether there is any."""
-        with self._dropping():
+        with self._lock:
             if not self._make_room(nbytes):
                 return False
             self._reserved_bytes += nbytes
@@ -114,7 +113,7 @@ class LRUCache(Generic[AnyKV]):
 
     def drop(self, keys: Iterable[str]) -> None:
         """Forget what is held under these keys."""
-        with self._dropping():
+        with self._lock:
             for key in keys:
                 self._drop(key)
 
@@ -140,7 +139,7 @@ class LRUCache(Generic[AnyKV]):
 
     def clear(self) -> None:
         """Forget everything, and what was pinned."""
-        with self._dropping():
+        with self._lock:
             self._pinned.clear()
             for key in list(self._entries):
                 self._drop(key)
@@ -156,21 +155,6 @@ class LRUCache(Generic[AnyKV]):
             if tenant is None:
                 return self._used_bytes
             return sum(entry.nbytes for entry in self._entries.values() if entry.tenant == tenant)
-
-    @contextmanager
-    def _dropping(self) -> Iterator[None]:
-        """Hold the lock, and tell what was dropped once it is free again."""
-        dropped: list[str] = []
-        try:
-            with self._lock:
-                try:
-                    yield
-                finally:
-                    dropped, self._dropped = self._dropped, []
-        finally:
-            if self.on_drop is not None:
-                for key in dropped:
-                    self.on_drop(key)
 
     def _make_room(self, nbytes: int) -> bool:
         while self._returned:
@@ -189,7 +173,6 @@ class LRUCache(Generic[AnyKV]):
         entry = self._entries.pop(key, None)
         if entry is not None:
             self._used_bytes -= entry.nbytes
-            self._dropped.append(key)
 
 
 class RamReader(KVReader):

@@ -65,7 +65,7 @@ def test_chunk_files(tmp_path: Path, count: int) -> None:
                 assert victim.name.startswith(key_of(number))
                 missed += 1
                 store.put(key_of(number), make_kv(number))
-        assert store.lookup("ns", ["n0"]) == [record("n0", 0)]
+        assert store.names.lookup("ns", ["n0"]) == [record("n0", 0)]
     # Every byte of a chunk file is under a checksum.
     assert missed == count
     store.close()
@@ -92,7 +92,7 @@ def test_index(tmp_path: Path, count: int) -> None:
             try:
                 for number in NUMBERS:
                     served(store, number)
-                    found = store.lookup("ns", [f"n{number}"])[0]
+                    found = store.names.lookup("ns", [f"n{number}"])[0]
                     assert found is None or found == record(f"n{number}", number)
             finally:
                 store.close()

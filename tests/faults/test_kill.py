@@ -49,7 +49,9 @@ def test_kills(tmp_path: Path, kills: int, disk_bytes: int | None) -> None:
     assert len(kept) > kills, "the processes came to nothing"
 
     store = open_store(folder, 0, disk_bytes)
-    assert store.lookup("ns", [f"n{number}" for number in kept]) == [record(f"n{number}", number) for number in kept]
+    assert store.names.lookup("ns", [f"n{number}" for number in kept]) == [
+        record(f"n{number}", number) for number in kept
+    ]
     held = store.holds([key_of(number) for number in kept])
     assert disk_bytes is not None or all(held)
     for number in (number for number, there in zip(kept, held, strict=True) if there):

@@ -131,11 +131,11 @@ def test_changing_one_module_of_twenty_encodes_one() -> None:
         assert (after.encoded, after.unchanged, after.removed) == (1, 19, 0)
         fewer = Schema("twenty", schema(4).children[:19])
         assert engine.load_schema(fewer).removed == 1
-        assert len(engine.store.names(engine.namespace)) == 19 and engine.ids() == []
+        assert len(engine.store.names.ids(engine.namespace)) == 19 and engine.ids() == []
         with pytest.raises(ConfigError, match="give the chunk another one"):
             engine.add([Chunk("t3", "pml/twenty/m0")])
         assert engine.unload_schema("twenty") == 19
-        assert engine.store.names(engine.namespace) == []
+        assert engine.store.names.ids(engine.namespace) == []
         with pytest.raises(ConfigError, match="no schema 'twenty'"):
             engine.unload_schema("twenty")
 

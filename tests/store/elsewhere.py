@@ -6,6 +6,7 @@ import faulthandler
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ class LocalStore:
         self._seconds += seconds
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        return getattr(self.store, method)(*arguments, **options)
+        return attrgetter(method)(self.store)(*arguments, **options)
 
     def read(self, key: str, layers: int) -> ChunkKV | int | None:
         """Read all layers, or the first few; return the KV, how many were read, or None if it is not held."""

@@ -40,7 +40,7 @@ class Follower:
 
 
 def all_names(store: KVStore) -> dict[str, str]:
-    records = store.lookup("ns", store.names("ns"))
+    records = store.names.lookup("ns", store.names.ids("ns"))
     return {each.id: each.text_hash for each in records if each is not None}
 
 
@@ -56,18 +56,18 @@ def test_following_the_changes_is_as_good_as_asking_for_all(rounds: list[list[tu
                 store.forget(namespace, [name])
             else:
                 store.clear()
-        assert follower.follow(store.changes("ns", follower.mark)) == all_names(store)
-        assert store.changes("ns", follower.mark).names == []
+        assert follower.follow(store.names.changes("ns", follower.mark)) == all_names(store)
+        assert store.names.changes("ns", follower.mark).names == []
     store.close()
 
 
 def test_another_connection_sees_them(tmp_path: Path) -> None:
     one, two, follower = open_store(tmp_path, 10**6), open_store(tmp_path, 10**6), Follower()
     one.name("ns", [record("a", 1), record("b", 2)])
-    assert follower.follow(two.changes("ns")) == {"a": "hash1", "b": "hash2"}
+    assert follower.follow(two.names.changes("ns")) == {"a": "hash1", "b": "hash2"}
     one.name("ns", [record("a", 3)])
     one.forget("ns", ["b"])
-    changes = two.changes("ns", follower.mark)
+    changes = two.names.changes("ns", follower.mark)
     assert len(changes.names) == 2
     assert follower.follow(changes) == {"a": "hash3"}
     one.close()
@@ -77,15 +77,15 @@ def test_another_connection_sees_them(tmp_path: Path) -> None:
 def test_who_asks_too_late_gets_all(tmp_path: Path) -> None:
     store = open_store(tmp_path, 0)
     store.name("ns", [record("old", 1)])
-    mark = store.changes("ns").mark
+    mark = store.names.changes("ns").mark
     store.name("ns", [record(str(number), 2) for number in range(10_000)])
-    assert not store.changes("ns", mark).whole
+    assert not store.names.changes("ns", mark).whole
     store.name("ns", [record("one more", 2)])
-    changes = store.changes("ns", mark)
+    changes = store.names.changes("ns", mark)
     assert changes.whole
     assert len(changes.names) == 10_002
     # A mark of another index, which was further on.
-    assert store.changes("ns", changes.mark + 5).whole
+    assert store.names.changes("ns", changes.mark + 5).whole
     store.close()
 
 
@@ -111,9 +111,9 @@ def test_an_index_that_never_noted_changes_gives_all_names(tmp_path: Path) -> No
     connection.commit()
     connection.close()
     store = open_store(tmp_path, 0)
-    first = store.changes("ns")
+    first = store.names.changes("ns")
     assert [name[1:] for name in first.names] == [("a", "hash1")]
     store.name("ns", [record("b", 2)])
-    later = store.changes("ns", first.mark)
+    later = store.names.changes("ns", first.mark)
     assert [name[1:] for name in later.names] == [("b", "hash2")]
     store.close()

@@ -40,7 +40,7 @@ def test_each_kind_of_garbage(tmp_path: Path) -> None:
     assert (report.unnamed, report.freed_bytes > 0) == (1, True)
     store = open_store(folder, 0)
     assert store.holds([key_of(number) for number in range(1, 5)]) == [False, False, True, False]
-    assert store.names("ns") == ["n1", "n3"]
+    assert store.names.ids("ns") == ["n1", "n3"]
     store.close()
     assert check_store(folder).is_clean
 

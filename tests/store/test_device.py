@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.store import KVReader, KVStore, StoreClock, open_store
 from cacheblend_rag.store.device import DeviceReader, DeviceTier
-from cacheblend_rag.store.memory import MemoryStore
 from tests.store.kit import files_of, key_of, make_kv, read, record, same
 
 KV_BYTES = make_kv(0).nbytes
@@ -255,27 +253,4 @@ def test_a_device_that_is_full(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     raise_up(store, 1)
     assert tier_of(store, 1) == "device"
     assert store._device._make_room(ROOM - KV_BYTES)  # type: ignore[attr-defined]
-    store.close()
-
-
-def test_no_thread_holds_the_locks_of_two_tiers() -> None:
-    """Or a fork, which takes all locks one after the other, could wait for a thread that waits for it."""
-    store = open_store(None, 3 * make_kv(0).nbytes, device_bytes=10**6)
-    assert isinstance(store, MemoryStore)
-    ram, device = store._ram, store._device
-    drop, free = device.drop, []
-
-    def watched(keys: Iterable[str]) -> None:
-        free.append(ram._lock.acquire(blocking=False))
-        if free[-1]:
-            ram._lock.release()
-        drop(keys)
-
-    device.drop = watched  # type: ignore[method-assign]
-    for number in range(6):
-        store.put(key_of(number), make_kv(number))
-    store.discard(key_of(5))
-    ram.clear()
-    assert len(free) >= 6
-    assert all(free)
     store.close()

@@ -255,7 +255,7 @@ def test_damaged_index_never_gives_wrong_kv(tmp_path: Path) -> None:
             continue
         try:
             for number in range(4):
-                found = store.lookup("ns", [f"n{number}"])[0]
+                found = store.names.lookup("ns", [f"n{number}"])[0]
                 assert found in (None, record(f"n{number}", number))
                 reader = store.open(key_of(number))
                 assert reader is None or same(read(reader), make_kv(number))

@@ -50,7 +50,7 @@ def test_what_has_expired_is_a_miss(tmp_path: Path, ram_bytes: int) -> None:
     clocks.passes(1)
     assert store.holds([key_of(1), key_of(2)]) == [False, True]
     assert store.open(key_of(1)) is None
-    assert store.lookup("ns", ["n1"]) == [record("n1", 1)]
+    assert store.names.lookup("ns", ["n1"]) == [record("n1", 1)]
     # Who is reading goes on.
     assert same(read(reader), make_kv(1))
     assert store.holds([key_of(1)]) == [False]

@@ -218,9 +218,9 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.disk_bytes is None or stats.disk_bytes <= self.disk_bytes
             for space, nodes in self.model.names.items():
                 assert store.call("stats", TENANTS[space]).nodes == len(nodes)
-                assert sorted(store.call("names", space)) == sorted(nodes)
+                assert sorted(store.call("names.ids", space)) == sorted(nodes)
                 records = [record_of(space, node, nodes[node]) if node in nodes else None for node in ("a", "b", "c")]
-                assert store.call("lookup", space, ["a", "b", "c"]) == records
+                assert store.call("names.lookup", space, ["a", "b", "c"]) == records
         lost = expected - there
         assert not any(self.model.is_pinned(*each) for each in lost)
         for each in lost:

@@ -53,7 +53,9 @@ def test_killed(tmp_path: Path, disk_bytes: int | None) -> None:
             reader = store.open(key_of(number))
             assert reader is not None
             assert same(read(reader), make_kv(number))
-        assert store.lookup("ns", [f"n{n}" for n in sorted(put)[:-1]]) == [record(f"n{n}", n) for n in sorted(put)[:-1]]
+        assert store.names.lookup("ns", [f"n{n}" for n in sorted(put)[:-1]]) == [
+            record(f"n{n}", n) for n in sorted(put)[:-1]
+        ]
         store.close()
         report = check_store(tmp_path / "s")
         assert report.problems == []

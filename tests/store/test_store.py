@@ -46,22 +46,22 @@ def test_names(store: KVStore) -> None:
     store.name("ns", [record("b", 1), record("a", 2)])
     store.name("other", [record("a", 3)])
     store.name("ns", [record("b", 4)])
-    assert store.names("ns") == ["b", "a"]
-    assert store.lookup("ns", ["a", "x", "b"]) == [record("a", 2), None, record("b", 4)]
-    assert store.lookup("other", ["a", "b"]) == [record("a", 3), None]
+    assert store.names.ids("ns") == ["b", "a"]
+    assert store.names.lookup("ns", ["a", "x", "b"]) == [record("a", 2), None, record("b", 4)]
+    assert store.names.lookup("other", ["a", "b"]) == [record("a", 3), None]
     assert store.stats().nodes == 3
     assert store.forget("ns", ["b", "x", "b"]) == 1
     store.name("ns", [record("b", 1)])
-    assert store.names("ns") == ["a", "b"]
-    assert store.names("unknown") == []
+    assert store.names.ids("ns") == ["a", "b"]
+    assert store.names.ids("unknown") == []
 
 
 def test_odd_names(store: KVStore) -> None:
     odd = ["", "a\0b", "ü" * 500, "'; DROP TABLE nodes; --", "%", "A", "a"]
     records = [NodeRecord(name, key_of(1), "", ()) for name in odd]
     store.name("", records)
-    assert store.lookup("", odd) == records
-    assert store.names("") == odd
+    assert store.names.lookup("", odd) == records
+    assert store.names.ids("") == odd
     assert store.forget("", odd) == len(odd)
 
 
@@ -69,7 +69,7 @@ def test_a_name_that_is_not_unicode(store: KVStore) -> None:
     with pytest.raises(StoreError, match="not valid Unicode"):
         store.name("ns", [record("\ud800", 1)])
     with pytest.raises(StoreError, match="not valid Unicode"):
-        store.lookup("ns", ["\ud800"])
+        store.names.lookup("ns", ["\ud800"])
 
 
 def test_kv_goes_with_its_last_name(store: KVStore) -> None:
@@ -107,7 +107,7 @@ def test_discard_keeps_names(store: KVStore) -> None:
     store.discard(key_of(1))
     store.discard(key_of(2))
     assert store.open(key_of(1)) is None
-    assert store.lookup("ns", ["a"]) == [record("a", 1)]
+    assert store.names.lookup("ns", ["a"]) == [record("a", 1)]
     store.put(key_of(1), make_kv(1))
     assert store.holds([key_of(1)]) == [True]
 
@@ -118,7 +118,7 @@ def test_clear(store: KVStore) -> None:
     store.name("ns", [record("a", 1)])
     store.clear()
     assert store.stats().nodes == store.stats().entries == store.stats().ram_bytes == store.stats().disk_bytes == 0
-    assert store.names("ns") == []
+    assert store.names.ids("ns") == []
     assert store.open(key_of(1)) is None
     store.put(key_of(1), make_kv(1))
     assert store.open(key_of(1)) is not None
@@ -145,9 +145,9 @@ def test_closed(store: KVStore) -> None:
         lambda: store.holds([key_of(1)]),
         lambda: store.discard(key_of(1)),
         lambda: store.name("ns", [record("a", 1)]),
-        lambda: store.lookup("ns", ["a"]),
+        lambda: store.names.lookup("ns", ["a"]),
         lambda: store.forget("ns", ["a"]),
-        lambda: store.names("ns"),
+        lambda: store.names.ids("ns"),
         lambda: store.clear(),
         lambda: store.stats(),
     ):
@@ -207,7 +207,7 @@ def test_reopened(tmp_path: Path) -> None:
     reader = again.open(key_of(1))
     assert reader is not None
     assert same(read(reader), make_kv(1))
-    assert again.lookup("ns", ["a"]) == [record("a", 1)]
+    assert again.names.lookup("ns", ["a"]) == [record("a", 1)]
     again.close()
     left = sorted(path.name for path in (tmp_path / "a" / "b").iterdir())
     assert left == ["index.sqlite", "kv", "reserve", "store.json", "store.lock", "tmp"]

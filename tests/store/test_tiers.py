@@ -30,7 +30,7 @@ def test_ram_keeps_what_was_used_last() -> None:
     store.name("ns", [record("a", 1)])
     store.put(key_of(3), make_kv(0))
     assert held(store, range(4)) == [0, 2, 3]
-    assert store.lookup("ns", ["a"]) == [record("a", 1)]
+    assert store.names.lookup("ns", ["a"]) == [record("a", 1)]
     stats = store.stats()
     assert (stats.evictions, stats.entries, stats.ram_bytes) == (1, 3, 3 * KV_BYTES)
     with pytest.raises(StoreFullError, match=f"{make_kv(0, tokens=60).nbytes} bytes exceeds .*ram_bytes"):
@@ -52,7 +52,7 @@ def test_disk_keeps_what_was_used_last(tmp_path: Path) -> None:
     store.open(key_of(0))
     store.put(key_of(3), make_kv(3))
     assert held(store, range(4)) == [0, 2, 3]
-    assert store.lookup("ns", ["a", "b"]) == [record("a", 1), record("b", 2)]
+    assert store.names.lookup("ns", ["a", "b"]) == [record("a", 1), record("b", 2)]
     stats = store.stats()
     assert (stats.evictions, stats.entries) == (1, 3)
     assert stats.ram_bytes == make_kv(2).nbytes + make_kv(3).nbytes

@@ -73,15 +73,15 @@ def test_to_another_store_and_again(folder: Path, tmp_path: Path) -> None:
         reader = store.open(key_of(number))
         assert reader is not None
         assert same(read(reader), make_kv(number))
-    assert store.lookup("ns", ["n1", "n3"]) == [record("n1", 1), record("n3", 3)]
-    assert store.lookup("acme's", ["n1"]) == [record("n1", 4)]
+    assert store.names.lookup("ns", ["n1", "n3"]) == [record("n1", 1), record("n3", 3)]
+    assert store.names.lookup("acme's", ["n1"]) == [record("n1", 4)]
     assert (store.stats("acme").entries, store.stats("acme").nodes) == (1, 1)
     store.name("ns", [record("n1", 9)])
     store.close()
     # What is there stays as it is.
     assert import_store(target, file).kept == 1
     store = open_store(target, 0)
-    assert store.lookup("ns", ["n1"]) == [record("n1", 9)]
+    assert store.names.lookup("ns", ["n1"]) == [record("n1", 9)]
     store.close()
     # And KV that only the name in the file led to is not kept.
     assert len(files_of(target)) == 4
@@ -210,7 +210,7 @@ def test_forged_contents(folder: Path, tmp_path: Path, name: str, data: bytes) -
     forge(tmp_path / "forged", [*contents[:-1], (name, data)])
     with pytest.raises(StoreError):
         import_store(tmp_path / "t", tmp_path / "forged")
-    assert check_store(tmp_path / "t").is_clean
+    assert not (tmp_path / "t").exists() or check_store(tmp_path / "t").is_clean
 
 
 def test_the_importing_engine_hits(tmp_path: Path) -> None:

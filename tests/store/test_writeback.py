@@ -46,15 +46,15 @@ def later(store: KVStore, number: int, node: str = "", *, is_known: bool = False
 
 def test_what_waits_is_as_good_as_written(tmp_path: Path, gate: threading.Event) -> None:
     store = open_store(tmp_path, 10**6, write_back_bytes=ROOM)
-    seen = store.revision()
+    seen = store.names.revision()
     assert all(later(store, number) for number in (1, 2, 3))
-    assert store.revision() > seen
+    assert store.names.revision() > seen
     assert files_of(tmp_path) == []
     keys = [key_of(number) for number in (1, 2, 3)]
     assert store.holds(keys) == [True] * 3
     assert store.holds(keys, durable=True) == [False] * 3
-    assert store.names("ns") == ["n1", "n2", "n3"]
-    assert store.lookup("ns", ["n2", "x"]) == [record("n2", 2), None]
+    assert store.names.ids("ns") == ["n1", "n2", "n3"]
+    assert store.names.lookup("ns", ["n2", "x"]) == [record("n2", 2), None]
     reader = store.open(key_of(2))
     assert reader is not None
     assert same(read(reader), make_kv(2))
@@ -67,7 +67,7 @@ def test_what_waits_is_as_good_as_written(tmp_path: Path, gate: threading.Event)
     assert store.holds(keys, durable=True) == [True] * 3
     store.close()
     store = open_store(tmp_path, 0)
-    assert store.names("ns") == ["n1", "n2", "n3"]
+    assert store.names.ids("ns") == ["n1", "n2", "n3"]
     assert store.holds(keys) == [True] * 3
     store.close()
     assert check_store(tmp_path).is_clean
@@ -80,19 +80,19 @@ def test_deleted_while_it_waits(tmp_path: Path, gate: threading.Event) -> None:
     store.put_later(key_of(7), make_kv(7), "ns", [record("one", 7), record("two", 7)])
     assert store.forget("ns", ["n1", "n2", "one", "unknown"]) == 3
     store.discard(key_of(3))
-    assert store.names("ns") == ["n4", "n5", "n6", "two"]
+    assert store.names.ids("ns") == ["n4", "n5", "n6", "two"]
     assert [store.open(key_of(number)) is not None for number in range(1, 8)] == [False] * 3 + [True] * 4
     gate.set()
     store.flush()
     assert store.holds([key_of(number) for number in range(1, 8)]) == [False] * 3 + [True] * 4
-    assert store.names("ns") == ["n4", "n5", "n6", "two"]
+    assert store.names.ids("ns") == ["n4", "n5", "n6", "two"]
     assert len(files_of(tmp_path)) == 4
     gate.clear()
     later(store, 8)
     store.clear()
     gate.set()
     store.flush()
-    assert store.names("ns") == files_of(tmp_path) == []
+    assert store.names.ids("ns") == files_of(tmp_path) == []
     store.close()
     assert check_store(tmp_path).is_clean
 
@@ -102,10 +102,10 @@ def test_a_name_with_another_text_wins_over_what_waits(tmp_path: Path, gate: thr
     later(store, 1, "a")
     other = open_store(tmp_path, 0)
     other.name("ns", [record("a", 2)])
-    assert store.lookup("ns", ["a"]) == [record("a", 2)]
+    assert store.names.lookup("ns", ["a"]) == [record("a", 2)]
     gate.set()
     store.flush()
-    assert store.lookup("ns", ["a"]) == [record("a", 2)]
+    assert store.names.lookup("ns", ["a"]) == [record("a", 2)]
     assert store.holds([key_of(1)]) == [False]
     assert files_of(tmp_path) == []
     store.close()
@@ -131,7 +131,7 @@ def test_never_resurrected(tmp_path: Path, is_known: bool, deleter: str, turns: 
         time.sleep(chance.uniform(0, 0.012))
         early += not files_of(tmp_path)
         assert forgetting.forget("ns", [f"n{turn}"]) == 1
-        assert store.lookup("ns", [f"n{turn}"]) == [None]
+        assert store.names.lookup("ns", [f"n{turn}"]) == [None]
         if forgetting is store:
             assert store.open(key_of(turn)) is None
         store.flush()
@@ -167,7 +167,7 @@ def test_the_first_error_is_raised_by_flush_once(tmp_path: Path, caplog: pytest.
     with pytest.raises(StoreFullError, match="disk_bytes"):
         store.flush()
     store.flush()
-    assert store.names("ns") == ["n2"]
+    assert store.names.ids("ns") == ["n2"]
     assert "was not stored" in caplog.text
     store.close()
 

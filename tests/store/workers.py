@@ -107,7 +107,7 @@ def fork_while_busy(folder: Path | None) -> None:
                 assert same(read(reader), make_kv(1))
                 store.put(key_of(10 + turn), make_kv(10 + turn))
                 store.name("ns", [record(f"child{turn}", 10 + turn)])
-                assert store.lookup("ns", [f"child{turn}"]) == [record(f"child{turn}", 10 + turn)]
+                assert store.names.lookup("ns", [f"child{turn}"]) == [record(f"child{turn}", 10 + turn)]
                 store.close()
                 status = 0
             finally:
@@ -182,7 +182,7 @@ def use_read_only(folder: Path, user: int | None) -> None:
     reader = store.open(key_of(1))
     assert reader is not None
     assert same(read(reader), make_kv(1))
-    assert store.lookup("ns", ["n1", "n2"]) == [record("n1", 1), None]
+    assert store.names.lookup("ns", ["n1", "n2"]) == [record("n1", 1), None]
     for write in (
         lambda: store.put(key_of(2), make_kv(2)),
         lambda: store.name("ns", [record("n2", 2)]),

@@ -123,7 +123,7 @@ def make_index(folder: Path, entries: int) -> None:
     """
     tier = DiskTier(folder)
     try:
-        names = Names(tier.database, writer=tier.writer)
+        names = Names(tier.index, tier.clock.now)
         rows = _rows(entries)
         while batch := list(islice(rows, _ROWS_AT_ONCE)):
             tier.index.add_many([(record.key, entry) for record, entry in batch])
@@ -159,7 +159,7 @@ def _measure(folder: Path, lookups: int) -> dict[str, Any]:
     took = []
     for ids in asked:
         began = time.perf_counter()
-        records = store.lookup(_TENANT, ids)
+        records = store.names.lookup(_TENANT, ids)
         held = store.holds([record.key for record in records if record is not None])
         took.append(time.perf_counter() - began)
         if held != [True] * IDS_AT_ONCE:

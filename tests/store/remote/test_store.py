@@ -95,7 +95,7 @@ def test_misses_and_additions_without_a_folder(opener: Opener) -> None:
     assert store.put_later(key_of(3), make_kv(3), "ns", [record("n3", 3)], ttl_s=1000)
     store.flush()
     assert tier.holds([key_of(number) for number in range(4)]) == [True, True, True, False]
-    assert store.names("ns") == ["n0", "n1", "n2", "n3"]
+    assert store.names.ids("ns") == ["n0", "n1", "n2", "n3"]
     reader = store.open(key_of(2))
     assert reader is not None and same(read(reader), make_kv(2, 60))
     store.forget("ns", ["n1"])

@@ -1,0 +1,422 @@
+"""Writing a store to one file, from which another machine warms its own, and adding such a file to a store.
+
+The file is a tar archive, each member a plain file, in this order::
+
+    cacheblend-rag-export.json   the format and its version
+    kv/KEY.safetensors           the chunk files of up to 256 entries, byte for byte
+    entries/000000.json          what the index knows of these; then the next ones
+    names/000000.json            up to 256 names; those of a document stand together, in the order in which they came
+    manifest.json                how many entries and names there are, and a digest of everything before it
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import re
+import secrets
+import tarfile
+from collections.abc import Callable, Collection, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import groupby, islice
+from logging import getLogger
+from pathlib import Path
+from typing import IO, Any
+
+from cacheblend_rag.errors import ChunkReadError, StoreError, StoreFormatError
+from cacheblend_rag.reading import Place, ReadingRules
+from cacheblend_rag.store.base import NodeRecord
+from cacheblend_rag.store.chunkfile import ChunkFile, EncodedChunk
+from cacheblend_rag.store.disk import DiskTier, existing_store
+from cacheblend_rag.store.documents import NamedPiece
+from cacheblend_rag.store.folder import storing, valid_key
+from cacheblend_rag.store.names import Names
+
+__all__ = ["ExportReport", "ImportReport", "export_store", "import_store"]
+
+_log = getLogger(__name__)
+
+_FORMAT, _VERSION = "cacheblend-rag export", 2
+_HEAD, _MANIFEST = "cacheblend-rag-export.json", "manifest.json"
+_KV = re.compile(r"kv/([0-9a-f]{8,128})\.safetensors")
+_LIST = re.compile(r"(entries|names)/\d{6,12}\.json")
+# Entries, or names, in one list.
+_BATCH = 256
+_LONGEST_LIST_BYTES = 256 * 1024**2
+
+
+@dataclass(slots=True)
+class ExportReport:
+    """What was written: chunks with KV, names, the file's bytes, and the damaged chunks left out."""
+
+    entries: int = 0
+    names: int = 0
+    nbytes: int = 0
+    damaged: int = 0
+
+
+@dataclass(slots=True)
+class ImportReport:
+    """What an import did.
+
+    Attributes
+    ----------
+    entries, held : int
+        Chunks whose KV is new here, and those whose KV was here already.
+    names, unchanged, kept : int
+        Names that are new here, those that were here with the same text, and those that were here with another, which stays.
+    nbytes : int
+        Bytes of KV added.
+    """
+
+    entries: int = 0
+    held: int = 0
+    names: int = 0
+    unchanged: int = 0
+    kept: int = 0
+    nbytes: int = 0
+
+
+def export_store(
+    location: str | Path, file: str | Path, tenant: str | None = None, ids: Collection[str] | None = None
+) -> ExportReport:
+    """Write the KV and names of a store to one file, which is there whole or not at all.
+
+    Other processes may go on using the store. What has expired or is damaged is left out; what expires takes its remaining time
+    with it. Pins are this machine's own business and stay here.
+
+    Parameters
+    ----------
+    location : str or Path
+        The store's folder, which is only read.
+    file : str or Path
+        Where to write; a file that is there is replaced.
+    tenant : str, optional
+        Only what is this tenant's; "" is for what is no tenant's.
+    ids : collection of str, optional
+        Only these names and their KV.
+
+    Returns
+    -------
+    ExportReport
+        What was written.
+
+    Raises
+    ------
+    StoreError
+        If the folder is no store, or the file cannot be written.
+    """
+    path = Path(file).expanduser()
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+    report = ExportReport()
+    with existing_store(location) as tier:
+        with storing(path.parent):
+            fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            with storing(path.parent), open(fd, "wb") as stream:
+                _export(tier, _ArchiveWriter(stream), report, tenant, None if ids is None else set(ids))
+                stream.flush()
+                os.fsync(stream.fileno())
+                report.nbytes = stream.tell()
+            part.rename(path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+    return report
+
+
+def _export(
+    tier: DiskTier, archive: _ArchiveWriter, report: ExportReport, tenant: str | None, ids: Collection[str] | None
+) -> None:
+    names = Names(tier.index, tier.clock.now)
+
+    def wanted(owner: str, id: str) -> bool:
+        return tenant in (None, owner) and (ids is None or id in ids)
+
+    # Of a chunk whose context is not all exported the KV stays here: it remembers what is left out.
+    keys = None if ids is None else {row[3] for row in _rows(names, wanted, 0.0)}
+    now = tier.clock.now()
+    entries = (
+        (key, entry)
+        for key, entry in tier.index.entries()
+        if entry.is_live(now) and tenant in (None, entry.tenant) and (keys is None or key in keys)
+    )
+    listed = []
+    for key, entry in entries:
+        try:
+            data = tier.folder.file_path(entry.file).read_bytes()
+        except FileNotFoundError:
+            # Dropped by another process just now.
+            continue
+        try:
+            if _verified(key, data).digest != entry.digest:
+                raise ChunkReadError(key, f"file {entry.file} is not the one that was written")
+        except ChunkReadError as error:
+            _log.warning("left out: %s", error)
+            report.damaged += 1
+            continue
+        archive.add(f"kv/{key}.safetensors", data)
+        lives_s = None if entry.expires_at is None else entry.expires_at - now
+        listed.append({"key": key, "tenant": entry.tenant, "lives_s": lives_s})
+        report.entries += 1
+        if len(listed) == _BATCH:
+            archive.add_list("entries", listed)
+            listed = []
+    archive.add_list("entries", listed)
+    rows = _rows(names, wanted, now)
+    while some := list(islice(rows, _BATCH)):
+        report.names += len(some)
+        archive.add_list("names", some)
+    archive.close(report.entries, report.names)
+
+
+def _rows(names: Names, wanted: Callable[[str, str], bool], now: float) -> Iterator[list[Any]]:
+    """Yield a row of each name: those of no document, then document by document."""
+    for namespace, owner, rules, pieces in names.pieces(wanted):
+        for record, expires_at in pieces:
+            lives_s = None if expires_at is None else expires_at - now
+            stands: list[Any] | None = None
+            if place := record.place:
+                stands = [place.document, place.start, place.previous, place.length, place.text, list(place.ends)]
+                stands += [lives_s, rules.limit]
+            ids = [list(record.token_ids), list(record.separator)]
+            yield [namespace, owner, record.id, record.key, record.text_hash, *ids, stands]
+
+
+class _ArchiveWriter:
+    """Writes an exported file to a stream, and digests it."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._tar = tarfile.TarFile(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT)
+        self._digest = hashlib.blake2b(digest_size=32)
+        self._lists = {"entries": 0, "names": 0}
+        self.add(_HEAD, _json({"format": _FORMAT, "version": _VERSION}))
+
+    def add_list(self, kind: str, rows: list[Any]) -> None:
+        """Add a list of what is known of entries, or of names."""
+        if rows:
+            self.add(f"{kind}/{self._lists[kind]:06}.json", _json(rows))
+            self._lists[kind] += 1
+
+    def add(self, name: str, data: bytes) -> None:
+        """Add a member."""
+        member = tarfile.TarInfo(name)
+        member.size, member.mode = len(data), 0o600
+        self._digest.update(_label(name, len(data)))
+        self._digest.update(data)
+        self._tar.addfile(member, io.BytesIO(data))
+
+    def close(self, entries: int, names: int) -> None:
+        """Add the manifest, which says how many entries and names there are, and end the file."""
+        self.add(_MANIFEST, _json({"entries": entries, "names": names, "digest": self._digest.hexdigest()}))
+        self._tar.close()
+
+
+def import_store(location: str | Path, file: str | Path) -> ImportReport:
+    """Add the KV and names in an exported file to a store, which is made if there is none.
+
+    Every byte of the file is verified before anything of it is in the store. What is in the store already stays as it is, so that
+    importing twice does nothing more. Chunks that join a document which is here have the keys of what they stand behind here,
+    and so do those behind them; KV that no name leads to then is not kept.
+
+    Who can write such a file can choose what the model will read as stored KV: import only
+    files whose origin you trust.
+
+    Parameters
+    ----------
+    location : str or Path
+        The store's folder.
+    file : str or Path
+        The exported file.
+
+    Returns
+    -------
+    ImportReport
+        What was added.
+
+    Raises
+    ------
+    StoreFormatError
+        If the file is no export, or one of a later version.
+    StoreFullError
+        If the disk has no room.
+    StoreError
+        If the file is damaged or cannot be read, or the folder cannot be used.
+    """
+    path = Path(file).expanduser()
+    report = ImportReport()
+    try:
+        with open(path, "rb") as stream:
+            entries = {}
+            for name, data in _read_archive(path, stream):
+                if name.startswith("entries/"):
+                    entries.update({row["key"]: (str(row["tenant"]), row["lives_s"]) for row in _listed(data)})
+            with closing(DiskTier(Path(location).expanduser())) as tier:
+                rows = _import_kv(tier, _read_archive(path, stream), entries, report)
+                for home, group in groupby(rows, key=_home):
+                    _import_names(tier, *home, group, report)
+    except OSError as error:
+        raise StoreError(f"file {path} cannot be read: {error.strerror or error}") from error
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise StoreError(f"export file {path} is damaged (a list in it is not what an export holds)") from error
+    return report
+
+
+def _import_kv(
+    tier: DiskTier,
+    members: Iterator[tuple[str, bytes]],
+    entries: dict[str, tuple[str, float | None]],
+    report: ImportReport,
+) -> Iterator[list[Any]]:
+    """Add the KV among the members, by what is known of the `entries`, and yield the rows of the names, which come behind it."""
+    for name, data in members:
+        match = _KV.fullmatch(name)
+        if match is None:
+            yield from _listed(data) if name.startswith("names/") else ()
+        elif tier.holds([match[1]])[0]:
+            report.held += 1
+        else:
+            key = match[1]
+            tenant, lives_s = entries[key]
+            expires_at = None if lives_s is None else tier.clock.now() + float(lives_s)
+            chunk = EncodedChunk([memoryview(data)], _verified(key, data).digest, len(data))
+            tier.put(key, chunk, tenant, expires_at)
+            report.entries += 1
+            report.nbytes += len(data)
+
+
+def _home(row: list[Any]) -> tuple[str, str, str | None]:
+    """Return the namespace, the tenant and the document of a name."""
+    return row[0], row[1], None if row[7] is None else str(row[7][0])
+
+
+def _import_names(
+    tier: DiskTier, namespace: str, tenant: str, document: str | None, rows: Iterator[list[Any]], report: ImportReport
+) -> None:
+    """Bring names, those of a document into the one of that name here."""
+    names = Names(tier.index, tier.clock.now)
+    # A document is read as it is once all of it has come.
+    while batch := list(islice(rows, _BATCH if document is None else None)):
+        limit = batch[0][7][7] if document is not None else None
+        pieces = [_piece(row, tier.clock.now()) for row in batch]
+        rules = ReadingRules(None if limit is None else int(limit), pieces[0].record.separator)
+        known, dropped = names.merge(namespace, tenant, pieces, rules)
+        tier.remove(dropped)
+        for (record, _), there in zip(pieces, known, strict=True):
+            if there is None:
+                report.names += 1
+            elif (record.text_hash, record.token_ids) == (there.text_hash, there.token_ids):
+                report.unchanged += 1
+            else:
+                report.kept += 1
+
+
+def _piece(row: list[Any], now: float) -> NamedPiece:
+    _, _, id, key, text_hash, token_ids, separator, stands = row
+    place = expires_at = None
+    if stands is not None:
+        document, start, previous, length, text, ends, lives_s, _ = stands
+        place = Place(str(document), start, previous, int(length), str(text), tuple(map(int, ends)))
+        expires_at = None if lives_s is None else now + float(lives_s)
+    return NamedPiece(NodeRecord(id, valid_key(key), text_hash, tuple(token_ids), tuple(separator), place), expires_at)
+
+
+def _read_archive(path: Path, stream: IO[bytes]) -> Iterator[tuple[str, bytes]]:
+    """Yield names and bytes of an exported file's members, and raise unless they are, to the end, what was exported."""
+
+    def damaged(why: str) -> StoreError:
+        return StoreError(f"export file {path} is damaged ({why}); nothing of it can be used, copy it again")
+
+    stream.seek(0)
+    digest = hashlib.blake2b(digest_size=32)
+    counted = {"entries": 0, "names": 0}
+    is_ours, manifest = False, None
+    try:
+        with tarfile.open(fileobj=stream, mode="r:") as tar:
+            for member in tar:
+                if not is_ours and member.name != _HEAD:
+                    break
+                is_kv = _KV.fullmatch(member.name) is not None
+                is_expected = is_kv or _LIST.fullmatch(member.name) or member.name in (_HEAD, _MANIFEST)
+                if manifest is not None or not member.isreg() or not is_expected:
+                    raise damaged(f"it holds {member.name[:100]!r}, which no export does")
+                if not is_kv and member.size > _LONGEST_LIST_BYTES:
+                    raise damaged(f"{member.name} is too long")
+                reader = tar.extractfile(member)
+                data = b"" if reader is None else reader.read()
+                if len(data) != member.size:
+                    raise damaged("it is cut short")
+                if not is_ours:
+                    _check_head(path, data)
+                    is_ours = True
+                if member.name == _MANIFEST:
+                    manifest = json.loads(data)
+                    if manifest != {**counted, "digest": digest.hexdigest()}:
+                        raise damaged("its bytes do not match its digest")
+                    continue
+                digest.update(_label(member.name, member.size))
+                digest.update(data)
+                counted["entries"] += is_kv
+                if member.name.startswith("names/"):
+                    counted["names"] += len(_listed(data))
+                yield member.name, data
+                tar.members.clear()  # type: ignore[attr-defined]  # or it remembers every member
+    except (tarfile.TarError, ValueError, EOFError, RecursionError, TypeError) as error:
+        if is_ours:
+            raise damaged(str(error)) from error
+    if not is_ours:
+        raise StoreFormatError(f"file {path} is no export of a store; make one with `cacheblend-rag store export`")
+    if manifest is None:
+        raise damaged("it ends before its manifest")
+
+
+def _check_head(path: Path, data: bytes) -> None:
+    head = json.loads(data)
+    if not isinstance(head, dict) or head.get("format") != _FORMAT:
+        raise StoreFormatError(f"file {path} is no export of a store; make one with `cacheblend-rag store export`")
+    if head.get("version") != _VERSION:
+        raise StoreFormatError(
+            f"export file {path} is in format version {head.get('version')!r}, this cacheblend-rag reads version {_VERSION}; "
+            "export it again with this version"
+        )
+
+
+class _Bytes:
+    """The bytes of a chunk file in memory, as `ChunkFile` reads them."""
+
+    tier = "archive"
+
+    def __init__(self, data: bytes) -> None:
+        self._data = memoryview(data)
+        self.size = len(data)
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        piece = self._data[offset : offset + len(view)]
+        view[: len(piece)] = piece
+        return len(piece)
+
+
+def _verified(key: str, data: bytes) -> ChunkFile:
+    """Return what reads the bytes of a chunk file, every one verified; ChunkReadError if they are not sound."""
+    file = ChunkFile(_Bytes(data), key)
+    file.verify()
+    return file
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode("ascii")
+
+
+def _listed(data: bytes) -> list[Any]:
+    rows = json.loads(data)
+    if not isinstance(rows, list):
+        raise TypeError("no list")
+    return rows
+
+
+def _label(name: str, size: int) -> bytes:
+    """Return what the digest of an archive knows of a member, before its bytes."""
+    return f"{name}\0{size}\0".encode()
