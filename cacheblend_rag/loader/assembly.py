@@ -167,8 +167,8 @@ class Assembly:
 
     @torch.no_grad()
     def end(self) -> None:
-        """Say that no layer is read any more: what was put on its device for this prompt may stay there."""
-        for reader in self._rising:
+        """Say that no layer is read any more: what was read for this prompt may stay in RAM and on its device."""
+        for reader in self._readers:
             reader.finish()
 
     def _on_device(self, layer: int, staged: LayerKV | None, direct: Sequence[list[LayerKV] | None]) -> LayerKV:

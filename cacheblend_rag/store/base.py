@@ -48,7 +48,7 @@ class KVReader:
 
     tier: str
     promotes_to_device = False
-    """Whether the device tier wants what is read: `keep` is then called with each layer, and `finish` at the end."""
+    """Whether the device tier wants what is read: `keep` is then called with each layer."""
 
     def __init__(
         self, token_ids: tuple[int, ...], start: int, context: str, num_layers: int, codec: str, packed_bytes: int
@@ -86,11 +86,11 @@ class KVReader:
         """
 
     def finish(self) -> None:
-        """Say that no further layer will be kept; the KV enters the device tier if most of it was."""
+        """Say that no further layer is read or kept; what was read, or kept, for the most part enters RAM, or the device tier."""
 
 
 def part_of(reader: KVReader, start: int, stop: int) -> KVReader:
-    """Return a reader of the tokens from `start` to before `stop` of what `reader` reads; it promotes nothing."""
+    """Return a reader of the tokens from `start` to before `stop` of what `reader` reads; none of it goes to the device tier."""
     return _Part(reader, slice(start, stop))
 
 
@@ -112,6 +112,9 @@ class _Part(KVReader):
 
     def resident(self, index: int) -> LayerKV:
         return LayerKV(*(tensor[:, self._rows] for tensor in self._reader.resident(index)))
+
+    def finish(self) -> None:
+        self._reader.finish()
 
 
 OpenProbe: TypeAlias = Callable[[], list[KVReader]]

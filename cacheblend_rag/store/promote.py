@@ -53,42 +53,35 @@ class _Promotion(Generic[Layer]):
         with self._lock:
             return None if self._layers is None else self._layers.get(index)
 
-    def add(self, index: int, layer: Layer) -> bool:
-        """Hold a layer; return whether it was the last one, or the only one wanting."""
+    def add(self, index: int, layer: Layer) -> None:
         with self._lock:
-            if self._layers is None:
-                return False
-            self._layers[index] = layer
-            return index == self._num_layers - 1 or len(self._layers) == self._num_layers
+            if self._layers is not None:
+                self._layers[index] = layer
 
-    def end(self) -> None:
-        """Give the room back, if that is still to be done."""
+    def end(self) -> dict[int, Layer] | None:
+        """Give the room back, if that is still to be done, and return what came of the chunk."""
         with self._lock:
             layers, self._layers = self._layers, None
         if layers is not None:
             self._tier.give_back(self._nbytes)
+        return layers
 
     def complete(self, read: Callable[[int], Layer]) -> Sequence[Layer] | None:
         """Return all layers, or None if most are wanting; the few that nobody asked for, their KV being computed, are read."""
-        with self._lock:
-            layers, self._layers = self._layers, None
-        if layers is None:
+        layers = self.end()
+        missing = [number for number in range(self._num_layers) if number not in (layers or {})]
+        if layers is None or len(missing) * 2 > self._num_layers:
             return None
         try:
-            missing = [number for number in range(self._num_layers) if number not in layers]
-            if len(missing) * 2 > self._num_layers:
-                return None
             layers.update([(number, read(number)) for number in missing])
-            return [layers[number] for number in range(self._num_layers)]
         except ChunkReadError as error:
             _log.warning("%s", error)
             return None
-        finally:
-            self._tier.give_back(self._nbytes)
+        return [layers[number] for number in range(self._num_layers)]
 
 
 class PromotingReader(KVReader):
-    """Reads a file or KV in RAM, and hands it to RAM when its last layer was read, and to the device tier in `finish`.
+    """Reads a file or KV in RAM, and hands what it has read to RAM and to the device tier in `finish`.
 
     RAM keeps room for it from the beginning on, the device tier from the first layer that is kept: by then all chunks of a
     prompt are opened, and none that it needs has to be read because it had to go.
@@ -111,41 +104,24 @@ class PromotingReader(KVReader):
         self._source = source
         self._ram, self._to_ram = ram, to_ram
         self._device, self._to_device = device, to_device
-        self._lock = threading.Lock()
-        self._reading = 0
-        self._ends = False
-        self._to_ram_layers: _Promotion[PackedLayer] | None = None
+        self._packed: _Promotion[PackedLayer] | None = None
         if ram is not None:
             # Packing never makes KV larger, unpacking may.
             nbytes = source.kv_bytes if ram.codec.name == "native" else source.packed_bytes
-            self._to_ram_layers = _Promotion(ram, nbytes, self.num_layers)
-            self._to_ram_layers.begin()
+            self._packed = _Promotion(ram, nbytes, self.num_layers)
+            self._packed.begin()
         self._uploads: _Promotion[Upload] | None = None
         if device is not None:
             self._uploads = _Promotion(device, source.kv_bytes, self.num_layers)
 
     def layer(self, index: int) -> LayerKV:
         """Return one layer, read once where it goes to RAM; the caller must not write to it."""
-        rising, ram = self._to_ram_layers, self._ram
-        if rising is None or ram is None or not rising.begin():
+        if self._packed is None or self._ram is None or not self._packed.begin():
             return self._source.layer(index)
-        packed = rising.get(index)
+        packed = self._packed.get(index)
         if packed is None:
-            with self._lock:
-                self._reading += 1
-            try:
-                packed = repack_layer(self._source.packed_layer(index), ram.codec)
-            except BaseException:
-                with self._lock:
-                    self._reading -= 1
-                raise
-            with self._lock:
-                self._reading -= 1
-                # The last layer may be read before others are that another thread has begun.
-                self._ends = rising.add(index, packed) or self._ends
-                is_over = self._ends and not self._reading
-            if is_over:
-                self._enter_ram(rising)
+            packed = repack_layer(self._source.packed_layer(index), self._ram.codec)
+            self._packed.add(index, packed)
         return unpack_layer(packed)
 
     def keep(self, index: int, layer: LayerKV) -> None:
@@ -158,18 +134,17 @@ class PromotingReader(KVReader):
             self._device.tell_no_room(error)
 
     def finish(self) -> None:
+        if self._packed is not None and self._to_ram is not None:
+            packed = self._packed.complete(self._source.packed_layer)
+            if packed is not None:
+                self._to_ram(PackedKV(self.token_ids, self.start, tuple(packed), self.context))
         device, uploads = self._device, self._uploads
-        if device is None or uploads is None:
+        if device is None or uploads is None or self._to_device is None:
             return
         try:
-            layers = uploads.complete(lambda number: device.place(number, self.layer(number)))
+            layers = uploads.complete(lambda number: device.place(number, self._source.layer(number)))
         except (torch.OutOfMemoryError, MemoryError) as error:
             device.tell_no_room(error)
             return
-        if layers is not None and self._to_device is not None:
+        if layers is not None:
             self._to_device(ResidentKV(self.token_ids, self.start, layers, self.context))
-
-    def _enter_ram(self, rising: _Promotion[PackedLayer]) -> None:
-        layers = rising.complete(self._source.packed_layer)
-        if layers is not None and self._to_ram is not None:
-            self._to_ram(PackedKV(self.token_ids, self.start, tuple(layers), self.context))

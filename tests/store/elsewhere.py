@@ -12,7 +12,7 @@ from typing import Any
 
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store import KVStore, StoreClock, open_store
-from tests.store.kit import read, start_with_pipe
+from tests.store.kit import start_with_pipe
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class LocalStore:
             for layer in range(layers):
                 reader.layer(layer)
             return layers
-        kv = read(reader)
+        kv = ChunkKV(reader.token_ids, reader.start, list(map(reader.layer, range(reader.num_layers))), reader.context)
         # As the loader does where the first layer is computed in full.
         for number in range(1, reader.num_layers):
             reader.keep(number, kv.layers[number])

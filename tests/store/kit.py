@@ -42,8 +42,9 @@ def record(node: str, number: int) -> NodeRecord:
 
 
 def read(reader: KVReader) -> ChunkKV:
-    """Read every layer."""
+    """Read every layer, as a prompt does."""
     layers = [reader.layer(number) for number in range(reader.num_layers)]
+    reader.finish()
     return ChunkKV(reader.token_ids, reader.start, layers, reader.context)
 
 

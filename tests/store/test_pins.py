@@ -11,7 +11,7 @@ from cacheblend_rag.errors import StoreError, StoreFullError, UnknownChunkError
 from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import KVStore, check_store, open_store, pin_chunks
 from tests.families import tiny_model, tiny_tokenizer, words
-from tests.store.kit import files_of, key_of, make_kv, record
+from tests.store.kit import files_of, key_of, make_kv, read, record
 
 KV_BYTES = make_kv(0).nbytes
 
@@ -105,8 +105,7 @@ def test_the_copy_in_ram_stays(tmp_path: Path) -> None:
     fill(store)
     reader = store.open(key_of(1))
     assert reader is not None
-    for layer in range(reader.num_layers):
-        reader.layer(layer)
+    read(reader)
     store.pin("ns", ["n1"])
     put(store, 4, 5, 6, 7)
     for path in files_of(tmp_path):

@@ -102,8 +102,9 @@ def test_what_was_read_to_its_end_is_kept_in_ram(tmp_path: Path, first_layer: in
     reader = store.open(key_of(1))
     assert reader is not None
     for layer in range(first_layer, reader.num_layers):
-        assert store.stats().ram_bytes == 0
         reader.layer(layer)
+    assert store.stats().ram_bytes == 0
+    reader.finish()
     assert store.stats().ram_bytes == make_kv(1).nbytes
     shutil.rmtree(tmp_path / "kv")
     again = store.open(key_of(1))
@@ -120,6 +121,7 @@ def test_reading_the_last_layer_alone_keeps_nothing(tmp_path: Path) -> None:
     reader = store.open(key_of(1))
     assert reader is not None
     reader.layer(2)
+    reader.finish()
     assert store.stats().ram_bytes == 0
     assert same(read(reader), make_kv(1))
     store.close()
@@ -135,6 +137,10 @@ def test_ram_stays_in_its_budget_while_reading(tmp_path: Path) -> None:
             assert reader is not None
             reader.layer(layer)
             assert store.stats().ram_bytes <= 2 * KV_BYTES
+    for reader in readers:
+        assert reader is not None
+        reader.finish()
+        assert store.stats().ram_bytes <= 2 * KV_BYTES
     # Readers that stop half way leave their room to others.
     for _ in range(10):
         reader = store.open(key_of(2))

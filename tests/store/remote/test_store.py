@@ -119,6 +119,7 @@ def test_what_is_deleted_while_it_is_read_is_not_kept(opener: Opener) -> None:
     with suppress(ChunkReadError):
         reader.layer(1)
         reader.layer(2)
+    reader.finish()
     assert (other.open(key_of(1)), other.stats().ram_bytes) == (None, 0)
     store.close()
     other.close()
