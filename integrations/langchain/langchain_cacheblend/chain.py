@@ -15,6 +15,7 @@ from langchain_core.runnables import Runnable, RunnableLambda
 
 from cacheblend_rag import Chunk, FixedText
 from cacheblend_rag.errors import ConfigError
+from langchain_cacheblend.documents import as_chunks
 from langchain_cacheblend.holes import Holes, TextPromptValue, as_content, declare_fixed, said_first, static_value
 
 __all__ = ["create_blend_documents_chain"]
@@ -72,13 +73,14 @@ def create_blend_documents_chain(
         value = prompt.invoke({**inputs, document_variable_name: document_separator.join(written)})
         # What the template writes before the documents, with none of these values.
         marks = Holes()
-        own = static_value(prompt, document_variable_name, marks.put(Chunk("context")), uuid.uuid4().hex)
+        own = static_value(prompt, document_variable_name, marks.text([Chunk("context")]), uuid.uuid4().hex)
         if isinstance(value, ChatPromptValue):
             made = ChatPromptValue(messages=_with_blocks(value.messages, holes))
             holes.check()
             digest = said_first(_with_blocks(own.messages, marks)) if isinstance(own, ChatPromptValue) else None
             return declare_fixed(made, digest)
-        parts: list[str | Chunk | FixedText] = [*holes.fill(value.to_string())]
+        parts: list[str | Chunk | FixedText] = [*holes.split(value.to_string())]
+        holes.check()
         head = None if own is None else marks.split(own.to_string())[0]
         if isinstance(head, str) and len(parts) > 1 and parts[0] == head and isinstance(parts[1], Chunk):
             parts[0] = FixedText(head)
@@ -94,7 +96,7 @@ def _written(document: Document, writer: BasePromptTemplate[Any], holes: Holes) 
         probe = uuid.uuid4().hex
         text = format_document(document.model_copy(update={"page_content": probe}), writer)
         if text.count(probe) == 1:
-            return text.replace(probe, holes.put(Chunk(document.page_content, document.id or None)))
+            return text.replace(probe, holes.text(as_chunks([document])))
     return format_document(document, writer)
 
 

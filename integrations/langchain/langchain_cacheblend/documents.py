@@ -81,8 +81,12 @@ def parts_of(message: BaseMessage) -> list[str | Chunk]:
         for number, part in enumerate([block] if isinstance(block, str) else _block_parts(block)):
             if not (part if isinstance(part, str) else part.text):
                 continue
-            beside = parts and (isinstance(part, Chunk) or isinstance(parts[-1], Chunk))
-            if beside and not number and not inline and not was_inline and not _parted(parts[-1], part):
+            before = parts[-1] if parts else ""
+            is_parted = (isinstance(before, str) and before.endswith("\n")) or (
+                isinstance(part, str) and part.startswith("\n")
+            )
+            beside = parts and (isinstance(part, Chunk) or isinstance(before, Chunk))
+            if beside and not number and not inline and not was_inline and not is_parted:
                 parts.append(_SEPARATOR)
             parts.append(part)
     return parts
@@ -116,7 +120,3 @@ def _found(text: str, artifact: Any) -> list[str | Chunk]:
         parts.append(Chunk(document.page_content, document.id or None))
         begin = place + len(document.page_content)
     return [*parts, text[begin:]] if begin < len(text) or not parts else parts
-
-
-def _parted(before: str | Chunk, after: str | Chunk) -> bool:
-    return (isinstance(before, str) and before.endswith("\n")) or (isinstance(after, str) and after.startswith("\n"))

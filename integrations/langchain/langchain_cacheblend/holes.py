@@ -76,14 +76,16 @@ class Holes:
         self._shown: set[int] = set()
         self._name = uuid.uuid4().hex
 
-    def put(self, chunk: Chunk) -> str:
-        """Return the mark of a chunk."""
-        self._chunks.append(chunk)
-        return f"[[{self._name}-{len(self._chunks) - 1}]]"
-
     def text(self, parts: Sequence[str | Chunk]) -> str:
         """Return parts as one text with marks."""
-        return "".join(part if isinstance(part, str) else self.put(part) for part in parts)
+        texts = []
+        for part in parts:
+            if isinstance(part, Chunk):
+                texts.append(f"[[{self._name}-{len(self._chunks)}]]")
+                self._chunks.append(part)
+            else:
+                texts.append(part)
+        return "".join(texts)
 
     def split(self, text: str) -> list[str | Chunk]:
         """Return a text with the chunks in their places; a chunk may stand there more than once."""
@@ -102,12 +104,6 @@ class Holes:
                 f"the template drops or changes content: {lost} of the {len(self._chunks)} documents do not stand in what it "
                 "makes of them; put the documents into the text of a message instead"
             )
-
-    def fill(self, text: str) -> list[str | Chunk]:
-        """Return a text with the chunks in their places; `PromptError` if a chunk stands nowhere."""
-        parts = self.split(text)
-        self.check()
-        return parts
 
 
 def static_value(prompt: BasePromptTemplate[Any], variable: str, context: str, value: str) -> PromptValue | None:

@@ -104,7 +104,7 @@ class BlendLLM(BlendModel, BaseLLM):
         # Messages become one string, and LangChain would leave out what is not text: take documents along, refuse the rest.
         value = super()._convert_input(model_input)
         if isinstance(value, ChatPromptValue):
-            return TextPromptValue.of(render_text(value.messages).parts)
+            return TextPromptValue.of(render_text(value.messages))
         return value
 
     def _generate(

@@ -121,7 +121,9 @@ class BlendModel(AnswersTogether, DecodingFields):
                 raise ConfigError(
                     'name a model (model="reference", a Hugging Face id or a folder), or give a ready-made engine'
                 )
-            loaded_with = _with_separator(EngineConfig.of(config))
+            loaded_with = EngineConfig.of(config)
+            if "separator" not in loaded_with.model_fields_set:
+                loaded_with = loaded_with.replace(separator=_SEPARATOR)
             engine = BlendEngine.from_pretrained(
                 model, config=loaded_with, blend=blend, store=store, **(model_kwargs or {})
             )
@@ -261,11 +263,6 @@ _Settings = TypeVar("_Settings", BlendConfig, EngineConfig)
 
 def _settings(given: _Settings | Mapping[str, Any] | None, kind: type[_Settings]) -> _Settings | None:
     return kind(**given) if isinstance(given, Mapping) else None if given is None else kind.of(given)
-
-
-def _with_separator(config: EngineConfig) -> EngineConfig:
-    """Return the settings of an engine, with what chains write between documents as its separator unless they name another."""
-    return config if "separator" in config.model_fields_set else config.replace(separator=_SEPARATOR)
 
 
 def _plain(config: BlendConfig | EngineConfig, *, exclude_unset: bool = False) -> dict[str, Any]:

@@ -104,7 +104,8 @@ class DocumentPlaces:
             elif known[id] == document:
                 # Added again: what it stands behind counts, unless that is added again too.
                 if document not in stood:
-                    stood[document] = self._predecessors(document)
+                    placed = self._engine.document(document)
+                    stood[document] = dict(zip(placed, [None, *placed], strict=False))
                 previous = previous if stood[document].get(id) in pieces else stood[document].get(id)
             before[source] = _Piece(document, id, text, start)
             chunks.append(Chunk(text, id, document=document, start=start, previous=previous))
@@ -165,10 +166,6 @@ class DocumentPlaces:
             return source
         earlier.has_several = True
         return f"{source}#{begins}"
-
-    def _predecessors(self, document: str) -> dict[str, str | None]:
-        ids = self._engine.document(document)
-        return dict(zip(ids, [None, *ids], strict=False))
 
 
 def overlap(before: str, after: str) -> int:

@@ -131,17 +131,9 @@ class PMLPromptTemplate(BasePromptTemplate[PMLPromptValue]):
         """Return the prompt for a model."""
         return PMLPromptValue(prompt=self.pml_prompt(**kwargs))
 
-    async def aformat_prompt(self, **kwargs: Any) -> PMLPromptValue:
-        """Return the prompt for a model."""
-        return self.format_prompt(**kwargs)
-
     def format(self, **kwargs: Any) -> str:  # type: ignore[override]  # as LangChain's own templates do
         """Return the prompt as plain text."""
         return self.format_prompt(**kwargs).to_string()
-
-    async def aformat(self, **kwargs: Any) -> str:  # type: ignore[override]
-        """Return the prompt as plain text."""
-        return self.format(**kwargs)
 
     @property
     def _prompt_type(self) -> str:

@@ -19,7 +19,7 @@ from langchain_core.messages import (
 from cacheblend_rag import Chunk
 from cacheblend_rag.errors import ConfigError, PromptError
 from langchain_cacheblend.documents import as_chunks, documents_to_blocks, parts_of
-from langchain_cacheblend.holes import Holes, PromptText
+from langchain_cacheblend.holes import Holes
 
 __all__ = ["knows_tools", "render_chat", "render_text"]
 
@@ -76,7 +76,7 @@ def render_chat(
     if chunks and _shows_probe(tokenizer, documents=[{"title": "", "text": _PROBE}]):
         titles = [str(document.metadata.get("title", "")) for document in documents if document.page_content]
         variables["documents"] = [
-            {"title": title, "text": holes.put(chunk)} for title, chunk in zip(titles, chunks, strict=True)
+            {"title": title, "text": holes.text([chunk])} for title, chunk in zip(titles, chunks, strict=True)
         ]
     elif chunks:
         messages = _with_documents(messages, documents)
@@ -87,19 +87,18 @@ def render_chat(
         for call in message.tool_calls
     }
     turns = [_turn(message, holes, names) for message in messages]
-    return holes.fill(_apply(tokenizer, turns, variables))
+    parts = holes.split(_apply(tokenizer, turns, variables))
+    holes.check()
+    return parts
 
 
-def render_text(messages: Sequence[BaseMessage], documents: Sequence[Document] = ()) -> PromptText:
-    """Write messages as one text, as LangChain does it for models that take a string, without losing documents.
-
-    `documents` stand before the text of the last message of the user.
-    """
+def render_text(messages: Sequence[BaseMessage]) -> list[str | Chunk]:
+    """Write messages as one text, as LangChain does it for models that take a string, without losing documents."""
     holes = Holes()
-    if as_chunks(documents):
-        messages = _with_documents(messages, documents)
     flat = [message.model_copy(update={"content": holes.text(parts_of(message))}) for message in messages]
-    return PromptText(holes.fill(get_buffer_string(flat)))
+    parts = holes.split(get_buffer_string(flat))
+    holes.check()
+    return parts
 
 
 def _apply(tokenizer: Any, turns: list[dict[str, Any]], variables: dict[str, Any]) -> str:
