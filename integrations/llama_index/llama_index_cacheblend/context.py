@@ -271,13 +271,6 @@ class Rounds:
     last: str | BaseModel | None = None
     sources: Sequence[NodeWithScore] = ()
 
-    def variables(self) -> tuple[str, dict[str, Any]]:
-        """Return the variable for the context in LlamaIndex's template of the next call, and the values of the others."""
-        values = {"query_str": self.query_str, **self.values}
-        if self.answer is None:
-            return "context_str", values
-        return "context_msg", values | {"existing_answer": self.answer}
-
     def refine(self, prompt: ContextPrompt, response: ModelResponse, answer: str | BaseModel) -> None:
         """Go on to the chunks that the last prompt left over."""
         # LlamaIndex starts over where a model wrote nothing.

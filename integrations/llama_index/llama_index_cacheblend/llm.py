@@ -30,11 +30,11 @@ from llama_index.core.types import BaseOutputParser, PydanticProgramMode
 
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig, EngineConfig
-from cacheblend_rag.engine import BlendEngine, BlendStream, Conversation, GenerationResult
+from cacheblend_rag.engine import BlendEngine, BlendStream, Conversation
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.pml import prompt_in
 from cacheblend_rag.stops import cut_at_stop
-from llama_index_cacheblend.messages import aresponses, as_chat, as_completion, render_messages, responses
+from llama_index_cacheblend.messages import Make, R, aresponses, as_chat, as_completion, render_messages, responses
 from llama_index_cacheblend.nodes import SEPARATOR
 from llama_index_cacheblend.structured import JSONAnswers
 
@@ -211,14 +211,12 @@ class BlendLLM(JSONAnswers):
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Go on from `prompt`, which is given to the model as it stands, behind a BOS."""
-        result, stops = self._generate(self._worded(prompt, formatted), kwargs)
-        return as_completion(cut_at_stop(result.text, stops), None, result)
+        return self._answer(self._worded(prompt, formatted), kwargs, as_completion)
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer chat messages."""
-        result, stops = self._generate(messages, kwargs)
-        return as_chat(cut_at_stop(result.text, stops), None, result)
+        return self._answer(messages, kwargs, as_chat)
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
@@ -233,14 +231,12 @@ class BlendLLM(JSONAnswers):
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Do what `complete` does; cancelling it ends the generation."""
-        result, stops = await self._agenerate(self._worded(prompt, formatted), kwargs)
-        return as_completion(cut_at_stop(result.text, stops), None, result)
+        return await self._aanswer(self._worded(prompt, formatted), kwargs, as_completion)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Do what `chat` does; cancelling it ends the generation."""
-        result, stops = await self._agenerate(messages, kwargs)
-        return as_chat(cut_at_stop(result.text, stops), None, result)
+        return await self._aanswer(messages, kwargs, as_chat)
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
@@ -274,25 +270,23 @@ class BlendLLM(JSONAnswers):
         asked = {"prompt": prompt, "max_new_tokens": length, "blend": blend, "conversation": self._conversation}
         return asked | options, stops
 
-    def _generate(
-        self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any]
-    ) -> tuple[GenerationResult, list[str]]:
+    def _answer(self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any], make: Make[R]) -> R:
         arguments, stops = self._request(given, kwargs)
-        return self._engine.generate(**arguments), stops
+        result = self._engine.generate(**arguments)
+        return make(cut_at_stop(result.text, stops), None, result)
+
+    async def _aanswer(self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any], make: Make[R]) -> R:
+        # A stream, because a stream can be ended from outside.
+        stream, stops = await asyncio.to_thread(self._stream, given, kwargs)
+        try:
+            result = await stream.aresult()
+        finally:
+            stream.close()
+        return make(cut_at_stop(result.text, stops), None, result)
 
     def _stream(self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any]) -> tuple[BlendStream, list[str]]:
         arguments, stops = self._request(given, kwargs)
         return self._engine.stream(**arguments), stops
-
-    async def _agenerate(
-        self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any]
-    ) -> tuple[GenerationResult, list[str]]:
-        stream, stops = await asyncio.to_thread(self._stream, given, kwargs)
-        # A stream, because a stream can be ended from outside.
-        try:
-            return await stream.aresult(), stops
-        finally:
-            stream.close()
 
 
 def _stop_list(stop: str | Sequence[str] | None) -> list[str]:

@@ -22,12 +22,14 @@ from cacheblend_rag.engine import BlendStream, GenerationResult
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.stops import acut_pieces, cut_pieces
 
-__all__ = ["aresponses", "as_chat", "as_completion", "render_messages", "responses"]
+__all__ = ["Make", "R", "aresponses", "as_chat", "as_completion", "render_messages", "responses"]
 
 _UNREADABLE = (AudioBlock, DocumentBlock, ImageBlock, VideoBlock)
 _SYSTEM, _USER = MessageRole.SYSTEM.value, MessageRole.USER.value
 
 R = TypeVar("R", ChatResponse, CompletionResponse)
+Make = Callable[[str, str | None, GenerationResult | None], R]
+"""Makes a response of the text so far, the piece that was added last, and the result once the answer is whole."""
 
 
 def render_messages(tokenizer: Any, messages: Sequence[ChatMessage]) -> str:
@@ -92,9 +94,7 @@ def _raw(result: GenerationResult) -> dict[str, Any]:
     return {"usage": usage, "token_ids": list(result.token_ids), "blend": report.to_dict()}
 
 
-def responses(
-    stream: BlendStream, stops: Sequence[str], make: Callable[[str, str | None, GenerationResult | None], R]
-) -> Generator[R, None, None]:
+def responses(stream: BlendStream, stops: Sequence[str], make: Make[R]) -> Generator[R, None, None]:
     """Yield a response for each piece of a stream up to the first stop string, and an empty one with the raw response at its end.
 
     Closing the generator ends the generation.
@@ -109,9 +109,7 @@ def responses(
     yield make(text, "", stream.result())
 
 
-async def aresponses(
-    stream: BlendStream, stops: Sequence[str], make: Callable[[str, str | None, GenerationResult | None], R]
-) -> AsyncGenerator[R, None]:
+async def aresponses(stream: BlendStream, stops: Sequence[str], make: Make[R]) -> AsyncGenerator[R, None]:
     """Do what `responses` does, on an event loop: the generation ends soon when nobody reads any more."""
     text = ""
     try:

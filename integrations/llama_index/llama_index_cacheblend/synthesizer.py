@@ -268,7 +268,7 @@ class BlendSynthesizer(BaseSynthesizer):
 
     @property
     def _streams(self) -> bool:
-        # An object is there when it is whole, as in compact mode.
+        # An object is there when it is whole, as in compact mode. Chat engines of LlamaIndex change `_streaming` for one call.
         return self._streaming and self._output_cls is None
 
     def _rounds(
@@ -297,8 +297,11 @@ class BlendSynthesizer(BaseSynthesizer):
 
         LlamaIndex's listeners are told what its own methods would tell them.
         """
-        template = self._text_qa_template if rounds.answer is None else self._refine_template
-        variable, values = rounds.variables()
+        values = {"query_str": rounds.query_str, **rounds.values}
+        template, variable = self._text_qa_template, "context_str"
+        if rounds.answer is not None:
+            template, variable = self._refine_template, "context_msg"
+            values["existing_answer"] = rounds.answer
         window = self._model.engine.window
         limits = [] if window is None else [window - self._model.max_new_tokens]
         if self._limited_by is not None:
