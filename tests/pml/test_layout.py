@@ -73,11 +73,9 @@ def check_prompt(children: list, items: list) -> None:
     assert tokens == expected
     assert list(found.positions) == sorted(expected)
     assert found.cached_tokens == sum(kind == "cached" for _, kind in expected.values())
-    slots = [slot for part in found.parts.values() for slot in part.slots]
-    assert all(
-        set(part.token_ids[slot.start : slot.stop]) == {FILLER} for part in found.parts.values() for slot in part.slots
-    )
-    assert len({(slot.module, slot.parameter) for slot in slots}) == len(slots)
+    slots = [part.token_ids[slot.start : slot.stop] for part in found.parts.values() for slot in part.slots]
+    assert all(set(ids) == {FILLER} for ids in slots)
+    assert len(slots) == sum(len(layout.schema.modules[name].params) for name in prompt.imports)
 
 
 @settings(max_examples=80, deadline=None)
