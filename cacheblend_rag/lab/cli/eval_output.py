@@ -91,8 +91,7 @@ def draw_result(folder: Path, result: EvalResult, title: str) -> list[Path]:
     ConfigError
         If matplotlib is not installed, or a file cannot be written.
     """
-    from cacheblend_rag.lab.eval.generated import needle_heat_map
-    from cacheblend_rag.lab.eval.plots import Quality, draw_quality_against_ttft
+    from cacheblend_rag.lab.eval.plots import Quality, draw_needle_heat_map, draw_quality_against_ttft
     from cacheblend_rag.lab.figures import save_figure
 
     metric = result.metrics[0]
@@ -115,7 +114,7 @@ def draw_result(folder: Path, result: EvalResult, title: str) -> list[Path]:
     figure = draw_quality_against_ttft({title: lines}, metric)
     files = [save_figure(figure, folder / "quality-against-ttft.png")]
     if any(" @ " in kind for kinds in cells.values() for kind in kinds):
-        files.append(needle_heat_map(cells, folder / "needle.png"))
+        files.append(save_figure(draw_needle_heat_map(cells), folder / "needle.png"))
     return files
 
 

@@ -14,13 +14,54 @@ from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.kv import LayerKV
-from cacheblend_rag.lab.eval.overlap import TokenOverlap
 from cacheblend_rag.lab.settings import engine_settings, settings_of
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import AttentionCall, attention_weights
 from cacheblend_rag.selection.hkvd import kv_deviation
 
-__all__ = ["ORACLES", "InsidePass", "PromptInside"]
+__all__ = ["ORACLES", "InsidePass", "PromptInside", "TokenOverlap"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOverlap:
+    """Which tokens a question attends to, and which ones methods recompute.
+
+    Attributes
+    ----------
+    attention : array of float, (question_tokens, chunk_tokens)
+        The question's attention to the tokens of all chunks, under full prefill.
+    recomputed : mapping of str to array of int
+        For each method, the tokens that it recomputes, by their place among the chunk tokens.
+    top : int
+        So many tokens, those to which the question attends most in sum, are the high-attention tokens.
+    """
+
+    attention: NDArray[np.floating[Any]]
+    recomputed: Mapping[str, NDArray[np.integer[Any]]]
+    top: int
+
+    def __post_init__(self) -> None:
+        if self.attention.ndim != 2 or not 1 <= self.top <= self.attention.shape[1]:
+            raise ConfigError(
+                f"attention has shape {self.attention.shape} and top={self.top}; "
+                "give (question_tokens, chunk_tokens), and a top of at least 1 and at most chunk_tokens"
+            )
+        for method, tokens in self.recomputed.items():
+            if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.attention.shape[1]:
+                raise ConfigError(
+                    f"{method!r} recomputes tokens {tokens.min()} to {tokens.max()}, "
+                    f"but there are {self.attention.shape[1]} chunk tokens, counted from 0"
+                )
+
+    @property
+    def high_attention(self) -> NDArray[np.intp]:
+        """The high-attention tokens, in order."""
+        return np.sort(np.argsort(-self.attention.sum(axis=0), kind="stable")[: self.top])
+
+    def hit_rate(self, method: str) -> float:
+        """Return the share of the high-attention tokens that a method recomputes."""
+        return float(np.isin(self.high_attention, self.recomputed[method]).mean())
+
 
 ORACLES = ("oracle_deviation", "oracle_attention")
 """Choices that know full prefill: the tokens whose KV deviates most over all layers, and those that the question attends to

@@ -7,18 +7,18 @@ from typing import Any
 
 import numpy as np
 
+from cacheblend_rag.lab.eval.inside import TokenOverlap
 from cacheblend_rag.lab.eval.inside_result import REUSE, InsideResult
-from cacheblend_rag.lab.eval.overlap import draw_overlap
 from cacheblend_rag.lab.eval.plots import (
     draw_attention_deviation,
     draw_attention_loss,
     draw_kv_deviation,
     draw_rank_correlation,
 )
-from cacheblend_rag.lab.eval.spread import Spread
-from cacheblend_rag.lab.figures import save_figure
+from cacheblend_rag.lab.eval.statistics import Spread
+from cacheblend_rag.lab.figures import new_figure, save_figure
 
-__all__ = ["draw_inside"]
+__all__ = ["draw_inside", "draw_overlap"]
 
 _DRAWN_LAYERS = 5
 
@@ -71,3 +71,35 @@ def draw_inside(result: InsideResult, label: str, folder: Path, ending: str = "s
     if result.correlation:
         figures["rank-correlation"] = draw_rank_correlation({label: result.correlation})
     return [save_figure(figure, folder / f"{name}.{ending}") for name, figure in figures.items()]
+
+
+def draw_overlap(overlap: TokenOverlap) -> Any:
+    """Draw the question's attention, and which of the tokens it attends to are recomputed (A3, Figure 2).
+
+    Parameters
+    ----------
+    overlap : TokenOverlap
+        One prompt.
+
+    Returns
+    -------
+    matplotlib Figure
+        The figure: attention above; below it a row of high-attention tokens, then a row for each method with the tokens that
+        it recomputes, dark where they are high-attention tokens.
+    """
+    heights = (2.6, 0.3 * (1 + len(overlap.recomputed)))
+    figure, [above, below] = new_figure(2, width=11, height=1.2 + sum(heights), stacked=heights)
+    high = overlap.high_attention
+    rows = np.zeros((1 + len(overlap.recomputed), overlap.attention.shape[1]))
+    rows[0, high] = 1.0
+    for row, tokens in zip(rows[1:], overlap.recomputed.values(), strict=True):
+        row[tokens] = np.where(np.isin(tokens, high), 1.0, 0.35)
+    # A few tokens carry most of the attention; with a linear scale nothing else would be seen.
+    above.imshow(np.sqrt(overlap.attention), aspect="auto", cmap="Blues", interpolation="nearest")
+    above.set(ylabel="question token", title="attention of the question (square root)")
+    above.yaxis.get_major_locator().set_params(integer=True)
+    below.imshow(rows, aspect="auto", cmap="Greens", vmin=0, vmax=1, interpolation="nearest")
+    labels = [f"{method}: {overlap.hit_rate(method):.0%} hit" for method in overlap.recomputed]
+    below.set_yticks(range(len(rows)), [f"high attention ({overlap.top})", *labels])
+    below.set(xlabel="chunk token")
+    return figure

@@ -13,11 +13,10 @@ from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError, PromptTooLongError
 from cacheblend_rag.lab.eval.inquiry import inquire
-from cacheblend_rag.lab.eval.inside import ORACLES, InsidePass, PromptInside
+from cacheblend_rag.lab.eval.inside import ORACLES, InsidePass, PromptInside, TokenOverlap
 from cacheblend_rag.lab.eval.methods import EvalMethod, parse_method
-from cacheblend_rag.lab.eval.overlap import TokenOverlap
 from cacheblend_rag.lab.eval.retrieve import RetrievalSetting, Retriever
-from cacheblend_rag.lab.eval.spread import Spread, rank_correlation, spread
+from cacheblend_rag.lab.eval.statistics import Spread, rank_correlation, spread
 from cacheblend_rag.lab.eval.task import EvalTask
 
 __all__ = ["REUSE", "InsideResult", "InsideRow", "InsideSetting", "look_inside"]

@@ -1,4 +1,5 @@
-"""Figures of an evaluation, each from plain data: CacheBlend's 2, 6, 7, 8, 12, 13 and 16, A3's 3, Prompt Cache's 5.
+"""Figures of an evaluation, each from plain data: CacheBlend's 2, 6, 7, 8, 12, 13 and 16, A3's 3, 4 and 7,
+Prompt Cache's 5.
 
 Every function returns a matplotlib figure; `cacheblend_rag.lab.figures.save_figure` writes it. All raise ConfigError
 where there is nothing to draw or matplotlib is not installed.
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.lab.eval.spread import Spread
+from cacheblend_rag.lab.eval.statistics import Spread
 from cacheblend_rag.lab.figures import new_figure
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "draw_attention_deviation",
     "draw_attention_loss",
     "draw_kv_deviation",
+    "draw_needle_heat_map",
     "draw_quality_against_ttft",
     "draw_quality_over_chunks",
     "draw_rank_correlation",
@@ -231,6 +233,50 @@ def draw_ttft_over_length(ttft_s: Mapping[str, Mapping[int, float]]) -> Any:
     figure = _lines(ttft_s, xlabel="prompt tokens", ylabel="TTFT (s)")
     figure.axes[0].set_xlim(left=0)
     return figure
+
+
+def draw_needle_heat_map(recall: Mapping[str, Mapping[str, float]]) -> Any:
+    """Draw what was found at each depth and length, one map for each method.
+
+    Parameters
+    ----------
+    recall : mapping of str to mapping of str to float
+        For each method, the mean recall of each kind of `needle_task`'s questions; other kinds, such as "all", are left out. A
+        cell without a figure stays blank.
+
+    Returns
+    -------
+    matplotlib Figure
+        The figure.
+
+    Raises
+    ------
+    ConfigError
+        If there is nothing to draw, or matplotlib is not installed.
+    """
+    maps = {method: cells for method, kinds in recall.items() if (cells := _cells(kinds))}
+    if not maps:
+        raise ConfigError('there is no kind of the form "LENGTH @ DEPTH" to draw; evaluate the task "needle" first')
+    lengths = sorted({length for cells in maps.values() for length, _ in cells})
+    depths = sorted({depth for cells in maps.values() for _, depth in cells})
+    figure, panels = new_figure(len(maps), width=1.8 + 0.6 * len(lengths), height=1.8 + 0.35 * len(depths))
+    for axes, (method, cells) in zip(panels, maps.items(), strict=True):
+        rows = [[cells.get((length, depth), float("nan")) for length in lengths] for depth in depths]
+        image = axes.imshow(rows, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        axes.set_xticks(range(len(lengths)), [str(length) for length in lengths], rotation=45)
+        axes.set_yticks(range(len(depths)), [f"{100 * depth:g} %" for depth in depths])
+        axes.set(title=method, xlabel="tokens", ylabel="depth")
+    figure.colorbar(image, ax=panels, label="recall")
+    return figure
+
+
+def _cells(kinds: Mapping[str, float]) -> dict[tuple[int, float], float]:
+    cells = {}
+    for kind, value in kinds.items():
+        length, at, depth = kind.partition(" @ ")
+        if at:
+            cells[int(length), float(depth)] = value
+    return cells
 
 
 def _lines(lines: Mapping[str, Mapping[Any, float | Spread]], *, xlabel: str, ylabel: str) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from cacheblend_rag.documents.embedding import Embedding
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lab.eval.metrics import best_exact_match, best_f1
-from cacheblend_rag.lab.eval.ranked import draw_corpora, found_chunks
+from cacheblend_rag.lab.eval.retrieve import draw_corpora, found_chunks
 from cacheblend_rag.lab.eval.task import EvalContext, EvalQuestion, EvalTask
 from cacheblend_rag.lab.training.corpus import EVAL_STYLE, Document, Example, Question, eval_examples
 from cacheblend_rag.reference.prompt import DEFAULT_FORMAT, FORMATS, value_of

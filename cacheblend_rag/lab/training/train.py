@@ -25,9 +25,7 @@ from cacheblend_rag.lab.training.attention import BRANCHED
 from cacheblend_rag.lab.training.batch import IGNORED, Batch, Row, collate, copy_batch, encode_example
 from cacheblend_rag.lab.training.corpus import eval_examples, make_example, shuffle_example
 from cacheblend_rag.lab.training.curriculum import COPY_LENGTHS, STAGES, Stage, brief_stages
-from cacheblend_rag.lab.training.export import export
-from cacheblend_rag.lab.training.muon import Muon
-from cacheblend_rag.lab.training.scoring import answer_logits, score
+from cacheblend_rag.lab.training.scoring import answer_logits, export, score
 from cacheblend_rag.lab.training.tokenizer import MAX_LENGTH, build_tokenizer
 from cacheblend_rag.lab.training.world import Style
 from cacheblend_rag.reference.prompt import FORMATS
@@ -130,7 +128,7 @@ class Trainer:
         chosen = {id(weight) for weight in matrices}
         others = [weight for weight in self.model.parameters() if id(weight) not in chosen]
         self.optimizers: list[tuple[torch.optim.Optimizer, float]] = [
-            (Muon(matrices, options.muon_lr), options.muon_lr),
+            (torch.optim.Muon(matrices, options.muon_lr, weight_decay=0.0), options.muon_lr),
             (torch.optim.AdamW(others, options.lr, betas=(0.9, 0.98), weight_decay=0.0), options.lr),
         ]
         self.step = 0

@@ -18,13 +18,14 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lab.eval.generated import (
     NEEDLE_ACROSS,
     RULER_SUBTASKS,
-    needle_heat_map,
     needle_task,
-    recall,
     ruler_task,
 )
 from cacheblend_rag.lab.eval.generated.haystack import invented_words
+from cacheblend_rag.lab.eval.metrics import needle_recall
+from cacheblend_rag.lab.eval.plots import draw_needle_heat_map
 from cacheblend_rag.lab.eval.task import EvalContext, EvalTask
+from cacheblend_rag.lab.figures import save_figure
 from cacheblend_rag.reference import load_tokenizer
 
 ALL_SUBTASKS = (*RULER_SUBTASKS, NEEDLE_ACROSS)
@@ -268,7 +269,7 @@ def test_needles_stand_at_their_depth(across: bool, hidden: Literal["number", "f
     ],
 )
 def test_recall(answer: str, parts: tuple[str, ...], expected: float) -> None:
-    assert recall(answer, parts) == expected
+    assert needle_recall(answer, parts) == expected
 
 
 def test_what_cannot_be_generated_is_said() -> None:
@@ -292,9 +293,9 @@ def test_what_cannot_be_generated_is_said() -> None:
 
 def test_a_heat_map_is_drawn(tmp_path: Path) -> None:
     kinds = {"all": 0.5, "1024 @ 0": 1.0, "1024 @ 0.5": 0.5, "2048 @ 0": 0.0}
-    path = needle_heat_map({"full": kinds, "reuse": kinds}, tmp_path / "new" / "needle.png")
+    path = save_figure(draw_needle_heat_map({"full": kinds, "reuse": kinds}), tmp_path / "new" / "needle.png")
     assert path.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match='evaluate the task "needle" first'):
-        needle_heat_map({"full": {"all": 1.0}}, path)
+        draw_needle_heat_map({"full": {"all": 1.0}})
     with pytest.raises(ConfigError, match="cannot be drawn"):
-        needle_heat_map({"full": kinds}, tmp_path / "needle.nothing")
+        save_figure(draw_needle_heat_map({"full": kinds}), tmp_path / "needle.nothing")

@@ -25,7 +25,7 @@ from cacheblend_rag.lab.eval.inside import PromptInside
 from cacheblend_rag.lab.eval.inside_result import InsideSetting, look_inside
 from cacheblend_rag.lab.eval.metrics import best_f1
 from cacheblend_rag.lab.eval.runs import read_runs
-from cacheblend_rag.lab.eval.spread import Spread, rank_correlation, spread
+from cacheblend_rag.lab.eval.statistics import Spread, rank_correlation, spread
 from cacheblend_rag.lab.settings import blend_settings, engine_settings
 from tests.core.dense import _FixedRows, own_kv, stale_kv
 from tests.families import tiny_model, tiny_tokenizer, words

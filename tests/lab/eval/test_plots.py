@@ -10,19 +10,20 @@ import numpy as np
 import pytest
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.lab.eval.generated import draw_needle_heat_map
-from cacheblend_rag.lab.eval.overlap import TokenOverlap, draw_overlap
+from cacheblend_rag.lab.eval.inside import TokenOverlap
+from cacheblend_rag.lab.eval.inside_figures import draw_overlap
 from cacheblend_rag.lab.eval.plots import (
     Quality,
     draw_attention_deviation,
     draw_attention_loss,
     draw_kv_deviation,
+    draw_needle_heat_map,
     draw_quality_against_ttft,
     draw_quality_over_chunks,
     draw_rank_correlation,
     draw_ttft_over_length,
 )
-from cacheblend_rag.lab.eval.spread import Spread
+from cacheblend_rag.lab.eval.statistics import Spread
 from cacheblend_rag.lab.figures import save_figure
 
 

@@ -14,11 +14,9 @@ from cacheblend_rag.cli import app
 from cacheblend_rag.documents import Embedding
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lab.eval import EvalContext, EvalSetting, EvalTask, evaluate, parse_methods, reference_task
-from cacheblend_rag.lab.eval.inquiry import Inquiry, inquire
+from cacheblend_rag.lab.eval.inquiry import Inquiry, Pieces, inquire
 from cacheblend_rag.lab.eval.methods import BEHIND_OTHER, BEHIND_SHUFFLED, DOCUMENTS
-from cacheblend_rag.lab.eval.pieces import Pieces
-from cacheblend_rag.lab.eval.ranked import found_chunks
-from cacheblend_rag.lab.eval.retrieve import RetrievalSetting, Retriever
+from cacheblend_rag.lab.eval.retrieve import RetrievalSetting, Retriever, found_chunks
 from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.lab.training.corpus import Document, eval_examples
 

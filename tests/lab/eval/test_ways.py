@@ -11,11 +11,10 @@ import torch
 
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.lab.eval import EvalSetting, evaluate, parse_method, parse_methods, reference_task
-from cacheblend_rag.lab.eval.charge import budget_for_charge
 from cacheblend_rag.lab.eval.inquiry import Inquiry
 from cacheblend_rag.lab.eval.journal import parse_asked
 from cacheblend_rag.lab.eval.prefix import PrefixCache
-from cacheblend_rag.lab.eval.ways import make_way
+from cacheblend_rag.lab.eval.ways import budget_for_charge, make_way
 from cacheblend_rag.lab.settings import engine_settings
 from tests.families import CASES, tiny_model, tiny_tokenizer, words
 

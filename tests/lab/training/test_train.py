@@ -15,7 +15,6 @@ from cacheblend_rag.lab.training.attention import BRANCHED
 from cacheblend_rag.lab.training.batch import IGNORED, Batch, collate, copy_batch, encode_example
 from cacheblend_rag.lab.training.corpus import eval_examples, make_example
 from cacheblend_rag.lab.training.curriculum import STAGES, Stage, brief_stages
-from cacheblend_rag.lab.training.muon import orthogonalised
 from cacheblend_rag.lab.training.scoring import answer_logits, correct_answers, score
 from cacheblend_rag.lab.training.tokenizer import build_tokenizer
 from cacheblend_rag.lab.training.train import Options, Trainer, main, run
@@ -106,13 +105,6 @@ def test_answers_of_the_first_questions_grow_from_what_the_context_says() -> Non
         subject = example.chunks[question.support[0]].removesuffix(f" {question.answer}.")
         texts.append(question.sentence.removeprefix(subject).removesuffix(f"{question.answer}."))
     assert texts == [" ", " in ", " born in ", " was born in "]
-
-
-def test_orthogonalised_matrices_have_singular_values_near_one() -> None:
-    for shape in ((3, 32, 48), (3, 48, 32)):
-        values = torch.linalg.svdvals(orthogonalised(torch.randn(shape, generator=torch.Generator().manual_seed(0))))
-        assert values.min() > 0.3
-        assert values.max() < 1.4
 
 
 def test_a_few_steps_lower_the_loss() -> None:

@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 
 from cacheblend_rag.errors import DatasetError
-from cacheblend_rag.lab.eval.datasets.collect import Collector
-from cacheblend_rag.lab.eval.datasets.records import Record, read_records
+from cacheblend_rag.lab.eval.datasets.records import Collector, Record, read_records
 from cacheblend_rag.lab.eval.datasets.subtasks import SUBTASKS
 from cacheblend_rag.lab.eval.metrics import ClassificationAccuracy, paragraph_number
 from cacheblend_rag.lab.eval.task import EvalQuestion, EvalTask

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cacheblend_rag.errors import DatasetError
-from cacheblend_rag.lab.eval.datasets.collect import Collector
-from cacheblend_rag.lab.eval.datasets.cut import CHUNK_CHARS, cut
-from cacheblend_rag.lab.eval.datasets.records import Record, read_records, read_text
+from cacheblend_rag.lab.eval.datasets.records import Collector, Record, read_records, read_text
+from cacheblend_rag.lab.eval.datasets.texts import CHUNK_CHARS, cut
 from cacheblend_rag.lab.eval.metrics import rouge_l
 from cacheblend_rag.lab.eval.task import EvalQuestion, EvalTask
 

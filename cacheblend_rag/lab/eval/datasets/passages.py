@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from cacheblend_rag.lab.eval.datasets.answers import first_line
-from cacheblend_rag.lab.eval.datasets.collect import Collector
-from cacheblend_rag.lab.eval.datasets.records import Record, read_records
+from cacheblend_rag.lab.eval.datasets.records import Collector, Record, read_records
+from cacheblend_rag.lab.eval.datasets.texts import first_line
 from cacheblend_rag.lab.eval.metrics import best_exact_match, best_f1
 from cacheblend_rag.lab.eval.task import EvalQuestion, EvalTask
 

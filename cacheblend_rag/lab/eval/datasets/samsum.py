@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cacheblend_rag.errors import ConfigError, DatasetError
-from cacheblend_rag.lab.eval.datasets.answers import first_line
-from cacheblend_rag.lab.eval.datasets.collect import Collector
-from cacheblend_rag.lab.eval.datasets.cut import pack
 from cacheblend_rag.lab.eval.datasets.passages import passages_of
-from cacheblend_rag.lab.eval.datasets.records import Record, read_records
+from cacheblend_rag.lab.eval.datasets.records import Collector, Record, read_records
+from cacheblend_rag.lab.eval.datasets.texts import first_line, pack
 from cacheblend_rag.lab.eval.metrics import rouge_l
 from cacheblend_rag.lab.eval.task import EvalQuestion, EvalTask
 

@@ -6,8 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from cacheblend_rag.lab.eval.datasets.answers import code_line, first_line
-from cacheblend_rag.lab.eval.datasets.cut import CHUNK_CHARS, pack, split_before
+from cacheblend_rag.lab.eval.datasets.texts import CHUNK_CHARS, code_line, first_line, pack, split_before
 from cacheblend_rag.lab.eval.metrics import (
     best_exact_match,
     best_f1,

@@ -7,9 +7,8 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend_rag.lab.eval.datasets.answers import code_line, first_line
-from cacheblend_rag.lab.eval.datasets.cut import cut, pack, split_before
 from cacheblend_rag.lab.eval.datasets.subtasks import SUBTASKS
+from cacheblend_rag.lab.eval.datasets.texts import code_line, cut, first_line, pack, split_before
 
 texts = st.text(alphabet="ab .\n", max_size=200)
 

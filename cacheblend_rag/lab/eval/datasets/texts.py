@@ -1,4 +1,4 @@
-"""Long texts cut into chunks where a tokenizer is not at hand; nothing of a text is lost."""
+"""Long texts cut into chunks where a tokenizer is not at hand, and the value that is judged taken out of an answer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from itertools import pairwise
 
-__all__ = ["CHUNK_CHARS", "cut", "pack", "split_before"]
+__all__ = ["CHUNK_CHARS", "code_line", "cut", "first_line", "pack", "split_before"]
 
 CHUNK_CHARS = 2048
 """Characters of about 512 tokens of English."""
@@ -51,3 +51,19 @@ def split_before(pattern: re.Pattern[str], text: str) -> list[str]:
     """Cut a text before every match; the pieces joined are the text again."""
     borders = [0, *(match.start() for match in pattern.finditer(text)), len(text)]
     return [text[start:end] for start, end in pairwise(borders) if start < end]
+
+
+_NOT_CODE = ("`", "#", "//")
+
+
+def first_line(answer: str) -> str:
+    """Return the first line that is not blank, stripped; models go on with another question where examples came before."""
+    return answer.strip().split("\n", 1)[0].strip()
+
+
+def code_line(answer: str) -> str:
+    """Return the first line that is neither blank nor a comment nor a fence, with its indentation; empty if there is none."""
+    for line in answer.split("\n"):
+        if line.strip() and not any(mark in line for mark in _NOT_CODE):
+            return line.rstrip("\r")
+    return ""

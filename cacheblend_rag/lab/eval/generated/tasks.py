@@ -1,23 +1,41 @@
-"""RULER (Hsieh et al. 2024) generated: the eleven subtasks of A3's Table 5, and a needle across a chunk border."""
+"""RULER (Hsieh et al. 2024) generated, the eleven subtasks of A3's Table 5, and a needle over depth and length."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.lab.eval.generated.aggregation import common_words_puzzle, frequent_words_puzzle
-from cacheblend_rag.lab.eval.generated.needles import NEEDLES, across_puzzle, needle_puzzle
 from cacheblend_rag.lab.eval.generated.packing import Puzzle, TokenCounter, fit
-from cacheblend_rag.lab.eval.generated.recall import recall
-from cacheblend_rag.lab.eval.generated.tracking import tracking_puzzle
+from cacheblend_rag.lab.eval.generated.puzzles import (
+    NEEDLES,
+    NeedleSetting,
+    across_puzzle,
+    common_words_puzzle,
+    fact_puzzle,
+    frequent_words_puzzle,
+    needle_puzzle,
+    tracking_puzzle,
+)
+from cacheblend_rag.lab.eval.metrics import needle_recall
 from cacheblend_rag.lab.eval.task import EvalContext, EvalQuestion, EvalTask
+from cacheblend_rag.reference.prompt import FORMATS
 
-__all__ = ["NEEDLE_ACROSS", "RULER_SUBTASKS", "at_least_one", "generated_task", "ruler_task"]
+__all__ = [
+    "DEPTHS",
+    "LENGTHS",
+    "NEEDLE_ACROSS",
+    "RULER_SUBTASKS",
+    "at_least_one",
+    "generated_task",
+    "needle_task",
+    "ruler_task",
+]
 
 HEAD = "Read the text below, then answer the question about it.\n\n"
 TAIL = "\n\n{question}"
@@ -138,7 +156,7 @@ def generated_task(
     return EvalTask(
         name=name,
         contexts=tuple(contexts),
-        metrics={"recall": recall},
+        metrics={"recall": needle_recall},
         head=HEAD,
         tail=TAIL,
         separator=SEPARATOR,
@@ -152,3 +170,82 @@ def at_least_one(**numbers: int) -> None:
     for name, number in numbers.items():
         if number < 1:
             raise ConfigError(f"{name}={number} must be at least 1")
+
+
+DEPTHS: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+LENGTHS: tuple[int, ...] = (1024, 2048, 3072, 4096)
+
+
+def needle_task(
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    depths: Sequence[float] = DEPTHS,
+    lengths: Sequence[int] = LENGTHS,
+    num_per_cell: int = 5,
+    seed: int = 0,
+    chunk_tokens: int = 512,
+    across: bool = False,
+    hidden: Literal["number", "fact"] = "number",
+) -> EvalTask:
+    """Generate needles in haystacks, over depth and length.
+
+    Parameters
+    ----------
+    tokenizer
+        Any Hugging Face tokenizer; lengths are counted with it.
+    depths : sequence of float
+        Where the needle stands, from 0 (the text's beginning) to 1 (its end); to the nearest end of a sentence.
+    lengths : sequence of int
+        Most tokens of the chunks of a text together.
+    num_per_cell : int
+        How many questions for each depth and length.
+    seed : int
+        Everything follows from it.
+    chunk_tokens : int
+        Most tokens of a chunk.
+    across : bool
+        Whether the needle's key ends one chunk and its value begins the next, behind "It", "She" or "He".
+    hidden : "number" or "fact"
+        A secret number, as everywhere (across a border, beside three others); or what a person of the fictional world does,
+        asked in a form that the reference model was trained on.
+
+    Returns
+    -------
+    EvalTask
+        The task; a question's kind is ``"{length} @ {depth}"``, as `draw_needle_heat_map` takes it.
+
+    Raises
+    ------
+    ConfigError
+        If a depth is not between 0 and 1, there is none, a number is less than 1, `hidden` is unknown, or a text does not fit.
+    """
+    if not depths or not lengths:
+        raise ConfigError("a needle needs at least one depth and one length; give depths and lengths")
+    for depth in depths:
+        if not 0 <= depth <= 1:
+            raise ConfigError(f"depth {depth} is outside 0 to 1; give a share of the text, such as 0.5")
+    if hidden not in ("number", "fact"):
+        raise ConfigError(f"hidden={hidden!r} is unknown; choose number or fact")
+    at_least_one(num_per_cell=num_per_cell, chunk_tokens=chunk_tokens)
+    for length in lengths:
+        at_least_one(length=length)
+
+    def draw(rng: random.Random, depth: float) -> Puzzle:
+        if hidden == "fact":
+            return fact_puzzle(rng, depth, across)
+        return across_puzzle(rng, [depth]) if across else needle_puzzle(rng, NeedleSetting(), [depth])
+
+    def puzzles() -> Iterator[tuple[str, str, int, Puzzle]]:
+        for length in dict.fromkeys(lengths):
+            for written, depth in {f"{depth:g}": depth for depth in depths}.items():
+                for number in range(num_per_cell):
+                    rng = random.Random(f"{seed}/{length}/{written}/{number}")
+                    puzzle = draw(rng, depth)
+                    yield f"{length}-{written}-{number}", f"{length} @ {written}", length, puzzle
+
+    name = "-".join(["needle", *(["fact"] if hidden == "fact" else []), *(["across"] if across else [])])
+    task = generated_task(name, TokenCounter(tokenizer), chunk_tokens, puzzles(), max_new_tokens=32)
+    if hidden == "number":
+        return task
+    form = FORMATS["plain_answer"]
+    return replace(task, head=form.head, tail=form.suffix("{question}"), separator=form.separator)
