@@ -12,7 +12,7 @@ from cacheblend_rag.engine.background import AddResult
 from cacheblend_rag.engine.ingest import Ingest
 from cacheblend_rag.engine.prefetch import Prefetcher
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.pml import Part, Piece, Prompt, Schema, SchemaLayout, Tokens, lay_out
+from cacheblend_rag.pml import Part, Prompt, Schema, SchemaLayout, Span, Tokens, lay_out
 from cacheblend_rag.store import KVStore
 
 __all__ = ["SCHEMA_PREFIX", "LoadedSchema", "Schemas"]
@@ -149,20 +149,20 @@ class Schemas:
         """
         name = prompt.schema.name
         laid_out = lay_out(self.layout(prompt.schema), prompt)
-        pieces = _joined(laid_out.segments)
-        last = pieces[-1] if pieces else None
+        spans = _joined(laid_out.segments)
+        last = spans[-1] if spans else None
         if last is not None and last.is_cached:
-            pieces[-1:] = [replace(last, token_ids=last.token_ids[:-1])] if len(last) > 1 else []
-            pieces.append(Piece(last.token_ids[-1:], last.stop - 1))
+            spans[-1:] = [replace(last, token_ids=last.token_ids[:-1])] if len(last) > 1 else []
+            spans.append(Span(last.token_ids[-1:], last.stop - 1))
         chunks = {key: self._chunk_of(name, part) for key, part in laid_out.parts.items()}
         segments: list[Segment] = []
-        for piece in pieces:
-            if piece.part is None:
-                segments.append(piece.token_ids)
+        for span in spans:
+            if span.part is None:
+                segments.append(span.token_ids)
             else:
-                chunk, is_whole = chunks[piece.part], len(piece) == len(laid_out.parts[piece.part].token_ids)
-                segments.append(chunk if is_whole else ChunkPart(chunk, piece.row, piece.row + len(piece)))
-        return BlendPrompt(segments=segments, positions=[piece.position for piece in pieces])
+                chunk, is_whole = chunks[span.part], len(span) == len(laid_out.parts[span.part].token_ids)
+                segments.append(chunk if is_whole else ChunkPart(chunk, span.row, span.row + len(span)))
+        return BlendPrompt(segments=segments, positions=[span.position for span in spans])
 
     def read_ahead(self, used: Iterable[str | None]) -> None:
         """Bring into memory what the next prompt is likely to take: of each union the members beside the one that was used
@@ -197,17 +197,17 @@ def _chunk(schema: str, part: Part, *, is_named: bool) -> Chunk:
     return Chunk(label, label if is_named else None, token_ids=part.token_ids, positions=part.positions)
 
 
-def _joined(segments: Iterable[Piece]) -> list[Piece]:
+def _joined(segments: Iterable[Span]) -> list[Span]:
     """Segments with those put together that follow each other in a part as they do in the prompt."""
-    joined: list[Piece] = []
-    for piece in segments:
+    joined: list[Span] = []
+    for span in segments:
         last = joined[-1] if joined else None
         if (
             last is not None
             and last.is_cached
-            and (last.part, last.row + len(last), last.stop) == (piece.part, piece.row, piece.position)
+            and (last.part, last.row + len(last), last.stop) == (span.part, span.row, span.position)
         ):
-            joined[-1] = replace(last, token_ids=last.token_ids + piece.token_ids)
+            joined[-1] = replace(last, token_ids=last.token_ids + span.token_ids)
         else:
-            joined.append(piece)
+            joined.append(span)
     return joined

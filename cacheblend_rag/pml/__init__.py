@@ -4,7 +4,7 @@ A `Schema` is read and validated without a model. `SchemaLayout` gives it the to
 """
 
 from cacheblend_rag.pml.chat import Tokens
-from cacheblend_rag.pml.layout import LaidOutPrompt, Part, Piece, SchemaLayout, lay_out
+from cacheblend_rag.pml.layout import LaidOutPrompt, Part, SchemaLayout, Span, lay_out
 from cacheblend_rag.pml.nodes import (
     Import,
     MaxTokens,
@@ -30,7 +30,7 @@ __all__ = [
     "PMLText",
     "Param",
     "Part",
-    "Piece",
+    "Span",
     "Place",
     "Prompt",
     "Role",

@@ -12,11 +12,11 @@ from cacheblend_rag.pml.chat import ChatFrame, Tokens
 from cacheblend_rag.pml.nodes import Import, Module, Node, Param, Role, Scaffold, Text, Turn, Union, walk
 from cacheblend_rag.pml.schema import Prompt, Schema
 
-__all__ = ["LaidOutPrompt", "Part", "Piece", "SchemaLayout", "lay_out"]
+__all__ = ["LaidOutPrompt", "Part", "Span", "SchemaLayout", "lay_out"]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Span:
     """Tokens that follow each other without gaps and come from one place, of a schema or of a prompt.
 
     Those of a schema's parameter are fillers. `part` is what they are encoded with: the name of a module, or the number of an
@@ -39,6 +39,11 @@ class Piece:
     def stop(self) -> int:
         """The position behind the last token."""
         return self.position + len(self.token_ids)
+
+    @property
+    def extent(self) -> range:
+        """The positions of the tokens."""
+        return range(self.position, self.stop)
 
     @property
     def is_cached(self) -> bool:
@@ -77,7 +82,7 @@ class LaidOutPrompt:
     no segment takes are filler tokens.
     """
 
-    segments: tuple[Piece, ...]
+    segments: tuple[Span, ...]
     parts: dict[int | str, Part]
 
     @cached_property
@@ -105,12 +110,12 @@ class SchemaLayout:
 
     Attributes
     ----------
-    pieces : list of Piece
+    spans : list of Span
         Every text and parameter that has tokens, in reading order.
     extents : dict of str to range
         The positions that each module takes, with all that is nested in it.
-    reading_order : list of (str or Piece)
-        The names of all modules and the pieces of anonymous text, a module before what is nested in it.
+    reading_order : list of (str or Span)
+        The names of all modules and the spans of anonymous text, a module before what is nested in it.
     size : int
         The position behind the last one.
 
@@ -124,9 +129,9 @@ class SchemaLayout:
         self.schema = schema
         self.tokens = tokens
         self.frame = ChatFrame(schema.roles, tokens)
-        self.pieces: list[Piece] = []
+        self.spans: list[Span] = []
         self.extents: dict[str, range] = {}
-        self.reading_order: list[str | Piece] = []
+        self.reading_order: list[str | Span] = []
         self._anonymous = count(1)
         self._scaffolds: dict[int | str, Scaffold] = {}
         nodes = _without_roles(schema.children, iter(self.frame.heads))
@@ -143,43 +148,43 @@ class SchemaLayout:
             for number, scaffold in self._scaffolds.items()
             if any(isinstance(node, Union) for node, _ in walk(scaffold.children))
         }
-        return tuple(self.parts_of(piece for piece in self.pieces if piece.part not in waiting).values())
+        return tuple(self.parts_of(span for span in self.spans if span.part not in waiting).values())
 
-    def parts_of(self, pieces: Iterable[Piece]) -> dict[int | str, Part]:
-        """Return the parts that these pieces make up, in order of position."""
-        groups: dict[int | str, list[Piece]] = {}
-        for piece in pieces:
-            assert piece.part is not None
-            groups.setdefault(piece.part, []).append(piece)
+    def parts_of(self, spans: Iterable[Span]) -> dict[int | str, Part]:
+        """Return the parts that these spans make up, in order of position."""
+        groups: dict[int | str, list[Span]] = {}
+        for span in spans:
+            assert span.part is not None
+            groups.setdefault(span.part, []).append(span)
         made = {key: self._part(key, group) for key, group in groups.items()}
         return dict(sorted(made.items(), key=lambda each: each[1].positions[0]))
 
-    def _part(self, key: int | str, pieces: Sequence[Piece]) -> Part:
+    def _part(self, key: int | str, spans: Sequence[Span]) -> Part:
         slots: list[range] = []
         row = 0
-        for piece in pieces:
-            if piece.param is not None:
-                slots.append(range(row, row + len(piece)))
-            row += len(piece)
-        names = dict.fromkeys(piece.module for piece in pieces if piece.module is not None)
+        for span in spans:
+            if span.param is not None:
+                slots.append(range(row, row + len(span)))
+            row += len(span)
+        names = dict.fromkeys(span.module for span in spans if span.module is not None)
         return Part(
-            "+".join(names) or f"#{key}", _token_ids(pieces), _positions(pieces), tuple(slots), key in self._scaffolds
+            "+".join(names) or f"#{key}", _token_ids(spans), _positions(spans), tuple(slots), key in self._scaffolds
         )
 
     def _walk(self, nodes: Iterable[Node], position: int, module: str | None, part: int | str | None) -> int:
-        """Add the pieces of `nodes` from `position` on; return the position behind them."""
+        """Add the spans of `nodes` from `position` on; return the position behind them."""
         for node in nodes:
             if isinstance(node, Text):
                 ids = self._ids(node.text, position)
                 if ids:
                     key = next(self._anonymous) if part is None else part
-                    self.pieces.append(Piece(ids, position, module, text=node.text, part=key))
+                    self.spans.append(Span(ids, position, module, text=node.text, part=key))
                     if module is None:
-                        self.reading_order.append(self.pieces[-1])
+                        self.reading_order.append(self.spans[-1])
                 position += len(ids)
             elif isinstance(node, Param):
                 fillers = (self.tokens.filler_id,) * node.length
-                self.pieces.append(Piece(fillers, position, module, node, part=part))
+                self.spans.append(Span(fillers, position, module, node, part=part))
                 position += node.length
             elif isinstance(node, Module):
                 self.reading_order.append(node.name)
@@ -202,12 +207,12 @@ class SchemaLayout:
         return ids[len(bos) :] if bos and position == len(bos) and ids[: len(bos)] == bos else ids
 
 
-def _token_ids(pieces: Iterable[Piece]) -> tuple[int, ...]:
-    return tuple(chain.from_iterable(piece.token_ids for piece in pieces))
+def _token_ids(spans: Iterable[Span]) -> tuple[int, ...]:
+    return tuple(chain.from_iterable(span.token_ids for span in spans))
 
 
-def _positions(pieces: Iterable[Piece]) -> tuple[int, ...]:
-    return tuple(chain.from_iterable(range(piece.position, piece.stop) for piece in pieces))
+def _positions(spans: Iterable[Span]) -> tuple[int, ...]:
+    return tuple(chain.from_iterable(span.extent for span in spans))
 
 
 def _without_roles(nodes: Iterable[Node], heads: Iterator[str]) -> Iterator[Node]:
@@ -250,17 +255,17 @@ def lay_out(layout: SchemaLayout, prompt: Prompt) -> LaidOutPrompt:
             f"the prompt is for schema {prompt.schema.name!r}, and this is the layout of {layout.schema.name!r}"
             + (", as it was before a change" if prompt.schema.name == layout.schema.name else "")
         )
-    used = [piece for piece in layout.pieces if piece.module is None or piece.module in prompt.imports]
+    used = [span for span in layout.spans if span.module is None or span.module in prompt.imports]
     parts = layout.parts_of(used)
     rows = dict.fromkeys(parts, 0)
-    segments = [Piece(layout.tokens.bos_ids, 0)]
-    for piece in used:
-        assert piece.part is not None
-        if piece.param is None:
-            segments.append(replace(piece, row=rows[piece.part]))
+    segments = [Span(layout.tokens.bos_ids, 0)]
+    for span in used:
+        assert span.part is not None
+        if span.param is None:
+            segments.append(replace(span, row=rows[span.part]))
         else:
-            segments.append(replace(piece, part=None, token_ids=_argument(layout, prompt, piece, piece.param)))
-        rows[piece.part] += len(piece)
+            segments.append(replace(span, part=None, token_ids=_argument(layout, prompt, span, span.param)))
+        rows[span.part] += len(span)
     gaps = _Gaps(layout, used)
     gaps.fill(prompt.children[: prompt.body_length], len(layout.tokens.bos_ids), None)
     segments += [*gaps.texts, _tail(layout, prompt, used, gaps.end)]
@@ -268,21 +273,21 @@ def lay_out(layout: SchemaLayout, prompt: Prompt) -> LaidOutPrompt:
     return LaidOutPrompt(tuple(segment for segment in segments if segment.token_ids), parts)
 
 
-def _argument(layout: SchemaLayout, prompt: Prompt, piece: Piece, param: Param) -> tuple[int, ...]:
-    assert piece.module is not None
-    given = prompt.imports[piece.module]
+def _argument(layout: SchemaLayout, prompt: Prompt, span: Span, param: Param) -> tuple[int, ...]:
+    assert span.module is not None
+    given = prompt.imports[span.module]
     text = given.arguments[param.name]
     ids = layout.tokens.tokenize(text)
     if len(ids) > param.length:
         raise given.place.error(
-            f"the argument {param.name}={text!r:.60} of module {piece.module!r} has {len(ids)} tokens, "
+            f"the argument {param.name}={text!r:.60} of module {span.module!r} has {len(ids)} tokens, "
             f"{len(ids) - param.length} more than the {param.length} of its parameter; shorten it, or give the parameter a "
             f'len of "{len(ids)}"'
         )
     return ids
 
 
-def _tail(layout: SchemaLayout, prompt: Prompt, used: Sequence[Piece], position: int) -> Piece:
+def _tail(layout: SchemaLayout, prompt: Prompt, used: Sequence[Span], position: int) -> Span:
     """What stands behind everything: the prompt's last text, its messages, the template's words before the answer."""
     behind = prompt.children[prompt.body_length :]
     text = "".join(node.text for node in behind if isinstance(node, Text))
@@ -291,18 +296,18 @@ def _tail(layout: SchemaLayout, prompt: Prompt, used: Sequence[Piece], position:
         place = next((node.place for node in [*turns, *behind] if isinstance(node, Turn | Text)), prompt.place)
         messages = [{"role": turn.role, "content": turn.text} for turn in turns]
         text = layout.frame.tail(text, messages, place, ends_line=not used or used[-1].text[-1:].isspace())
-    return Piece(layout.tokens.tokenize(text), position)
+    return Span(layout.tokens.tokenize(text), position)
 
 
 class _Gaps:
     """The positions of one prompt that are free, and the new text that was put there."""
 
-    def __init__(self, layout: SchemaLayout, used: Sequence[Piece]) -> None:
+    def __init__(self, layout: SchemaLayout, used: Sequence[Span]) -> None:
         self._layout = layout
         # Half-open, ascending, not overlapping; new text is added as it finds its place.
-        self._taken = [(piece.position, piece.stop) for piece in used]
-        self._own_stop = {piece.module: piece.stop for piece in used}
-        self.texts: list[Piece] = []
+        self._taken = [(span.position, span.stop) for span in used]
+        self._own_stop = {span.module: span.stop for span in used}
+        self.texts: list[Span] = []
 
     @property
     def end(self) -> int:
@@ -346,7 +351,7 @@ class _Gaps:
                 f"the text {node.text.strip()!r:.60} has {len(ids)} tokens, {len(ids) - free} more than the {free} positions "
                 f"that are free {where}; shorten it, put it behind the last import, or give a module a parameter to hold it"
             )
-        self.texts.append(Piece(ids, start))
+        self.texts.append(Span(ids, start))
         bisect.insort(self._taken, (start, start + len(ids)))
         return start + len(ids)
 

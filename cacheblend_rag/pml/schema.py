@@ -30,7 +30,7 @@ from cacheblend_rag.pml.nodes import (
     walk,
 )
 from cacheblend_rag.pml.read import SchemaReader, parse_prompt, read_text
-from cacheblend_rag.pml.template import Plan, read_template
+from cacheblend_rag.pml.template import Template, read_template
 
 __all__ = ["PROMPT_KEY", "PMLText", "Prompt", "Schema", "prompt_in"]
 
@@ -53,8 +53,8 @@ class Schema:
         What it consists of.
     source : str, optional
         Where its text came from, for messages.
-    plan : Plan, optional
-        If it was a template: how values choose among its modules.
+    template : Template, optional
+        If it was made of one: how values choose among its modules.
 
     Raises
     ------
@@ -66,7 +66,7 @@ class Schema:
     name: str
     children: tuple[Node, ...]
     source: str | None = field(default=None, compare=False)
-    plan: Plan | None = field(default=None, compare=False)
+    template: Template | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "children", tuple(self.children))
@@ -146,8 +146,8 @@ class Schema:
         PMLError
             If the template does something that no schema can say, a loop for example, or a variable has no length.
         """
-        found, children, plan = read_template(template, name, lengths or {}, format)
-        return cls(found, children, None, plan)
+        found, children, read = read_template(template, name, lengths or {}, format)
+        return cls(found, children, None, read)
 
     def fill(self, values: Mapping[str, Any] | None = None, *more: Turn | str) -> Prompt:
         """Make a prompt of a schema that was a template.
@@ -169,11 +169,11 @@ class Schema:
         PMLError
             If the schema was no template, or a value is missing or belongs to no variable.
         """
-        if self.plan is None:
+        if self.template is None:
             raise PMLError(
                 f"schema {self.name!r} was not made of a template; make its prompts with prompt or parse_prompt"
             )
-        return self.prompt(*self.plan.imports(values or {}), *more)
+        return self.prompt(*self.template.imports(values or {}), *more)
 
     def prompt(self, *parts: PromptNode | str) -> Prompt:
         """Make a prompt of imports and new text.

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-from cacheblend_rag.pml.layout import LaidOutPrompt, Piece, SchemaLayout
+from cacheblend_rag.pml.layout import LaidOutPrompt, SchemaLayout, Span
 
 __all__ = ["LayoutRow", "draw_layout", "layout_rows", "segment_rows"]
 
@@ -44,24 +44,24 @@ class LayoutRow:
 
 def layout_rows(layout: SchemaLayout) -> list[LayoutRow]:
     """Return the rows of a schema in reading order; a module stands before what is nested in it."""
-    scaffolds = {number: part.name for number, part in layout.parts_of(layout.pieces).items() if part.is_scaffold}
+    scaffolds = {number: part.name for number, part in layout.parts_of(layout.spans).items() if part.is_scaffold}
     members = {name for union in layout.schema.unions for name in union}
     rows = []
     for each in layout.reading_order:
         depth = 0
-        if isinstance(each, Piece):
+        if isinstance(each, Span):
             words = " ".join(each.text.split())
             name, kind = words if len(words) <= _SHOWN else f"{words[: _SHOWN - 1]}…", "text"
-            extent, pieces = _extent(each), [each]
+            extent, spans = each.extent, [each]
         else:
             name, kind = each, "member" if each in members else "module"
-            extent, pieces = layout.extents[each], [piece for piece in layout.pieces if piece.module == each]
+            extent, spans = layout.extents[each], [span for span in layout.spans if span.module == each]
             above = layout.schema.parents[each]
             while above is not None:
                 depth, above = depth + 1, layout.schema.parents[above]
-        cached = tuple(_extent(piece) for piece in pieces if piece.param is None)
-        slots = tuple(_extent(piece) for piece in pieces if piece.param is not None)
-        scaffold = next((scaffolds[piece.part] for piece in pieces if piece.part in scaffolds), "")
+        cached = tuple(span.extent for span in spans if span.param is None)
+        slots = tuple(span.extent for span in spans if span.param is not None)
+        scaffold = next((scaffolds[span.part] for span in spans if span.part in scaffolds), "")
         rows.append(LayoutRow(name, kind, extent, cached, slots, depth, scaffold))
     return rows
 
@@ -70,7 +70,7 @@ def segment_rows(layout: SchemaLayout, prompt: LaidOutPrompt) -> list[LayoutRow]
     """Return the rows of a prompt, one for each segment, in order of position."""
     rows = []
     for segment in prompt.segments:
-        extent = _extent(segment)
+        extent = segment.extent
         if segment.param is not None:
             rows.append(LayoutRow(f"{segment.module} {segment.param.name}", "argument", extent, slots=(extent,)))
         elif segment.part is not None:
@@ -80,10 +80,6 @@ def segment_rows(layout: SchemaLayout, prompt: LaidOutPrompt) -> list[LayoutRow]
             kind = "BOS" if segment.stop <= len(layout.tokens.bos_ids) else "new text"
             rows.append(LayoutRow(kind, kind, extent))
     return rows
-
-
-def _extent(piece: Piece) -> range:
-    return range(piece.position, piece.stop)
 
 
 def draw_layout(title: str, rows: Sequence[LayoutRow]) -> str:

@@ -18,7 +18,7 @@ from jinja2 import Environment, TemplateSyntaxError, nodes
 from cacheblend_rag.errors import PMLError
 from cacheblend_rag.pml.nodes import Import, MaxTokens, Module, Node, Param, Place, Role, RoleName, Text, Union
 
-__all__ = ["Plan", "read_template"]
+__all__ = ["Template", "read_template"]
 
 _NO_NAME = re.compile(r"[^\w.-]+")
 _SINGLE_BRACES = re.compile(r"\{([a-zA-Z_][a-zA-Z0-9_]*)\}")
@@ -92,7 +92,7 @@ Item: TypeAlias = str | Variable | Choice | Block
 
 
 @dataclass(frozen=True)
-class Plan:
+class Template:
     """A template's blocks, and how values choose among the modules that were made of them."""
 
     blocks: Sequence[Block]
@@ -143,7 +143,7 @@ def _params(block: Block) -> Iterator[tuple[str, Variable]]:
 
 def read_template(
     template: Any, name: str | None, lengths: Mapping[str, int], format: str | None
-) -> tuple[str, tuple[Node, ...], Plan]:
+) -> tuple[str, tuple[Node, ...], Template]:
     """Return the name and the children of a schema, and how values choose among its modules; see `Schema.from_template`."""
     defaults: Mapping[str, Any] = {}
     if isinstance(template, str):
@@ -181,7 +181,7 @@ def read_template(
             f"unknown variable {unused[0]!r:.60} in lengths; the template has {', '.join(maker.variables) or 'none'}"
         )
     known = {variable: value for variable, value in defaults.items() if variable in maker.variables}
-    return name, tuple(children), Plan(blocks, tuple(maker.variables), known)
+    return name, tuple(children), Template(blocks, tuple(maker.variables), known)
 
 
 @dataclass

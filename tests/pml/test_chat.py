@@ -102,8 +102,8 @@ def test_text_goes_on_with_the_users_message_where_that_is_the_last(name: str) -
 
 def test_the_bos_of_a_template_is_not_counted_twice() -> None:
     layout = SchemaLayout(SCHEMA, tokens_of("gemma"))
-    assert layout.pieces[0].text.startswith("<bos><start_of_turn>user")
-    assert layout.pieces[0].position == len("<bos>")
+    assert layout.spans[0].text.startswith("<bos><start_of_turn>user")
+    assert layout.spans[0].position == len("<bos>")
     first = lay_out(layout, SCHEMA.prompt("?")).segments
     assert "".join(chr(token) for segment in first[:2] for token in segment.token_ids).startswith("<bos><start")
 

@@ -16,9 +16,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "pml"
 
 def texts(markup: str) -> list[tuple[str | None, str]]:
     layout = SchemaLayout(Schema.from_text(markup), Tokens(tokenize))
-    return [
-        (piece.module, piece.text or f"<{piece.param.name}>") for piece in layout.pieces if piece.text or piece.param
-    ]
+    return [(span.module, span.text or f"<{span.param.name}>") for span in layout.spans if span.text or span.param]
 
 
 def test_white_space_around_tags_is_for_people() -> None:

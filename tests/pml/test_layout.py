@@ -113,7 +113,7 @@ def test_members_of_a_union_share_a_start_and_the_largest_counts() -> None:
     layout = layout_of(
         '<schema name="s">ab<union><module name="x">123</module><module name="y">12345</module></union>cd</schema>'
     )
-    assert [(each.position, each.module) for each in layout.pieces] == [(1, None), (3, "x"), (3, "y"), (8, None)]
+    assert [(each.position, each.module) for each in layout.spans] == [(1, None), (3, "x"), (3, "y"), (8, None)]
 
 
 def test_unused_positions_of_a_parameter_vanish() -> None:
