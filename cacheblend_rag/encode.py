@@ -11,7 +11,7 @@ import torch
 from cacheblend_rag.keys import context_digest
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.model import Decoder, KVCache, text_decoder
-from cacheblend_rag.rope import RotationTable, shift_layer
+from cacheblend_rag.rope import Rotation, RotationTable, shift_layer
 
 __all__ = ["Encoder", "Target", "plan_batches"]
 
@@ -147,8 +147,9 @@ class Encoder:
             if len(batch) == 1 and len(batch[0].steps) > 1:
                 yield list(self._step_by_step(batch[0], targets))
                 continue
-            sequences = [reading.steps[0][0] for reading in batch]
-            layers = self._run(sequences, targets[batch[0].steps[0][1][0]].positions)
+            sequences, places = [reading.steps[0][0] for reading in batch], targets[batch[0].targets[0]].positions
+            # A placed target is a batch of its own.
+            layers = self._run(sequences) if places is None else self._placed(sequences[0], places)
             yield [
                 (index, self._slice(layers, row, targets[index]))
                 for row, reading in enumerate(batch)
@@ -208,12 +209,9 @@ class Encoder:
         cache = KVCache(self._decoder.num_layers)
         read: tuple[int, ...] = ()
         for sequence, indices in reading.steps:
-            if read:
-                known = min(_shared(read, sequence), len(sequence) - 1)
-                cache.cut(start + known)
-                layers = self._forward([sequence[known:]], cache)
-            else:
-                layers = self._forward([self._prefix_ids + sequence], cache)
+            known = min(_shared(read, sequence), len(sequence) - 1)
+            cache.cut(start + known)
+            layers = self._forward([sequence[known:] if read else self._prefix_ids + sequence], cache)
             read = sequence
             for index in indices:
                 yield index, self._slice(layers, 0, targets[index])
@@ -222,25 +220,22 @@ class Encoder:
         """Return a target's KV, cut out of that of its sequence and turned to where it would stand without its context."""
         start, distance, count = len(self._prefix_ids), len(target.context), len(target.token_ids)
         first = start + distance
-        table_of: dict[int, RotationTable] = {}
+        tables: dict[tuple[Rotation, torch.device], RotationTable] = {}
         kept = []
         for layer, rotation in zip(layers, self._decoder.rotations, strict=True):
             # A copy, so that one chunk does not keep its whole batch in memory.
             kv = LayerKV(*(_copy(tensor[row, :, first : first + count]) for tensor in layer))
             if rotation is not None and distance:
-                table = table_of.get(id(rotation))
-                if table is None or table.cos.device != kv.keys.device:
-                    table = rotation.table(torch.full((count,), -distance), kv.keys.device)
-                    table_of[id(rotation)] = table
-                shift_layer(kv, table)
+                known = (rotation, kv.keys.device)
+                if known not in tables:
+                    tables[known] = rotation.table(torch.full((count,), -distance), kv.keys.device)
+                shift_layer(kv, tables[known])
             kept.append(LayerKV(*(_on_cpu(tensor) for tensor in kv)))
         return ChunkKV(target.token_ids, start, kept, context=context_digest(target.context))
 
     @torch.no_grad()
-    def _run(self, rows: Sequence[Sequence[int]], places: Sequence[int] | None = None) -> list[LayerKV]:
-        """Return the KV of each layer, ``(batch, num_kv_heads, prefix and longest chunk, head_dim)``; of one placed chunk."""
-        if places is not None:
-            return self._placed(rows[0], places)
+    def _run(self, rows: Sequence[Sequence[int]]) -> list[LayerKV]:
+        """Return the KV of each layer, ``(batch, num_kv_heads, prefix and longest chunk, head_dim)``."""
         width = max(map(len, rows))
         # Padding stands behind the text, where causal attention does not see it: any id will do, without a mask.
         padded = [[*row, *[row[-1]] * (width - len(row))] for row in rows]
@@ -250,6 +245,7 @@ class Encoder:
             self._prefix_kv = self._forward([self._prefix_ids], KVCache(self._decoder.num_layers))
         return self._forward(padded, KVCache.behind(self._prefix_kv, len(rows), len(self._prefix_ids) + width))
 
+    @torch.no_grad()
     def _placed(self, ids: Sequence[int], places: Sequence[int]) -> list[LayerKV]:
         """Return the KV of the encoding prefix and a chunk that stands at `places`, the chunk's moved to where it has no gaps."""
         start = len(self._prefix_ids)

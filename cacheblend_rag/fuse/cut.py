@@ -29,18 +29,16 @@ class RowCutter:
 
     Attributes
     ----------
-    states : str
-        The name of the hidden states.
     states_axis : int
-        The axis of their rows.
+        The axis of the rows of the hidden states.
     """
 
     def __init__(self, decoder: Decoder, length: int) -> None:
         self._model_name = type(decoder.model).__name__
         self._length = length
         self._axes: dict[str, int | None] = {**_GENERATION_AXES, **decoder.row_axes}
-        self.states = decoder.layer_parameters[0]
-        self.states_axis = decoder.row_axes[self.states] or -2
+        self._states = decoder.states
+        self.states_axis = decoder.row_axes[decoder.states] or -2
         self._rows: torch.Tensor | None = None
         self._known: dict[tuple[str, int], tuple[Any, Any]] = {}
 
@@ -73,7 +71,7 @@ class RowCutter:
             self._known.clear()
         cut: dict[str, Any] = {}
         for name, value in arguments.items():
-            if name == self.states:
+            if name == self._states:
                 if before is rows:
                     cut[name] = value
                 else:
@@ -83,7 +81,7 @@ class RowCutter:
             # The model hands the same objects to every layer; the reference kept here keeps the id from being reused.
             known = (name, id(value))
             if known not in self._known:
-                device = arguments[self.states].device
+                device = arguments[self._states].device
                 made = self._mask(value, rows, device) if name == _MASK else self._value(name, value, rows)
                 self._known[known] = (value, made)
             cut[name] = self._known[known][1]

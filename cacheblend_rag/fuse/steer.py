@@ -178,7 +178,10 @@ class Steering:
         selection = self._selection
         # The model embeds the whole prompt.
         before = self._rows if layer else None
-        if layer >= self._decoder.num_kv_layers and self._is_narrowed(arguments):
+        count = self._length if self._rows is None else self._rows.numel()
+        narrowed = arguments[self._decoder.states].shape[self._cutter.states_axis] != count
+        if narrowed and layer >= self._decoder.num_kv_layers:
+            # The model itself goes on with fewer rows, where layers attend to the KV of others (Gemma 4).
             if selection.look_layers and layer <= self._choose_at:
                 raise UnsupportedModelError(
                     f"{type(self._decoder.model).__name__} takes only the prompt's last rows through its layers from {layer} on, "
@@ -194,7 +197,7 @@ class Steering:
             self._passed.append(arguments)
         elif layer == self._choose_at and selection.look_layers:
             self._go_on_with(selection.rows())
-            arguments = arguments | {self._cutter.states: self._catch_up(arguments[self._cutter.states])}
+            arguments = arguments | {self._decoder.states: self._catch_up(arguments[self._decoder.states])}
             before = self._rows
         if layer == selection.stop_layer:
             self._rows = self._text_rows
@@ -212,11 +215,6 @@ class Steering:
             self._cutter.forget()
         return cut
 
-    def _is_narrowed(self, arguments: dict[str, Any]) -> bool:
-        """Return whether the model itself goes on with fewer rows, where layers attend to the KV of others (Gemma 4)."""
-        count = self._length if self._rows is None else self._rows.numel()
-        return bool(arguments[self._cutter.states].shape[self._cutter.states_axis] != count)
-
     def _after_last_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Put the computed rows back to their place, for a model that goes on with all of them; the others are zero."""
         is_own = any(value is self._cache for value in (*args, *kwargs.values()))
@@ -233,8 +231,8 @@ class Steering:
     def _check(self, layer: int, arguments: dict[str, Any]) -> None:
         """Compute this layer's KV for every row in the race, and let the selection compare it with the stored KV.
 
-        The layer is left before its attention and MLP are computed, or even before the prompt's KV is put together where the
-        selection does not want to see its attention.
+        The layer is left as soon as its keys and values are there; where the selection wants to see its attention, when that is
+        about to be computed.
         """
         candidates = self._chosen
         handed: list[tuple[LayerKV, LayerKV, LayerKV]] = []
@@ -296,14 +294,14 @@ class Steering:
     def _catch_up(self, text_states: torch.Tensor) -> torch.Tensor:
         """Take the chosen rows through the layers that they have missed; return the states of all rows now computed."""
         chosen = self._chosen
-        states, before = self._passed[0][self._cutter.states], None
+        states, before = self._passed[0][self._decoder.states], None
         passed, self._passed = self._passed[: self._selection.stop_layer], []
         self.charge += len(passed) * chosen.numel()
         self._rows = chosen
         for module, arguments in zip(self._decoder.layers, passed, strict=False):
             if not chosen.numel():
                 break
-            cut = self._cutter.cut(arguments | {self._cutter.states: states}, before, chosen)
+            cut = self._cutter.cut(arguments | {self._decoder.states: states}, before, chosen)
             output = module.forward(**cut)
             states, before = output[0] if isinstance(output, tuple) else output, chosen
         if len(passed) < self._choose_at:

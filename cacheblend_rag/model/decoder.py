@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,8 +67,8 @@ class Decoder:
         Its decoder layers, in order.
     num_kv_layers : int
         How many of them have KV of their own; the last ones may attend to that of others.
-    layer_parameters : tuple of str
-        Names of a decoder layer's positional parameters.
+    states : str
+        The name of the hidden states among the arguments of a decoder layer.
     row_axes : mapping of str to (int or None)
         The axis of the computed rows of each tensor that a layer is called with; see `LayerCalls`.
     restores_rows : bool
@@ -96,7 +97,7 @@ class Decoder:
     model: PreTrainedModel
     layers: Sequence[nn.Module]
     num_kv_layers: int
-    layer_parameters: tuple[str, ...]
+    states: str
     row_axes: Mapping[str, int | None]
     restores_rows: bool
     rotations: tuple[Rotation | None, ...]
@@ -211,9 +212,9 @@ def refusing_failures(name: str, doing: str) -> Iterator[None]:
 
 
 def _inspected(model: PreTrainedModel, name: str) -> Decoder:
-    decoder = text_decoder(model)
+    decoder, some_ids = text_decoder(model), partial(_some_ids, model)
     for layers in _layer_lists(decoder, num_decoder_layers(model), name):
-        calls = watch_layer_calls(decoder, layers, lambda count: _some_ids(model, count).view(1, -1))
+        calls = watch_layer_calls(decoder, layers, some_ids)
         if calls.order == list(range(len(layers))):
             break
     else:
@@ -224,10 +225,11 @@ def _inspected(model: PreTrainedModel, name: str) -> Decoder:
         raise UnsupportedModelError(
             f"{name}: its layers do not hand their KV to the cache once each, in order, but {calls.updates}"
         )
-    if calls.row_axes.get(layer_parameters(type(layers[0]).forward)[0]) is None:
+    states = layer_parameters(type(layers[0]).forward)[0]
+    if calls.row_axes.get(states) is None:
         raise UnsupportedModelError(f"{name}: its layers are not handed one hidden state for each token")
     # A token that stands alone sees itself only: of its KV, nothing but the rotation depends on where it stands.
-    alone = _some_ids(model, 4).view(-1, 1)
+    alone = some_ids(4).view(-1, 1)
     shown: list[AttentionCall] = []
     with watch_attention(shown.append):
         singles = {position: kv_at(decoder, len(layers), alone, position) for position in _POSITIONS}
@@ -236,13 +238,13 @@ def _inspected(model: PreTrainedModel, name: str) -> Decoder:
         model=model,
         layers=layers,
         num_kv_layers=len(calls.updates),
-        layer_parameters=layer_parameters(type(layers[0]).forward),
+        states=states,
         row_axes=calls.row_axes,
         restores_rows=calls.restores_rows,
         rotations=(None,) * len(calls.updates) if rotations is None else rotations,
         is_movable=rotations is not None,
         takes_positions=takes_positions(decoder),
-        column_biases=column_biases(decoder, layers, lambda count: _some_ids(model, count).view(1, -1)),
+        column_biases=column_biases(decoder, layers, some_ids),
         rope_reach=rope_reach(model),
         probe_share=calls.probe_share,
         row_flops=calls.row_flops,
@@ -271,7 +273,7 @@ def _layer_lists(decoder: nn.Module, count: int, name: str) -> list[Sequence[nn.
 def _some_ids(model: PreTrainedModel, count: int) -> torch.Tensor:
     # Several, drawn: the embedding of any single one may be zero, as that of padding is, and tell nothing.
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    drawn = torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(0))
+    drawn = torch.randint(vocabulary, (1, count), generator=torch.Generator().manual_seed(0))
     return drawn.to(model.device)
 
 
