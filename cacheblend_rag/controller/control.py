@@ -237,14 +237,13 @@ def prompt_work(
     decoder: Decoder, blend: BlendConfig, tuning: Tuning, layout: PromptLayout, stored: tuple[StoredKV, ...]
 ) -> Work:
     """Return what there is to do for a prompt whose KV is where `stored` says."""
-    context = layout.context_tokens
     return Work(
         prompt_tokens=len(layout),
-        context_tokens=context,
+        context_tokens=layout.context_tokens,
         candidate_tokens=layout.candidate_rows.numel(),
         first_layer=min(_check_layers(make_selector(blend.selector), decoder.num_layers), default=0),
         ahead=tuning.prefetch_layers,
-        threaded=tuning.pipeline and loads_ahead(context * decoder.kv_bytes_per_token // decoder.num_kv_layers),
+        threaded=tuning.pipeline and loads_ahead(decoder, layout),
         stored=stored,
         remembers=layout.remembers,
     )

@@ -20,8 +20,6 @@ from cacheblend_rag.model import (
     AttentionCall,
     Decoder,
     attention_weights,
-    takes_positions,
-    text_decoder,
     watch_attention,
     watch_forward,
 )
@@ -68,7 +66,6 @@ class Repair:
         self._positions = list(layout.positions)
         self._watched = look_layers(getattr(selector, "look_layers", None), decoder.num_layers)
         self._stop_layer = stop_layer(getattr(selector, "stop_layer", None), decoder.num_layers)
-        self._segment_tokens = SEGMENT_TOKENS
         self._limit = selector.repair_limit
         self._budget = selector.repair * layout.context_tokens * decoder.num_layers
         self._mass: torch.Tensor | None = None
@@ -136,11 +133,10 @@ class Repair:
         stale = self._stale
         assert stale is not None
         weights = mass[stale]
-        affordable = self._affordable()
-        segments = segment_numbers(self._layout, stale, self._segment_tokens)
+        segments = segment_numbers(self._layout, stale, SEGMENT_TOKENS)
         totals = torch.zeros(int(segments[-1]) + 1, device=weights.device).index_add_(0, segments, weights)
         heavy = (totals > self._limit)[segments]
-        return pick(weights[heavy], stale[heavy], max(affordable, 0), self._layout, self._segment_tokens)
+        return pick(weights[heavy], stale[heavy], max(self._affordable(), 0), self._layout, SEGMENT_TOKENS)
 
     def _affordable(self) -> int:
         """Return how many rows can still be repaired, besides the redone step."""
@@ -158,7 +154,7 @@ class Repair:
         # The layers themselves, not copies: what is written into them is written into the cache.
         steering = Steering(decoder, cache, layout, selection, self._cache.kv().__getitem__, text_rows=newest)
         inputs: dict[str, Any] = {"input_ids": torch.tensor([self._ids], device=decoder.device)}
-        if takes_positions(text_decoder(decoder.model)):
+        if decoder.takes_positions:
             inputs["position_ids"] = torch.tensor([self._positions], device=decoder.device)
         if decoder.model._supports_logits_to_keep():  # type: ignore[operator]  # as generate asks
             inputs["logits_to_keep"] = 1

@@ -27,9 +27,9 @@ __all__ = ["LayerLoader", "compute_alone", "loads_ahead"]
 _THREAD_PAYS_BYTES = 1 << 20
 
 
-def loads_ahead(layer_bytes: int) -> bool:
-    """Return whether layers of so many bytes are loaded by threads at all."""
-    return layer_bytes >= _THREAD_PAYS_BYTES
+def loads_ahead(decoder: Decoder, layout: PromptLayout) -> bool:
+    """Return whether the layers of a prompt's chunks are large enough to be loaded by threads."""
+    return layout.context_tokens * decoder.kv_bytes_per_token >= _THREAD_PAYS_BYTES * decoder.num_kv_layers
 
 
 class LayerLoader:
@@ -77,7 +77,7 @@ class LayerLoader:
     ) -> None:
         assert len(readers) == len(layout.chunks) and capacity >= len(layout)
         self._devices = decoder.devices
-        if not loads_ahead(layout.context_tokens * decoder.kv_bytes_per_token // decoder.num_kv_layers):
+        if not loads_ahead(decoder, layout):
             threads = 0
         self._assembly = Assembly(decoder, layout, readers, capacity, max(2 * threads, 1), reposition)
         self._ahead = ahead if threads else 0

@@ -291,8 +291,7 @@ def layer_types(model: PreTrainedModel, count: int) -> list[str]:
 
 def rope_types(model: PreTrainedModel) -> set[str]:
     """Return the kinds of rotary scaling of a model."""
-    config = model.config.get_text_config(decoder=True)
-    return {str(each["rope_type"]) for each in _rope_parameters(getattr(config, "rope_parameters", None))}
+    return {str(each["rope_type"]) for each in _rope_parameters(model)}
 
 
 def rope_reach(model: PreTrainedModel) -> int | None:
@@ -302,7 +301,7 @@ def rope_reach(model: PreTrainedModel) -> int | None:
     """
     config = model.config.get_text_config(decoder=True)
     reaches = []
-    for parameters in _rope_parameters(getattr(config, "rope_parameters", None)):
+    for parameters in _rope_parameters(model):
         original = parameters.get("original_max_position_embeddings")
         if parameters["rope_type"] == "dynamic":
             reaches.append(original or config.max_position_embeddings)
@@ -311,14 +310,11 @@ def rope_reach(model: PreTrainedModel) -> int | None:
     return int(min(reaches)) if reaches else None
 
 
-def _rope_parameters(parameters: Any) -> Iterator[dict[str, Any]]:
-    """Yield the parameters of each kind of layer."""
-    if isinstance(parameters, dict):
-        if "rope_type" in parameters:
-            yield parameters
-        else:
-            for each in parameters.values():
-                yield from _rope_parameters(each)
+def _rope_parameters(model: PreTrainedModel) -> list[dict[str, Any]]:
+    """Return the rotary parameters of each kind of layer."""
+    parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    kinds = [parameters] if "rope_type" in parameters else parameters.values()
+    return [each for each in kinds if isinstance(each, dict) and "rope_type" in each]
 
 
 def _refuse_by_configuration(model: PreTrainedModel) -> None:
