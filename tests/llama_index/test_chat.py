@@ -492,7 +492,7 @@ def test_as_chat_engine_takes_the_response_mode_after_install(
 @pytest.mark.parametrize("kind", ENGINES)
 def test_another_model_is_refused(kind: str, make_llm: MakeLLM, make_index: Callable[..., VectorStoreIndex]) -> None:
     retriever = _retriever(make_index(make_llm()))
-    with pytest.raises(ConfigError, match="the chat's language model is a MockLLM"):
+    with pytest.raises(ConfigError, match="the language model is a MockLLM"):
         ENGINES[kind][0].from_defaults(retriever, llm=MockLLM())
 
 

@@ -16,14 +16,13 @@ from llama_index.core.base.response.schema import RESPONSE_TYPE
 from llama_index.core.chat_engine import CondensePlusContextChatEngine, ContextChatEngine
 from llama_index.core.chat_engine.types import AgentChatResponse, StreamingAgentChatResponse
 from llama_index.core.memory import BaseMemory, Memory
-from llama_index.core.settings import Settings
 from llama_index.core.storage.chat_store.base_db import MessageStatus
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import Conversation
-from cacheblend_rag.errors import CacheBlendError, ConfigError
+from cacheblend_rag.errors import CacheBlendError
 from llama_index_cacheblend.context import Rounds
-from llama_index_cacheblend.llm import BlendLLM
+from llama_index_cacheblend.llm import blend_llm
 from llama_index_cacheblend.retriever import BlendRetriever
 from llama_index_cacheblend.synthesizer import BlendSynthesizer
 
@@ -92,7 +91,7 @@ class _BlendChat:
     def __init__(
         self, retriever: BaseRetriever, llm: Any, *args: Any, blend_config: BlendConfig | None = None, **kwargs: Any
     ) -> None:
-        model = _blend_llm(llm)
+        model = blend_llm(llm)
         if blend_config is not None:
             # A wrong setting is said now and not by the first message.
             model.engine.check_blend(blend_config)
@@ -143,7 +142,7 @@ class _BlendChat:
         ConfigError
             If the language model cannot blend.
         """
-        model = _blend_llm(Settings.llm if llm is None else llm)
+        model = blend_llm(llm)
         if blend_config is not None:
             model.engine.check_blend(blend_config)
         if memory is None:
@@ -267,15 +266,6 @@ class BlendCondensePlusContextChatEngine(_BlendChat, CondensePlusContextChatEngi
     As `BlendContextChatEngine`, but a message is first made a question of its own, by the model and the history, and that
     question retrieves. Parameters and errors are the same, `CondensePlusContextChatEngine` in the place of `ContextChatEngine`.
     """
-
-
-def _blend_llm(llm: Any) -> BlendLLM:
-    if not isinstance(llm, BlendLLM):
-        raise ConfigError(
-            f"blending needs a BlendLLM, and the chat's language model is a {type(llm).__name__}; pass "
-            'llm=BlendLLM(model="reference"), or set Settings.llm to one'
-        )
-    return llm
 
 
 def _end_when_cancelled(response: StreamingAgentChatResponse) -> None:

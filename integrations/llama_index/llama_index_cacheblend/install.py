@@ -35,6 +35,7 @@ _REFUSED = {
     "structured_answer_filtering": "blending makes plain calls, whose answers are not filtered",
     "multimodal": "BlendLLM reads text only",
 }
+_TAKEN = "llm text_qa_template refine_template output_cls streaming callback_manager prompt_helper".split()
 _COMPOSED = (KGTableRetriever, KnowledgeGraphRAGRetriever, BasePGRetriever, PGRetriever, NLSQLRetriever)
 """Retrievers that write the text of their nodes anew for each query."""
 
@@ -104,10 +105,9 @@ def _patch(undo: ExitStack, owner: type, name: str, method: Any) -> None:
 
 
 def _check() -> None:
-    ours = "llm text_qa_template refine_template output_cls callback_manager streaming response_mode prompt_helper"
     synthesize = "query nodes additional_source_nodes response_kwargs"
     replaced: list[tuple[Any, str, str]] = [
-        (factory, _NAME, ours),
+        (factory, _NAME, " ".join(["response_mode", *_TAKEN])),
         (RetrieverQueryEngine, "from_args", "retriever response_mode response_synthesizer"),
         (
             BaseSynthesizer,
@@ -146,15 +146,7 @@ def _extended(original: Callable[..., BaseSynthesizer]) -> Callable[..., BaseSyn
                 raise ConfigError(
                     f"{name} cannot be combined with response_mode={RESPONSE_MODE!r}: {why}; use compact mode for it"
                 )
-        return BlendSynthesizer(
-            llm=given.get("llm"),
-            text_qa_template=given.get("text_qa_template"),
-            refine_template=given.get("refine_template"),
-            output_cls=given.get("output_cls"),
-            streaming=given.get("streaming", False),
-            callback_manager=given.get("callback_manager"),
-            prompt_helper=given.get("prompt_helper"),
-        )
+        return BlendSynthesizer(**{name: given[name] for name in _TAKEN if name in given})
 
     return get_response_synthesizer
 

@@ -38,7 +38,7 @@ from llama_index_cacheblend.messages import Make, R, aresponses, as_chat, as_com
 from llama_index_cacheblend.nodes import SEPARATOR
 from llama_index_cacheblend.structured import JSONAnswers
 
-__all__ = ["BlendLLM", "find_engine"]
+__all__ = ["BlendLLM", "blend_llm", "find_engine"]
 
 
 class BlendLLM(JSONAnswers):
@@ -307,6 +307,17 @@ def _decoding_options(temperature: float, stops: Sequence[str], others: dict[str
     if stops:
         options["stop_strings"] = list(stops)
     return options | others
+
+
+def blend_llm(llm: Any) -> BlendLLM:
+    """Return a language model that can blend, `Settings.llm` for None; `ConfigError` if it cannot."""
+    model = Settings.llm if llm is None else llm
+    if not isinstance(model, BlendLLM):
+        raise ConfigError(
+            f"blending needs a BlendLLM, and the language model is a {type(model).__name__}; pass "
+            'llm=BlendLLM(model="reference"), or set Settings.llm to one'
+        )
+    return model
 
 
 def find_engine(engine: Any) -> BlendEngine:

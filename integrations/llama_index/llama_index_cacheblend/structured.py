@@ -66,10 +66,7 @@ class JSONAnswers(LLM):
         StructuredOutputError
             If what it writes is no such object.
         """
-        program = self._program(output_cls, prompt)
-        dispatcher.event(
-            LLMStructuredPredictStartEvent(output_cls=output_cls, template=prompt, template_args=prompt_args)
-        )
+        program = self._program(output_cls, prompt, prompt_args)
         answer = program(llm_kwargs=llm_kwargs, **prompt_args)
         dispatcher.event(LLMStructuredPredictEndEvent(output=answer))
         return answer
@@ -82,10 +79,7 @@ class JSONAnswers(LLM):
         **prompt_args: Any,
     ) -> M:
         """Do what `structured_predict` does."""
-        program = self._program(output_cls, prompt)
-        dispatcher.event(
-            LLMStructuredPredictStartEvent(output_cls=output_cls, template=prompt, template_args=prompt_args)
-        )
+        program = self._program(output_cls, prompt, prompt_args)
         answer = await program.acall(llm_kwargs=llm_kwargs, **prompt_args)
         dispatcher.event(LLMStructuredPredictEndEvent(output=answer))
         return answer
@@ -132,8 +126,11 @@ class JSONAnswers(LLM):
 
         return read()
 
-    def _program(self, output_cls: type[M], prompt: BasePromptTemplate) -> LLMTextCompletionProgram[M]:
+    def _program(
+        self, output_cls: type[M], prompt: BasePromptTemplate, args: dict[str, Any]
+    ) -> LLMTextCompletionProgram[M]:
         check_mode(self.pydantic_program_mode)
+        dispatcher.event(LLMStructuredPredictStartEvent(output_cls=output_cls, template=prompt, template_args=args))
         # A copy, because the program leaves its parser on the template that it is given.
         return LLMTextCompletionProgram(AnswerParser(output_cls), output_cls, prompt.partial_format(), self)
 

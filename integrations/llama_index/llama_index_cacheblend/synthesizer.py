@@ -33,7 +33,7 @@ from cacheblend_rag.chunk import Chunk
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError, PromptTooLongError
 from llama_index_cacheblend.context import ContextPrompt, ModelResponse, Rounds, make_context_prompt
-from llama_index_cacheblend.llm import BlendLLM
+from llama_index_cacheblend.llm import BlendLLM, blend_llm
 from llama_index_cacheblend.nodes import node_chunks
 from llama_index_cacheblend.sources import copies
 from llama_index_cacheblend.structured import AnswerParser, asking_for, check_mode
@@ -108,14 +108,10 @@ class BlendSynthesizer(BaseSynthesizer):
         prompt_helper: PromptHelper | None = None,
         empty_response: str | None = None,
     ) -> None:
-        model = Settings.llm if llm is None else llm
-        if isinstance(model, StructuredLLM):
-            output_cls, model = output_cls or model.output_cls, model.llm
-        if not isinstance(model, BlendLLM):
-            raise ConfigError(
-                f"blending needs a BlendLLM, and the language model is a {type(model).__name__}; pass "
-                'llm=BlendLLM(model="reference"), or set Settings.llm to one'
-            )
+        given: Any = Settings.llm if llm is None else llm
+        if isinstance(given, StructuredLLM):
+            output_cls, given = output_cls or given.output_cls, given.llm
+        model = blend_llm(given)
         if overflow not in (None, "drop", "refine"):
             raise ConfigError(f'overflow={overflow!r} is none of "drop" and "refine"')
         if blend_config is not None:
