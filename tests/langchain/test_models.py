@@ -227,7 +227,7 @@ def test_what_has_no_meaning_is_refused_in_a_call_as_when_the_model_is_made(
 def test_settings_of_the_engine_among_the_options_are_shown_their_place(engine: BlendEngine) -> None:
     with pytest.raises(ConfigError, match=r"blend_config=BlendConfig\(\.\.\.\)"):
         ChatBlend(engine=engine, recompute_ratio=0.2)
-    with pytest.raises(ConfigError, match="recompute_ratio: no options of an answer, but of BlendConfig"):
+    with pytest.raises(ConfigError, match="recompute_ratio: settings of BlendConfig, not options"):
         ChatBlend(engine=engine).invoke("Who?", recompute_ratio=0.2)
 
 

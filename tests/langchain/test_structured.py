@@ -81,7 +81,7 @@ def test_raw_and_errors(llm: ChatBlend) -> None:
     short = llm.with_structured_output(Person, include_raw=True, max_tokens=3).invoke("Who?")
     assert short["parsed"] is None
     assert "raise max_tokens" in str(short["parsing_error"])
-    with pytest.raises(OutputParserException, match="no JSON of the form"):
+    with pytest.raises(OutputParserException, match="not JSON of the form"):
         llm.with_structured_output(Person, max_tokens=3).invoke("Who?")
     with pytest.raises(ConfigError, match="cannot be enforced"):
         llm.with_structured_output({"title": "T", "type": "object", "properties": {"a": {"not": {"type": "string"}}}})

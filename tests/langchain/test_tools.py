@@ -247,7 +247,7 @@ async def test_a_call_that_max_tokens_cut_is_invalid_in_every_way_of_asking(tool
 def test_a_tool_that_providers_run_is_refused(tool_engine: BlendEngine) -> None:
     llm = ChatBlend(engine=tool_engine)
     for choice in (None, "any", "web_search"):
-        with pytest.raises(ConfigError, match=r"web_search.* is no function"):
+        with pytest.raises(ConfigError, match=r"web_search.* is not a function"):
             llm.bind_tools([{"type": "web_search"}], tool_choice=choice)
-        with pytest.raises(ConfigError, match=r"web_search.* is no function"):
+        with pytest.raises(ConfigError, match=r"web_search.* is not a function"):
             llm.invoke("What is new?", tools=[weather, {"type": "web_search"}], tool_choice=choice)

@@ -115,7 +115,7 @@ async def test_a_model_that_writes_something_else(
         lambda: llm.as_structured_llm(Place).complete(QUESTION),
         lambda: synthesizer.synthesize(QUESTION, nodes),
     ):
-        with pytest.raises(StructuredOutputError, match=f"no Place.*{why}.*max_new_tokens") as raised:
+        with pytest.raises(StructuredOutputError, match=f"not a valid Place.*{why}.*max_new_tokens") as raised:
             call()
         assert raised.value.text == text
         assert isinstance(raised.value, CacheBlendError | ValueError)
@@ -123,9 +123,9 @@ async def test_a_model_that_writes_something_else(
         await llm.astructured_predict(Place, template, name="Mara")
     with pytest.raises(StructuredOutputError, match=why):
         await synthesizer.asynthesize(QUESTION, nodes)
-    with pytest.raises(StructuredOutputError, match="no Place"):
+    with pytest.raises(StructuredOutputError, match="not a valid Place"):
         list(llm.stream_structured_predict(Place, template, name="Mara"))
-    with pytest.raises(StructuredOutputError, match="no Place"):
+    with pytest.raises(StructuredOutputError, match="not a valid Place"):
         [each async for each in await llm.astream_structured_predict(Place, template, name="Mara")]
 
 

@@ -151,27 +151,27 @@ class DecodingFields(BaseModel):
 
 
 def check_engine(engine: Any) -> None:
-    """Raise `ConfigError` for what is no engine."""
+    """Raise `ConfigError` for anything but an engine."""
     if not isinstance(engine, BlendEngine):
         held = isinstance(getattr(engine, "engine", None), BlendEngine)
         raise ConfigError(
-            f"engine is a {type(engine).__name__}, no BlendEngine; give "
+            f"engine is a {type(engine).__name__}, not a BlendEngine; give "
             + ("its .engine" if held else "that of the model, llm.engine")
         )
 
 
 def check_options(options: Iterable[str]) -> None:
-    """Raise `ConfigError` for names that no generation option has."""
+    """Raise `ConfigError` for unknown names."""
     unknown = sorted(set(options) - _KNOWN)
     settings = [name for name in unknown if name in BlendConfig.kinds]
     if settings:
         raise ConfigError(
-            f"{', '.join(settings)}: no options of an answer, but of {BlendConfig.kinds[settings[0]].__name__}, which "
-            "engine_config and blend_config take"
+            f"{', '.join(settings)}: settings of {BlendConfig.kinds[settings[0]].__name__}, not options of a call; give them in "
+            "engine_config or blend_config"
         )
     if unknown:
         raise ConfigError(
-            f"{', '.join(unknown)}: no generation option that this model knows; those of transformers' generate are known, and "
+            f"unknown option {', '.join(unknown)}; give those of transformers' generate, or "
             "max_tokens, temperature, top_p, top_k, stop, timeout and blend_config"
         )
 
@@ -212,7 +212,7 @@ def stop_strings(stop: Iterable[str] | None) -> tuple[str, ...]:
 
 
 def with_objects(options: Mapping[str, Any], name: str, *added: Any) -> list[Any]:
-    """Return the objects that an option holds, and those added; `ConfigError` if the option is no list."""
+    """Return the objects that an option holds, and those added; `ConfigError` if the option is not a list."""
     given = options.get(name) or ()
     if not isinstance(given, list | tuple):
         raise ConfigError(f"{name} is the {type(given).__name__} {given!r:.40}; give a list of such objects")

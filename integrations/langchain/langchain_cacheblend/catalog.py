@@ -48,9 +48,11 @@ class ChunkCatalog:
         with self._lock:
             self._refresh(engine)
             matches = self._finder.find(text, min_chars)
+        is_clear = all(len(match.ids) == 1 for match in matches)
+        ids = [match.ids[0] for match in matches] if is_clear else _choose(engine, matches)
         segments: list[Segment] = []
         end = 0
-        for match, id in zip(matches, _choose(engine, matches), strict=True):
+        for match, id in zip(matches, ids, strict=True):
             if match.start > end:
                 segments.append(text[end : match.start])
             segments.append(Chunk(text[match.start : match.stop], id))
@@ -114,8 +116,6 @@ class ChunkCatalog:
 
 def _choose(engine: BlendEngine, matches: Sequence[Match]) -> list[str | None]:
     """Return the id that serves each match, None to have it encoded alone."""
-    if all(len(match.ids) == 1 for match in matches):
-        return [match.ids[0] for match in matches]
     every = list(dict.fromkeys(id for match in matches for id in match.ids))
     key = {record.id: record.key for record in engine.records(every) if record is not None}
     document = dict(zip(every, engine.places(every), strict=True))

@@ -112,7 +112,7 @@ class Siblings:
             logger.warning(
                 "%d of %d ids, %s for one, stand for another text in another vector store over this engine: an engine keeps the "
                 "KV of one text for an id, here of the one that was added last. Give ids that no two stores share, or each store "
-                "an engine with a namespace of its own",
+                "an engine with a tenant of its own",
                 len(taken),
                 len(ids),
                 taken[0],

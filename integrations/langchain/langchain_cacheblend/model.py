@@ -108,7 +108,7 @@ class BlendModel(AnswersTogether, DecodingFields):
         unknown = sorted(fields.keys() - type(self).model_fields.keys())
         if unknown:
             raise ConfigError(
-                f"{', '.join(unknown)}: {type(self).__name__} has no such parameter; generate's options go into "
+                f"unknown parameter {', '.join(unknown)} of {type(self).__name__}; generate's options go into "
                 "generation_kwargs, settings into engine_config=EngineConfig(...) and blend_config=BlendConfig(...)"
             )
         check_options(fields.get("generation_kwargs") or {})
@@ -186,7 +186,7 @@ class BlendModel(AnswersTogether, DecodingFields):
     # How it is answered
 
     def _pieces(self, call: Call) -> Iterator[str | Answer]:
-        """Yield the answer piece by piece, and at the end as a whole."""
+        """Yield the answer piece by piece, and at the end the whole of it."""
         stream = self.engine.stream(call.prompt, **call.options)
         try:
             yield from cut_pieces(stream, call.stop)

@@ -38,7 +38,7 @@ class BlendRetriever(BaseRetriever):
     Raises
     ------
     ConfigError
-        If `engine` is none.
+        If `engine` is not a `BlendEngine`.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)

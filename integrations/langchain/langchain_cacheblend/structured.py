@@ -58,7 +58,7 @@ class AnswerForm:
                 "it was cut at the most tokens allowed; raise max_tokens" if cut else "ask for that form in the prompt"
             )
             raise OutputParserException(
-                f"the model's answer {text[:200]!r} is no JSON of the form that was asked for ({error}); {hint}",
+                f"the model's answer {text[:200]!r} is not JSON of the form that was asked for ({error}); {hint}",
                 llm_output=text,
             ) from error
 

@@ -130,7 +130,7 @@ def _turn(message: BaseMessage, holes: Holes, names: dict[str | None, str]) -> d
     role = message.role if isinstance(message, ChatMessage) else next(named, None)
     if role is None:
         raise PromptError(
-            f"a {type(message).__name__} is no part of a conversation that ChatBlend can show to its model"
+            f"a {type(message).__name__} cannot be part of a conversation that ChatBlend shows to its model"
         )
     turn: dict[str, Any] = {"role": role, "content": holes.text(parts_of(message))}
     if isinstance(message, ToolMessage):

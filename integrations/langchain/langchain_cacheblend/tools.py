@@ -38,12 +38,12 @@ class ToolReply:
 
 
 def as_functions(tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return tools in OpenAI's form; `ConfigError` if one is no function but run by a provider of models itself."""
+    """Return tools in OpenAI's form; `ConfigError` if one is not a function but run by a provider of models itself."""
     shown = [convert_to_openai_tool(tool) for tool in tools]
     for each in shown:
         if not isinstance(each.get("function"), dict):
             raise ConfigError(
-                f"the tool {each!r:.80} is no function: it is run where models are served, and this model runs here; give a "
+                f"the tool {each!r:.80} is not a function: it is run where models are served, and this model runs here; give a "
                 "function, a BaseTool or a pydantic model"
             )
     return shown
@@ -94,11 +94,11 @@ def parse_calls(text: str, *, is_cut: bool = False, must_call: bool = False) -> 
 
     The forms are those that models write: JSON or XML between ``<tool_call>`` tags, JSON alone (one object, several with ``;``
     between them, or a list), with ``arguments`` or ``parameters``, ``[TOOL_CALLS]`` before a list, and a list of Python calls.
-    `is_cut` says that the answer had as many tokens as it was allowed, `must_call` that whatever it is, it is no text.
+    `is_cut` says that the answer had as many tokens as it was allowed, `must_call` that whatever it is, it is not text.
     """
     reply = _read(text, is_cut)
     if must_call and not reply.calls and not reply.invalid:
-        error = _CUT if is_cut else "the answer had to be a call, and is none"
+        error = _CUT if is_cut else "the answer had to be a call, and is not one"
         return ToolReply("", invalid=[invalid_tool_call(name=None, args=text.strip(), id=_new_id(), error=error)])
     return reply
 

@@ -64,7 +64,7 @@ class BlendVectorStore(SearchesInner):
     Raises
     ------
     ConfigError
-        If `engine` is none, or `context`, `boundary` or `document_keys` have no meaning.
+        If `engine` is not a `BlendEngine`, or `context`, `boundary` or `document_keys` have no meaning.
     """
 
     def __init__(
@@ -391,7 +391,7 @@ def warm(
     Raises
     ------
     ConfigError
-        If the store is no `BlendVectorStore`, cannot list its documents, or documents have no ids.
+        If the store is not a `BlendVectorStore`, cannot list its documents, or documents have no ids.
     """
     if not isinstance(store, BlendVectorStore):
         raise ConfigError(

@@ -34,7 +34,7 @@ class ContextPrompt:
 
     `text` is the whole prompt as an unblended call would give it to the model, `messages` what it was written from if that is a
     chat model, `context` what was filled in for the context, and `blend` the same prompt with its chunks told apart. Where
-    `fallback_reason` says why they could not be, the prompt is computed as a whole. `left_over` are the chunks from the first on
+    `fallback_reason` says why they could not be, the prompt is prefilled in full. `left_over` are the chunks from the first on
     for which there was no room, if there are to be further prompts; for `dropped` there is no room in those either.
     """
 
@@ -93,7 +93,7 @@ def make_context_prompt(
         return ContextPrompt(text, messages, context, BlendPrompt(segments=segments), left_over, dropped)
     what = f"changes {{{variable}}}" if len(parts) > 1 else f"has no {{{variable}}}, or changes it"
     reason = f"the template {what}, so the chunks cannot be told apart in the prompt"
-    logger.warning("%s; it is prefilled as a whole", reason)
+    logger.warning("%s; it is prefilled in full", reason)
     return ContextPrompt(text, messages, context, BlendPrompt(segments=[text]), left_over, dropped, reason)
 
 

@@ -64,7 +64,7 @@ class JSONAnswers(LLM):
         Raises
         ------
         StructuredOutputError
-            If what it writes is no such object.
+            If what it writes is not such an object.
         """
         program = self._program(output_cls, prompt, prompt_args)
         answer = program(llm_kwargs=llm_kwargs, **prompt_args)
@@ -96,7 +96,7 @@ class JSONAnswers(LLM):
         Raises
         ------
         StructuredOutputError
-            At the end, if what the model wrote is no such object.
+            At the end, if what the model wrote is not such an object.
         """
         check_mode(self.pydantic_program_mode)
         last = None
@@ -136,10 +136,10 @@ class JSONAnswers(LLM):
 
 
 def _refuse(output_cls: type[BaseModel], text: str, why: str) -> StructuredOutputError:
-    """Return the error for an answer that is no `output_cls`."""
+    """Return the error for an answer that is not a valid `output_cls`."""
     shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
     return StructuredOutputError(
-        f"the model's answer is no {output_cls.__name__} ({why}): {shown!r}. Ask a model that can write JSON, raise "
+        f"the model's answer is not a valid {output_cls.__name__} ({why}): {shown!r}. Ask a model that can write JSON, raise "
         "max_new_tokens if the answer is cut off, or constrain it by generation_kwargs, as with prefix_allowed_tokens_fn",
         text,
     )

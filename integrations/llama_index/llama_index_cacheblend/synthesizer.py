@@ -88,7 +88,7 @@ class BlendSynthesizer(BaseSynthesizer):
     ------
     ConfigError
         If the language model cannot blend, its ``max_new_tokens`` leave no room for a prompt, its engine cannot be given
-        `blend_config`, or `overflow` is none of the two.
+        `blend_config`, or `overflow` is unknown.
     """
 
     # Whether templates hold nothing that somebody said.
@@ -113,7 +113,7 @@ class BlendSynthesizer(BaseSynthesizer):
             output_cls, given = output_cls or given.output_cls, given.llm
         model = blend_llm(given)
         if overflow not in (None, "drop", "refine"):
-            raise ConfigError(f'overflow={overflow!r} is none of "drop" and "refine"')
+            raise ConfigError(f'unknown overflow={overflow!r}; give "drop" or "refine"')
         if blend_config is not None:
             model.engine.check_blend(blend_config)
         if output_cls is not None:

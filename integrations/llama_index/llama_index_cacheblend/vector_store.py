@@ -62,7 +62,7 @@ class BlendVectorStore(BasePydanticVectorStore):
     Raises
     ------
     ConfigError
-        If `inner` is not a vector store of LlamaIndex, there is no engine, or `context` or `boundary` has no meaning.
+        If `inner` is not a vector store of LlamaIndex, there is no engine, or `context` or `boundary` cannot be used.
     """
 
     stores_text: bool = True
@@ -90,7 +90,7 @@ class BlendVectorStore(BasePydanticVectorStore):
             )
         found = find_engine(engine)
         if context not in ("document", "none"):
-            raise ConfigError(f'context={context!r} is none of "document" and "none"')
+            raise ConfigError(f'unknown context={context!r}; give "document" or "none"')
         divided = Boundary(boundary)
         alone = "none" in (context, found.config.context)
         super().__init__(stores_text=inner.stores_text, is_embedding_query=inner.is_embedding_query)
@@ -262,7 +262,7 @@ class BlendVectorStore(BasePydanticVectorStore):
         return await self._inner.aget_nodes(node_ids, filters)
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        """Query the inner store; filters on what is no boundary of documents are warned of."""
+        """Query the inner store; filters on metadata that divides no document are warned of."""
         self._watch(query)
         return self._inner.query(query, **kwargs)
 
