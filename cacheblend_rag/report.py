@@ -71,9 +71,9 @@ class BlendReport:
     hits, misses : int
         Chunks whose KV was there when the request came, in the store or at their place in the conversation, and was not.
     selector : str
-        The selector that chose the recomputed tokens; "full" when the prompt was prefilled as a whole.
+        The selector that chose the recomputed tokens; "full" when the prompt was prefilled in full.
     fallback_reason : str or None
-        Why the prompt was prefilled as a whole although blending was asked for.
+        Why the prompt was prefilled in full although blending was asked for.
     chunks : tuple of ChunkReport
         One for each chunk, in prompt order.
     output_tokens : int
@@ -147,7 +147,7 @@ class BlendReport:
             + (f", {self.head_tokens} tokens of the head reused" if self.head_tokens else "")
             + (f", {self.conversation_tokens} tokens of the conversation reused" if self.conversation_tokens else "")
             + (f", {self.repaired_tokens} repaired while answering" if self.repaired_tokens else "")
-            + (f"; computed as a whole: {self.fallback_reason}" if self.fallback_reason else "")
+            + (f"; prefilled in full: {self.fallback_reason}" if self.fallback_reason else "")
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -158,6 +158,4 @@ class BlendReport:
         dict
             One item for each attribute; `chunks` is a list of dictionaries.
         """
-        values = asdict(self)
-        values["chunks"] = [asdict(chunk) for chunk in self.chunks]
-        return values
+        return {**asdict(self), "chunks": [asdict(chunk) for chunk in self.chunks]}

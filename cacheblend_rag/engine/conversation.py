@@ -14,10 +14,11 @@ from cacheblend_rag.engine.kept import HeldTurn, KeptTurns, Making, Seen
 from cacheblend_rag.engine.prompt import AssembledPrompt
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
-from cacheblend_rag.store import KVReader
+from cacheblend_rag.store import KVReader, KVStore
+from cacheblend_rag.store.clock import steady_s
 from cacheblend_rag.store.device import DeviceReader, ResidentKV, Upload
 
-__all__ = ["Conversation", "Resumption"]
+__all__ = ["Conversation", "Resumption", "Turn"]
 
 _LEAST_RUN = 8
 """Fewer tokens in a row are computed: they cost less than they might lose, and are alike by chance."""
@@ -88,12 +89,11 @@ class Conversation:
       chunks do: moved to their new positions and blended, by the selector and at the ratio of the turn.
     - All others are computed; chunks come from the store, as ever.
 
-    The KV of a row is exact if the row was computed, and all rows before it are exact. Where a turn is computed as a whole, as at
+    The KV of a row is exact if the row was computed, and all rows before it are exact. Where a turn is prefilled in full, as at
     ``recompute_ratio=1``, only the exact rows that both turns begin with are taken over, so that the turn has the answer of the
     model's own ``generate`` (as far as rounding lets a token that is computed alone equal one that is computed among others).
     Otherwise, first rows that are not exact are taken over too, if they were made as this turn makes its own: at no lower ratio,
-    with the same selector and options. With ``selector="none"`` the ratio is 0,
-    whatever the setting says.
+    with the same selector and options. With ``selector="none"`` the ratio is 0, whatever the setting says.
 
     A row that was computed behind a chunk knows of it. When a chunk is deleted or replaced, by whatever process, every row that
     may know of it is dropped: at once by the engine that deletes it, else before the next turn; and so where a prompt brings a
@@ -148,10 +148,30 @@ class Conversation:
         """Drop every row that may know of a chunk which was deleted or replaced, or whose time is over."""
         self._kept.fresh(self, {})
 
-    @property
-    def resets(self) -> int:
-        """How often it was reset."""
-        return self._resets
+
+class Turn:
+    """A turn of a conversation on its way: what it takes over of the turn before, and what it leaves to the next one.
+
+    It is made when the turn is asked for; what is reset from then on forgets this turn too.
+    """
+
+    def __init__(self, conversation: Conversation) -> None:
+        self._conversation = conversation
+        self._kept = conversation._kept
+        self._resets = conversation._resets
+        # When the KV of the prompt's chunks is over, by `steady_s` and by their keys.
+        self._expiry: dict[str, float] = {}
+
+    def begin(self, prompt: AssembledPrompt, store: KVStore, ttl_s: float | None) -> None:
+        """Note until when the KV of the prompt's chunks may be used; what the store does not hold lives for `ttl_s`.
+
+        Before it is opened: what expires in between is a miss by then, and lives longer than was noted.
+        """
+        keys = list({chunk.key: None for chunk in (*prompt.chunks, *prompt.computed)})
+        default, now = math.inf if ttl_s is None else ttl_s, steady_s()
+        for key, life in zip(keys, store.lifetimes(keys), strict=True):
+            # What is computed with the prompt should live no longer than what is stored of it.
+            self._expiry[key] = now + (default if life is None else life)
 
     def resume(self, prompt: AssembledPrompt, asked: Making | None, *, moves: bool, head: int = 0) -> Resumption | None:
         """Return what a prompt takes over, or None if that is nothing.
@@ -161,14 +181,15 @@ class Conversation:
         prompt : AssembledPrompt
             The prompt.
         asked : Making or None
-            How it makes its own rows; None where it is computed as a whole.
+            How it makes its own rows; None where it is prefilled in full.
         moves : bool
             Whether it takes rows over that stood elsewhere.
         head : int
             How many first rows are at hand in any case, exactly; they are taken where the conversation has no more.
         """
         held = self._kept.fresh(
-            self, {part.id: part.key for part in (*prompt.chunks, *prompt.computed) if part.id is not None}
+            self._conversation,
+            {part.id: part.key for part in (*prompt.chunks, *prompt.computed) if part.id is not None},
         )
         if held is None or prompt.places is not None:
             return None
@@ -211,9 +232,6 @@ class Conversation:
         layers: list[LayerKV],
         resumption: Resumption | None,
         making: Making | None,
-        *,
-        expiry: Mapping[str, float],
-        resets: int,
     ) -> None:
         """Hold a turn that is over, instead of the one before.
 
@@ -228,11 +246,7 @@ class Conversation:
         resumption : Resumption or None
             What the prompt took over.
         making : Making or None
-            How its rows were made; None where it was computed as a whole.
-        expiry : mapping of str to float
-            When the KV of its chunks is over, by `steady_s` and by their keys.
-        resets : int
-            `resets` when the turn was asked for; nothing is kept where it has changed.
+            How its rows were made; None where it was prefilled in full.
         """
         if prompt.places is not None:
             return
@@ -245,13 +259,13 @@ class Conversation:
             exact = min([exact, *(span.start for span in spans)])
         if before is not None and before.making is not None and making is not None and resumed > before.exact:
             exact, made = before.exact, replace(making, ratio=min(making.ratio, before.making.ratio))
-        turn = HeldTurn(ids, layers, exact, made, _seen_by(prompt, resumption, expiry))
-        limit = min(self.max_bytes, self._kept.limit_bytes)
+        turn = HeldTurn(ids, layers, exact, made, _seen_by(prompt, resumption, self._expiry))
+        limit = min(self._conversation.max_bytes, self._kept.limit_bytes)
         room = min(limit // turn.row_bytes, len(ids) - 1)
         held = turn if turn.nbytes <= limit else turn.cut(room)
         with self._kept.lock:
-            if self._resets == resets:
-                self._kept.keep(self, held)
+            if self._conversation._resets == self._resets:
+                self._kept.keep(self._conversation, held)
 
 
 def _gaps(start: int, spans: Sequence[ChunkSpan], end: int) -> Iterator[tuple[int, int]]:

@@ -21,7 +21,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.model import model_window, num_decoder_layers, unwrapped
 
-__all__ = ["check_options", "complete_options", "decode", "output_limit"]
+__all__ = ["check_options", "complete_options", "decode", "make_result", "output_limit"]
 
 _DEFAULT_NEW_TOKENS = 256
 
@@ -120,27 +120,20 @@ def decode(
     stop: threading.Event,
     streamer: Any = None,
 ) -> GenerationResult:
-    """Generate an answer to one prompt.
+    """Generate an answer to one prompt, the first forward of which is the blended prefill.
 
     Parameters
     ----------
-    model : PreTrainedModel
-        The model.
-    tokenizer : Any
-        Its tokenizer.
+    model, tokenizer : PreTrainedModel, Any
+        The model and its tokenizer.
     runner : Runner
-        Makes the first forward the blended prefill.
+        Runs prompts.
     run : PromptRun
         The prompt.
     stop : threading.Event
         Ends the generation at the next token.
     streamer : Any
         A transformers streamer, or None.
-
-    Returns
-    -------
-    GenerationResult
-        The answer.
     """
     layout, limit = run.prompt.layout, output_limit(model, run)
     options = complete_options(model, tokenizer, run.request.options)
@@ -169,8 +162,15 @@ def decode(
         return generated
 
     runner.run(run, limit, forward)
-    count = len(run.output_ids)
+    return make_result(tokenizer, run, num_decoder_layers(model), run.output_ids, watch)
+
+
+def make_result(
+    tokenizer: Any, run: PromptRun, num_layers: int, token_ids: tuple[int, ...], watch: TokenWatch
+) -> GenerationResult:
+    """Return the answer to a prompt, whose tokens a watch has timed, with its report."""
+    count = len(token_ids)
     first_output = watch.times[0] if watch.times else time.perf_counter()
-    report = make_report(run, num_decoder_layers(model), first_output, count, watch.tpot_s(count))
-    text = tokenizer.decode(run.output_ids, skip_special_tokens=True)
-    return GenerationResult(text, run.output_ids, layout.token_ids, report)
+    report = make_report(run, num_layers, first_output, count, watch.tpot_s(count))
+    text = tokenizer.decode(token_ids, skip_special_tokens=True)
+    return GenerationResult(text, token_ids, run.prompt.layout.token_ids, report)

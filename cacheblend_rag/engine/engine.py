@@ -22,7 +22,7 @@ from cacheblend_rag.config import BlendConfig, EngineConfig
 from cacheblend_rag.controller import Profile, check_selector
 from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.background import AddJob, AddResult, Feed
-from cacheblend_rag.engine.conversation import Conversation
+from cacheblend_rag.engine.conversation import Conversation, Turn
 from cacheblend_rag.engine.decode import check_options, decode
 from cacheblend_rag.engine.firsttoken import last_logits
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PrefillResult
@@ -953,7 +953,7 @@ class BlendEngine:
                 "the conversation is one with another engine, whose KV is of no use here; make it by this engine's conversation()"
             )
         # Before all that takes time: what is reset from now on forgets this turn too.
-        resets = 0 if conversation is None else conversation.resets
+        turn = None if conversation is None else Turn(conversation)
         self._weights.check()
         prompt = self._blend_prompt(prompt)
         if blend is not None and blend is not self.blend:
@@ -971,8 +971,7 @@ class BlendEngine:
             order.blend,
             started,
             until,
-            conversation,
-            resets,
+            turn,
             level,
             order.action,
             max_new_tokens=max_new_tokens,

@@ -38,7 +38,7 @@ def attach(
     cache : BlendCache
         The prompt's cache, empty.
     steering : Steering or None
-        The blended prefill; None where the prompt is computed as a whole.
+        The blended prefill; None where the prompt is prefilled in full.
     tuning : Tuning
         What eviction looks at.
     headroom : int

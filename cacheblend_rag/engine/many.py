@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
-from cacheblend_rag.engine.decode import complete_options, decode, output_limit
+from cacheblend_rag.engine.decode import complete_options, decode, make_result, output_limit
 from cacheblend_rag.engine.features import decodes_alone
 from cacheblend_rag.engine.firsttoken import last_logits
 from cacheblend_rag.engine.generation import GenerationResult
 from cacheblend_rag.engine.padded import PaddedBatch, RowEnds, RowProcessor
-from cacheblend_rag.engine.request import PromptRun, make_report
+from cacheblend_rag.engine.request import PromptRun
 from cacheblend_rag.engine.runner import ROOM_FOR_OUTPUT, Runner
 from cacheblend_rag.engine.selfcheck import check_batching
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
@@ -101,21 +101,7 @@ def plan_decoding(
 
 
 class Many:
-    """Answers many prompts on one model.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        The model.
-    tokenizer : Any
-        Its tokenizer.
-    decoder : Decoder or None
-        The model as blending sees it, or None if it cannot be blended.
-    runner : Runner
-        Runs prompts.
-    tuning : Tuning
-        How much is decoded together, and whether that is verified on the model when it is first asked for.
-    """
+    """Answers many prompts on one model, those of like length together, as far as that is exact."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: Any, decoder: Decoder | None, runner: Runner, tuning: Tuning
@@ -192,10 +178,12 @@ class Many:
         shared = {name: value for name, value in runs[0].request.options.items() if name not in _OBJECTS}
         options = complete_options(model, tokenizer, shared)
         strings = options.pop("stop_strings", None)
+        end_ids = options.get("eos_token_id")
+        end_ids = model.generation_config.eos_token_id if end_ids is None else end_ids
         ends = RowEnds(
             batch,
             limits,
-            self._end_ids(options),
+            end_ids if isinstance(end_ids, list | tuple) else [] if end_ids is None else [end_ids],
             [run.request.options.get("stopping_criteria", ()) for run in runs],
             [StopStringCriteria(tokenizer, strings)] if strings else [],
             stop,
@@ -215,19 +203,11 @@ class Many:
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         answers = sequences[:, batch.width :].tolist()
         results = []
-        for row, (run, layout) in enumerate(zip(runs, layouts, strict=True)):
-            count = ends.count(row)
-            token_ids = tuple(answers[row][:count])
+        for row, run in enumerate(runs):
             run.figures["batch_size"] = len(runs)
-            report = make_report(run, num_decoder_layers(model), ends.times[0], count, ends.tpot_s(count))
-            text = tokenizer.decode(token_ids, skip_special_tokens=True)
-            results.append(GenerationResult(text, token_ids, layout.token_ids, report))
+            token_ids = tuple(answers[row][: ends.count(row)])
+            results.append(make_result(tokenizer, run, num_decoder_layers(model), token_ids, ends))
         return results
-
-    def _end_ids(self, options: dict[str, Any]) -> list[int]:
-        ends = options.get("eos_token_id")
-        ends = self._model.generation_config.eos_token_id if ends is None else ends
-        return [] if ends is None else [int(each) for each in (ends if isinstance(ends, list | tuple) else [ends])]
 
     def _alone_reason(self, runs: Sequence[PromptRun]) -> str | None:
         """Return why these prompts cannot be decoded in one batch, or None."""

@@ -152,7 +152,7 @@ class RowEnds(TokenWatch):
         super().__init__(stop)
         self._batch = batch
         self._limits = limits
-        self._end_ids = frozenset(end_ids)
+        self._end_ids = frozenset(map(int, end_ids))
         self._criteria = criteria
         self._shared = shared
         self._counts: list[int | None] = [None] * len(limits)

@@ -10,7 +10,7 @@ import torch
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.controller import Plan
-from cacheblend_rag.engine.conversation import Conversation, Resumption
+from cacheblend_rag.engine.conversation import Resumption, Turn
 from cacheblend_rag.engine.firsttoken import FirstLogits
 from cacheblend_rag.engine.prompt import AssembledPrompt, PromptChunk
 from cacheblend_rag.kv import ChunkKV
@@ -33,10 +33,8 @@ class Request:
         When the call came, by `time.perf_counter`.
     wait_until : float or None
         Until when it waits for the model, by `time.perf_counter`; None for as long as it takes.
-    conversation : Conversation or None
-        The conversation that it is a turn of.
-    resets : int
-        How often that had been reset when the call came.
+    turn : Turn or None
+        The turn of a conversation that it is.
     guard_level : int or None
         Which settings of the online guard these are; None for settings that the guard has nothing to do with.
     guard_action : str or None
@@ -52,8 +50,7 @@ class Request:
     blend: BlendConfig
     started: float
     wait_until: float | None = None
-    conversation: Conversation | None = None
-    resets: int = 0
+    turn: Turn | None = None
     guard_level: int | None = None
     guard_action: str | None = None
     rows: torch.Tensor | None = None
@@ -77,8 +74,6 @@ class ChunkSupply:
         KV of misses that was computed before the prompt's turn came.
     contexts : dict of (str, NamedTarget)
         How KV is computed that was not stored when the prompt's turn came.
-    expiry : dict of str to float
-        Of a turn of a conversation, when the KV of its chunks is over, by `steady_s`.
     """
 
     hits: dict[str, bool] = field(default_factory=dict)
@@ -86,7 +81,6 @@ class ChunkSupply:
     unreadable: set[str] = field(default_factory=set)
     encoded: dict[str, ChunkKV] = field(default_factory=dict)
     contexts: dict[str, NamedTarget] = field(default_factory=dict)
-    expiry: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

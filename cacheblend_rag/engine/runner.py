@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -25,9 +24,8 @@ from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import Decoder, num_decoder_layers, takes_positions, text_decoder
-from cacheblend_rag.selection import FixedSelection, Selection
+from cacheblend_rag.selection import FixedSelection
 from cacheblend_rag.store import KVReader, KVStore
-from cacheblend_rag.store.clock import steady_s
 from cacheblend_rag.tuning import Tuning
 
 __all__ = ["ROOM_FOR_OUTPUT", "Forward", "Runner"]
@@ -43,25 +41,6 @@ Forward: TypeAlias = Callable[[BlendCache | None, dict[str, torch.Tensor]], torc
 
 class Runner:
     """Runs prompts on one model and one store, one at a time.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        The model.
-    decoder : Decoder or None
-        The model as blending sees it, or None if it cannot be blended.
-    unsupported : str or None
-        Why it cannot.
-    store : KVStore
-        Where KV is kept.
-    supply : KVSupply
-        Opens it, and encodes what is missing.
-    config : EngineConfig
-        The engine's settings.
-    blend : BlendConfig
-        Its settings of blending.
-    tuning : Tuning
-        How layers are loaded, what eviction looks at, and how the machine is profiled.
 
     Attributes
     ----------
@@ -111,7 +90,8 @@ class Runner:
         with self.lock.within(run.request.wait_until), torch.no_grad():
             while True:
                 try:
-                    self._note_expiry(run)
+                    if run.request.turn is not None:
+                        run.request.turn.begin(run.prompt, self._store, self._config.ttl_s)
                     readers = self._prepare(run)
                     run.timings.forward_started = time.perf_counter()
                     if self._decoder is None:
@@ -228,7 +208,7 @@ class Runner:
             Out of the forward, if stored KV turns out damaged.
         """
         assert run.plan is not None
-        room = min(headroom, ROOM_FOR_OUTPUT)
+        tuning, room = self._tuning, min(headroom, ROOM_FOR_OUTPUT)
         cache = BlendCache(self._num_layers)
         steering = loader = None
         run.charge, run.recomputed = 0.0, None
@@ -236,11 +216,25 @@ class Runner:
             if readers is not None:
                 # A prompt that is prefilled in full, but for the rows that it takes over, selects nothing.
                 selection = run.plan.selection or FixedSelection(torch.empty(0, dtype=torch.int64))
-                loader = self._loader(run.layout, decoder, readers, selection, len(run.layout) + room)
+                loaded, first_layer = run.layout, min(selection.check_layers, default=0)
+                if loaded.resumed_rows:
+                    # They are loaded as chunks are, and nothing else of them is like a chunk.
+                    loaded = replace(loaded, chunks=(ChunkSpan(0, loaded.resumed_rows, 0), *loaded.chunks))
+                    first_layer = 0
+                loader = LayerLoader(
+                    decoder,
+                    loaded,
+                    [readers[span.start] for span in loaded.chunks],
+                    first_layer,
+                    len(loaded) + room,
+                    tuning.prefetch_layers,
+                    tuning.threads if tuning.pipeline else 0,
+                    tuning.reposition,
+                )
                 stack.enter_context(loader)
                 steering = Steering(decoder, cache, run.layout, selection, loader.synchronize)
                 stack.enter_context(steering())
-            for each in attach(run, decoder, cache, steering, self._tuning, headroom, room):
+            for each in attach(run, decoder, cache, steering, tuning, headroom, room):
                 stack.enter_context(each)
             more = stack.enter_context(decoder.placing(cache, run.prompt.places))
             output = forward(cache, {"input_ids": ids, **more})
@@ -252,32 +246,6 @@ class Runner:
         self._note_bytes(run, cache)
         self._remember(run, cache)
         return output
-
-    def _loader(
-        self,
-        layout: PromptLayout,
-        decoder: Decoder,
-        readers: Mapping[int, KVReader],
-        selection: Selection,
-        capacity: int,
-    ) -> LayerLoader:
-        """Return what loads the KV of a prompt's chunks, and of the rows that it takes over."""
-        first_layer = min(selection.check_layers, default=0)
-        if layout.resumed_rows:
-            # They are loaded as chunks are, and nothing else of them is like a chunk.
-            layout = replace(layout, chunks=(ChunkSpan(0, layout.resumed_rows, 0), *layout.chunks))
-            first_layer = 0
-        tuning = self._tuning
-        return LayerLoader(
-            decoder,
-            layout,
-            [readers[span.start] for span in layout.chunks],
-            first_layer,
-            capacity,
-            tuning.prefetch_layers,
-            tuning.threads if tuning.pipeline else 0,
-            tuning.reposition,
-        )
 
     def _note_bytes(self, run: PromptRun, cache: BlendCache) -> None:
         """Note what the cache holds of the prompt, which eviction may have cut."""
@@ -303,48 +271,27 @@ class Runner:
             return
         assert self._decoder is not None
         rows = 0 if head is None else head.rows
-        if run.request.conversation is not None:
+        if run.request.turn is not None:
             asked = None if ratio is None else Making.of(blend, ratio)
             moves = asked is not None and self._decoder.is_movable
-            run.resumed = run.request.conversation.resume(run.prompt, asked, moves=moves, head=rows)
+            run.resumed = run.request.turn.resume(run.prompt, asked, moves=moves, head=rows)
         if head is not None and (run.resumed is None or run.resumed.head):
             if run.resumed is None:
                 own = layout if ratio is not None else replace(layout, chunks=(), exact_chunks=0)
                 run.resumed = Resumption(replace(own, resumed_rows=rows), rows)
             run.resumed.readers[0] = self._supply.head(run, head)
 
-    def _note_expiry(self, run: PromptRun) -> None:
-        """Note until when the KV of a turn's chunks may be used.
-
-        Before it is opened: what expires in between is a miss by then, and lives longer than was noted.
-        """
-        if run.request.conversation is None:
-            return
-        keys = list({chunk.key: None for chunk in (*run.prompt.chunks, *run.prompt.computed)})
-        default, now = self._config.ttl_s, steady_s()
-        for key, life in zip(keys, self._store.lifetimes(keys), strict=True):
-            # A miss is stored for that long, and what is computed with the prompt should live no longer.
-            seconds = life if life is not None else (math.inf if default is None else default)
-            run.kv.expiry[key] = now + seconds
-
     def _remember(self, run: PromptRun, cache: BlendCache) -> None:
         """Let the conversation keep what was computed, if it is whole."""
-        conversation, plan = run.request.conversation, run.plan
-        if conversation is None or plan is None:
+        turn, plan = run.request.turn, run.plan
+        if turn is None or plan is None:
             return
         # Nothing was computed for a stream that was closed before its turn came.
         layers = cache.kv_layers[: self._supply.num_kv_layers]
         is_whole = all(layer.held_tokens and not layer.evicted_tokens for layer in layers)
         if is_whole and self._refusal(run.prompt.layout, len(run.output_ids)) is None:
-            conversation.keep(
-                run.prompt,
-                run.output_ids,
-                cache.kv(),
-                run.resumed,
-                None if plan.selection is None else Making.of(run.request.blend, plan.ratio),
-                expiry=run.kv.expiry,
-                resets=run.request.resets,
-            )
+            making = None if plan.selection is None else Making.of(run.request.blend, plan.ratio)
+            turn.keep(run.prompt, run.output_ids, cache.kv(), run.resumed, making)
 
     def _refusal(self, layout: PromptLayout, output_tokens: int = 0) -> str | None:
         """Return why this model cannot be blended, or not on this prompt and an answer of so many tokens."""

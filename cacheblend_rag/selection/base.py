@@ -111,7 +111,7 @@ class Selector(ABC):
         Most work that decode-time repair may do while one answer is written, as a share of what recomputing all chunk tokens
         would take, 0 to 1. 0, the default, repairs nothing.
     repair_limit : float
-        The share of a step's attention, 0 to 1, that must go to a stale segment for it to be repaired.
+        The share of a step's attention, 0 to 1, that must go to a stale segment, of up to 32 tokens, for it to be repaired.
 
     Raises
     ------
