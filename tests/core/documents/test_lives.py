@@ -135,14 +135,14 @@ def test_a_name_that_leaves_its_document_while_a_miss_is_looked_up_is_not_encode
     [record] = engine.records(["d-2"])
     assert record is not None
     engine.store.discard(record.key)
-    lookup = engine.store.lookup
+    lookup = engine.store.names.lookup
 
     def overtaken(*arguments: Any) -> Any:
         found = lookup(*arguments)
         other.delete(["d-2"])
         return found
 
-    monkeypatch.setattr(engine.store, "lookup", overtaken)
+    monkeypatch.setattr(engine.store.names, "lookup", overtaken)
     report = engine.prefill(BlendPrompt("t5", ["d-1", "d-2"], "t6 t7")).report
     assert [chunk.reason for chunk in report.chunks] == [
         None,
