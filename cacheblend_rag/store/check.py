@@ -129,7 +129,7 @@ def _examine(tier: DiskTier, report: CheckReport) -> list[Repair]:
     repairs: list[Repair] = []
     with tier.database.snapshot() as connection:
         problems += _miscounts(connection)
-    for path in folder.writers.leftovers():
+    for path in folder.leftovers():
         problems.append(f"{path.name} was left by a killed process; the next opening of the store removes it")
     for key, entry in index.entries():
         flaw = tier.flaw(key, entry, every_byte=True)
@@ -224,11 +224,10 @@ def _forget(namespace: str, node: str, tier: DiskTier) -> None:
 
 
 def _read_anew(namespace: str, document: str, tier: DiskTier) -> None:
-    writer = tier.index.writer()
     with tier.database.write() as connection:
         drafts = Drafts(connection, namespace)
         drafts.load(document)
-        dropped = drop_nameless(connection, drafts.save(drafts.targets()), writer)
+        dropped = drop_nameless(connection, drafts.save(drafts.targets()))
     tier.remove(dropped)
 
 
@@ -243,7 +242,6 @@ def _rebuild(folder: StoreFolder) -> None:
                     _adopt(folder, Index(database), path)
         finally:
             database.close()
-            folder.writers.close()
 
 
 def _adopt(folder: StoreFolder, index: Index, path: Path) -> None:

@@ -26,18 +26,17 @@ _TIDY_PAGES = 256
 _READ_CACHE_BYTES = 16 * 1024**2
 _VERSION = 3
 
-# entries: the chunks whose KV is on disk. pending: files that may lie in the folder without an entry, because their writer is
-# between two steps; once it is dead they are removed. deletions: the keys that lost their entry lately, for other processes' RAM.
-# nodes: the names. changes: the numbers of those that changed lately; no ids, so that none outlives its name. namespaces: whose
-# they are, where they are a tenant's. tenants: what each has, counted by triggers so that nobody has to count a million rows.
-# documents: how those that chunks are pieces of are read. members: the pieces, by the numbers of their names.
-# moment: the store's time and the wall clock's when it was last written down.
+# entries: the chunks whose KV is on disk. removals: files that have lost their entry and are to be removed. deletions: the keys
+# that lost their entry lately, for other processes' RAM. nodes: the names. changes: the numbers of those that changed lately; no
+# ids, so that none outlives its name. namespaces: whose they are, where they are a tenant's. tenants: what each has, counted by
+# triggers so that nobody has to count a million rows. documents: how those that chunks are pieces of are read. members: the pieces,
+# by the numbers of their names. moment: the store's time and the wall clock's when it was last written down.
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
     key TEXT PRIMARY KEY, file TEXT NOT NULL, bytes INTEGER NOT NULL, digest BLOB NOT NULL, last_used INTEGER NOT NULL,
     tenant TEXT NOT NULL DEFAULT '', added_at REAL NOT NULL DEFAULT 0, expires_at REAL, pinned INTEGER NOT NULL DEFAULT 0
 ) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS pending (file TEXT PRIMARY KEY, writer TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS removals (file TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS deletions (seq INTEGER PRIMARY KEY, key TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS nodes (
@@ -59,7 +58,7 @@ CREATE TABLE IF NOT EXISTS tenants (
     tenant TEXT PRIMARY KEY, entries INTEGER NOT NULL, bytes INTEGER NOT NULL, names INTEGER NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS moment (one INTEGER PRIMARY KEY CHECK (one = 1), now REAL NOT NULL, wall REAL NOT NULL);
-INSERT OR IGNORE INTO counters VALUES ('entry_bytes', 0), ('pinned_bytes', 0), ('clock', 0), ('revision', 0);
+INSERT OR IGNORE INTO counters VALUES ('entry_bytes', 0), ('pinned_bytes', 0), ('clock', 0);
 INSERT OR IGNORE INTO tenants VALUES ('', 0, 0, 0);
 CREATE INDEX IF NOT EXISTS entries_by_use ON entries (pinned, last_used);
 CREATE INDEX IF NOT EXISTS entries_by_expiry ON entries (expires_at) WHERE expires_at IS NOT NULL;
@@ -90,15 +89,10 @@ CREATE TRIGGER IF NOT EXISTS entry_claimed AFTER UPDATE OF tenant ON entries BEG
     UPDATE tenants SET entries = entries + 1, bytes = bytes + new.bytes WHERE tenant = new.tenant;
 END;
 CREATE TRIGGER IF NOT EXISTS node_added AFTER INSERT ON nodes BEGIN
-    UPDATE counters SET value = value + 1 WHERE name = 'revision';
     UPDATE tenants SET names = names + 1 WHERE tenant =
         ifnull((SELECT tenant FROM namespaces WHERE namespace = new.namespace), '');
 END;
-CREATE TRIGGER IF NOT EXISTS node_changed AFTER UPDATE OF key, text_hash, token_ids ON nodes BEGIN
-    UPDATE counters SET value = value + 1 WHERE name = 'revision';
-END;
 CREATE TRIGGER IF NOT EXISTS node_removed AFTER DELETE ON nodes BEGIN
-    UPDATE counters SET value = value + 1 WHERE name = 'revision';
     UPDATE tenants SET names = names - 1 WHERE tenant =
         ifnull((SELECT tenant FROM namespaces WHERE namespace = old.namespace), '');
 END;

@@ -19,7 +19,7 @@ from cacheblend_rag.store.base import KVReader, OpenProbe
 from cacheblend_rag.store.chunkfile import ChunkFile, EncodedChunk, encode_chunk
 from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.database import Database
-from cacheblend_rag.store.folder import StoreFolder, existing_folder, valid_key
+from cacheblend_rag.store.folder import Part, StoreFolder, existing_folder, valid_key
 from cacheblend_rag.store.index import Dropped, Entry, Index
 from cacheblend_rag.store.locks import ForkSafeLock
 
@@ -38,9 +38,9 @@ _CLOCK_SAVED_S = 60.0
 class DiskTier:
     """Chunk KV in a folder, at most so many bytes of it, least recently used dropped first.
 
-    A file is written under a temporary name, synced, renamed, and only then given its entry; its name is never used again. A
-    file that is dropped loses its entry first. In between, the index holds it as pending, and whoever opens the store next
-    finishes what a killed process had begun. `codec` packs what is written; files are read whatever their codec.
+    A file is written and synced outside its place, given its entry, and then brought to its place; its name is never used again.
+    A file that is dropped loses its entry first, and in the same transaction is noted as one to be removed. Whoever opens the
+    store next finishes what a killed process had begun. `codec` packs what is written; files are read whatever their codec.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class DiskTier:
         self._discarded: set[str] = set()
         if self.read_only:
             self.database = Database(self.folder.index_path, read_only=True)
-            self.index = Index(self.database, self.folder.writers.own)
+            self.index = Index(self.database)
         else:
             with self.folder.opening():
                 self.database = self.deleting(lambda: Database(self.folder.index_path))
-                self.index = Index(self.database, self.folder.writers.own)
+                self.index = Index(self.database)
                 self._recover()
         self.clock.load(self.database)
 
@@ -114,6 +114,9 @@ class DiskTier:
         if held is not None and key not in self._discarded and held.is_live(now):
             flaw = self.flaw(key, held)
             if flaw is None:
+                if not self.read_only:
+                    # Whoever gave it its entry may not have come to that yet.
+                    self.folder.settle(held.file)
                 if wanted is None or self.database.transact(wanted):
                     self.index.prolong([key], expires_at)
                     self.touch(key)
@@ -132,14 +135,18 @@ class DiskTier:
             self._clock_saved_at = time.monotonic()
             self.clock.save(self.database)
         name = self.folder.new_file_name(key)
-        self.index.expect(name)
         entry = Entry(name, encoded.nbytes, encoded.digest, tenant, now, expires_at)
+        part = self.folder.write(name, encoded.buffers)
         try:
-            self.folder.write(name, encoded.buffers)
             dropped = self.index.add(key, entry, held, self.limit_bytes, now, wanted)
-        except BaseException:
-            self._unlink([name], forgiving=True)
-            raise
+            if name not in dropped.files:
+                try:
+                    self.folder.settle(name)
+                except BaseException:
+                    self.discard(key)
+                    raise
+        finally:
+            part.remove()
         self._discarded.discard(key)
         self.evictions += len(dropped.keys)
         self._unlink(dropped.files)
@@ -172,16 +179,10 @@ class DiskTier:
         self.folder.keep_reserve()
 
     def is_orphan(self, path: Path) -> bool:
-        """Return whether a file belongs to no entry, and no living process is about to give it one."""
-        # A file is pending until it has an entry and again when it has lost it. Looking for the entry between two looks at what
-        # is pending therefore finds whatever a living process is about to do with it.
-        for _ in range(2):
-            writer = self.index.pending_writer(path.name)
-            if writer is not None and self.folder.writers.is_alive(writer):
-                return False
-            if self.index.has_file(path.name, path.name.partition(".")[0]):
-                return False
-        return path.exists()
+        """Return whether a file belongs to no entry, and nobody is about to remove it."""
+        # In this order: a file has its entry before it is in its place, and is noted as one to be removed until it is gone.
+        is_known = self.index.has_file(path.name, path.name.partition(".")[0]) or self.index.is_removed(path.name)
+        return not is_known and path.exists()
 
     def touch(self, key: str) -> None:
         """Mark `key` as used now."""
@@ -223,14 +224,14 @@ class DiskTier:
             except StoreError as error:
                 _log.debug("the store's time was not written: %s", error)
         self.database.close()
-        self.folder.writers.close()
 
     def _verified(self, key: str, entry: Entry) -> ChunkFile:
         try:
-            path = self.folder.file_path(entry.file)
+            file = self.folder.open(entry.file, lambda path: ChunkFile.open(path, key))
+        except ChunkReadError:
+            raise
         except StoreError as error:
             raise ChunkReadError(key, str(error)) from error
-        file = ChunkFile.open(path, key)
         if file.digest != entry.digest:
             raise ChunkReadError(key, f"file {entry.file} is not the one that was written")
         return file
@@ -269,13 +270,13 @@ class DiskTier:
 
     def _recover(self) -> None:
         """Finish what killed processes had begun; nobody else opens the store meanwhile."""
-        for path in self.folder.writers.leftovers():
-            path.unlink(missing_ok=True)
-        pending = self.index.pending()
-        dead = {writer for writer in {writer for _, writer in pending} if not self.folder.writers.is_alive(writer)}
-        files = [
-            name for name, writer in pending if writer in dead and not self.index.has_file(name, name.partition(".")[0])
-        ]
+        for path in self.folder.leftovers():
+            name = path.name.removesuffix(".part")
+            if self.folder.is_file_name(name) and self.index.has_file(name, name.partition(".")[0]):
+                self.folder.settle(name)
+            else:
+                path.unlink(missing_ok=True)
+        files = self.index.removals()
         if files:
             _log.info("removing %d files that a killed process left in %s", len(files), self.folder.path)
             self._unlink(files, forgiving=True)
@@ -297,21 +298,22 @@ def existing_store(
 def disk_probe(tier: DiskTier, chunks: Sequence[ChunkKV]) -> Iterator[OpenProbe]:
     """Read chunks as the disk tier does, from files that the system's page cache does not hold; see `TierProbe`."""
     key = "0" * 32
-    paths = []
+    parts: list[Part] = []
     try:
         for kv in chunks:
-            paths.append(tier.folder.write_part(encode_chunk(key, pack_kv(kv, tier.codec)).buffers))
+            buffers = encode_chunk(key, pack_kv(kv, tier.codec)).buffers
+            parts.append(tier.folder.write(tier.folder.new_file_name(key), buffers))
 
         def open_cold() -> list[KVReader]:
-            for path in paths:
-                forget_pages(path)
-            return [ChunkFile.open(path, key) for path in paths]
+            for part in parts:
+                forget_pages(part.path)
+            return [ChunkFile.open(part.path, key) for part in parts]
 
         yield open_cold
     finally:
-        for path in paths:
+        for part in parts:
             with suppress(OSError):
-                path.unlink()
+                part.remove()
 
 
 def forget_pages(path: str | Path) -> None:

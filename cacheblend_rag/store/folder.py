@@ -1,4 +1,4 @@
-"""The store's folder: its format mark, where things lie in it, and who is writing.
+"""The store's folder: its format mark, where things lie in it, and how a file comes into it.
 
 ::
 
@@ -6,7 +6,7 @@
     store.lock        held while a process opens the store
     index.sqlite      what the files hold, and the names (and its -wal and -shm)
     kv/ab/…           one file a chunk, in a folder named by the first two digits of its key
-    tmp/              files not yet complete, and one lock file for each living writer
+    tmp/              files not yet in their place, each locked by its writer
     profiles/         how fast models are on this machine and this disk (`cacheblend_rag.controller`)
     reserve           room on the disk, given up so that things can be deleted when it is full
 """
@@ -21,13 +21,15 @@ import re
 import secrets
 import shlex
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 from cacheblend_rag.errors import StoreError, StoreFormatError, StoreFullError, StoreReadOnlyError
-from cacheblend_rag.store.locks import ForkSafeLock
 
-__all__ = ["StoreFolder", "Writers", "existing_folder", "storing", "valid_key"]
+__all__ = ["StoreFolder", "Part", "existing_folder", "storing", "valid_key"]
+
+Result = TypeVar("Result")
 
 _FORMAT = "cacheblend-rag store"
 _VERSION = 2
@@ -78,7 +80,6 @@ class StoreFolder:
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
         parts = (path, path / "kv", path / "tmp", self.index_path)
         self.read_only = not all(os.access(part, os.W_OK) for part in parts if part.exists())
-        self.writers = Writers(path / "tmp", self.read_only)
         if self.read_only and not marked:
             raise StoreReadOnlyError(f"folder {path} holds no store and may not be written; choose a folder that may")
 
@@ -162,39 +163,54 @@ class StoreFolder:
                 self.index_path.with_name(self.index_path.name + ending).unlink(missing_ok=True)
             os.close(os.open(self.index_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
-    def write(self, name: str, buffers: list[memoryview]) -> None:
-        """Write the file `name` so that it is there completely, and durably, or not at all."""
-        final = self.file_path(name)
-        temporary = self.write_part(buffers)
+    def write(self, name: str, buffers: list[memoryview]) -> Part:
+        """Write and sync the bytes of the file `name`, which comes to its place by `settle`."""
         with storing(self.path):
+            part = Part(self._part_path(name))
             try:
-                if not final.parent.is_dir():
-                    final.parent.mkdir(mode=0o700, exist_ok=True)
-                    _sync_folder(final.parent.parent)
-                temporary.rename(final)
-                _sync_folder(final.parent)
+                part.write(buffers)
             except BaseException:
-                temporary.unlink(missing_ok=True)
+                part.remove()
                 raise
+        return part
 
-    def write_part(self, buffers: list[memoryview]) -> Path:
-        """Write a temporary file of this process and sync it; if the process dies, the next opening of the store removes it."""
+    def settle(self, name: str) -> bool:
+        """Bring a written file to its place, durably; return False if it was removed meanwhile."""
+        final = self.file_path(name)
         with storing(self.path):
-            temporary = self.writers.new_part()
+            if not final.parent.is_dir():
+                final.parent.mkdir(mode=0o700, exist_ok=True)
+                _sync_folder(final.parent.parent)
             try:
-                with open(temporary, "xb", opener=_private) as file:
-                    file.writelines(buffers)
-                    file.flush()
-                    os.fsync(file.fileno())
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
-        return temporary
+                self._part_path(name).rename(final)
+            except FileNotFoundError:
+                return False
+            _sync_folder(final.parent)
+        return True
+
+    def open(self, name: str, open_path: Callable[[Path], Result]) -> Result:
+        """Return what `open_path` makes of the file `name`, in its place or not yet; FileNotFoundError if there is none."""
+        final = self.file_path(name)
+        for path in (final, self._part_path(name)):
+            with suppress(FileNotFoundError):
+                return open_path(path)
+        # It may have come to its place in between.
+        return open_path(final)
+
+    def leftovers(self) -> list[Path]:
+        """Return the files not in their place whose writer is dead."""
+        return [path for path in sorted((self.path / "tmp").iterdir()) if not _is_locked(path)]
 
     def unlink(self, name: str) -> None:
         """Remove the file `name`, if it is there."""
+        final = self.file_path(name)
         with storing(self.path):
-            self.file_path(name).unlink(missing_ok=True)
+            # In this order: its writer may bring it to its place in between.
+            self._part_path(name).unlink(missing_ok=True)
+            final.unlink(missing_ok=True)
+
+    def _part_path(self, name: str) -> Path:
+        return self.path / "tmp" / f"{name}.part"
 
     def _is_marked(self) -> bool:
         """Return whether the folder is a store of this version; False where one can be made."""
@@ -246,95 +262,52 @@ def existing_folder(location: str | Path) -> StoreFolder:
     return folder
 
 
-class Writers:
-    """The processes that write to a store folder, each under a name of its own.
+class Part:
+    """A new file that its writer holds locked, so that nobody takes it for what a dead process left.
 
-    A writer holds a lock file for as long as it lives; the system lets go of the lock when the process ends, however it ends. Its
-    temporary files, and what the index says it was about to do, carry its name.
+    The system lets go of the lock when the process ends, however it ends.
     """
 
-    def __init__(self, path: Path, read_only: bool) -> None:
-        self._path = path
-        self._read_only = read_only
-        self._lock = ForkSafeLock()
-        self._own = ""
-        self._fd = -1
-        self._pid = 0
-        self._parts = 0
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        while True:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            # Between the two calls another process may have taken it for a leftover and removed it.
+            if os.fstat(self._fd).st_nlink:
+                break
+            os.close(self._fd)
 
-    def own(self) -> str:
-        """Return the name under which this process writes."""
-        with self._lock:
-            return self._own_locked()
-
-    def new_part(self) -> Path:
-        """Return where to write a file that is not yet complete."""
-        with self._lock:
-            self._parts += 1
-            return self._path / f"{self._own_locked()}.{self._parts}.part"
-
-    def is_alive(self, writer: str) -> bool:
-        """Return whether the process that writes under this name still runs; if not, its lock file is removed."""
-        if writer == self._own and self._pid == os.getpid():
-            return True
-        path = self._lock_path(writer)
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return False
-        except PermissionError:
-            return True
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        else:
-            if not self._read_only:
-                path.unlink(missing_ok=True)
-            return False
-        finally:
-            os.close(fd)
-
-    def leftovers(self) -> list[Path]:
-        """Return the temporary files whose writer is dead."""
-        files = sorted(self._path.iterdir())
-        dead = {writer for writer in {file.name.partition(".")[0] for file in files} if not self.is_alive(writer)}
-        return [file for file in files if file.name.partition(".")[0] in dead and file.suffix != ".lock"]
+    def write(self, buffers: list[memoryview]) -> None:
+        """Write and sync all bytes."""
+        with open(self._fd, "wb", closefd=False) as file:
+            file.writelines(buffers)
+            file.flush()
+            os.fsync(self._fd)
 
     def close(self) -> None:
-        """Stop writing under this process's name."""
-        with self._lock:
-            if self._fd >= 0 and self._pid == os.getpid():
-                self._lock_path(self._own).unlink(missing_ok=True)
-                os.close(self._fd)
-            self._own, self._fd = "", -1
+        """Let go of the file."""
+        os.close(self._fd)
 
-    def __del__(self, close: Callable[[int], None] = os.close, pid: Callable[[], int] = os.getpid) -> None:
-        # Takes no lock, being a finalizer. The lock file left behind counts as a dead writer's from now on.
-        if self._fd >= 0 and self._pid == pid():
-            close(self._fd)
+    def remove(self) -> None:
+        """Remove the file, if it is not in its place."""
+        self.path.unlink(missing_ok=True)
+        self.close()
 
-    def _own_locked(self) -> str:
-        if self._own and self._pid == os.getpid():
-            return self._own
-        if self._fd >= 0:
-            # Inherited over a fork: the parent goes on writing under that name.
-            os.close(self._fd)
-            self._fd = -1
-        with storing(self._path.parent):
-            while True:
-                writer = secrets.token_hex(8)
-                fd = os.open(self._lock_path(writer), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-                fcntl.flock(fd, fcntl.LOCK_EX)
-                # Between the two calls another process may have taken it for a dead writer's and removed it.
-                if os.fstat(fd).st_nlink:
-                    break
-                os.close(fd)
-        self._own, self._fd, self._pid = writer, fd, os.getpid()
-        return writer
 
-    def _lock_path(self, writer: str) -> Path:
-        return self._path / f"{writer}.lock"
+def _is_locked(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, PermissionError):
+        # It has come to its place since, or is another user's.
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def _private(path: str, flags: int) -> int:

@@ -48,11 +48,10 @@ class Dropped:
 
 
 class Index:
-    """The entries in a database; each method is one transaction. `writer` names this process, which removes what it drops."""
+    """The entries in a database; each method is one transaction. What is dropped is to be removed by the caller."""
 
-    def __init__(self, database: Database, writer: Callable[[], str] = str) -> None:
+    def __init__(self, database: Database) -> None:
         self.database = database
-        self.writer = writer
 
     def entry(self, key: str) -> Entry | None:
         """Return the entry of `key`, expired or not, or None."""
@@ -92,12 +91,6 @@ class Index:
             entries, nbytes, names = connection.execute(query, (tenant,)).fetchone()
         return int(entries), int(nbytes), int(names)
 
-    def expect(self, file: str) -> None:
-        """Note that `file` is about to lie in the folder without an entry."""
-        writer = self.writer()
-        with self.database.write(durable=False) as connection:
-            connection.execute("INSERT OR REPLACE INTO pending VALUES (?, ?)", (file, writer))
-
     def add(
         self,
         key: str,
@@ -107,26 +100,26 @@ class Index:
         now: float = 0.0,
         wanted: Callable[[sqlite3.Connection], bool] | None = None,
     ) -> Dropped:
-        """Give `key` its entry, whose file was expected, and drop expired ones and the least recently used ones for room.
+        """Give `key` its entry, and drop expired ones and the least recently used ones for room.
 
         The damaged or expired entry that is `replaced` goes. If another process has been quicker, its entry stays, and this
         one's file is among the dropped; so it is if `wanted`, called in the transaction, returns False.
         """
-        dropped, writer = Dropped(), self.writer()
+        dropped = Dropped()
         with self.database.write() as connection:
             row = connection.execute("SELECT file FROM entries WHERE key = ?", (key,)).fetchone()
             is_quicker = row is not None and (replaced is None or row[0] != replaced.file)
             if (wanted is not None and not wanted(connection)) or is_quicker:
                 return Dropped(files=[entry.file])
             if row is not None:
-                drop_entries(connection, [key], writer, dropped)
+                drop_entries(connection, [key], dropped)
                 dropped.keys.clear()
             _insert(connection, key, entry)
             expired = "SELECT key FROM entries WHERE expires_at <= ? AND key != ? ORDER BY expires_at LIMIT ?"
             old = [row[0] for row in connection.execute(expired, (now, key, _EXPIRED_A_TIME))]
-            drop_entries(connection, old, writer, dropped)
+            drop_entries(connection, old, dropped)
             if limit_bytes is not None:
-                _make_room(connection, key, limit_bytes, writer, dropped)
+                _make_room(connection, key, limit_bytes, dropped)
             _forget_old_deletions(connection)
         return dropped
 
@@ -156,29 +149,25 @@ class Index:
 
     def drop(self, keys: Sequence[str], file: str | None = None) -> Dropped:
         """Drop entries; with `file` only if that is still the entry's file."""
-        query = "SELECT 1 FROM entries WHERE key = ? AND (?2 IS NULL OR file = ?2)"
-        return self._drop_chosen(
-            lambda connection: [key for key in keys if connection.execute(query, (key, file)).fetchone()]
-        )
+        query = "SELECT key FROM entries WHERE key = ?1 AND (?2 IS NULL OR file = ?2)"
+        return self._drop_chosen(query, [(key, file) for key in keys])
 
     def drop_expired(self, now: float, limit: int) -> Dropped:
         """Drop at most `limit` expired entries."""
         query = "SELECT key FROM entries WHERE expires_at <= ? ORDER BY expires_at LIMIT ?"
-        return self._drop_chosen(lambda connection: [row[0] for row in connection.execute(query, (now, limit))])
+        return self._drop_chosen(query, [(now, limit)])
 
     def drop_nameless(self, keys: Sequence[str], before: float) -> Dropped:
         """Drop those of `keys` that no name leads to and that were added before that time."""
         query = (
-            "SELECT 1 FROM entries WHERE key = ? AND added_at < ? AND NOT pinned "
+            "SELECT key FROM entries WHERE key = ? AND added_at < ? AND NOT pinned "
             "AND NOT EXISTS (SELECT 1 FROM nodes WHERE nodes.key = entries.key)"
         )
-        return self._drop_chosen(
-            lambda connection: [key for key in keys if connection.execute(query, (key, before)).fetchone()]
-        )
+        return self._drop_chosen(query, [(key, before) for key in keys])
 
     def clear(self, tenant: str | None = None) -> Dropped:
         """Drop all entries and all names, or those of one tenant."""
-        dropped, writer = Dropped(), self.writer()
+        dropped = Dropped()
         with self.database.write() as connection:
             keys = connection.execute("SELECT key FROM entries WHERE ?1 IS NULL OR tenant = ?1", (tenant,)).fetchall()
             query = (
@@ -189,7 +178,7 @@ class Index:
             connection.executemany("DELETE FROM nodes WHERE seq = ?", ((seq,) for seq, _ in nodes))
             # KV may be in RAM alone or in a remote tier, without an entry.
             dropped.keys += dict.fromkeys(key for _, key in nodes)
-            drop_entries(connection, [key for (key,) in keys], writer, dropped)
+            drop_entries(connection, [key for (key,) in keys], dropped)
             _forget_old_deletions(connection)
         return dropped
 
@@ -201,16 +190,15 @@ class Index:
                 "UPDATE entries SET last_used = ? WHERE key = ?", ((clock + 1 + n, key) for n, key in enumerate(keys))
             )
 
-    def pending(self) -> list[tuple[str, str]]:
-        """Return the files that may lie in the folder without an entry, and who is to remove them."""
+    def removals(self) -> list[str]:
+        """Return the files that have lost their entry and may still be there."""
         with self.database.read() as connection:
-            return connection.execute("SELECT file, writer FROM pending").fetchall()
+            return [row[0] for row in connection.execute("SELECT file FROM removals")]
 
-    def pending_writer(self, file: str) -> str | None:
-        """Return who is to give `file` an entry, or to remove it, or None if nobody is."""
+    def is_removed(self, file: str) -> bool:
+        """Return whether `file` has lost its entry and may still be there."""
         with self.database.read() as connection:
-            row = connection.execute("SELECT writer FROM pending WHERE file = ?", (file,)).fetchone()
-        return None if row is None else str(row[0])
+            return connection.execute("SELECT 1 FROM removals WHERE file = ?", (file,)).fetchone() is not None
 
     def has_file(self, file: str, key: str) -> bool:
         """Return whether `file` is the one of the entry of `key`."""
@@ -220,7 +208,7 @@ class Index:
     def settle(self, files: Iterable[str]) -> None:
         """Note that these files are gone."""
         with self.database.write(durable=False) as connection:
-            connection.executemany("DELETE FROM pending WHERE file = ?", ((file,) for file in files))
+            connection.executemany("DELETE FROM removals WHERE file = ?", ((file,) for file in files))
 
     def deletions(self) -> int:
         """Return a number that grows whenever an entry is dropped, by whatever process."""
@@ -235,10 +223,12 @@ class Index:
                 return None
             return [row[0] for row in connection.execute("SELECT key FROM deletions WHERE seq > ?", (seen,))]
 
-    def _drop_chosen(self, choose: Callable[[sqlite3.Connection], list[str]]) -> Dropped:
-        dropped, writer = Dropped(), self.writer()
+    def _drop_chosen(self, query: str, values: Sequence[Sequence[Any]]) -> Dropped:
+        """Drop the entries whose keys a query yields with any of these values."""
+        dropped = Dropped()
         with self.database.write() as connection:
-            drop_entries(connection, choose(connection), writer, dropped)
+            keys = [row[0] for each in values for row in connection.execute(query, each).fetchall()]
+            drop_entries(connection, keys, dropped)
             _forget_old_deletions(connection)
         return dropped
 
@@ -257,12 +247,12 @@ def counter(connection: sqlite3.Connection, name: str) -> int:
     return 0 if row is None else int(row[0])
 
 
-def drop_entries(connection: sqlite3.Connection, keys: Iterable[str], writer: str, dropped: Dropped) -> None:
-    """Drop entries, and add them to `dropped`; `writer` is to remove their files."""
+def drop_entries(connection: sqlite3.Connection, keys: Iterable[str], dropped: Dropped) -> None:
+    """Drop entries, and add them to `dropped`."""
     for key in keys:
         row = connection.execute("SELECT file FROM entries WHERE key = ?", (key,)).fetchone()
         if row is not None:
-            connection.execute("INSERT OR REPLACE INTO pending VALUES (?, ?)", (row[0], writer))
+            connection.execute("INSERT OR REPLACE INTO removals VALUES (?)", (row[0],))
             connection.execute("DELETE FROM entries WHERE key = ?", (key,))
             dropped.keys.append(key)
             dropped.files.append(row[0])
@@ -285,10 +275,9 @@ def _insert(connection: sqlite3.Connection, key: str, entry: Entry) -> None:
         "VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, EXISTS (SELECT 1 FROM nodes WHERE nodes.key = ?1 AND nodes.pinned))",
         (key, entry.file, entry.nbytes, entry.digest, used, entry.tenant, entry.added_at, entry.expires_at),
     )
-    connection.execute("DELETE FROM pending WHERE file = ?", (entry.file,))
 
 
-def _make_room(connection: sqlite3.Connection, key: str, limit_bytes: int, writer: str, dropped: Dropped) -> None:
+def _make_room(connection: sqlite3.Connection, key: str, limit_bytes: int, dropped: Dropped) -> None:
     """Drop the least recently used entries, but none that is pinned nor `key`, until all together have at most `limit_bytes`."""
     over = counter(connection, "entry_bytes") - limit_bytes
     victims = []
@@ -303,7 +292,7 @@ def _make_room(connection: sqlite3.Connection, key: str, limit_bytes: int, write
             f"pinned KV takes {counter(connection, 'pinned_bytes')} bytes of the store's budget of {limit_bytes} (disk_bytes), "
             f"and {over} bytes are wanting; unpin some, or raise the budget"
         )
-    drop_entries(connection, victims, writer, dropped)
+    drop_entries(connection, victims, dropped)
 
 
 def _forget_old_deletions(connection: sqlite3.Connection) -> None:

@@ -34,7 +34,6 @@ class Names:
 
     def __init__(self, index: Index, now: Callable[[], float], waiting: WriteBack | None = None) -> None:
         self._database = index.database
-        self._writer = index.writer
         self._now = now
         self._waiting = waiting
 
@@ -60,8 +59,8 @@ class Names:
     def revision(self) -> int:
         """Return a number that every change to a name raises, by whatever process; equal numbers mean that no name changed."""
         with self._database.read() as connection:
-            revision = counter(connection, "revision")
-        return revision + (0 if self._waiting is None else self._waiting.changes)
+            (revision,) = connection.execute("SELECT ifnull(max(seq), 0) FROM changes").fetchone()
+        return int(revision) + (0 if self._waiting is None else self._waiting.changes)
 
     def changes(self, namespace: str, since: int | None = None) -> NameChanges:
         """Return the names that changed since an earlier call, or all of them.
@@ -112,7 +111,6 @@ class Names:
         if not records:
             return Dropped()
         ids = {record.id for record in records}
-        writer = self._writer()
         with self._drafting(namespace, self._database.write) as (connection, drafts):
             replaced = _keys_of(connection, namespace, [record.id for record in records])
             drafts.put(records, rules or ReadingRules(), expires_at)
@@ -128,7 +126,7 @@ class Names:
             )
             replaced += drafts.save(targets, ids)
             named = [row[2] for row in rows] + [target.record.key for target in targets.values()]
-            return drop_nameless(connection, replaced, writer, named)
+            return drop_nameless(connection, replaced, named)
 
     def remove(self, namespace: str, ids: Sequence[str]) -> tuple[set[str], Dropped]:
         """Remove names, and entries that lose their last name; return which names there were.
@@ -136,7 +134,6 @@ class Names:
         What stands behind them in their documents is read without them: it has other keys from now on.
         """
         query = "SELECT 1 FROM nodes WHERE namespace = ? AND id = ?"
-        writer = self._writer()
         with self._drafting(namespace, self._database.write) as (connection, drafts):
             found = {node for node in set(ids) if connection.execute(query, (namespace, node)).fetchone()}
             keys = _keys_of(connection, namespace, sorted(found))
@@ -146,7 +143,7 @@ class Names:
             )
             targets = drafts.targets()
             keys += drafts.save(targets)
-            return found, drop_nameless(connection, keys, writer, [target.record.key for target in targets.values()])
+            return found, drop_nameless(connection, keys, [target.record.key for target in targets.values()])
 
     def rehearse(
         self,
@@ -273,7 +270,6 @@ class Names:
         was encoded behind.
         """
         ids = [piece.record.id for piece in pieces]
-        writer = self._writer()
         with self._drafting(namespace, self._database.write) as (connection, drafts):
             found = _look_up(connection, namespace, ids)
             new = [piece for piece, row in zip(pieces, found, strict=True) if row is None]
@@ -292,14 +288,13 @@ class Names:
                 "AND (SELECT count(*) FROM nodes WHERE nodes.key = entries.key) = 1",
                 [(drafts.now + life, key) for life, key in lives if life is not None],
             )
-            dropped = drop_nameless(connection, [*keys, *(piece.record.key for piece in pieces)], writer)
+            dropped = drop_nameless(connection, [*keys, *(piece.record.key for piece in pieces)])
         return _records(namespace, ids, found), dropped
 
     def release(self, keys: Sequence[str]) -> Dropped:
         """Drop the entries under those of the keys that no name maps to."""
-        writer = self._writer()
         with self._database.write() as connection:
-            return drop_nameless(connection, keys, writer)
+            return drop_nameless(connection, keys)
 
     @contextmanager
     def _drafting(self, namespace: str, transaction: Any = None) -> Iterator[tuple[sqlite3.Connection, Drafts]]:
@@ -341,14 +336,12 @@ def name_computed(chunk: Computed, connection: sqlite3.Connection) -> bool:
     return chunk.key in keys.values()
 
 
-def drop_nameless(
-    connection: sqlite3.Connection, keys: Iterable[str], writer: str, named: Iterable[str] = ()
-) -> Dropped:
+def drop_nameless(connection: sqlite3.Connection, keys: Iterable[str], named: Iterable[str] = ()) -> Dropped:
     """Drop the KV under those of the keys that no name leads to; of those that are `named` anew, say which are pinned."""
     dropped = Dropped()
     query = "SELECT 1 FROM nodes WHERE key = ? LIMIT 1"
     nameless = [key for key in dict.fromkeys(keys) if connection.execute(query, (key,)).fetchone() is None]
-    drop_entries(connection, nameless, writer, dropped)
+    drop_entries(connection, nameless, dropped)
     # KV may be in RAM alone, without an entry.
     dropped.keys = nameless
     dropped.pinned = _pinned(connection, named)

@@ -147,7 +147,7 @@ def _export(
     listed = []
     for key, entry in entries:
         try:
-            data = tier.folder.file_path(entry.file).read_bytes()
+            data = tier.folder.open(entry.file, Path.read_bytes)
         except FileNotFoundError:
             # Dropped by another process just now.
             continue

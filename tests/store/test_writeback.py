@@ -15,7 +15,7 @@ from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import StoreError, StoreFullError
 from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import KVStore, check_store, open_store
-from cacheblend_rag.store.folder import StoreFolder
+from cacheblend_rag.store.folder import Part, StoreFolder
 from tests.families import tiny_model, tiny_tokenizer, words
 from tests.store import workers
 from tests.store.kit import files_of, key_of, make_kv, read, record, run, same
@@ -29,9 +29,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     opened = threading.Event()
     write = StoreFolder.write
 
-    def wait_and_write(self: StoreFolder, name: str, buffers: list[memoryview]) -> None:
+    def wait_and_write(self: StoreFolder, name: str, buffers: list[memoryview]) -> Part:
         assert opened.wait(30)
-        write(self, name, buffers)
+        return write(self, name, buffers)
 
     monkeypatch.setattr(StoreFolder, "write", wait_and_write)
     yield opened
