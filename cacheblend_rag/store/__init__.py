@@ -14,12 +14,11 @@ from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.collect import GarbageReport, collect_garbage, pin_chunks
 from cacheblend_rag.store.device import DeviceTier
 from cacheblend_rag.store.disk import DiskTier
-from cacheblend_rag.store.folderstore import FolderStore
 from cacheblend_rag.store.kvstore import KVStore
-from cacheblend_rag.store.memory import MemoryStore
 from cacheblend_rag.store.ram import RamTier
 from cacheblend_rag.store.remote import RemoteTier, open_remote
 from cacheblend_rag.store.remote.offsite import Offsite
+from cacheblend_rag.store.stores import FolderStore, MemoryStore
 from cacheblend_rag.store.transfer import ExportReport, ImportReport, export_store, import_store
 
 __all__ = [

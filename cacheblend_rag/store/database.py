@@ -27,10 +27,11 @@ _READ_CACHE_BYTES = 16 * 1024**2
 _VERSION = 3
 
 # entries: the chunks whose KV is on disk. removals: files that have lost their entry and are to be removed. deletions: the keys
-# that lost their entry lately, for other processes' RAM. nodes: the names. changes: the numbers of those that changed lately; no
-# ids, so that none outlives its name. namespaces: whose they are, where they are a tenant's. tenants: what each has, counted by
-# triggers so that nobody has to count a million rows. documents: how those that chunks are pieces of are read. members: the pieces,
-# by the numbers of their names. moment: the store's time and the wall clock's when it was last written down.
+# that lost their entry lately, for other processes' RAM.
+# nodes: the names. changes: the numbers of those that changed lately; no ids, so that none outlives its name. namespaces: whose
+# they are, where they are a tenant's. tenants: what each has, counted by triggers so that nobody has to count a million rows.
+# documents: how those that chunks are pieces of are read. members: the pieces, by the numbers of their names.
+# moment: the store's time and the wall clock's when it was last written down.
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
     key TEXT PRIMARY KEY, file TEXT NOT NULL, bytes INTEGER NOT NULL, digest BLOB NOT NULL, last_used INTEGER NOT NULL,

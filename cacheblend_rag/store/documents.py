@@ -149,20 +149,17 @@ class Drafts:
 
     def text(self, document: str) -> tuple[int, ...]:
         """Return the tokens of a whole document; what overlaps stands there once."""
-        self.load(document)
-        draft = self._drafts.get(document)
+        draft = self.load(document)
         return () if draft is None else whole_text(draft.members, draft.rules)
 
     def ids(self, document: str) -> list[str]:
         """Return the ids of a document's chunks in reading order."""
-        self.load(document)
-        draft = self._drafts.get(document)
+        draft = self.load(document)
         return [] if draft is None else [member.id for member in draft.members]
 
     def rules(self, document: str) -> ReadingRules | None:
         """Return how a document is read, None where there is no such document."""
-        self.load(document)
-        draft = self._drafts.get(document)
+        draft = self.load(document)
         return None if draft is None or not draft.pieces else draft.rules
 
     def pieces(self, document: str) -> tuple[ReadingRules, list[NamedPiece]]:
@@ -237,13 +234,13 @@ class Drafts:
                 self.load(name)
         return self._of[id]
 
-    def load(self, document: str) -> None:
-        """Have a document among those that `targets` gives."""
+    def load(self, document: str) -> _Draft | None:
+        """Have a document among those that `targets` gives; return it, or None where there is no such document."""
         if document in self._drafts:
-            return
+            return self._drafts[document]
         found = _read_document(self._connection, self._namespace, document)
         if found is None:
-            return
+            return None
         number, rules = found
         self._drafts[document] = draft = _Draft(document, rules or ReadingRules())
         if rules is None:
@@ -255,6 +252,7 @@ class Drafts:
             else:
                 draft.pieces[id] = piece
                 self._of[id] = document
+        return draft
 
 
 def document_of(connection: sqlite3.Connection, namespace: str, id: str) -> str | None:

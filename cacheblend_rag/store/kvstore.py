@@ -16,11 +16,10 @@ from cacheblend_rag.reading import ReadingRules
 from cacheblend_rag.store.base import KVReader, NodeRecord, StoreStats, TierProbe
 from cacheblend_rag.store.chunkfile import ChunkFile
 from cacheblend_rag.store.clock import StoreClock
-from cacheblend_rag.store.device import DeviceTier, ResidentKV, device_probe
+from cacheblend_rag.store.device import DeviceTier, PromotingReader, ResidentKV, device_probe
 from cacheblend_rag.store.folder import valid_key
 from cacheblend_rag.store.index import Dropped, Index
 from cacheblend_rag.store.names import Names
-from cacheblend_rag.store.promote import PromotingReader
 from cacheblend_rag.store.ram import RamReader, RamTier, ram_probe
 from cacheblend_rag.store.remote.offsite import Offsite
 from cacheblend_rag.store.waiting import Computed, WriteBack

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from logging import getLogger
 from typing import Any
@@ -20,10 +20,6 @@ from cacheblend_rag.store.waiting import Computed, WriteBack
 __all__ = ["Names", "check_known", "drop_nameless", "name_computed"]
 
 _log = getLogger(__name__)
-
-_INSERT = (
-    "INSERT INTO nodes (namespace, id, key, text_hash, token_ids, separator, checksum) VALUES (?, ?, ?, ?, ?, ?, ?)"
-)
 
 
 class Names:
@@ -115,18 +111,9 @@ class Names:
             replaced = _keys_of(connection, namespace, [record.id for record in records])
             drafts.put(records, rules or ReadingRules(), expires_at)
             targets = drafts.targets()
-            rows = [
-                _row(namespace, record if record.place is None else targets[record.id].record) for record in records
-            ]
-            _own(connection, namespace, tenant, [row[2] for row in rows])
-            connection.executemany(
-                f"{_INSERT} ON CONFLICT (namespace, id) DO UPDATE SET key = excluded.key, text_hash = excluded.text_hash, "
-                "token_ids = excluded.token_ids, separator = excluded.separator, checksum = excluded.checksum",
-                rows,
-            )
+            keys = _write(connection, namespace, tenant, records, targets)
             replaced += drafts.save(targets, ids)
-            named = [row[2] for row in rows] + [target.record.key for target in targets.values()]
-            return drop_nameless(connection, replaced, named)
+            return drop_nameless(connection, replaced, [*keys, *(target.record.key for target in targets.values())])
 
     def remove(self, namespace: str, ids: Sequence[str]) -> tuple[set[str], Dropped]:
         """Remove names, and entries that lose their last name; return which names there were.
@@ -277,11 +264,9 @@ class Names:
                 known_rules = drafts.rules(record.place.document) if record.place else None
                 drafts.put([record], known_rules or rules, expires_at)
             targets = drafts.targets()
-            rows = [_row(namespace, record if record.place is None else targets[record.id].record) for record, _ in new]
             if new:
-                _own(connection, namespace, tenant, [row[2] for row in rows])
-            connection.executemany(_INSERT, rows)
-            keys = drafts.save(targets, {piece.record.id for piece in new})
+                _write(connection, namespace, tenant, [record for record, _ in new], targets)
+            keys = drafts.save(targets, {record.id for record, _ in new})
             lives = [(target.lives_s, target.record.key) for target in targets.values()]
             connection.executemany(
                 "UPDATE entries SET expires_at = ?1 WHERE key = ?2 AND ifnull(expires_at > ?1, 1) "
@@ -330,8 +315,7 @@ def name_computed(chunk: Computed, connection: sqlite3.Connection) -> bool:
     keys = dict(_known_keys(connection, chunk.namespace, [*chunk.known, *(record.id for record in chunk.records)]))
     for record in chunk.records:
         if record.id not in keys:
-            _own(connection, chunk.namespace, chunk.tenant, [record.key])
-            connection.execute(_INSERT, _row(chunk.namespace, record))
+            _write(connection, chunk.namespace, chunk.tenant, [record], {})
             keys[record.id] = chunk.key
     return chunk.key in keys.values()
 
@@ -348,10 +332,29 @@ def drop_nameless(connection: sqlite3.Connection, keys: Iterable[str], named: It
     return dropped
 
 
-def _row(namespace: str, record: NodeRecord) -> tuple[str, str, str, str, bytes, bytes, int]:
-    tokens = pack_tokens(record.token_ids)
-    checksum = record_checksum(namespace, record, tokens)
-    return namespace, record.id, record.key, record.text_hash, tokens, pack_tokens(record.separator), checksum
+def _write(
+    connection: sqlite3.Connection,
+    namespace: str,
+    tenant: str,
+    records: Iterable[NodeRecord],
+    targets: Mapping[str, NamedTarget],
+) -> list[str]:
+    """Write records, those of documents as they are among the `targets`; return their keys."""
+    rows = []
+    for given in records:
+        record = given if given.place is None else targets[given.id].record
+        tokens, separator = pack_tokens(record.token_ids), pack_tokens(record.separator)
+        checksum = record_checksum(namespace, record, tokens)
+        rows.append((namespace, record.id, record.key, record.text_hash, tokens, separator, checksum))
+    keys = [row[2] for row in rows]
+    _own(connection, namespace, tenant, keys)
+    connection.executemany(
+        "INSERT INTO nodes (namespace, id, key, text_hash, token_ids, separator, checksum) VALUES (?, ?, ?, ?, ?, ?, ?) "
+        "ON CONFLICT (namespace, id) DO UPDATE SET key = excluded.key, text_hash = excluded.text_hash, "
+        "token_ids = excluded.token_ids, separator = excluded.separator, checksum = excluded.checksum",
+        rows,
+    )
+    return keys
 
 
 def _own(connection: sqlite3.Connection, namespace: str, tenant: str, keys: Iterable[str]) -> None:

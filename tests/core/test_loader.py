@@ -25,8 +25,7 @@ from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import Decoder, inspect_model
 from cacheblend_rag.rope import shift_layer
 from cacheblend_rag.store import KVReader, KVStore, open_store
-from cacheblend_rag.store.device import DeviceReader, DeviceTier, ResidentKV
-from cacheblend_rag.store.promote import PromotingReader
+from cacheblend_rag.store.device import DeviceReader, DeviceTier, PromotingReader, ResidentKV
 from cacheblend_rag.store.ram import RamReader
 from tests.families import tiny_model, tiny_tokenizer, words
 from tests.store.kit import read, same

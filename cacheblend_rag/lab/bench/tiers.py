@@ -23,8 +23,8 @@ from cacheblend_rag.store import KVReader, StoreClock
 from cacheblend_rag.store.base import TierProbe
 from cacheblend_rag.store.device import DeviceTier
 from cacheblend_rag.store.disk import forget_pages
-from cacheblend_rag.store.memory import MemoryStore
 from cacheblend_rag.store.ram import RamTier, ram_probe
+from cacheblend_rag.store.stores import MemoryStore
 
 __all__ = ["ColdFolder", "SlowStore", "cached_share", "drop_cached", "stored_files", "temporary_folder"]
 
