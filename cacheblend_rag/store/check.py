@@ -101,7 +101,7 @@ def check_store(location: str | Path, repair: bool = False) -> CheckReport:
     StoreReadOnlyError
         If it is to be repaired and may not be written.
     StoreError
-        If the folder is no store.
+        If the folder is not a store.
     """
     folder = existing_folder(location)
     report = CheckReport()

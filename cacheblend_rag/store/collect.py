@@ -71,7 +71,7 @@ def collect_garbage(
     StoreReadOnlyError
         If it may not be written.
     StoreError
-        If it is no store.
+        If it is not a store.
     """
     report = GarbageReport()
     # Opening removes what killed processes left.
@@ -108,7 +108,7 @@ def pin_chunks(location: str | Path, ids: Sequence[str], *, pinned: bool = True,
     pinned : bool
         Whether their KV is to be kept, or may be evicted again.
     tenant : str, optional
-        Only what is this tenant's; "" is for what is no tenant's.
+        Only what is this tenant's; "" is for what has no tenant.
 
     Returns
     -------
@@ -122,7 +122,7 @@ def pin_chunks(location: str | Path, ids: Sequence[str], *, pinned: bool = True,
     StoreReadOnlyError
         If the folder may not be written.
     StoreError
-        If the folder is no store.
+        If the folder is not a store.
     """
     with existing_store(location) as tier:
         names = Names(tier.index, tier.clock.now)

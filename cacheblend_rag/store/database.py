@@ -317,7 +317,7 @@ def _translated(path: Path | None) -> Iterator[None]:
         raise StoreError(f"{error.object[:80]!r} is not valid Unicode and cannot be stored as a name") from error
     except (sqlite3.Error, UnicodeDecodeError) as error:
         where = "in memory" if path is None else str(path)
-        # SQLite quotes a damaged schema in its message, which then is no text.
+        # SQLite quotes a damaged schema in its message, which then is not text.
         text = "malformed schema" if isinstance(error, UnicodeDecodeError) else str(error)
         if "disk is full" in text or (path is not None and "disk I/O" in text and _is_full(path)):
             raise StoreFullError(

@@ -286,7 +286,7 @@ class DiskTier:
 def existing_store(
     location: str | Path, *, read_only: bool = False, clock: StoreClock | None = None
 ) -> Iterator[DiskTier]:
-    """Open the folder of a store that is there, to look after it; StoreError if it is none."""
+    """Open the folder of a store that is there, to look after it; StoreError if it is not a store."""
     tier = DiskTier(existing_folder(location).path, clock=clock, read_only=read_only)
     try:
         yield tier

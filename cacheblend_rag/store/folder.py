@@ -46,7 +46,7 @@ _FILE = re.compile(r"[0-9a-f]{8,128}\.[0-9a-f]{16}\.safetensors")
 def valid_key(key: str) -> str:
     """Return `key` if it is 8 to 128 lower-case hexadecimal digits; StoreError otherwise."""
     if not _KEY.fullmatch(key):
-        raise StoreError(f"{key[:140]!r} is no store key; a key is 8 to 128 lower-case hexadecimal digits")
+        raise StoreError(f"{key[:140]!r} is not a store key: a key is 8 to 128 lower-case hexadecimal digits")
     return key
 
 
@@ -81,7 +81,7 @@ class StoreFolder:
         parts = (path, path / "kv", path / "tmp", self.index_path)
         self.read_only = not all(os.access(part, os.W_OK) for part in parts if part.exists())
         if self.read_only and not marked:
-            raise StoreReadOnlyError(f"folder {path} holds no store and may not be written; choose a folder that may")
+            raise StoreReadOnlyError(f"folder {path} is not a store and may not be written; choose a folder that may")
 
     @contextmanager
     def opening(self) -> Iterator[None]:
@@ -135,10 +135,10 @@ class StoreFolder:
         return f"{valid_key(key)}.{secrets.token_hex(8)}.safetensors"
 
     def file_path(self, name: str) -> Path:
-        """Return where the file `name` lies; StoreError if it is no file name of this store."""
+        """Return where the file `name` lies; StoreError if it is not a file name of this store."""
         if not _FILE.fullmatch(name):
             raise StoreError(
-                f"{name[:200]!r} is no file name of a store: the index of {self.path} is damaged; "
+                f"{name[:200]!r} is not a file name of a store: the index of {self.path} is damaged; "
                 f"mend it with `cacheblend-rag store check --repair --store {shlex.quote(str(self.path))}`"
             )
         return self.path / "kv" / name[:2] / name
@@ -247,12 +247,12 @@ class StoreFolder:
         if foreign:
             shown = ", ".join(foreign[:3]) + (", …" if len(foreign) > 3 else "")
             raise StoreError(
-                f"folder {self.path} is no store and holds other files ({shown}); give an empty or a new folder"
+                f"folder {self.path} is not a store and holds other files ({shown}); give an empty or a new folder"
             )
 
 
 def existing_folder(location: str | Path) -> StoreFolder:
-    """Return the folder of a store that is there; StoreError if it is none."""
+    """Return the folder of a store that is there; StoreError if it is not a store."""
     path = Path(location).expanduser()
     if not path.exists():
         raise StoreError(f"there is no folder {path}; name the folder of a store")

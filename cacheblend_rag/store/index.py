@@ -76,7 +76,7 @@ class Index:
             return counter(connection, "pinned_bytes")
 
     def tenants(self) -> list[str]:
-        """Return the tenants that have entries or names; "" stands for what is nobody's in particular."""
+        """Return the tenants that have entries or names; "" stands for what has no tenant."""
         with self.database.read() as connection:
             query = "SELECT tenant FROM tenants WHERE entries OR names ORDER BY tenant"
             return [row[0] for row in connection.execute(query)]

@@ -277,7 +277,7 @@ class KVStore(ABC):
         self._unpin_copies()
 
     def clear(self, tenant: str | None = None) -> None:
-        """Drop all KV and all names, or those of one tenant; "" is for what is no tenant's."""
+        """Drop all KV and all names, or those of one tenant; "" is for what has no tenant."""
         self._waiting.drop(tenant=tenant)
         dropped = self._deleting(lambda: self._index.clear(tenant))
         if tenant is None:
@@ -288,7 +288,7 @@ class KVStore(ABC):
         self._drop(dropped)
 
     def tenants(self) -> list[str]:
-        """Return the tenants that have KV or names; "" stands for what is no tenant's."""
+        """Return the tenants that have KV or names; "" stands for what has no tenant."""
         return self._index.tenants()
 
     def stats(self, tenant: str | None = None) -> StoreStats:
@@ -350,7 +350,7 @@ class KVStore(ABC):
         return cached is not None and not cached.hidden
 
     def _discard(self, key: str) -> None:  # noqa: B027 - without a folder there are copies only
-        """Drop the KV under `key` where it is no copy."""
+        """Drop the KV under `key` where it is not a copy."""
 
     def _deleting(self, delete: Callable[[], Result]) -> Result:
         return delete()

@@ -95,7 +95,7 @@ def export_store(
     file : str or Path
         Where to write; a file that is there is replaced.
     tenant : str, optional
-        Only what is this tenant's; "" is for what is no tenant's.
+        Only what is this tenant's; "" is for what has no tenant.
     ids : collection of str, optional
         Only these names and their KV.
 
@@ -107,7 +107,7 @@ def export_store(
     Raises
     ------
     StoreError
-        If the folder is no store, or the file cannot be written.
+        If the folder is not a store, or the file cannot be written.
     """
     path = Path(file).expanduser()
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
@@ -240,7 +240,7 @@ def import_store(location: str | Path, file: str | Path) -> ImportReport:
     Raises
     ------
     StoreFormatError
-        If the file is no export, or one of a later version.
+        If the file is not an export, or one of a later version.
     StoreFullError
         If the disk has no room.
     StoreError
@@ -368,7 +368,7 @@ def _read_archive(path: Path, stream: IO[bytes]) -> Iterator[tuple[str, bytes]]:
         if is_ours:
             raise damaged(str(error)) from error
     if not is_ours:
-        raise StoreFormatError(f"file {path} is no export of a store; make one with `cacheblend-rag store export`")
+        raise StoreFormatError(f"file {path} is not an export of a store; make one with `cacheblend-rag store export`")
     if manifest is None:
         raise damaged("it ends before its manifest")
 
@@ -376,7 +376,7 @@ def _read_archive(path: Path, stream: IO[bytes]) -> Iterator[tuple[str, bytes]]:
 def _check_head(path: Path, data: bytes) -> None:
     head = json.loads(data)
     if not isinstance(head, dict) or head.get("format") != _FORMAT:
-        raise StoreFormatError(f"file {path} is no export of a store; make one with `cacheblend-rag store export`")
+        raise StoreFormatError(f"file {path} is not an export of a store; make one with `cacheblend-rag store export`")
     if head.get("version") != _VERSION:
         raise StoreFormatError(
             f"export file {path} is in format version {head.get('version')!r}, this cacheblend-rag reads version {_VERSION}; "

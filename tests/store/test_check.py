@@ -207,7 +207,7 @@ def test_the_error_of_a_damaged_index_says_how_it_is_mended(
     result = CliRunner().invoke(app, shlex.split(said[1]))
     assert result.exit_code == 0, result.output
     assert check_store(moved).is_clean
-    with pytest.raises(StoreError, match="is no file name") as error:
+    with pytest.raises(StoreError, match="is not a file name") as error:
         StoreFolder(moved).file_path("../x")
     assert f"--store '{moved}'" in str(error.value)
 

@@ -105,7 +105,7 @@ def test_damaged_mark(tmp_path: Path, text: str) -> None:
 def test_what_is_no_store(tmp_path: Path) -> None:
     (tmp_path / "letter.txt").write_text("dear")
     before = snapshot(tmp_path)
-    with pytest.raises(StoreError, match=r"is no store and holds other files \(letter.txt\)"):
+    with pytest.raises(StoreError, match=r"is not a store and holds other files \(letter.txt\)"):
         open_store(tmp_path, 0)
     for path in (tmp_path / "letter.txt", tmp_path / "letter.txt" / "store"):
         with pytest.raises(StoreError, match="needs a folder"):

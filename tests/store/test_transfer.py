@@ -155,11 +155,11 @@ def test_what_is_no_export(folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     for data in (b"", b"hello", gzip.compress((tmp_path / "f").read_bytes()), bytes(10_000)):
         other.write_bytes(data)
-        with pytest.raises(StoreFormatError, match="is no export of a store"):
+        with pytest.raises(StoreFormatError, match="is not an export of a store"):
             import_store(tmp_path / "t", other)
     with tarfile.open(other, "w") as tar:
         tar.add(folder / "store.json", "store.json")
-    with pytest.raises(StoreFormatError, match="is no export of a store"):
+    with pytest.raises(StoreFormatError, match="is not an export of a store"):
         import_store(tmp_path / "t", other)
     contents = members(tmp_path / "f")
     contents[0] = (contents[0][0], b'{"format": "cacheblend-rag export", "version": 3}')

@@ -201,7 +201,7 @@ def use_read_only(folder: Path, user: int | None) -> None:
     with pytest.raises(StoreReadOnlyError):
         store.put(key_of(1), make_kv(1))
     store.close()
-    with pytest.raises(StoreReadOnlyError, match="holds no store"):
+    with pytest.raises(StoreReadOnlyError, match="is not a store and may"):
         open_store(folder / "empty", 0)
 
 

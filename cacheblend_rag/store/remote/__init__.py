@@ -61,11 +61,11 @@ def open_remote(url: str, *, storage_options: Mapping[str, Any] | None = None, *
     hidden += [value for name, value in parse_qsl(parts.query) if _is_secret(name)]
     if parts.scheme in _REDIS:
         if storage_options:
-            raise ConfigError(f"storage_options are for fsspec filesystems; {location} is none")
+            raise ConfigError(f"storage_options are for fsspec filesystems; {location} is not one")
         unknown = sorted({name for name, _ in parse_qsl(parts.query, keep_blank_values=True)} - _REDIS_QUERY)
         if unknown:
             raise ConfigError(
-                f"{location}: a Redis URL takes no {', '.join(unknown)}; it takes {', '.join(sorted(_REDIS_QUERY))}"
+                f"{location}: unknown parameters {', '.join(unknown)}; a Redis URL takes {', '.join(sorted(_REDIS_QUERY))}"
             )
         try:
             from cacheblend_rag.store.remote.redis import RedisTier
@@ -75,7 +75,9 @@ def open_remote(url: str, *, storage_options: Mapping[str, Any] | None = None, *
         try:
             return RedisTier(address, location, hidden, made)
         except (ValueError, TypeError):
-            raise ConfigError(f"{location} is no Redis URL; one is redis://user:password@host:6379/0") from None
+            raise ConfigError(
+                f"{location} is not a Redis URL; give one like redis://user:password@host:6379/0"
+            ) from None
     options = dict(storage_options or {})
     hidden += list(_secrets_of(options))
     try:
@@ -118,7 +120,7 @@ def _split(url: str) -> SplitResult:
         or (is_redis and (not parts.netloc or "@" in url.partition(parts.netloc)[2]))
     ):
         raise ConfigError(
-            "the remote tier's address is no URL; give one like redis://host:6379/0 or s3://bucket/prefix, "
+            "the remote tier's address is not a URL; give one like redis://host:6379/0 or s3://bucket/prefix, "
             "with /, ?, #, @ and : in a password written as %2F, %3F, %23, %40 and %3A"
         )
     return parts

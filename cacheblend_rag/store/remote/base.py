@@ -59,7 +59,7 @@ class RemoteSettings:
             if field.name.endswith("_s") and not (field.name == "ttl_s" and value is None):
                 _check_seconds(field.name, value)
         if isinstance(self.part_bytes, bool) or not isinstance(self.part_bytes, int):
-            raise ConfigError(f"part_bytes={self.part_bytes!r} is no whole number of bytes")
+            raise ConfigError(f"part_bytes={self.part_bytes!r} must be a whole number of bytes")
         if not 1 <= self.part_bytes <= _MAX_PART_BYTES:
             raise ConfigError(f"part_bytes={self.part_bytes} must be from 1 to {_MAX_PART_BYTES}")
         if self.max_back_off_s < self.back_off_s:
@@ -129,7 +129,7 @@ def cut(buffers: Iterable[memoryview], part_bytes: int) -> Iterator[memoryview]:
 
 def _check_seconds(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f"{name}={value!r} is no number of seconds")
+        raise ConfigError(f"{name}={value!r} must be a number of seconds")
     # A millisecond is the least that Redis counts.
     if not math.isfinite(value) or not 0.001 <= value <= 10**10:
         raise ConfigError(f"{name}={value!r} must be from 0.001 to 10**10 seconds")
