@@ -26,13 +26,11 @@ API = ROOT / "docs" / "api.md"
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_api_page_shows_exactly_the_public_names(package: str) -> None:
-    shown = re.findall(rf"^::: {package}\.(?:\w+\.)*(\w+)$", API.read_text(encoding="utf-8"), re.MULTILINE)
+    page = API.read_text(encoding="utf-8")
+    shown = re.findall(rf"^::: {package}\.(?:\w+\.)*(\w+)$", page, re.MULTILINE)
     assert sorted(shown) == sorted(PUBLIC[package] - {"errors"})
-
-
-def test_every_public_name_has_its_line() -> None:
-    listed = re.findall(r"^\| \[`(\w+)`\].* \| .+ \|$", API.read_text(encoding="utf-8"), re.MULTILINE)
-    assert sorted(listed) == sorted(PUBLIC["cacheblend_rag"])
+    if package == "cacheblend_rag":
+        assert set(re.findall(r"^\| \[`(\w+)`\].* \| .+ \|$", page, re.MULTILINE)) == PUBLIC[package]
 
 
 def test_pages_and_examples_import_public_names_only() -> None:

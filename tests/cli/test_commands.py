@@ -3,56 +3,26 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
+
+from cacheblend_rag.cli import app
 
 from .conftest import Command
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "",
-        "demo",
-        "warm",
-        "ask",
-        "store",
-        "store stats",
-        "store check",
-        "store gc",
-        "store export",
-        "store import",
-        "store clear",
-        "pml",
-        "pml check",
-        "pml show",
-        "bench ttft",
-        "bench tpot",
-        "bench pml",
-        "bench load",
-        "bench prefetch",
-        "bench encode",
-        "bench codecs",
-        "bench auto",
-        "bench index",
-        "bench batch",
-        "bench find",
-        "profile",
-        "calibrate",
-        "models",
-        "eval reference",
-        "eval musique",
-        "eval 2wikimqa",
-        "eval samsum",
-        "eval multinews",
-        "eval longbench",
-        "eval ruler",
-        "eval needle",
-        "eval figures",
-        "eval draw",
-    ],
-)
+def commands(of: Any, *names: str) -> Iterator[str]:
+    """A command and all below it, by what is typed."""
+    yield " ".join(names)
+    for name, command in getattr(of, "commands", {}).items():
+        yield from commands(command, *names, name)
+
+
+@pytest.mark.parametrize("command", list(commands(get_command(app))))
 def test_every_command_explains_itself(run: Command, command: str) -> None:
     assert "Usage:" in run(*command.split(), "--help").output
 
