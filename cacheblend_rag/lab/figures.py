@@ -58,11 +58,6 @@ def save_figure(figure: Any, path: Path) -> Path:
     path : Path
         The file; its folder is made where it is missing.
 
-    Returns
-    -------
-    Path
-        The file.
-
     Raises
     ------
     ConfigError

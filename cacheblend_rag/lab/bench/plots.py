@@ -29,11 +29,6 @@ def plot_profile(profile: Profile, works: Mapping[str, Work], quality_ratio: flo
     folder : Path
         Where ``figure10.png`` is written.
 
-    Returns
-    -------
-    Path
-        The file.
-
     Raises
     ------
     ConfigError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable
 from dataclasses import fields
@@ -27,6 +26,7 @@ from cacheblend_rag.cli.store import kv_folder_of
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.extras import needs_extra
 from cacheblend_rag.lab.bench.settings import SETTINGS, BenchSetting, options_of
+from cacheblend_rag.lab.cli.options import command_of
 
 if TYPE_CHECKING:
     from cacheblend_rag.lab.bench.auto import AutoRun
@@ -44,29 +44,25 @@ def _command(name: str, setting: type[BenchSetting]) -> Callable[..., None]:
     """Return a bench's command: its setting's fields as options, and the JSON file."""
     options, hints = options_of(setting), get_type_hints(setting)
     defaults = {each.name: each.default for each in fields(setting)}
-    parameters = [Parameter("json_file", Parameter.KEYWORD_ONLY, annotation=JsonOption, default=None)]
-    for field, (option, written) in reversed(options.items()):
+    parameters = []
+    for field, (option, written) in options.items():
         kind, default = hints[field], defaults[field]
         if written is not None:
             kind, default = written.kind, written.default_of(default)
         elif default == "":
             # Left out, it follows from other options.
             kind, default = kind | None, None
-        parameters.insert(
-            0, Parameter(field, Parameter.KEYWORD_ONLY, annotation=Annotated[kind, option], default=default)
-        )
+        parameters.append(Parameter(field, Parameter.KEYWORD_ONLY, annotation=Annotated[kind, option], default=default))
+    parameters.append(Parameter("json_file", Parameter.KEYWORD_ONLY, annotation=JsonOption, default=None))
 
-    def command(json_file: Path | None, **given: Any) -> None:
+    def run(json_file: Path | None, **given: Any) -> None:
         values = {}
         for field, value in given.items():
             written = options[field][1]
             values[field] = value if written is None else written.read(value)
         _run(name, setting(**{field: value for field, value in values.items() if value is not None}), json_file)
 
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {each.name: each.annotation for each in parameters}
-    command.__doc__ = setting.__doc__
-    return command
+    return command_of(parameters, run, setting.__doc__)
 
 
 def _run(name: str, setting: BenchSetting, json_file: Path | None) -> None:

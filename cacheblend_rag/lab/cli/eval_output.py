@@ -81,11 +81,6 @@ def draw_result(folder: Path, result: EvalResult, title: str) -> list[Path]:
     title : str
         What stands above.
 
-    Returns
-    -------
-    list of Path
-        The files.
-
     Raises
     ------
     ConfigError

@@ -17,7 +17,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lab.cli.eval_output import draw_result, json_rows, show_result, write_markdown
 from cacheblend_rag.lab.cli.eval_tasks import TASKS, TaskMaker, TaskRequest
 from cacheblend_rag.lab.cli.figures import draw, figures
-from cacheblend_rag.lab.cli.options import CutTokensOption, DrawnSeedOption, FinderOption, plain_values
+from cacheblend_rag.lab.cli.options import CutTokensOption, DrawnSeedOption, FinderOption, command_of, plain_values
 
 if TYPE_CHECKING:
     from cacheblend_rag.engine import BlendEngine
@@ -108,15 +108,11 @@ def _command(name: str, maker: TaskMaker) -> None:
     hints = get_type_hints(_shared, include_extras=True)
     shared = [each.replace(annotation=hints[each.name]) for each in inspect.signature(_shared).parameters.values()]
 
-    def command(**given: Any) -> None:
+    def run(**given: Any) -> None:
         mine = {each.name: given.pop(each.name) for each in own}
         _run(name, maker, mine, given)
 
-    parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*own, *shared)]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {each.name: each.annotation for each in parameters}
-    command.__doc__ = maker.__doc__
-    eval_app.command(name)(command)
+    eval_app.command(name)(command_of([*own, *shared], run, maker.__doc__))
 
 
 def _later_names() -> dict[str, Any]:

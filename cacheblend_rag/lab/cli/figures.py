@@ -64,7 +64,7 @@ def figures(
 ) -> None:
     """Draw what blending changes inside the model: CacheBlend's Figures 6, 7 and 8, A3's Figures 2 and 3.
 
-    Every question is prefilled as a whole, by plain reuse, and by each selector at each ratio; nothing is generated.
+    Every question is prefilled in full, by plain reuse, and by each selector at each ratio; nothing is generated.
     """
     from cacheblend_rag.config import EngineConfig
     from cacheblend_rag.lab.eval import RetrievalSetting

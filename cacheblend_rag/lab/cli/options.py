@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +16,7 @@ __all__ = [
     "DrawnSeedOption",
     "FinderOption",
     "TopKOption",
+    "command_of",
     "parse_capacities",
     "parse_counts",
     "plain_values",
@@ -32,6 +35,20 @@ FinderOption = Annotated[
     ),
 ]
 DrawnSeedOption = Annotated[int, typer.Option("--seed", help="What is drawn follows from it.")]
+
+
+def command_of(parameters: Sequence[Parameter], run: Callable[..., None], help: str | None) -> Callable[..., None]:
+    """Return a command whose options are parameters that were put together; `run` takes their values by name."""
+
+    def command(**values: Any) -> None:
+        run(**values)
+
+    command.__signature__ = Signature(  # type: ignore[attr-defined]
+        [each.replace(kind=Parameter.KEYWORD_ONLY) for each in parameters]
+    )
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    command.__doc__ = help
+    return command
 
 
 def parse_counts(text: str, example: str = "10000,100000") -> tuple[int, ...]:

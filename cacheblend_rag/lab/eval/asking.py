@@ -27,7 +27,7 @@ class EvalSetting:
     methods : tuple of EvalMethod
         How questions are answered; full prefill is always among them, and first.
     retrieval : RetrievalSetting
-        How contexts that are no chunks yet are cut and searched.
+        How contexts that are not chunks yet are cut and searched.
     max_new_tokens : int, optional
         Most tokens of an answer, instead of the task's.
     resamples : int

@@ -196,7 +196,7 @@ def inquire(
     context : EvalContext
         The context.
     retriever : Retriever
-        Cuts and searches texts that are no chunks yet.
+        Cuts and searches texts that are not chunks yet.
     engines : mapping of BlendEngine to collection of str
         In whose stores the chunks are meanwhile, and what the methods on each read beside the retrieved chunks
         (`EvalMethod.reads`).

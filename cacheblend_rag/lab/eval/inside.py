@@ -91,7 +91,7 @@ class InsidePass:
 
 
 class PromptInside:
-    """One prompt, prefilled as a whole, by plain reuse, and then by whatever it is compared with.
+    """One prompt, prefilled in full, by plain reuse, and then by whatever it is compared with.
 
     It keeps the KV of full prefill and of plain reuse, and of full prefill's attention the queries of the question: attention
     matrices are computed layer by layer when they are compared, and dropped.

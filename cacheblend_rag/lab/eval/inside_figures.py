@@ -37,11 +37,6 @@ def draw_inside(result: InsideResult, label: str, folder: Path, ending: str = "s
     ending : str
         The format: svg, png or pdf.
 
-    Returns
-    -------
-    list of Path
-        The files.
-
     Raises
     ------
     ConfigError

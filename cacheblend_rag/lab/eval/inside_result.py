@@ -38,7 +38,7 @@ class InsideSetting:
     shown_ratio : float
         The one of them whose overlap is kept and whose attention loss is drawn layer by layer.
     retrieval : RetrievalSetting
-        How contexts that are no chunks yet are cut and searched.
+        How contexts that are not chunks yet are cut and searched.
 
     Raises
     ------
@@ -149,7 +149,7 @@ def look_inside(
     setting: InsideSetting,
     progress: Callable[[int, int], None] | None = None,
 ) -> InsideResult:
-    """Prefill every question of a task as a whole, by plain reuse, and by each selector at each ratio, and compare.
+    """Prefill every question of a task in full, by plain reuse, and by each selector at each ratio, and compare.
 
     Parameters
     ----------

@@ -88,7 +88,7 @@ class Journal:
     Raises
     ------
     ConfigError
-        If the file belongs to another evaluation, is no journal, or cannot be written.
+        If the file belongs to another evaluation, is not a journal, or cannot be written.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Journal:
         first, end, rest = held.partition(b"\n")
         if not end:
             if first and not _line(self._header).startswith(first):
-                raise ConfigError(f"{self.path} is no journal of an evaluation; name another file, or use --fresh")
+                raise ConfigError(f"{self.path} is not a journal of an evaluation; name another file, or use --fresh")
             return _line(self._header)
         self._check_header(first)
         kept = [first + end]
@@ -166,7 +166,7 @@ class Journal:
     def _check_header(self, line: bytes) -> None:
         header = _object(line)
         if header is None or "journal" not in header:
-            raise ConfigError(f"{self.path} is no journal of an evaluation; name another file, or use --fresh")
+            raise ConfigError(f"{self.path} is not a journal of an evaluation; name another file, or use --fresh")
         differing = _differences(header, self._header)
         if differing:
             raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from cacheblend_rag.errors import ConfigError
@@ -18,7 +18,6 @@ __all__ = [
     "DOCUMENTS",
     "FULL",
     "FULL_DOCUMENTS",
-    "PROMPT_CACHE",
     "WHOLE_WAYS",
     "EvalMethod",
     "grid_methods",
@@ -29,11 +28,22 @@ __all__ = [
 ]
 
 FULL = "full"
-WHOLE_WAYS = ("full", "prefix", "map_reduce", "map_rerank")
+_NOTHING_RECOMPUTED: dict[str, Any] = {"selector": "none", "recompute_ratio": 0.0}
+_NAMED: dict[str, tuple[str, dict[str, Any]]] = {
+    FULL: (FULL, {}),
+    "prefix": ("prefix", {}),
+    "map_reduce": ("map_reduce", {}),
+    "map_rerank": ("map_rerank", {}),
+    # Reuse of stored KV, with and without new positions.
+    "reuse": ("blend", _NOTHING_RECOMPUTED),
+    "full_reuse": ("blend", _NOTHING_RECOMPUTED | {"reposition": False}),
+    # Chunks as modules of a schema, each with its place; the words around them are computed (Prompt Cache, section 5.1).
+    "prompt_cache": ("prompt_cache", _NOTHING_RECOMPUTED),
+}
+"""The methods that go by a name of their own: how each answers (`cacheblend_rag.lab.eval.ways`), and its settings."""
+WHOLE_WAYS = tuple(way for way, settings in _NAMED.values() if not settings)
 """Ways to answer that blend nothing."""
 
-PROMPT_CACHE = "prompt_cache"
-"""Chunks as modules of a schema, each with its place; the words around them are computed (Prompt Cache, section 5.1)."""
 DOCUMENTS, BEHIND_OTHER, BEHIND_SHUFFLED = "documents", "behind other", "behind shuffled"
 """What a method may read instead of the retrieved chunks: the whole documents that they come from; the same chunks, encoded
 behind the next document instead of their own; or encoded behind what stands before them in their own, in another order."""
@@ -43,11 +53,6 @@ FULL_DOCUMENTS = f"{FULL} {DOCUMENTS}"
 _READS = (DOCUMENTS, BEHIND_OTHER, BEHIND_SHUFFLED)
 _ALONE = "alone"
 _RANDOM = "random"
-# Reuse of stored KV with nothing recomputed, with and without new positions.
-_REUSE: dict[str, dict[str, Any]] = {
-    "reuse": {"selector": "none", "recompute_ratio": 0.0},
-    "full_reuse": {"selector": "none", "recompute_ratio": 0.0, "reposition": False},
-}
 
 
 @dataclass(frozen=True)
@@ -86,14 +91,7 @@ class EvalMethod:
 
     def describe(self) -> dict[str, Any]:
         """Return the method as plain values: what a journal pins."""
-        return {
-            "name": self.name,
-            "way": self.way,
-            "overrides": dict(sorted(self.overrides.items())),
-            "charge": self.charge,
-            "equal_to": self.equal_to,
-            "reads": self.reads,
-        }
+        return asdict(self) | {"overrides": dict(sorted(self.overrides.items()))}
 
 
 def parse_method(text: str) -> EvalMethod:
@@ -107,15 +105,10 @@ def parse_method(text: str) -> EvalMethod:
         method named behind the sign. "documents", "alone" (chunks encoded alone), "behind other" and "behind shuffled" may
         follow, and settings, as in ``hkvd 0.15 alone deviation=key check_layers=[1,2]``; values are read as JSON, else as text.
 
-    Returns
-    -------
-    EvalMethod
-        The method.
-
     Raises
     ------
     ConfigError
-        If it names none, or a setting that there is not.
+        If it names none, or an unknown setting.
     """
     text = " ".join(text.split())
     if text.startswith(f"{_RANDOM} = "):
@@ -135,19 +128,16 @@ def parse_method(text: str) -> EvalMethod:
     settings = dict(_setting(word, text) for word in words if "=" in word)
     plain, reads = _reads([word for word in words if "=" not in word])
     first = plain[0] if plain else ""
-    if first in WHOLE_WAYS and len(plain) == 1:
-        if settings or reads not in ("", DOCUMENTS):
-            raise ConfigError(f"method {text!r} has settings, but {first} blends nothing; leave them out")
-        return EvalMethod(text, way=first, reads=reads)
     if reads == _ALONE:
         settings, reads = {"context": "none"} | settings, ""
-    if first in _REUSE and len(plain) == 1:
-        return EvalMethod(text, overrides=_REUSE[first] | settings, reads=reads)
-    if first == PROMPT_CACHE and len(plain) == 1:
-        return EvalMethod(text, way=PROMPT_CACHE, overrides=_REUSE["reuse"] | settings, reads=reads)
+    if first in _NAMED and len(plain) == 1:
+        way, overrides = _NAMED[first]
+        if way in WHOLE_WAYS and (settings or reads not in ("", DOCUMENTS)):
+            raise ConfigError(f"method {text!r} has settings, but {first} blends nothing; leave them out")
+        return EvalMethod(text, way, overrides | settings, reads=reads)
     if first not in selector_names():
         raise ConfigError(
-            f"method {text!r} is unknown; write {', '.join((*WHOLE_WAYS, *_REUSE, PROMPT_CACHE))}, or one of the selectors "
+            f"method {text!r} is unknown; write {', '.join(_NAMED)}, or one of the selectors "
             f"{', '.join(selector_names())} with a ratio (hkvd 0.15) or a charge (hkvd @0.15)"
         )
     if len(plain) != 2:
@@ -271,7 +261,7 @@ def _setting(word: str, text: str) -> tuple[str, Any]:
     name, _, value = word.partition("=")
     if name not in setting_names():
         known = ", ".join(setting_names())
-        raise ConfigError(f"method {text!r} has the setting {name!r}, which there is not; the settings are {known}")
+        raise ConfigError(f"method {text!r} has the unknown setting {name!r}; the settings are {known}")
     try:
         return name, json.loads(value)
     except json.JSONDecodeError:

@@ -65,11 +65,6 @@ def draw_quality_over_chunks(quality: Mapping[str, Mapping[int, Quality]], metri
         For each method, by the number of chunks.
     metric : str
         The metric's name.
-
-    Returns
-    -------
-    matplotlib Figure
-        The figure.
     """
     _check(quality)
     figure, [axes] = new_figure()
@@ -102,11 +97,6 @@ def draw_attention_deviation(
         For each selector or model, the attention deviation by ratio.
     xlabel : str
         What it is drawn over, where that is not the ratio.
-
-    Returns
-    -------
-    matplotlib Figure
-        The figure.
     """
     return _lines(deviation, xlabel=xlabel, ylabel="attention deviation")
 
@@ -122,11 +112,6 @@ def draw_kv_deviation(
         For each layer, or model, the KV deviation of every token, or as many of its percentiles.
     xlabel : str
         What the deviation is measured in.
-
-    Returns
-    -------
-    matplotlib Figure
-        The figure.
     """
     _check(deviation)
     figure, [axes] = new_figure()
@@ -144,11 +129,6 @@ def draw_rank_correlation(correlation: Mapping[str, Mapping[int, float | Spread]
     ----------
     correlation : mapping of str to mapping of int to (float or Spread)
         For each model, Spearman's rank correlation of a layer and the next, by the first of the two.
-
-    Returns
-    -------
-    matplotlib Figure
-        The figure.
     """
     figure = _lines(correlation, xlabel="layer, and the next", ylabel="rank correlation of KV deviation")
     figure.axes[0].set_ylim(top=1)
@@ -205,11 +185,6 @@ def draw_attention_loss(loss: Mapping[str, Sequence[float] | NDArray[np.floating
     ----------
     loss : mapping of str to sequence of float
         For each method, one value for each layer.
-
-    Returns
-    -------
-    matplotlib Figure
-        The figure.
     """
     layers = {method: dict(enumerate(values)) for method, values in loss.items()}
     figure = _lines(layers, xlabel="layer", ylabel="attention loss (L2)")
@@ -224,11 +199,6 @@ def draw_ttft_over_length(ttft_s: Mapping[str, Mapping[int, float]]) -> Any:
     ----------
     ttft_s : mapping of str to mapping of int to float
         For each method, seconds by tokens.
-
-    Returns
-    -------
-    matplotlib Figure
-        The figure.
     """
     figure = _lines(ttft_s, xlabel="prompt tokens", ylabel="TTFT (s)")
     figure.axes[0].set_xlim(left=0)
@@ -243,11 +213,6 @@ def draw_needle_heat_map(recall: Mapping[str, Mapping[str, float]]) -> Any:
     recall : mapping of str to mapping of str to float
         For each method, the mean recall of each kind of `needle_task`'s questions; other kinds, such as "all", are left out. A
         cell without a figure stays blank.
-
-    Returns
-    -------
-    matplotlib Figure
-        The figure.
 
     Raises
     ------

@@ -85,11 +85,6 @@ class PrefixCache:
             Most tokens to generate.
         pad_token_id : int or None
             The padding token, where the model names none.
-
-        Returns
-        -------
-        PrefixAnswer
-            The answer.
         """
         assert tuple(token_ids[: len(self.token_ids)]) == self.token_ids and len(token_ids) > len(self.token_ids)
         started = time.perf_counter()

@@ -26,7 +26,7 @@ __all__ = ["RetrievalSetting", "Retriever", "draw_corpora", "found_chunks", "nea
 
 @dataclass(frozen=True, slots=True)
 class RetrievalSetting:
-    """How contexts that are no chunks yet are cut and searched.
+    """How contexts that are not chunks yet are cut and searched.
 
     Attributes
     ----------

@@ -81,7 +81,7 @@ def _read(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
-        raise ConfigError(f"{file} is no JSON: {error}") from error
+        raise ConfigError(f"{file} is not JSON: {error}") from error
     return whole if isinstance(whole, dict) else {}
 
 

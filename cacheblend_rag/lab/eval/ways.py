@@ -13,7 +13,7 @@ from cacheblend_rag.controller import check_selector
 from cacheblend_rag.engine import BlendEngine, GenerationResult
 from cacheblend_rag.lab.eval.inquiry import Inquiry
 from cacheblend_rag.lab.eval.journal import Answer
-from cacheblend_rag.lab.eval.methods import PROMPT_CACHE, EvalMethod
+from cacheblend_rag.lab.eval.methods import EvalMethod
 from cacheblend_rag.lab.eval.prefix import PrefixAnswer, PrefixCache
 from cacheblend_rag.lab.settings import engine_settings, settings_of
 from cacheblend_rag.model import num_decoder_layers
@@ -106,13 +106,7 @@ def make_way(method: EvalMethod, engine: BlendEngine) -> Way:
     ConfigError
         If a setting of the method has no meaning, or does not fit the model.
     """
-    if method.way == "prefix":
-        return _Prefix(engine)
-    if method.way == "map_reduce":
-        return _MapReduce(engine)
-    if method.way == "map_rerank":
-        return _MapRerank(engine)
-    return _PromptCache(method, engine) if method.way == PROMPT_CACHE else _Engine(method, engine)
+    return _WAYS[method.way](method, engine)
 
 
 class _Engine:
@@ -214,6 +208,10 @@ class _PromptCache(_Engine):
 class _OneByOne(ABC):
     """A way that answers each question by itself."""
 
+    def __init__(self, method: EvalMethod, engine: BlendEngine) -> None:
+        del method
+        self._engine = engine
+
     def answer(
         self, inquiries: Sequence[Inquiry], before: Sequence[Mapping[str, Answer | None]]
     ) -> Sequence[Answer | None]:
@@ -229,9 +227,6 @@ class _Prefix(_OneByOne):
     The cached KV is computed beforehand and not timed, as if each first chunk were cached behind this head (CacheBlend, section
     7.1, makes the same idealisation); copying it is.
     """
-
-    def __init__(self, engine: BlendEngine) -> None:
-        self._engine = engine
 
     def _answer(self, inquiry: Inquiry) -> Answer:
         engine = self._engine
@@ -252,9 +247,6 @@ class _Map(_OneByOne):
     Each chunk stands right behind the head, so its KV comes from a prefix cache: computed beforehand and not timed, in favour
     of these methods.
     """
-
-    def __init__(self, engine: BlendEngine) -> None:
-        self._engine = engine
 
     def _map(self, inquiry: Inquiry) -> list[PrefixAnswer]:
         engine, head = self._engine, inquiry.task.head
@@ -294,6 +286,16 @@ class _MapRerank(_Map):
         best = max(parts, key=lambda part: part.mean_logprob if not math.isnan(part.mean_logprob) else -math.inf)
         ttft_s = sum(part.seconds for part in parts)
         return Answer(_text(self._engine, best), None, None, ttft_s, len(best.token_ids))
+
+
+_WAYS: dict[str, Callable[[EvalMethod, BlendEngine], Way]] = {
+    "full": _Engine,
+    "blend": _Engine,
+    "prompt_cache": _PromptCache,
+    "prefix": _Prefix,
+    "map_reduce": _MapReduce,
+    "map_rerank": _MapRerank,
+}
 
 
 def _chunk_lengths(engine: BlendEngine, inquiry: Inquiry) -> list[int]:

@@ -81,11 +81,6 @@ def prove(model: PreTrainedModel, tolerance: float = 2e-5) -> Proof:
         A model of at least `VOCABULARY` tokens.
     tolerance : float
         How much logits, keys and values may differ, over the largest of them.
-
-    Returns
-    -------
-    Proof
-        What was found.
     """
     why = _why_it_cannot_run(model)
     if why is not None:
@@ -291,11 +286,6 @@ def prove_family(family: str, tolerance: float = 2e-5) -> FamilyRow:
         One of `families`.
     tolerance : float
         How much logits, keys and values may differ from the model's own, over the largest of them.
-
-    Returns
-    -------
-    FamilyRow
-        The row.
     """
     try:
         model = tiny_model(tiny_config(family))

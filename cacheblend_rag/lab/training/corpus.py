@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
 from cacheblend_rag.demo.corpus import CORPUS_FILE, Document, Question
@@ -22,7 +21,6 @@ __all__ = [
     "eval_examples",
     "make_example",
     "shuffle_example",
-    "training_examples",
 ]
 
 KINDS = ("single", "pronoun", "two_hop", "comparison")
@@ -60,13 +58,6 @@ def shuffle_example(rng: random.Random, example: Example) -> Example:
             for question in example.questions
         ),
     )
-
-
-def training_examples(seed: int, style: Style, max_questions: int = 10) -> Iterator[Example]:
-    """Yield training examples without end."""
-    rng = random.Random(f"train:{seed}")
-    while True:
-        yield make_example(rng, style, "train", max_questions)
 
 
 def eval_examples(

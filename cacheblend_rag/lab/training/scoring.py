@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from cacheblend_rag.lab.training.attention import BRANCHED
-from cacheblend_rag.lab.training.batch import IGNORED, Batch, collate, encode_example
+from cacheblend_rag.lab.training.batch import BRANCHED, IGNORED, Batch, collate, encode_example
 from cacheblend_rag.lab.training.corpus import Example, eval_examples
 from cacheblend_rag.lab.training.tokenizer import save_tokenizer
 from cacheblend_rag.reference.prompt import DEFAULT_FORMAT, FORMATS, PromptFormat

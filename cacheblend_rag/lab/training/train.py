@@ -21,8 +21,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from cacheblend_rag.lab.training.attention import BRANCHED
-from cacheblend_rag.lab.training.batch import IGNORED, Batch, Row, collate, copy_batch, encode_example
+from cacheblend_rag.lab.training.batch import BRANCHED, IGNORED, Batch, Row, collate, copy_batch, encode_example
 from cacheblend_rag.lab.training.corpus import eval_examples, make_example, shuffle_example
 from cacheblend_rag.lab.training.curriculum import COPY_LENGTHS, STAGES, Stage, brief_stages
 from cacheblend_rag.lab.training.scoring import answer_logits, export, score

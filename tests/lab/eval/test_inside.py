@@ -288,5 +288,5 @@ def test_runs_are_drawn_side_by_side(model_folder: Path, tmp_path: Path) -> None
     with pytest.raises(ConfigError, match=r"other.json is not what"):
         read_runs([other])
     other.write_text("{")
-    with pytest.raises(ConfigError, match="is no JSON"):
+    with pytest.raises(ConfigError, match="is not JSON"):
         read_runs([other])

@@ -121,10 +121,10 @@ def test_another_evaluation_is_told_apart(tmp_path: Path) -> None:
     with Journal(path, other, fresh=True) as journal:
         assert journal.asked == {}
     path.write_text("dear diary\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match="is no journal of an evaluation"):
+    with pytest.raises(ConfigError, match="is not a journal of an evaluation"):
         Journal(path, HEADER)
     path.write_text("dear diary", encoding="utf-8")
-    with pytest.raises(ConfigError, match="is no journal of an evaluation"):
+    with pytest.raises(ConfigError, match="is not a journal of an evaluation"):
         Journal(path, HEADER)
     with pytest.raises(ConfigError, match="cannot be used"):
         Journal(tmp_path, HEADER)

@@ -32,7 +32,7 @@ def test_names_and_settings() -> None:
         ("hkvd 1.5", "'1.5' must be a number from 0"),
         ("hkvd @nan", "'nan' must be a number from 0"),
         ("hkvd @much", "'much' must be a number"),
-        ("hkvd 0.1 depth=3", "the setting 'depth', which there is not"),
+        ("hkvd 0.1 depth=3", "the unknown setting 'depth'"),
         ("full deviation=key", "full blends nothing"),
         ("random = full", "full blends nothing"),
         ("random = best 0.1", "method 'best 0.1' is unknown"),

@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cacheblend_rag.lab.training.attention import BRANCHED
-from cacheblend_rag.lab.training.batch import IGNORED, Batch, collate, copy_batch, encode_example
+from cacheblend_rag.lab.training.batch import BRANCHED, IGNORED, Batch, collate, copy_batch, encode_example
 from cacheblend_rag.lab.training.corpus import eval_examples, make_example
 from cacheblend_rag.lab.training.curriculum import STAGES, Stage, brief_stages
 from cacheblend_rag.lab.training.scoring import answer_logits, correct_answers, score

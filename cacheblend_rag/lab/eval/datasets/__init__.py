@@ -62,11 +62,11 @@ def load_task(
     if limit is not None and limit < 1:
         raise ConfigError(f"limit={limit} leaves no question; give 1 or more")
     if subtask is not None and name != "longbench":
-        raise ConfigError(f"subtask={subtask!r} has no use for {name}; only longbench has subtasks")
+        raise ConfigError(f"subtask={subtask!r} cannot be used with {name}; only longbench has subtasks")
     if whole and name != "longbench":
-        raise ConfigError(f"whole={whole} has no use for {name}; only longbench gives whole documents")
+        raise ConfigError(f"whole={whole} cannot be used with {name}; only longbench gives whole documents")
     if examples is not None and name != "samsum":
-        raise ConfigError(f"examples={os.fspath(examples)!r} has no use for {name}; only samsum shows examples")
+        raise ConfigError(f"examples={os.fspath(examples)!r} cannot be used with {name}; only samsum shows examples")
     file = Path(path)
     if name == "samsum":
         return load_samsum(file, limit, None if examples is None else Path(examples))

@@ -60,7 +60,9 @@ def load_samsum(path: Path, limit: int | None, examples: Path | None) -> EvalTas
     records = list(read_records(path))
     if records and "ctxs" in records[0].fields:
         if examples is not None:
-            raise ConfigError(f"examples={str(examples)!r} has no use: the records of {path} bring their own passages")
+            raise ConfigError(
+                f"examples={str(examples)!r} cannot be used: the records of {path} bring their own passages"
+            )
         _take_passages(found, records)
     else:
         _take_pairs(found, records, examples)

@@ -67,11 +67,6 @@ def place(haystack: Sequence[Unit], needles: Sequence[Sequence[Unit]], depths: S
         The groups; one stays together.
     depths : sequence of float
         Where each goes, from 0 (before the text) to 1 (after it), as a share of the text's characters.
-
-    Returns
-    -------
-    list of Unit
-        All of it.
     """
     ends = [0]
     for unit in haystack:

@@ -136,11 +136,6 @@ def fit(puzzle: Puzzle, count: TokenCounter, context_tokens: int, chunk_tokens: 
     chunk_tokens : int
         Most tokens of a chunk.
 
-    Returns
-    -------
-    tuple of str
-        The chunks.
-
     Raises
     ------
     ConfigError

@@ -89,11 +89,6 @@ def needle_puzzle(rng: random.Random, setting: NeedleSetting, depths: Sequence[f
         Which variant.
     depths : sequence of float, optional
         Where each needle stands, from 0 to 1; by default at different ones of 40 depths, drawn by chance.
-
-    Returns
-    -------
-    Puzzle
-        The question and its text.
     """
     names = Names(rng)
     key = names.uuid if setting.uuid_keys else names.pair
@@ -126,11 +121,6 @@ def across_puzzle(rng: random.Random, depths: Sequence[float] | None = None) -> 
         The source of chance.
     depths : sequence of float, optional
         Where the asked key stands, from 0 to 1, then each other one; by default as in `needle_puzzle`.
-
-    Returns
-    -------
-    Puzzle
-        The question and its text.
     """
     names = Names(rng)
     hidden = [(names.pair(), names.number(_NUMBER_DIGITS)) for _ in range(4)]
@@ -186,11 +176,6 @@ def fact_puzzle(rng: random.Random, depth: float, across: bool) -> Puzzle:
         Where the two sentences stand, from 0 to 1.
     across : bool
         Whether a chunk border stands between them and the second says only "She" or "He".
-
-    Returns
-    -------
-    Puzzle
-        The question and its text.
     """
     maker = Maker(rng, "held_out")
     person = maker.person()

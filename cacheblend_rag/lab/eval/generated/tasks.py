@@ -139,11 +139,6 @@ def generated_task(
         Each with its question's id and kind, and the most tokens of its text.
     max_new_tokens : int
         Most tokens of an answer; more where this tokenizer needs more for the longest one.
-
-    Returns
-    -------
-    EvalTask
-        The task.
     """
     contexts = []
     for identifier, kind, context_tokens, puzzle in puzzles:

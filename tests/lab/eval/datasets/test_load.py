@@ -258,11 +258,11 @@ def test_options_that_have_no_meaning(tmp_path: Path) -> None:
         load_task("squad", file)
     with pytest.raises(ConfigError, match="limit=0"):
         load_task("musique", file, limit=0)
-    with pytest.raises(ConfigError, match="subtask='qasper' has no use for musique"):
+    with pytest.raises(ConfigError, match="subtask='qasper' cannot be used with musique"):
         load_task("musique", file, subtask="qasper")
-    with pytest.raises(ConfigError, match="whole=True has no use for musique"):
+    with pytest.raises(ConfigError, match="whole=True cannot be used with musique"):
         load_task("musique", "unread", whole=True)
-    with pytest.raises(ConfigError, match="has no use for musique"):
+    with pytest.raises(ConfigError, match="cannot be used with musique"):
         load_task("musique", file, examples=file)
 
 
