@@ -28,12 +28,12 @@ _Settings = TypeVar("_Settings", bound="_Base")
 
 
 class _Base(BaseSettings):
-    """What both kinds of settings have in common; frozen, and an unknown name is an error."""
+    """Base of both kinds of settings; frozen, and an unknown name is an error."""
 
     model_config = SettingsConfigDict(env_prefix=_PREFIX, extra="forbid", frozen=True)
 
     kinds: ClassVar[dict[str, type[_Base]]] = {}
-    """Whose setting each name is."""
+    """The class that has each setting, by the setting's name."""
     lifetime: ClassVar[str]
 
     def __init__(self, **values: Any) -> None:

@@ -22,7 +22,7 @@ _SHARED_PREFIX_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is to be encoded.
+    """Tokens to be encoded.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Saying which extra brings a package that is missing."""
+"""Error message for a missing package: the extra that brings it."""
 
 from __future__ import annotations
 

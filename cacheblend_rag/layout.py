@@ -1,4 +1,4 @@
-"""Where the parts of a prompt stand, in tokens."""
+"""Layout of a prompt in tokens: its rows, positions and chunks."""
 
 from __future__ import annotations
 
@@ -89,5 +89,5 @@ class PromptLayout:
 
     @property
     def context_tokens(self) -> int:
-        """How many tokens the chunks have."""
+        """Number of chunk tokens."""
         return sum(len(span) for span in self.chunks)

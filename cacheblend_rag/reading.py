@@ -1,4 +1,4 @@
-"""In which order the chunks of a document are read, and behind which tokens each of them is encoded."""
+"""Reading order of a document's chunks, and the tokens that each of them is encoded behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LEAST_OVERLAP = 16
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a chunk stands in its document.
+    """Place of a chunk in its document.
 
     Attributes
     ----------
@@ -54,7 +54,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class ReadingRules:
-    """How documents are read.
+    """Rules by which documents are read.
 
     Attributes
     ----------
@@ -69,7 +69,7 @@ class ReadingRules:
 
 
 class Context(NamedTuple):
-    """What a chunk is encoded behind: the number of the chunk that it begins with, in reading order, and its tokens."""
+    """Context that a chunk is encoded behind: the number of the chunk that it begins with, in reading order, and its tokens."""
 
     first: int
     token_ids: tuple[int, ...]

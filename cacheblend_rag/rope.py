@@ -19,7 +19,7 @@ __all__ = ["Rotation", "RotationTable", "shift_layer"]
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """How one layer rotates its keys.
+    """Rotation of one layer's keys.
 
     Attributes
     ----------
@@ -39,7 +39,7 @@ class Rotation:
 
     @property
     def rotary_dim(self) -> int:
-        """How many dimensions of a head are rotated."""
+        """Number of dimensions of a head that are rotated."""
         return 2 * self.inv_freq.numel()
 
     def table(self, distances: torch.Tensor, device: torch.device) -> RotationTable:

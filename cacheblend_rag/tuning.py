@@ -1,4 +1,4 @@
-"""What benchmarks and tests change to compare, and nobody else should need to."""
+"""Constants that benchmarks and tests change to compare, and nobody else should need to."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Tuning:
 
     @property
     def threads(self) -> int:
-        """How many threads load."""
+        """Number of threads that load."""
         if self.load_threads is not None:
             return self.load_threads
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -23,7 +23,7 @@ DEFAULT_RATIOS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.25, 0.4, 0.6)
 
 @dataclass(frozen=True, slots=True)
 class CalibrationRow:
-    """What was measured at one ratio.
+    """Measurements at one ratio.
 
     Attributes
     ----------
@@ -60,7 +60,7 @@ class CalibrationRow:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What `calibrate` found.
+    """Result of `calibrate`.
 
     Attributes
     ----------
@@ -94,8 +94,9 @@ class Calibration:
 
 @dataclass(frozen=True, eq=False)
 class _Reference:
-    """What the answers to a prompt are compared with: full prefill's, where chunks remember their documents that of the whole
-    documents, or the right answer, where it was given.
+    """The answer that a prompt's answers are compared with.
+
+    It is full prefill's; where chunks remember their documents, that of the whole documents; or the right one, where it was given.
     """
 
     prompt: BlendPrompt

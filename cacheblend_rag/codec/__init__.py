@@ -1,4 +1,4 @@
-"""How KV is represented in fewer bytes: as it is, in narrower floats, or quantised; the codecs by name."""
+"""Codecs, which represent KV in fewer bytes: as it is, in narrower floats, or quantised."""
 
 from __future__ import annotations
 

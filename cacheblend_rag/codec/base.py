@@ -24,7 +24,7 @@ __all__ = [
 
 
 class TensorForm(NamedTuple):
-    """What a tensor looks like once it is unpacked."""
+    """Shape and dtype of a tensor once it is unpacked."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

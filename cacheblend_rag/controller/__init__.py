@@ -1,4 +1,4 @@
-"""Whether and how a prompt is blended: the plan, and the loading controller of CacheBlend (section 5)."""
+"""The plan of a prompt, and the loading controller of CacheBlend (section 5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether and how each prompt is blended: its plan, and the loading controller, which keeps the profile of one model."""
+"""The plan of each prompt, whether and how it is blended, and the loading controller, which keeps the profile of one model."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _ADAPTER: TypeAdapter[Profile] = TypeAdapter(Profile)
 
 @dataclass(frozen=True)
 class Plan:
-    """How one prompt is prefilled.
+    """Plan of one prompt's prefill.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What was measured of a model on a machine, and what follows: the recompute ratio, the tier, whether to blend at all.
+"""The profile of a model on a machine, and what follows from it: the recompute ratio, the tier, whether to blend at all.
 
 CacheBlend (section 5) has two delay estimators: how long recomputing takes at a ratio, and how long loading takes from a
 device. Here both are fitted to measurements (`Profile`), and put together by playing the pipeline through: the loader is a
@@ -133,7 +133,7 @@ class LoadCost:
 
 @dataclass(frozen=True)
 class Profile:
-    """How long one model takes on one machine to compute and to load; times in seconds.
+    """Times that one model takes on one machine to compute and to load, in seconds.
 
     Attributes
     ----------
@@ -181,7 +181,7 @@ class StoredKV:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What there is to do for one prompt.
+    """The work of one prompt.
 
     Attributes
     ----------
@@ -213,7 +213,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What the controller decided for one prompt.
+    """Decision of the controller for one prompt.
 
     Attributes
     ----------

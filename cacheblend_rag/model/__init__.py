@@ -1,4 +1,4 @@
-"""What blending needs to know of a Hugging Face model."""
+"""Inspection of a Hugging Face model, and hooks into it."""
 
 from cacheblend_rag.model.attention import (
     AttentionCall,

@@ -1,4 +1,4 @@
-"""Seeing what a model's own attention is called with, whatever the model and its attention implementation."""
+"""Watching and replacing a model's attention calls, whatever the model and its attention implementation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["AttentionCall", "AttentionFunction", "attention_weights", "replace_a
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionCall:
-    """What a layer's attention was called with.
+    """Arguments of one call of a layer's attention.
 
     Attributes
     ----------
@@ -91,7 +91,7 @@ def attention_weights(call: AttentionCall, window: int) -> torch.Tensor:
 
 
 class _Replacements(threading.local):
-    """What is put in the place of attention functions in one thread, the innermost first."""
+    """Replacements of attention functions in one thread, the innermost first."""
 
     def __init__(self) -> None:
         self.all: list[Replacement] = []

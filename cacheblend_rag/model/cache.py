@@ -53,7 +53,7 @@ class KVCacheLayer(DynamicLayer):
 
     @property
     def held_tokens(self) -> int:
-        """How many tokens each head holds."""
+        """Number of tokens that each head holds."""
         return 0 if self.keys is None else self.keys.shape[2]
 
     @property

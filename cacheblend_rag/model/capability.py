@@ -1,4 +1,4 @@
-"""Saying, layer by layer, what a model attends with and what blending does there."""
+"""Description of a model, layer by layer: its attention, its positions, and what blending does there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Capability", "LayerCapability", "capability"]
 
 @dataclass(frozen=True, slots=True)
 class LayerCapability:
-    """What one decoder layer is like.
+    """Description of one decoder layer.
 
     Attributes
     ----------
@@ -38,7 +38,7 @@ class LayerCapability:
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """What blending can do on a model.
+    """Description of what blending can do on a model.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What blending needs to know of a Hugging Face decoder."""
+"""Inspection of a Hugging Face decoder: all that blending needs to know of it."""
 
 from __future__ import annotations
 
@@ -112,17 +112,17 @@ class Decoder:
 
     @property
     def num_layers(self) -> int:
-        """How many decoder layers there are."""
+        """Number of decoder layers."""
         return len(self.layers)
 
     @property
     def device(self) -> torch.device:
-        """Where token ids go."""
+        """Device that token ids go to."""
         return self.model.device
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """Where each layer that has KV is computed."""
+        """Device of each layer that has KV."""
         return tuple(next(layer.parameters()).device for layer in self.layers[: self.num_kv_layers])
 
     @property

@@ -1,4 +1,4 @@
-"""What a model hands to its decoder layers: which axis of each tensor runs along the rows, and what a row costs."""
+"""Calls of a model's decoder layers: which axis of each argument runs along the rows, and what a row costs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _tensors_in(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 @dataclass
 class LayerCalls:
-    """What was seen of a model's decoder layers.
+    """Observations of a model's decoder layers.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What a model's KV and scores owe to the position of a token, and how to run tokens at a position of choice.
+"""Effect of a token's position on KV and scores, and how to run tokens at a position of choice.
 
 Model families differ in the pairing of dimensions, in how much of a head is rotated, in scaling, and in which layers rotate at
 all, and the code that says so is spread over their files. The keys themselves tell: a token that stands alone attends to itself
@@ -12,6 +12,7 @@ each column (Prompt Cache, section 4.2).
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -101,11 +102,12 @@ def _best(
     candidates: Sequence[Rotation], origin: torch.Tensor, there: Mapping[int, torch.Tensor], tolerance: float
 ) -> Rotation | None:
     """Return the rotation that takes `origin` nearest to what it is at other positions, if that is near enough."""
-    errors = [
-        max(_distance(_shifted(origin, rotation, at), moved) for at, moved in there.items()) for rotation in candidates
-    ]
-    best = min(range(len(errors)), key=errors.__getitem__, default=None)
-    return None if best is None or errors[best] > tolerance else candidates[best]
+    error, best = math.inf, None
+    for each in candidates:
+        distance = max(_distance(_shifted(origin, each, at), moved) for at, moved in there.items())
+        if distance < error:
+            error, best = distance, each
+    return best if error <= tolerance else None
 
 
 def _of_values(rotation: Rotation, known: Sequence[Rotation | None]) -> Rotation:

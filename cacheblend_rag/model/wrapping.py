@@ -1,4 +1,4 @@
-"""What may be put around a model, PEFT's adapters and torch.compile, and how to see its forward all the same."""
+"""Wrappers around a model, PEFT's adapters and torch.compile, and how to hook its forward all the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the recompute loop asks of a selector."""
+"""Interface between the recompute loop and selectors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SelectionTask:
 
 @dataclass(frozen=True, eq=False)
 class LayerProbe:
-    """What was found out at a check layer.
+    """Fresh and stored KV of the candidates at a check layer.
 
     Attributes
     ----------
