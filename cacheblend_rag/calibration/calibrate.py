@@ -96,7 +96,7 @@ class Calibration:
 class _Reference:
     """The answer that a prompt's answers are compared with.
 
-    It is full prefill's; where chunks remember their documents, that of the whole documents; or the right one, where it was given.
+    It is full prefill's, of the whole documents where chunks remember them; or the right answer, where it was given.
     """
 
     prompt: BlendPrompt
