@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise, takewhile
+from itertools import chain, islice, pairwise, takewhile
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ import numpy as np
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkPart, ChunkRef, FixedText, text_hash
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.engine.prompt import AssembledPrompt, PromptChunk, PromptHead
-from cacheblend_rag.engine.uses import FirstUses
 from cacheblend_rag.errors import ConfigError, EmptyChunkError, PromptError, PromptTooLongError, UnknownChunkError
 from cacheblend_rag.keys import HEAD_PREFIX, chunk_key, head_key
 from cacheblend_rag.layout import PromptLayout
@@ -26,6 +26,8 @@ __all__ = ["LEAST_HEAD", "Assembler"]
 LEAST_HEAD = 8
 """Fewer tokens of fixed text are computed: at the shape of Qwen2-0.5B, before 32 tokens of text, 8 are worth 8 % of the time to
 the first token, 4 are worth 5 %, and 2 nothing."""
+
+_MOST_FIRST_USES = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class Assembler:
         self._window = window
         # Chunks that are retrieved for the first time are then computed like text.
         defers = config.encode_on == "second_use" and decoder is not None
-        self._first_uses = FirstUses(store) if defers else None
+        self._first_uses = _FirstUses(store) if defers else None
         # Else a chunk's KV serves only where it was encoded, right behind the encoding prefix.
         self._is_movable = decoder is None or decoder.is_movable
         bos = getattr(tokenizer, "bos_token_id", None)
@@ -432,6 +434,40 @@ class Assembler:
             if not 0 <= int(token) < size:
                 raise ConfigError(f"token id {token} is outside the tokenizer's vocabulary of {size}")
         return tuple(int(token) for token in ids)
+
+
+class _FirstUses:
+    """Tells the first retrieval of a chunk without KV from the second, in this process.
+
+    Parameters
+    ----------
+    store : KVStore
+        Where KV is looked for.
+    """
+
+    def __init__(self, store: KVStore) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        # Those retrieved longest ago first, which are forgotten when there are too many, and begin anew.
+        self._once: dict[str, None] = {}
+
+    def note(self, keys: Sequence[str]) -> set[str]:
+        """Note that a prompt retrieves these chunks; return the keys without KV that no prompt retrieved before.
+
+        A chunk that is retrieved a second time is forgotten: it is encoded now, and once its KV is evicted it must be retrieved
+        twice again.
+        """
+        held = dict(zip(keys, self._store.holds(keys), strict=True))
+        # A folder's store does not count as held what it keeps in RAM alone, for texts without a name.
+        missing = {key for key, is_held in held.items() if not is_held and self._store.open(key) is None}
+        with self._lock:
+            first = missing - self._once.keys()
+            for key in missing - first:
+                del self._once[key]
+            self._once |= dict.fromkeys(first)
+            for oldest in list(islice(self._once, max(len(self._once) - _MOST_FIRST_USES, 0))):
+                del self._once[oldest]
+        return first
 
 
 def _gapless(pieces: Sequence[_Piece]) -> Iterator[_Piece]:

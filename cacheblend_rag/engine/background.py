@@ -1,4 +1,4 @@
-"""Work in threads of its own: adding chunks, storing one batch while the next is computed, and answers that readers wait for."""
+"""Work in threads of its own: chunks that are added in the background, and answers that readers wait for."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Generic, TypeVar
 
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["AddJob", "AddResult", "BatchWriter", "Feed", "Jobs"]
+__all__ = ["AddJob", "AddResult", "Feed", "Jobs"]
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +98,13 @@ class AddJob:
 
     def advance(self, count: int) -> None:
         """Note that so many more chunks are finished."""
-        finished, total = self.progress
-        self.progress = (finished + count, total)
+        if count:
+            finished, total = self.progress
+            self.progress = (finished + count, total)
+            self.tell()
+
+    def tell(self) -> None:
+        """Call `on_progress`."""
         if self._on_progress is not None:
             self._on_progress(*self.progress)
 
@@ -199,53 +203,6 @@ class Jobs:
 def _warn_of(failed: list[BaseException]) -> None:
     for error in failed:
         logger.warning("chunks that were added in the background are not stored: %s", error)
-
-
-class BatchWriter:
-    """Stores one batch, in a thread, while the next is computed; never more than one waits, and none is forgotten.
-
-    Leaving the context waits for the last one.
-    """
-
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    def __enter__(self) -> BatchWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self.drain()
-        except Exception as late:
-            if error is None:
-                raise
-            logger.warning("a batch that was computed before could not be stored either: %s", late)
-
-    def submit(self, task: Callable[[], None]) -> None:
-        """Have `task` run once the one before has ended, whose error is raised here."""
-        self.drain()
-
-        def work() -> None:
-            try:
-                task()
-            except BaseException as error:  # handed to who computes the batches
-                self._error = error
-
-        self._thread = threading.Thread(target=work, name="cacheblend-writer")
-        self._thread.start()
-
-    def drain(self) -> None:
-        """Wait until the last task has ended, and raise its error."""
-        if self._thread is not None:
-            self._thread.join()
-            # Or the batch would stay in memory until the next one comes.
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
 
 
 class Feed(Generic[Piece, Outcome]):

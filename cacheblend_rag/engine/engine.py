@@ -34,6 +34,7 @@ from cacheblend_rag.engine.markup import SCHEMA_PREFIX, LoadedSchema, Schemas
 from cacheblend_rag.engine.metrics import EngineMetrics
 from cacheblend_rag.engine.opening import engine_identity, load_pretrained, look_at_model, open_engine_store
 from cacheblend_rag.engine.prefetch import Prefetch, Prefetcher
+from cacheblend_rag.engine.prompt import AssembledPrompt
 from cacheblend_rag.engine.request import PromptRun, Request, make_report
 from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.engine.supply import KVSupply
@@ -82,6 +83,10 @@ class BlendEngine:
         What `from_pretrained` was given, or else how the model calls itself.
     metrics : EngineMetrics
         What the engine has done, for Prometheus.
+    namespace : str
+        Digest of the model, tokenizer, encoding prefix and tenant (`config.tenant`): equal ones share KV.
+    window : int or None
+        Most tokens that the model can read and write; None if its configuration does not say.
     decoder : Decoder or None
         The model as blending sees it, or None if it cannot be blended.
     unsupported_reason : str or None
@@ -119,6 +124,7 @@ class BlendEngine:
         self.model = model.eval()
         self.model_name: str = getattr(model, "name_or_path", "") or type(model).__name__
         self.tokenizer = tokenizer
+        self.window = model_window(model)
         self._closed = False
         self.decoder, self.unsupported_reason = look_at_model(
             self.model, strict=self.config.strict, self_check=self.tuning.self_check
@@ -136,11 +142,12 @@ class BlendEngine:
                 undo.callback(self.store.close)
             self._weights = WeightsWatch(self.model)
             identity = engine_identity(model, tokenizer, private=self.store.is_private)
-            self._assembler = Assembler(tokenizer, self.store, identity, model_window(model), self.decoder, self.config)
+            self._assembler = Assembler(tokenizer, self.store, identity, self.window, self.decoder, self.config)
+            self.namespace = self._assembler.namespace
             self._supply = KVSupply(model, self.decoder, self.store, self._assembler, self.config, self.tuning)
             self._ingest = Ingest(self._assembler, self._supply, self.store, self.decoder, self.config)
             self._supply.on_late = self._ingest.encode_later
-            self._kept = KeptTurns(self.store, self._assembler.namespace, self.config.conversation_bytes)
+            self._kept = KeptTurns(self.store, self.namespace, self.config.conversation_bytes)
             self._prefetcher = Prefetcher(self.store, self.tuning.threads)
             self.schemas = Schemas(self._assembler, self._ingest, self.store, self._prefetcher)
             self._runner = Runner(
@@ -394,7 +401,7 @@ class BlendEngine:
         """
         self._check_open()
         gone = _id_list(ids)
-        known = self.store.forget(self._assembler.namespace, gone)
+        known = self.store.forget(self.namespace, gone)
         self._kept.refresh()
         return known
 
@@ -405,12 +412,12 @@ class BlendEngine:
     def document(self, document: str) -> list[str]:
         """Return the ids of a document's chunks in the order in which they are read; none where it is unknown."""
         self._check_open()
-        return self.store.names.document(self._assembler.namespace, document)
+        return self.store.names.document(self.namespace, document)
 
     def places(self, ids: Sequence[str]) -> list[str | None]:
         """Return the document that each chunk is a piece of; None where it is encoded alone, or unknown."""
         self._check_open()
-        return self.store.names.documents(self._assembler.namespace, _id_list(ids))
+        return self.store.names.documents(self.namespace, _id_list(ids))
 
     def prefetch(self, ids: Iterable[str]) -> Prefetch:
         """Begin to read the KV of chunks that are likely to be asked for soon, and return at once.
@@ -430,7 +437,7 @@ class BlendEngine:
             To wait for, or to cancel; it need not be kept.
         """
         self._check_open()
-        records = self.store.names.lookup(self._assembler.namespace, _id_list(ids))
+        records = self.store.names.lookup(self.namespace, _id_list(ids))
         return self._prefetcher.begin(record.key for record in records if record is not None)
 
     def pin(self, ids: Iterable[str]) -> None:
@@ -444,7 +451,7 @@ class BlendEngine:
             If more would be pinned than `disk_bytes`.
         """
         self._check_open()
-        self.store.pin(self._assembler.namespace, _id_list(ids))
+        self.store.pin(self.namespace, _id_list(ids))
 
     def unpin(self, ids: Iterable[str]) -> None:
         """Let the KV of these chunks be evicted again.
@@ -455,27 +462,27 @@ class BlendEngine:
             If an id is unknown; nothing is unpinned then.
         """
         self._check_open()
-        self.store.unpin(self._assembler.namespace, _id_list(ids))
+        self.store.unpin(self.namespace, _id_list(ids))
 
     def contains(self, id: str) -> bool:
         """Whether a chunk of this id is known; its KV may be evicted, and is then computed again when it is needed."""
         self._check_open()
-        return self.store.names.lookup(self._assembler.namespace, [id])[0] is not None
+        return self.store.names.lookup(self.namespace, [id])[0] is not None
 
     def ids(self) -> list[str]:
         """Return the ids of all known chunks of this model, parts of loaded schemas and heads of prompts not among them."""
         self._check_open()
-        return [id for id in self.store.names.ids(self._assembler.namespace) if _reserved(id) is None]
+        return [id for id in self.store.names.ids(self.namespace) if _reserved(id) is None]
 
     def heads(self) -> list[str]:
         """Return the names under which the KV of prompts' fixed heads (`FixedText`) is kept; `delete` takes them."""
         self._check_open()
-        return [id for id in self.store.names.ids(self._assembler.namespace) if _reserved(id) == HEAD_PREFIX]
+        return [id for id in self.store.names.ids(self.namespace) if _reserved(id) == HEAD_PREFIX]
 
     def records(self, ids: Sequence[str]) -> list[NodeRecord | None]:
         """Return what is known of each id: its tokens and the digest of its text; None where the id is unknown."""
         self._check_open()
-        return self.store.names.lookup(self._assembler.namespace, _id_list(ids))
+        return self.store.names.lookup(self.namespace, _id_list(ids))
 
     @property
     def revision(self) -> int:
@@ -497,7 +504,7 @@ class BlendEngine:
             The names, those that `ids` leaves out not among them.
         """
         self._check_open()
-        changes = self.store.names.changes(self._assembler.namespace, since)
+        changes = self.store.names.changes(self.namespace, since)
         names = [each for each in changes.names if each[1] is None or _reserved(each[1]) is None]
         waiting = {id: digest for id, digest in changes.waiting.items() if _reserved(id) is None}
         return replace(changes, names=names, waiting=waiting)
@@ -505,16 +512,6 @@ class BlendEngine:
     def capability(self) -> Capability:
         """Return what each layer of the model is like, what blending does there, and why not where it does not."""
         return capability(self.model, self.decoder, self.unsupported_reason)
-
-    @property
-    def namespace(self) -> str:
-        """Digest of the model, tokenizer, encoding prefix and tenant (`config.tenant`): equal ones share KV."""
-        return self._assembler.namespace
-
-    @property
-    def window(self) -> int | None:
-        """Most tokens that the model can read and write, or None if its configuration does not say."""
-        return model_window(self.model)
 
     def load_schema(self, schema: Schema, *, ttl_s: float | None = None) -> LoadedSchema:
         """Encode the modules of a schema and keep them (Prompt Cache, section 3.3).
@@ -629,8 +626,7 @@ class BlendEngine:
 
     def prompt_layout(self, prompt: BlendPrompt | Prompt) -> PromptLayout:
         """Return where the chunks of `prompt` stand among its tokens."""
-        self._check_open()
-        return self._assembler.assemble(self._blend_prompt(prompt)).layout
+        return self._assemble(prompt).layout
 
     def whole_documents(self, prompt: BlendPrompt | Prompt) -> BlendPrompt | None:
         """Return a prompt with whole documents, each in the place of the first of its chunks, instead of the chunks.
@@ -648,8 +644,7 @@ class BlendEngine:
             The prompt in token ids; the same tokens where no chunk is a piece of a document, and None where the documents do not
             fit the model's window.
         """
-        self._check_open()
-        ids = self._assembler.with_whole_documents(self._assembler.assemble(self._blend_prompt(prompt)))
+        ids = self._assembler.with_whole_documents(self._assemble(prompt))
         return None if ids is None else BlendPrompt(segments=[ids])
 
     def prefill(
@@ -683,10 +678,11 @@ class BlendEngine:
             If the settings do not fit the model.
         """
         run = self._begin(prompt, blend, conversation)
+        return self._prefill(run, lambda cache, inputs: last_logits(self.model, inputs, cache).cpu())
 
-        def forward(cache: BlendCache | None, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-            return last_logits(self.model, inputs, cache).cpu()
-
+    def _prefill(
+        self, run: PromptRun, forward: Callable[[BlendCache | None, dict[str, torch.Tensor]], torch.Tensor]
+    ) -> PrefillResult:
         logits = self._runner.run(run, 0, forward)
         report = make_report(run, num_decoder_layers(self.model), time.perf_counter(), 0)
         self._observe(report)
@@ -918,13 +914,11 @@ class BlendEngine:
             )
         run.request, run.prompt = replace(run.request, rows=rows), replace(run.prompt, head=None)
         forward = WatchedForward(self.model, watcher)
-        logits = self._runner.run(run, 0, forward)
-        report = make_report(run, num_decoder_layers(self.model), time.perf_counter(), 0)
-        self._observe(report)
+        result = self._prefill(run, forward)
         # Chunks whose documents were changed meanwhile are text now.
         layout = run.prompt.layout
         recomputed = layout.context_rows if run.recomputed is None else run.recomputed
-        return WatchedPrefill(PrefillResult(logits, layout.token_ids, report), layout, recomputed, forward.kv)
+        return WatchedPrefill(result, layout, recomputed, forward.kv)
 
     def _observe(self, report: BlendReport) -> None:
         """Count and log what was answered, and read ahead what may be asked for next."""
@@ -946,8 +940,10 @@ class BlendEngine:
     ) -> PromptRun:
         """Return the run of a prompt under the settings in force for it, which is checked and in tokens, but not computed."""
         started = time.perf_counter() if started is None else started
-        until = _until(started, wait_s)
-        self._check_open()
+        if wait_s is not None and not (isinstance(wait_s, int | float) and wait_s >= 0):
+            raise ConfigError(
+                f"wait_s={wait_s!r} must be a number of seconds from 0 upwards; leave it out for no limit"
+            )
         if conversation is not None and not conversation.belongs_to(self._kept):
             raise ConfigError(
                 "the conversation is one with another engine, whose KV is of no use here; make it by this engine's conversation()"
@@ -955,13 +951,12 @@ class BlendEngine:
         # Before all that takes time: what is reset from now on forgets this turn too.
         turn = None if conversation is None else Turn(conversation)
         self._weights.check()
-        prompt = self._blend_prompt(prompt)
         if blend is not None and blend is not self.blend:
             order, level = GuardOrder(self.check_blend(blend)), None
         else:
             order = self.guard.order
             level = order.level
-        assembled = self._assembler.assemble(prompt, retrieving=order.blend.enabled)
+        assembled = self._assemble(prompt, retrieving=order.blend.enabled)
         if level is not None and assembled.layout.remembers:
             # What the guard falls back to knows less than these chunks.
             order = replace(order, blend=self.blend, action=None)
@@ -970,7 +965,7 @@ class BlendEngine:
         request = Request(
             order.blend,
             started,
-            until,
+            None if wait_s is None else started + wait_s,
             turn,
             level,
             order.action,
@@ -983,27 +978,20 @@ class BlendEngine:
             self.guard.watch(run)
         return run
 
-    def _blend_prompt(self, prompt: BlendPrompt | Prompt) -> BlendPrompt:
+    def _assemble(self, prompt: BlendPrompt | Prompt, *, retrieving: bool = False) -> AssembledPrompt:
+        self._check_open()
         if isinstance(prompt, Prompt):
-            return self.schemas.blend_prompt(prompt)
-        if not isinstance(prompt, BlendPrompt):
+            prompt = self.schemas.blend_prompt(prompt)
+        elif not isinstance(prompt, BlendPrompt):
             raise ConfigError(
                 f"the prompt is a {type(prompt).__name__}; give a BlendPrompt, as in BlendPrompt(text, chunks), or a schema's "
                 "prompt"
             )
-        return prompt
+        return self._assembler.assemble(prompt, retrieving=retrieving)
 
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigError("this engine is closed; make a new one")
-
-
-def _until(started: float, wait_s: float | None) -> float | None:
-    if wait_s is None:
-        return None
-    if not isinstance(wait_s, int | float) or not wait_s >= 0:
-        raise ConfigError(f"wait_s={wait_s!r} must be a number of seconds from 0 upwards; leave it out for no limit")
-    return started + wait_s
 
 
 def _reserved(id: str) -> str | None:

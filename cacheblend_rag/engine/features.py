@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.request import PromptRun
-from cacheblend_rag.engine.sources import SourceAttention
+from cacheblend_rag.engine.watch import SourceAttention
 from cacheblend_rag.fuse import BlendCache, Repair, Steering
 from cacheblend_rag.model import Decoder
 from cacheblend_rag.selection import make_selector

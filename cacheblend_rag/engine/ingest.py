@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,7 +15,7 @@ from cacheblend_rag.codec import make_codec, pack_kv
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.encode import Target
 from cacheblend_rag.engine.assembler import Assembler
-from cacheblend_rag.engine.background import AddJob, AddResult, BatchWriter, Jobs
+from cacheblend_rag.engine.background import AddJob, AddResult, Jobs
 from cacheblend_rag.engine.supply import KVSupply
 from cacheblend_rag.errors import ConfigError, PromptError, StoreError
 from cacheblend_rag.kv import ChunkKV
@@ -83,8 +84,8 @@ class _Todo:
         The chunks that have their KV.
     changed, unchanged : int
         How many of the chunks given are named or lack their KV, and how many are stored exactly so.
-    ready : int
-        How many of them need no encoding.
+    job : AddJob
+        Counts the chunks given, and those of their documents that are encoded again.
     """
 
     names: list[NamedTarget]
@@ -92,11 +93,7 @@ class _Todo:
     held: list[NamedTarget]
     changed: int
     unchanged: int
-    ready: int
-
-    def job(self, progress: Callable[[int, int], None] | None) -> AddJob:
-        """Return a job that counts the chunks given, and those of their documents that are encoded again."""
-        return AddJob(self.ready, self.ready + sum(len(text.names) for text in self.texts), progress)
+    job: AddJob
 
 
 class _Naming:
@@ -167,11 +164,11 @@ class Ingest:
     ) -> AddResult:
         """Encode and name what is not stored yet; see `BlendEngine.add`."""
         ttl_s = self._ttl_s if ttl_s is None else ttl_s
-        todo = self._todo(chunks, ttl_s, on_refused)
+        todo = self._todo(chunks, ttl_s, progress, on_refused)
         self._prolong(todo.held)
         naming = _Naming(todo)
         self._name(naming.ready(), ttl_s)
-        result = self._encode(todo, todo.job(progress), partial(self._store_and_name, naming=naming, ttl_s=ttl_s))
+        result = self._encode(todo, partial(self._store_and_name, naming=naming, ttl_s=ttl_s))
         # Behind what has been changed by another process since, no name stands by now.
         self._release([text for text in todo.texts if all(target.record.id for target in text.names)])
         return result
@@ -189,11 +186,10 @@ class Ingest:
         to be no longer wanted, whatever process did it.
         """
         ttl_s = self._ttl_s if ttl_s is None else ttl_s
-        todo = self._todo(chunks, ttl_s, on_refused)
+        todo = self._todo(chunks, ttl_s, progress, on_refused)
         self._prolong(todo.held)
         self._name([target.record for target in todo.names], ttl_s)
-        job = todo.job(progress)
-        return self.jobs.submit(job, partial(self._encode, todo, job, self._store_late))
+        return self.jobs.submit(todo.job, partial(self._encode, todo, self._store_late))
 
     def encode_later(self, ids: Sequence[str]) -> None:
         """Have chunks that are named encoded in the background, as far as their KV is still missing then.
@@ -207,10 +203,9 @@ class Ingest:
         """
         targets = [target for target in self._store.names.targets(self._namespace, ids) if target is not None]
         texts = [_Text([target]) for target in {target.record.key: target for target in targets}.values()]
-        todo = _Todo([], texts, [], 0, len(targets), 0)
-        job = todo.job(None)
+        todo = _Todo([], texts, [], 0, len(targets), AddJob(0, len(texts)))
         try:
-            self.jobs.submit(job, partial(self._encode, todo, job, self._store_missed))
+            self.jobs.submit(todo.job, partial(self._encode, todo, self._store_missed))
         except ConfigError as error:
             logger.debug("not encoded in the background: %s", error)
 
@@ -234,6 +229,7 @@ class Ingest:
         self,
         chunks: Iterable[Chunk],
         ttl_s: float | None,
+        progress: Callable[[int, int], None] | None = None,
         on_refused: Callable[[Chunk, PromptError], None] | None = None,
     ) -> _Todo:
         """Tokenise chunks and find out which are not stored exactly so, and whose KV is there all the same."""
@@ -263,67 +259,75 @@ class Ingest:
             if not is_there:
                 missing.setdefault(target.record.key, []).append(target)
         names = [target.placed(record) for target, record in zip(given, records, strict=True) if target.is_changed]
+        held = [target for target in targets if target.record.key not in missing]
         ready = sum(target.record.key not in missing for target in given)
         unchanged = sum(not target.is_changed and target.record.key not in missing for target in given)
         return _Todo(
             names,
             [_Text(targets, positions.get(key)) for key, targets in missing.items()],
-            [target for target in targets if target.record.key not in missing],
+            held,
             len(given) - unchanged,
             unchanged,
-            ready,
+            AddJob(ready, ready + sum(map(len, missing.values())), progress),
         )
 
     def _encode(
-        self,
-        todo: _Todo,
-        job: AddJob,
-        store: Callable[[Batch], None],
-        given_up: Callable[[], bool] | None = None,
+        self, todo: _Todo, store: Callable[[Batch], None], given_up: Callable[[], bool] | None = None
     ) -> AddResult:
         """Encode texts batch by batch while the batch before is stored.
 
         Parameters
         ----------
         todo : _Todo
-            The texts.
-        job : AddJob
-            Told how many chunks are finished.
+            The texts; its job is told how many chunks are finished.
         store : callable
             Stores a batch, in a thread, while the next one is computed.
         given_up : callable, optional
             Asked before each batch whether to stop, in the background: there all prompts that wait go first, and what was
             deleted, replaced or encoded for a prompt meanwhile is left out.
         """
-        job.advance(0)
-        encoded = tokens = storing = 0
-        with BatchWriter() as writer:
-            for planned in self._supply.plan([text.target for text in todo.texts]) if todo.texts else ():
-                batch = [todo.texts[index] for index in planned]
-                if given_up is not None:
-                    if given_up():
-                        break
-                    wanted = self._wanted(batch)
-                    skipped = sum(len(text.names) for text in batch if text not in wanted)
-                    batch = wanted
-                    if skipped:
-                        job.advance(skipped)
-                # Planned again, what is left of one batch is one batch, or a few.
-                for part in self._supply.encode([text.target for text in batch], patient=given_up is not None):
-                    fresh = [(batch[index], kv) for index, kv in part]
-                    writer.drain()
-                    if storing:
-                        job.advance(storing)
-                    writer.submit(partial(store, fresh))
-                    storing = sum(len(text.names) for text, _ in fresh)
-                    encoded += len(fresh)
-                    tokens += sum(text.num_tokens for text, _ in fresh)
+        encoded = tokens = chunks = 0
+        storing = Future[None]()
+        storing.set_result(None)
+        todo.job.tell()
+        with ThreadPoolExecutor(1, "cacheblend-writer") as writer:
+            try:
+                for batch in self._computed(todo, given_up):
+                    encoded += len(batch)
+                    tokens += sum(text.num_tokens for text, _ in batch)
+                    storing.result()
+                    todo.job.advance(chunks)
+                    chunks = sum(len(text.names) for text, _ in batch)
+                    try:
+                        storing = writer.submit(store, batch)
+                    except RuntimeError:
+                        # Python ends, and starts no threads any more.
+                        store(batch)
                     # Once it is stored, nothing should keep a batch in memory while the next is computed.
-                    del part, fresh
-            writer.drain()
-        if storing:
-            job.advance(storing)
+                    del batch
+                storing.result()
+            except BaseException as error:
+                late = storing.exception()
+                if late is not None and late is not error:
+                    logger.warning("a batch that was computed before could not be stored either: %s", late)
+                raise
+        todo.job.advance(chunks)
         return AddResult(encoded, todo.changed, todo.unchanged, tokens)
+
+    def _computed(self, todo: _Todo, given_up: Callable[[], bool] | None) -> Iterator[Batch]:
+        """Compute the KV of texts batch by batch; see `_encode`."""
+        for planned in self._supply.plan([text.target for text in todo.texts]) if todo.texts else ():
+            texts = [todo.texts[index] for index in planned]
+            if given_up is not None:
+                if given_up():
+                    return
+                wanted = self._wanted(texts)
+                todo.job.advance(sum(len(text.names) for text in texts if text not in wanted))
+                texts = wanted
+            # Planned again, what is left of one batch is one batch, or a few.
+            for part in self._supply.encode([text.target for text in texts], patient=given_up is not None):
+                yield [(texts[index], kv) for index, kv in part]
+                del part
 
     def _store_and_name(self, batch: Batch, naming: _Naming, ttl_s: float | None) -> None:
         evictions = self._store.evictions

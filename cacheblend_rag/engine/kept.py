@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from weakref import WeakKeyDictionary
@@ -117,10 +117,10 @@ class HeldTurn:
 
 
 class KeptTurns:
-    """What is kept of each conversation, as long as somebody has it.
+    """The last turn of each conversation of an engine, as long as somebody has the conversation.
 
-    It is at most so many bytes of KV together; the least recently used turn is dropped first. All methods may be called from any
-    thread.
+    They are at most so many bytes of KV together; the least recently used turn is dropped first. All methods may be called from
+    any thread.
 
     Parameters
     ----------
@@ -149,7 +149,7 @@ class KeptTurns:
     def get(self, owner: object) -> HeldTurn | None:
         """Return what is kept of a conversation, without looking up whether its chunks are still there."""
         with self.lock:
-            self._forget([owner], {}, {}, ())
+            self._cut([owner])
             return self._turns.get(owner)
 
     def fresh(self, owner: object, given: Mapping[str, str]) -> HeldTurn | None:
@@ -163,10 +163,7 @@ class KeptTurns:
             The keys of a prompt's chunks by their ids, which may be news.
         """
         with self.lock:
-            turn = self._turns.get(owner)
-            if turn is None:
-                return None
-            self._forget([owner], self._keys(turn.names), given, turn.names)
+            self._cut([owner], self._names([owner]), given)
             turn = self._turns.pop(owner, None)
             if turn is not None:
                 self._turns[owner] = turn
@@ -176,13 +173,19 @@ class KeptTurns:
         """Keep a turn of a conversation, instead of the one before, and forget others for room."""
         with self.lock:
             self._turns.pop(owner, None)
-            if turn is None or turn.nbytes > self.limit_bytes or self._closed:
+            if turn is None or self._closed:
                 return
             self._turns[owner] = turn
             # A chunk that was deleted while the turn was computed, and what is over by now anywhere.
-            self._forget([owner], self._keys(turn.names), {}, turn.names)
-            self._forget(list(self._turns), {}, {}, ())
-            self._make_room()
+            self._cut([owner], turn.names)
+            self._cut(list(self._turns))
+            held = list(self._turns.items())
+            total = sum(each.nbytes for _, each in held)
+            for oldest, each in held:
+                if total <= self.limit_bytes:
+                    return
+                del self._turns[oldest]
+                total -= each.nbytes
 
     def drop(self, owner: object) -> None:
         """Forget a conversation's turn."""
@@ -192,9 +195,8 @@ class KeptTurns:
     def refresh(self) -> None:
         """Have all conversations forget what knows of chunks that are gone, or stand behind other text by now, by one lookup."""
         with self.lock:
-            names = {name for turn in list(self._turns.values()) for name in turn.names}
-            if names:
-                self._forget(list(self._turns), self._keys(names), {}, names)
+            owners = list(self._turns)
+            self._cut(owners, self._names(owners))
 
     def close(self) -> None:
         """Forget everything, and keep nothing any more."""
@@ -202,16 +204,17 @@ class KeptTurns:
             self._closed = True
             self._turns.clear()
 
-    def _keys(self, names: Collection[str]) -> dict[str, str]:
-        """Return the keys that names lead to; those that lead nowhere are not in it."""
-        known = self._store.names.lookup(self._namespace, list(names)) if names else []
-        return {record.id: record.key for record in known if record is not None}
+    def _names(self, owners: Sequence[object]) -> set[str]:
+        """Return the ids of the chunks that the turns of some conversations may know of."""
+        return {name for owner in owners if owner in self._turns for name in self._turns[owner].names}
 
-    def _forget(
-        self, owners: Iterable[object], keys: Mapping[str, str], given: Mapping[str, str], names: Collection[str]
+    def _cut(
+        self, owners: Sequence[object], names: Collection[str] = (), given: Mapping[str, str] | None = None
     ) -> None:
         """Cut turns before the first row that knows of a chunk whose time is over, or that is one of `names` and is gone."""
-        now = steady_s()
+        known = self._store.names.lookup(self._namespace, list(names)) if names else []
+        keys = {record.id: record.key for record in known if record is not None}
+        given, now = given or {}, steady_s()
         for owner in owners:
             turn = self._turns.get(owner)
             if turn is None or (not names and turn.expires_at > now):
@@ -228,11 +231,3 @@ class KeptTurns:
                     del self._turns[owner]
                 else:
                     self._turns[owner] = kept
-
-    def _make_room(self) -> None:
-        total = sum(turn.nbytes for turn in list(self._turns.values()))
-        for owner, turn in list(self._turns.items()):
-            if total <= self.limit_bytes:
-                return
-            del self._turns[owner]
-            total -= turn.nbytes

@@ -6,10 +6,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.loader import compute_alone
@@ -27,6 +27,16 @@ class _Read:
     key: str
     future: Future[None]
     holders: int = 0
+
+
+@dataclass(eq=False)
+class _Process:
+    """What a process reads: its reads that are not over, by their keys, and the threads that do them."""
+
+    pid: int = field(default_factory=os.getpid)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    pool: ThreadPoolExecutor | None = None
+    reads: dict[str, _Read] = field(default_factory=dict)
 
 
 class Prefetch:
@@ -49,7 +59,6 @@ class Prefetch:
 
     def __init__(self, prefetcher: Prefetcher, reads: list[_Read]) -> None:
         self._prefetcher = prefetcher
-        self._pid = os.getpid()
         self.reads = reads
         self.chunks = len(reads)
 
@@ -64,16 +73,12 @@ class Prefetch:
         timeout_s : float, optional
             Most seconds to wait; no limit by default.
         """
-        if self._pid != os.getpid():
-            return True
-        until = None if timeout_s is None else time.monotonic() + timeout_s
-        return all(
-            _wait(read.future, None if until is None else max(until - time.monotonic(), 0)) for read in self.reads
-        )
+        return self._prefetcher.wait(self.reads, timeout_s)
 
     def cancel(self) -> None:
         """Read no further chunk, but for those that another caller wants as well."""
-        self._prefetcher.let_go(self)
+        self._prefetcher.let_go(self.reads)
+        self.reads = [read for read in self.reads if read.future.running()]
 
 
 class Prefetcher:
@@ -94,94 +99,87 @@ class Prefetcher:
         self._store = store
         self._threads = threads
         self._closed = False
-        self._begin_anew()
+        self._process = _Process()
 
-    def _begin_anew(self) -> None:
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
-        # What is not over, by its key.
-        self._reads: dict[str, _Read] = {}
+    @property
+    def _mine(self) -> _Process:
+        """What this process reads."""
+        if self._process.pid != os.getpid():
+            self._process = _Process()
+        return self._process
 
     def begin(self, keys: Iterable[str]) -> Prefetch:
         """Read what is under these keys, in this order; what is being read already is not read twice."""
-        if self._pid != os.getpid():
-            self._begin_anew()
-        reads: list[_Read] = []
-        with self._lock:
+        mine, begun = self._mine, list[_Read]()
+        with mine.lock:
             for key in [] if self._closed else dict.fromkeys(keys):
-                read = self._reads.get(key)
+                read = mine.reads.get(key)
                 if read is None:
-                    if self._pool is None:
-                        self._pool = ThreadPoolExecutor(self._threads, "cacheblend-prefetch", initializer=compute_alone)
+                    if mine.pool is None:
+                        mine.pool = ThreadPoolExecutor(self._threads, "cacheblend-prefetch", initializer=compute_alone)
                     try:
-                        read = _Read(key, self._pool.submit(self._work, key))
+                        read = mine.reads[key] = _Read(key, mine.pool.submit(self._work, mine, key))
                     except RuntimeError:
                         # Python ends.
                         break
-                    self._reads[key] = read
                 read.holders += 1
-                reads.append(read)
-        return Prefetch(self, reads)
+                begun.append(read)
+        return Prefetch(self, begun)
 
-    def let_go(self, prefetch: Prefetch) -> None:
+    def wait(self, reads: Sequence[_Read], timeout_s: float | None = None) -> bool:
+        """Wait until reads have ended or were cancelled; return whether that is so."""
+        mine = self._mine.reads
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        for read in reads:
+            # What is over, or is another process's, is not there.
+            if mine.get(read.key) is read:
+                try:
+                    read.future.exception(None if until is None else max(until - time.monotonic(), 0))
+                except futures.TimeoutError:
+                    return False
+                except futures.CancelledError:
+                    pass
+        return True
+
+    def let_go(self, reads: Iterable[_Read]) -> None:
         """Read no further chunk of those that only this caller wants."""
-        if self._pid != os.getpid():
-            return
-        with self._lock:
-            for read in prefetch.reads:
+        mine = self._mine
+        with mine.lock:
+            for read in reads:
                 read.holders -= 1
-                if not read.holders and read.future.cancel():
-                    self._reads.pop(read.key, None)
-            prefetch.reads = [read for read in prefetch.reads if read.future.running() or read.future.done()]
+                if not read.holders and mine.reads.get(read.key) is read and read.future.cancel():
+                    del mine.reads[read.key]
 
     def claim(self, keys: Iterable[str]) -> None:
         """Make way for a prompt with these keys: reads that have not begun are its own business, others are waited for."""
-        if not self._reads or self._pid != os.getpid():
+        mine = self._mine
+        if not mine.reads:
             return
-        with self._lock:
-            claimed = [self._reads[key] for key in keys if key in self._reads]
+        with mine.lock:
+            claimed = [mine.reads[key] for key in keys if key in mine.reads]
             for read in claimed:
                 if read.future.cancel():
-                    self._reads.pop(read.key, None)
-        for read in claimed:
-            _wait(read.future, None)
+                    mine.reads.pop(read.key, None)
+        self.wait(claimed)
 
     def close(self) -> None:
         """Stop behind what is being read."""
-        if self._pid != os.getpid():
-            return
-        with self._lock:
+        mine = self._mine
+        with mine.lock:
             self._closed = True
-            pool, self._reads = self._pool, {}
-        if pool is not None:
-            pool.shutdown(cancel_futures=True)
+        if mine.pool is not None:
+            mine.pool.shutdown(cancel_futures=True)
 
-    def _work(self, key: str) -> None:
+    def _work(self, mine: _Process, key: str) -> None:
         try:
-            self._read(key)
+            reader = self._store.open(key)
+            if reader is not None and (reader.tier not in ("ram", "device") or reader.promotes_to_device):
+                for number in range(reader.num_layers):
+                    reader.keep(number, reader.layer(number))
+                reader.finish()
         except CacheBlendError as error:
             # The prompt itself will meet it, and encode the chunk anew.
             logger.warning("a chunk could not be prefetched: %s", error)
         finally:
-            with self._lock:
-                self._reads.pop(key, None)
-
-    def _read(self, key: str) -> None:
-        reader = self._store.open(key)
-        if reader is None or (reader.tier in ("ram", "device") and not reader.promotes_to_device):
-            return
-        for number in range(reader.num_layers):
-            reader.keep(number, reader.layer(number))
-        reader.finish()
-
-
-def _wait(future: Future[None], timeout_s: float | None) -> bool:
-    """Wait until a read has ended or was cancelled; return whether that is so."""
-    try:
-        future.exception(timeout_s)
-    except futures.CancelledError:
-        return True
-    except futures.TimeoutError:
-        return False
-    return True
+            with mine.lock:
+                mine.reads.pop(key, None)

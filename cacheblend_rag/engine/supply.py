@@ -110,6 +110,7 @@ class KVSupply:
             if batch is None:
                 return
             yield batch
+            del batch
 
     def encode_misses(self, runs: Sequence[PromptRun]) -> None:
         """Encode in one go the chunks of several prompts that have no stored KV, each once, and hand it to those prompts.

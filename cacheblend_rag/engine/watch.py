@@ -1,8 +1,9 @@
-"""Prefilling a prompt while somebody looks at what its layers attend to."""
+"""Watching what a prompt's layers, and the tokens of its answer, attend to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -12,14 +13,28 @@ from transformers import PreTrainedModel
 from cacheblend_rag.engine.firsttoken import last_logits
 from cacheblend_rag.engine.generation import PrefillResult
 from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.kv import LayerKV
-from cacheblend_rag.layout import PromptLayout
-from cacheblend_rag.model import AttentionCall, KVCache, uncompiled, watch_attention
+from cacheblend_rag.layout import ChunkSpan, PromptLayout
+from cacheblend_rag.model import AttentionCall, KVCache, attention_weights, uncompiled, watch_attention
 
-__all__ = ["LayerWatcher", "WatchedForward", "WatchedPrefill"]
+__all__ = ["LayerWatcher", "SourceAttention", "WatchedForward", "WatchedPrefill"]
 
 LayerWatcher: TypeAlias = Callable[[int, AttentionCall], None]
 """Called with a layer's number and what its attention was called with; the last row is the last token of the prompt."""
+
+
+@contextmanager
+def _watching(model: PreTrainedModel, cache: KVCache, layers: Sequence[int], watcher: LayerWatcher) -> Iterator[None]:
+    """Call a watcher whenever one of these layers of a cache is attended to."""
+
+    def after_attention(call: AttentionCall) -> None:
+        layer = next((layer for layer in layers if cache.kv_layers[layer].keys is call.key), None)
+        if layer is not None:
+            watcher(layer, call)
+
+    with uncompiled(model), watch_attention(after_attention):
+        yield
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,15 +90,12 @@ class WatchedForward:
             raise UnsupportedModelError(f"{name} cannot be blended, and its layers cannot be watched")
         waiting = list(range(len(cache.kv_layers)))
 
-        def after_attention(call: AttentionCall) -> None:
-            for layer in waiting:
-                if cache.kv_layers[layer].keys is call.key:
-                    # Rows that make up for a layer later on come without the last token, so each layer counts once.
-                    waiting.remove(layer)
-                    self.watcher(layer, call)
-                    return
+        def watch(layer: int, call: AttentionCall) -> None:
+            # Rows that make up for a layer later on come without the last token, so each layer counts once.
+            waiting.remove(layer)
+            self.watcher(layer, call)
 
-        with uncompiled(self.model), watch_attention(after_attention):
+        with _watching(self.model, cache, waiting, watch):
             logits = last_logits(self.model, inputs, cache).cpu()
         if waiting:
             raise UnsupportedModelError(
@@ -91,3 +103,53 @@ class WatchedForward:
             )
         self.kv = cache.kv()
         return logits
+
+
+class SourceAttention:
+    """Watches the rows behind which the tokens of an answer are written: the prompt's last row, and then each new token's.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The model.
+    layers : sequence of int
+        The layers that are looked at.
+    length : int
+        Tokens of the prompt.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int], length: int) -> None:
+        self._model = model
+        self._layers = tuple(layers)
+        self._length = length
+        self._mass: dict[int, torch.Tensor] = {}
+        self._steps = dict.fromkeys(self._layers, 0)
+        self._seen = dict.fromkeys(self._layers, 0)
+
+    @contextmanager
+    def __call__(self, cache: BlendCache) -> Iterator[None]:
+        """Watch a cache being filled and read for the duration of a ``with`` block, from the beginning."""
+        self._mass.clear()
+        self._steps = dict.fromkeys(self._layers, 0)
+        self._seen = dict.fromkeys(self._layers, 0)
+        with _watching(self._model, cache, self._layers, self._note):
+            yield
+
+    def of(self, span: ChunkSpan) -> float:
+        """Return the share of the answer's attention that went to a chunk, 0 to 1: the mean over its tokens, layers and heads."""
+        shares = [
+            float(self._mass[layer][span.start : span.stop].sum()) / self._steps[layer]
+            for layer in self._layers
+            if self._steps[layer]
+        ]
+        return sum(shares) / len(shares) if shares else 0.0
+
+    def _note(self, layer: int, call: AttentionCall) -> None:
+        columns = call.key.shape[2]
+        if columns <= self._seen[layer]:
+            # Rows that make up for a layer later on come without the last token.
+            return
+        self._seen[layer] = columns
+        weights = attention_weights(call, 1)[:, 0, : self._length].mean(dim=0)
+        self._mass[layer] = weights + self._mass[layer] if layer in self._mass else weights
+        self._steps[layer] += 1

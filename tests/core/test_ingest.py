@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from hypothesis import strategies as st
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.engine import AddJob
-from cacheblend_rag.engine.background import BatchWriter
 from cacheblend_rag.engine.scheduling import SchedulerLock
 from cacheblend_rag.errors import ConfigError, EmptyChunkError, StoreFullError
 from cacheblend_rag.kv import ChunkKV
@@ -379,29 +377,23 @@ def test_turns_are_taken_in_the_order_of_coming() -> None:
     assert order == [0, 1, 2, 3, 4, -1]
 
 
-def _write(*outcomes: str, then: Exception | None = None) -> list[str]:
-    """Have a writer run tasks that fail with these messages, or do nothing for an empty one; return which ones ran."""
-    ran: list[str] = []
+def test_no_error_of_storing_is_forgotten(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    encode = engine._supply.encode
 
-    def task(message: str) -> None:
-        ran.append(message)
-        if message:
-            raise StoreFullError(message)
+    def fail(*args: Any, **options: Any) -> Any:
+        raise StoreFullError("late")
 
-    with BatchWriter() as writer:
-        for message in outcomes:
-            writer.submit(partial(task, message))
-        if then is not None:
-            raise then
-    return ran
+    def encode_one(targets: Any, **options: Any) -> Any:
+        yield from encode(targets[:1], **options)
+        raise KeyError
 
-
-def test_a_writer_forgets_no_error(caplog: pytest.LogCaptureFixture) -> None:
-    assert _write("", "", "") == ["", "", ""]
-    assert _write() == []
-    for outcomes in (("", "first", ""), ("last",), ("", "last")):
-        with pytest.raises(StoreFullError, match=r"first|last"):
-            _write(*outcomes)
+    monkeypatch.setattr(engine.store, "put", fail)
+    for count in (1, 2):
+        with pytest.raises(StoreFullError, match="late"):
+            engine.add(CHUNKS[:count])
+    monkeypatch.setattr(engine._supply, "encode", encode_one)
     with caplog.at_level(logging.WARNING, logger="cacheblend_rag"), pytest.raises(KeyError):
-        _write("late", then=KeyError())
+        engine.add(CHUNKS[:1])
     assert any("late" in record.message for record in caplog.records)

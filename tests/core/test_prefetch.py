@@ -168,7 +168,7 @@ def test_nothing_is_kept_of_what_was_read_or_let_go(open_engine: Open) -> None:
         assert engine.prefetch([name]).wait(60)
     engine.prefetch(NAMES).cancel()
     assert engine.prefetch(NAMES).wait(60)
-    assert not engine._prefetcher._reads
+    assert not engine._prefetcher._process.reads
 
 
 def test_a_forked_child_reads_by_itself(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
