@@ -12,7 +12,7 @@ from cacheblend_rag.answers import exact_match, f1_score, holds_answer
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine, GenerationResult
-from cacheblend_rag.engine.firsttoken import FirstLogits, TokenDistribution
+from cacheblend_rag.engine.watch import FirstLogits, TokenDistribution
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.selection import make_selector
 

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class AddResult:
-    """What `BlendEngine.add` did.
+    """Result of `BlendEngine.add`.
 
     Attributes
     ----------
@@ -46,7 +46,7 @@ class AddResult:
 
 
 class AddJob:
-    """What `BlendEngine.add` returns when it encodes in the background.
+    """Chunks that `BlendEngine.add` encodes in the background.
 
     Parameters
     ----------

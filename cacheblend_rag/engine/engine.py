@@ -24,7 +24,6 @@ from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.background import AddJob, AddResult, Feed
 from cacheblend_rag.engine.conversation import Conversation, Turn
 from cacheblend_rag.engine.decode import check_options, decode
-from cacheblend_rag.engine.firsttoken import last_logits
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PrefillResult
 from cacheblend_rag.engine.guard import Guard, GuardOrder
 from cacheblend_rag.engine.ingest import Ingest, WarmEstimate
@@ -38,7 +37,7 @@ from cacheblend_rag.engine.prompt import AssembledPrompt
 from cacheblend_rag.engine.request import PromptRun, Request, make_report
 from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.engine.supply import KVSupply
-from cacheblend_rag.engine.watch import LayerWatcher, WatchedForward, WatchedPrefill
+from cacheblend_rag.engine.watch import LayerWatcher, WatchedForward, WatchedPrefill, last_logits
 from cacheblend_rag.errors import ConfigError, PromptError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.keys import HEAD_PREFIX
@@ -129,13 +128,9 @@ class BlendEngine:
         self.decoder, self.unsupported_reason = look_at_model(
             self.model, strict=self.config.strict, self_check=self.tuning.self_check
         )
-        self._check_blend(self.blend)
-        self._owns_store = store is None or isinstance(store, str | Path)
-        self.store: KVStore = (
-            open_engine_store(store, self.config, self.tuning, self.decoder)
-            if store is None or isinstance(store, str | Path)
-            else store
-        )
+        self.check_blend(self.blend)
+        self.store = open_engine_store(store, self.config, self.tuning, self.decoder)
+        self._owns_store = self.store is not store
         with ExitStack() as undo:
             if self._owns_store:
                 # Nobody could close it if the rest fails.
@@ -253,13 +248,10 @@ class BlendEngine:
         """
         blend = BlendConfig.of(blend)
         blend = self.blend.replace(**{name: getattr(blend, name) for name in blend.model_fields_set})
-        self._check_blend(blend)
-        return blend
-
-    def _check_blend(self, blend: BlendConfig) -> None:
         # A model whose configuration names no layers is never blended.
         if self.decoder is not None or num_decoder_layers(self.model):
             check_selector(blend, num_decoder_layers(self.model), self.decoder)
+        return blend
 
     @overload
     def add(
@@ -344,7 +336,7 @@ class BlendEngine:
         PromptTooLongError
             If a chunk does not fit the model's window.
         ConfigError
-            If `ttl_s` is no positive number.
+            If `ttl_s` is not a positive number.
         StoreError
             If the KV cannot be stored; what was stored until then stays. Of chunks added in the background, the job's `result`
             raises it, and `flush`.

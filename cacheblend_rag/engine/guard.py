@@ -20,11 +20,11 @@ from cacheblend_rag.answers import exact_match, f1_score
 from cacheblend_rag.config import BlendConfig, EngineConfig
 from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.decode import decode
-from cacheblend_rag.engine.firsttoken import FirstLogits, TokenDistribution
 from cacheblend_rag.engine.generation import GenerationResult
 from cacheblend_rag.engine.prompt import AssembledPrompt
 from cacheblend_rag.engine.request import PromptRun, Request
 from cacheblend_rag.engine.runner import Runner
+from cacheblend_rag.engine.watch import FirstLogits, TokenDistribution
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import Decoder, uncompiled
 from cacheblend_rag.selection import make_selector

@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WarmEstimate:
-    """What encoding some chunks would take: how many are not stored yet, their tokens, about how many bytes their KV has on disk,
-    packed as the setting `disk_codec` says, and seconds.
+    """Cost of encoding some chunks: how many are not stored yet, their tokens, about how many bytes their KV has on disk, packed
+    as the setting `disk_codec` says, and seconds.
     """
 
     chunks: int
@@ -72,7 +72,7 @@ Batch = Sequence[tuple[_Text, ChunkKV]]
 
 @dataclass(slots=True)
 class _Todo:
-    """What is to be done to add some chunks.
+    """Work that adding some chunks takes.
 
     Attributes
     ----------

@@ -15,12 +15,12 @@ from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaL
 
 from cacheblend_rag.engine.decode import complete_options, decode, make_result, output_limit
 from cacheblend_rag.engine.features import decodes_alone
-from cacheblend_rag.engine.firsttoken import last_logits
 from cacheblend_rag.engine.generation import GenerationResult
 from cacheblend_rag.engine.padded import PaddedBatch, RowEnds, RowProcessor
 from cacheblend_rag.engine.request import PromptRun
 from cacheblend_rag.engine.runner import ROOM_FOR_OUTPUT, Runner
 from cacheblend_rag.engine.selfcheck import check_batching
+from cacheblend_rag.engine.watch import last_logits
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.model import Decoder, num_decoder_layers

@@ -1,4 +1,4 @@
-"""What an engine is made of: a model that is loaded and looked at, the identity of its KV, and a store."""
+"""Making an engine: the model is loaded and inspected, its KV gets an identity, the store is opened."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def look_at_model(model: PreTrainedModel, *, strict: bool, self_check: bool) -> 
     except UnsupportedModelError as error:
         if strict:
             raise
-        logger.warning("%s; its prompts are prefilled as a whole", error)
+        logger.warning("%s; its prompts are prefilled in full", error)
         return None, str(error)
     return decoder, None
 
@@ -224,14 +224,14 @@ def engine_identity(model: PreTrainedModel, tokenizer: Any, *, private: bool) ->
 
 
 def open_engine_store(
-    store: str | Path | None, config: EngineConfig, tuning: Tuning, decoder: Decoder | None
+    store: KVStore | str | Path | None, config: EngineConfig, tuning: Tuning, decoder: Decoder | None
 ) -> KVStore:
     """Open a store with tiers of the sizes and codecs that the settings name.
 
     Parameters
     ----------
-    store : str, Path or None
-        A folder, or None for this process's RAM.
+    store : KVStore, str, Path or None
+        A folder, or None for this process's RAM; a store that is open already is returned.
     config : EngineConfig
         The settings.
     tuning : Tuning
@@ -244,6 +244,8 @@ def open_engine_store(
     StoreError
         If the folder cannot be used.
     """
+    if not isinstance(store, str | Path | None):
+        return store
     devices = [torch.device("cpu")] if decoder is None else decoder.devices
     by_default = any(device.type == "cuda" for device in devices)
     device_bytes = 0

@@ -31,7 +31,7 @@ class _Read:
 
 @dataclass(eq=False)
 class _Process:
-    """What a process reads: its reads that are not over, by their keys, and the threads that do them."""
+    """Reads of one process that are not over, by their keys, and the threads that do them."""
 
     pid: int = field(default_factory=os.getpid)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -40,7 +40,7 @@ class _Process:
 
 
 class Prefetch:
-    """What `BlendEngine.prefetch` has begun.
+    """Reads that `BlendEngine.prefetch` has begun.
 
     Parameters
     ----------
@@ -103,7 +103,7 @@ class Prefetcher:
 
     @property
     def _mine(self) -> _Process:
-        """What this process reads."""
+        """Reads of this process."""
         if self._process.pid != os.getpid():
             self._process = _Process()
         return self._process

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, EngineConfig
-from cacheblend_rag.engine.firsttoken import TokenDistribution
+from cacheblend_rag.engine.watch import TokenDistribution
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.lab.training.corpus import eval_examples

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.engine.firsttoken import FirstLogits
+from cacheblend_rag.engine.watch import FirstLogits
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.lab.settings import blend_settings, engine_settings
 from cacheblend_rag.model import uncompiled, unwrapped, watch_forward
