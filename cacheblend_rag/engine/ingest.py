@@ -57,6 +57,8 @@ class _Text:
         Its tokens.
     target : Target
         What is computed.
+    units : set of (str, str)
+        What its chunks are named together with.
     """
 
     def __init__(self, names: list[NamedTarget], positions: tuple[int, ...] | None = None) -> None:
@@ -65,6 +67,7 @@ class _Text:
         self.key = record.key
         self.num_tokens = len(record.token_ids)
         self.target = Target(record.token_ids + record.separator, names[0].context, positions)
+        self.units = {_unit(target) for target in names}
 
 
 Batch = Sequence[tuple[_Text, ChunkKV]]
@@ -109,11 +112,11 @@ class _Naming:
         self._names: dict[tuple[str, str], list[NodeRecord]] = {}
         for target in todo.names:
             self._names.setdefault(_unit(target), []).append(target.record)
-        self._waits = Counter(unit for text in todo.texts for unit in {_unit(target) for target in text.names})
+        self._waits = Counter(unit for text in todo.texts for unit in text.units)
 
     def ready(self, stored: Iterable[_Text] = ()) -> list[NodeRecord]:
         """Return the records that can be named now that these texts are stored, each once."""
-        self._waits.subtract(unit for text in stored for unit in {_unit(target) for target in text.names})
+        self._waits.subtract(unit for text in stored for unit in text.units)
         units = [unit for unit in self._names if not self._waits[unit]]
         return [record for unit in units for record in self._names.pop(unit)]
 

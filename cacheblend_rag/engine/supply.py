@@ -255,8 +255,21 @@ class KVSupply:
         found: dict[str, KVReader | None] = {}
         for chunk in {chunk.key: chunk for chunk in run.waiting}.values():
             computed = run.kv.encoded.get(chunk.key)
-            found[chunk.key] = reader = self._open(chunk) if computed is None else RamReader(computed)
-            run.kv.tiers[chunk.key] = None if reader is None or computed is not None else reader.tier
+            reader: KVReader | None
+            if computed is not None:
+                reader, tier = RamReader(computed), None
+            else:
+                reader = self._store.open(chunk.key)
+                if reader is not None and (
+                    reader.num_layers != self.num_kv_layers or not self._assembler.is_of(reader, chunk)
+                ):
+                    logger.warning(
+                        "stored KV %s… is not of the chunk it is stored for; it will be computed again", chunk.key[:12]
+                    )
+                    self.discard(chunk.key)
+                    reader = None
+                tier = None if reader is None else reader.tier
+            found[chunk.key], run.kv.tiers[chunk.key] = reader, tier
             # After damaged KV the prompt is run again; what was a hit when the call came stays one in the report.
             run.kv.hits.setdefault(chunk.key, reader is not None)
         run.timings.open_s += time.perf_counter() - opening
@@ -364,16 +377,6 @@ class KVSupply:
             _quietly(self._store.put_later, key, kv, self._namespace, new, known, **owner)
         else:
             self._store.cache(key, kv, **owner)
-
-    def _open(self, chunk: PromptChunk) -> KVReader | None:
-        reader = self._store.open(chunk.key)
-        if reader is not None and (reader.num_layers != self.num_kv_layers or not self._assembler.is_of(reader, chunk)):
-            logger.warning(
-                "stored KV %s… is not of the chunk it is stored for; it will be computed again", chunk.key[:12]
-            )
-            self.discard(chunk.key)
-            return None
-        return reader
 
 
 def _quietly(write: Callable[..., object], *arguments: Any, **options: Any) -> None:
