@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import fields
 from inspect import Parameter
 from pathlib import Path
@@ -68,7 +69,7 @@ def _command(name: str, setting: type[BenchSetting]) -> Callable[..., None]:
 def _run(name: str, setting: BenchSetting, json_file: Path | None) -> None:
     """Set a bench up, measure, show the table and write the file."""
     make_quiet()
-    with needs_extra(setting.extra or "lab", f"bench {name}"):
+    with needs_extra(setting.extra, f"bench {name}") if setting.extra else nullcontext():
         bench_type = resolve_name(f"cacheblend_rag.lab.bench.{setting.bench}")
     with console(stderr=True).status(setting.preparing) as status, bench_type(setting) as bench:
         rows = bench.measure(status.update)

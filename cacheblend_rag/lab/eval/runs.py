@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from cacheblend_rag.lab.eval.plots import Quality
 __all__ = ["Runs", "read_runs"]
 
 
+@dataclass
 class Runs:
     """What several runs found.
 
@@ -26,10 +28,9 @@ class Runs:
         For each method that every ``bench ttft`` has, seconds to the first token by prompt tokens.
     """
 
-    def __init__(self) -> None:
-        self.metric = ""
-        self.quality: dict[str, dict[int, Quality]] = {}
-        self.ttft_s: dict[str, dict[int, float]] = {}
+    metric: str = ""
+    quality: dict[str, dict[int, Quality]] = field(default_factory=dict)
+    ttft_s: dict[str, dict[int, float]] = field(default_factory=dict)
 
 
 def read_runs(files: Sequence[Path], methods: Sequence[str] = ()) -> Runs:

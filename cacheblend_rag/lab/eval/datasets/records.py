@@ -8,10 +8,10 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from cacheblend_rag.errors import DatasetError
 from cacheblend_rag.lab.eval.task import EvalContext, EvalQuestion, EvalTask, Metric
@@ -276,18 +276,8 @@ class Collector:
         """Count a record that its format itself calls unusable, or is known to hold."""
         self._left_out[reason] += 1
 
-    def task(
-        self,
-        metrics: Mapping[str, Metric],
-        *,
-        head: str,
-        tail: str,
-        separator: str = "\n\n",
-        chunked: bool = False,
-        max_new_tokens: int = 32,
-        extract: Callable[[str], str] = str.strip,
-    ) -> EvalTask:
-        """Return the task, and log how many records were left out and why; the parameters are the attributes of `EvalTask`.
+    def task(self, metrics: Mapping[str, Metric], **frame: Any) -> EvalTask:
+        """Return the task, and log how many records were left out and why; `frame` are other attributes of `EvalTask`.
 
         Raises
         ------
@@ -304,14 +294,4 @@ class Collector:
         for metric in metrics.values():
             # A package that is missing is said now, and not after the first answer.
             metric("probe", ("probe",))
-        return EvalTask(
-            name=self._name,
-            contexts=tuple(self._contexts),
-            metrics=metrics,
-            head=head,
-            tail=tail,
-            separator=separator,
-            chunked=chunked,
-            max_new_tokens=max_new_tokens,
-            extract=extract,
-        )
+        return EvalTask(self._name, tuple(self._contexts), metrics, **frame)
