@@ -45,21 +45,6 @@ class _Piece:
 class Assembler:
     """Turns prompts into token ids, each segment tokenised on its own.
 
-    Parameters
-    ----------
-    tokenizer : Any
-        The model's tokenizer.
-    store : KVStore
-        Where names are looked up.
-    identity : str
-        Digest of the model and the tokenizer.
-    window : int or None
-        Most tokens that the model takes.
-    decoder : Decoder or None
-        The model as blending sees it, or None if it cannot be blended.
-    config : EngineConfig
-        The tenant, what chunks are encoded behind, and when.
-
     Attributes
     ----------
     prefix_ids : tuple of int

@@ -102,20 +102,9 @@ class GuardOrder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Sample:
-    """An answered request that waits to be compared.
+    """An answered request that waits to be compared, and what full prefill's answer is generated with.
 
-    Attributes
-    ----------
-    prompt : AssembledPrompt
-        What was asked, in tokens.
-    text : str or None
-        The answer; None where only the first token can be compared.
-    logits : torch.Tensor
-        The first token's logits, ``(vocab,)``.
-    max_new_tokens : int or None
-        Most tokens of the answer.
-    options : dict
-        The options of ``generate`` that full prefill's answer is generated with.
+    Its text is None where only the first token, by its logits ``(vocab,)``, can be compared.
     """
 
     prompt: AssembledPrompt
@@ -160,23 +149,6 @@ class Guard:
 
     A comparison begins when no prompt is computed or waits, and is left between two layers when one comes. At most eight requests
     wait for it; more are dropped. No text of prompts or answers is logged, or kept when they are compared.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        The model.
-    decoder : Decoder or None
-        The model as blending sees it; None if it cannot be blended, and there is nothing to guard.
-    assembler : Assembler
-        Knows the whole documents of chunks that remember them.
-    runner : Runner
-        Runs prompts.
-    config : EngineConfig
-        What share of the answers is compared, and what is done.
-    blend : BlendConfig
-        The engine's own settings of blending.
-    tuning : Tuning
-        Past which distance the guard acts, and over how many answers that is averaged.
 
     Attributes
     ----------

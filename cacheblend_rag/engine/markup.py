@@ -67,10 +67,9 @@ class Schemas:
         self._tokens = replace(tokens, tokenize=lru_cache(_MOST_TEXTS)(tokens.tokenize))
         # By the names of the schemas, the least recently used first.
         self._layouts: dict[str, SchemaLayout] = {}
-        # Of each loaded schema its chunks by the names of their parts, and for the id of each member of a union the keys of the
-        # others.
+        # Of each loaded schema its chunks by the names of their parts, and the keys of each member of a union by their ids.
         self._loaded: dict[str, dict[str, Chunk]] = {}
-        self._siblings: dict[str, dict[str, list[str]]] = {}
+        self._unions: dict[str, list[dict[str, str]]] = {}
 
     @property
     def names(self) -> list[str]:
@@ -111,11 +110,7 @@ class Schemas:
         removed = self._forget(schema.name, {chunk.id for chunk in chunks.values()})
         keys = {name: self._assembler.record(chunk).key for name, chunk in chunks.items()}
         unions = [[name for name in union if name in chunks] for union in schema.unions]
-        self._siblings[schema.name] = {
-            str(chunks[name].id): [keys[other] for other in union if other != name]
-            for union in unions
-            for name in union
-        }
+        self._unions[schema.name] = [{str(chunks[name].id): keys[name] for name in union} for union in unions]
         self._loaded[schema.name] = chunks
         if prefetch:
             # What is served in parts does not rise to a faster tier on its way through a prompt.
@@ -134,7 +129,7 @@ class Schemas:
             If neither this engine nor its store knows it.
         """
         removed = self._forget(name, set())
-        self._siblings.pop(name, None)
+        self._unions.pop(name, None)
         if self._loaded.pop(name, None) is None and not removed:
             raise ConfigError(f"no schema {name!r} is loaded; there are {', '.join(self.names) or 'none'}")
         return removed
@@ -173,11 +168,10 @@ class Schemas:
         used : iterable of (str or None)
             The ids of the chunks of a prompt that was answered.
         """
-        if self._siblings:
-            known = list(self._siblings.values())
-            keys = [key for id in used if id is not None for siblings in known for key in siblings.get(id, ())]
-            if keys:
-                self._prefetcher.begin(keys)
+        if self._unions:
+            ids = set(used)
+            unions = [union for unions in list(self._unions.values()) for union in unions if not ids.isdisjoint(union)]
+            self._prefetcher.begin([key for union in unions for id, key in union.items() if id not in ids])
 
     def _chunk_of(self, schema: str, part: Part) -> Chunk:
         known = self._loaded.get(schema, {}).get(part.name)

@@ -152,7 +152,8 @@ class Runner:
             if ratio != "auto":
                 self._resume(run, ratio)
             found = self._supply.open_all(run)
-            if self._supply.limit_misses(run, [key for key, reader in found.items() if reader is None]):
+            missing = [key for key, reader in found.items() if reader is None]
+            if missing and self._supply.limit_misses(run, missing):
                 return self._prepare(run)
             if ratio == "auto":
                 opened = [found[chunk.key] for chunk in run.prompt.chunks]
