@@ -1,4 +1,4 @@
-"""What the commands print and write: plain messages, sizes, times, and the JSON file."""
+"""Output of the commands: plain messages, sizes, times, and the JSON file."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def clear_library(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LibrarySettings:
-    """What a library was warmed with, so that later commands need not be told again."""
+    """Settings that a library was warmed with, so that later commands need not be told again."""
 
     model: str
     embedding: str
@@ -166,7 +166,7 @@ class LibrarySettings:
 
 @dataclass(frozen=True, slots=True)
 class WarmResult:
-    """What `Library.warm` did.
+    """Figures of a `Library.warm`.
 
     Attributes
     ----------
@@ -218,12 +218,7 @@ class Library:
     engine : BlendEngine
         Encodes; its store is the folder ``kv``.
     embedding : Embedding
-        What passages are found by.
-
-    Attributes
-    ----------
-    embedding : Embedding
-        The same.
+        The model that passages are found by.
 
     Raises
     ------
@@ -276,7 +271,7 @@ class Library:
         Returns
         -------
         WarmResult
-            What was done.
+            The figures.
 
         Raises
         ------

@@ -97,7 +97,7 @@ class LaidOutPrompt:
 
     @property
     def cached_tokens(self) -> int:
-        """How many tokens are served from KV."""
+        """Number of tokens that are served from KV."""
         return sum(len(segment) for segment in self.segments if segment.is_cached)
 
 
@@ -139,7 +139,7 @@ class SchemaLayout:
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """What is encoded when the schema is loaded, in order of position.
+        """The parts that are encoded when the schema is loaded, in order of position.
 
         A scaffold that holds a union is left out: which of its members are encoded together is known with the prompt.
         """
@@ -288,7 +288,7 @@ def _argument(layout: SchemaLayout, prompt: Prompt, span: Span, param: Param) ->
 
 
 def _tail(layout: SchemaLayout, prompt: Prompt, used: Sequence[Span], position: int) -> Span:
-    """What stands behind everything: the prompt's last text, its messages, the template's words before the answer."""
+    """Return the last span: the prompt's last text, its messages, the template's words before the answer."""
     behind = prompt.children[prompt.body_length :]
     text = "".join(node.text for node in behind if isinstance(node, Text))
     turns = [node for node in behind if isinstance(node, Turn)]

@@ -283,7 +283,7 @@ def _must_be_empty(element: _Element) -> None:
 
 
 def _ends_line(nodes: Sequence[Node]) -> bool:
-    """Whether nodes end with a line break, or with nothing to which one could be added."""
+    """Return whether nodes end with a line break, or with nothing to which one could be added."""
     if not nodes:
         return True
     last = nodes[-1]
@@ -478,7 +478,7 @@ def _tidy(element: _Element, inline: Collection[str] = (), *, strip: bool = Fals
 
 
 def _ends_its_line(element: _Element, parent: _Element) -> bool:
-    """Whether nothing but white space stands between an element's end and the end of the line."""
+    """Return whether nothing but white space stands between an element's end and the end of the line."""
     if parent.keeps_space:
         return False
     place = next(number for number, child in enumerate(parent.children) if child is element)

@@ -37,7 +37,7 @@ class LayoutRow:
 
     @property
     def cached_tokens(self) -> int:
-        """How many tokens have KV of their own that is kept; a parameter's fillers count, for they are encoded too."""
+        """Number of tokens with KV of their own that is kept; a parameter's fillers count, for they are encoded too."""
         filled = self.slots if self.kind in ("module", "member") else ()
         return sum(map(len, (*self.cached, *filled)))
 

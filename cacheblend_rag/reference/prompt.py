@@ -42,18 +42,18 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """How chunks and a question become one prompt.
+    """A format in which chunks and a question become one prompt.
 
     Attributes
     ----------
     head
-        What stands before the first chunk (without BOS).
+        Text before the first chunk (without BOS).
     separator
-        What stands between chunks.
+        Text between chunks.
     middle
-        What stands between the last chunk and the question.
+        Text between the last chunk and the question.
     tail
-        What stands between the question and the answer.
+        Text between the question and the answer.
     """
 
     head: str
