@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -117,18 +117,10 @@ def _of_schema(
     def fits(some: Sequence[Chunk]) -> bool:
         return limit is None or filled(some)[2] <= limit
 
-    kept: list[Chunk] = list(chunks)
-    left_over: list[Chunk] = []
-    dropped: list[Chunk] = []
+    none: tuple[Chunk, ...] = ()
+    kept, left_over, dropped = tuple(chunks), none, none
     if template.documents is not None and not fits(kept):
-        kept = []
-        for chunk in chunks:
-            if not left_over and fits([*kept, chunk]):
-                kept.append(chunk)
-            elif refines and fits([chunk]):
-                left_over.append(chunk)
-            else:
-                dropped.append(chunk)
+        kept, left_over, dropped = _divided(chunks, fits, refines)
     prompt, blend, size = filled(kept or chunks[:1])
     if limit is not None and size > limit:
         raise PromptTooLongError(
@@ -139,7 +131,7 @@ def _of_schema(
     text = prompt.plain_text()
     messages = [ChatMessage(role=MessageRole.USER, content=text)] if llm.is_chat_model else None
     context = SEPARATOR.join(chunk.text for chunk in kept)
-    return ContextPrompt(text, messages, context, blend, tuple(left_over), tuple(dropped))
+    return ContextPrompt(text, messages, context, blend, left_over, dropped)
 
 
 def _segments(parts: Sequence[str], chunks: Sequence[Chunk]) -> list[Segment]:
@@ -157,11 +149,13 @@ def _segments(parts: Sequence[str], chunks: Sequence[Chunk]) -> list[Segment]:
 
 def _fitting(
     llm: BlendLLM, parts: Sequence[str], chunks: Sequence[Chunk], limit: int, refines: bool
-) -> tuple[Sequence[Chunk], tuple[Chunk, ...], tuple[Chunk, ...]]:
-    """Return the chunks for which a prompt of `limit` tokens has room beside its other text, those that wait, and the others."""
-    times = len(parts) - 1
-    ids = llm.engine.tokenizer
-    around = 1 + sum(len(ids(part, add_special_tokens=False)["input_ids"]) for part in parts if part)
+) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...], tuple[Chunk, ...]]:
+    """Divide chunks as `_divided` does, for a prompt of `limit` tokens that has other text beside them."""
+
+    def length(text: str) -> int:
+        return len(llm.engine.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    around = 1 + sum(length(part) for part in parts if part)
     room = limit - around
     if room < 1:
         raise PromptTooLongError(
@@ -169,43 +163,44 @@ def _fitting(
             f"the most beside max_new_tokens={llm.max_new_tokens}; shorten the question, keep less of the chat in its memory "
             "(token_limit), or lower max_new_tokens"
         )
-    separator = len(ids(SEPARATOR, add_special_tokens=False)["input_ids"])
-    sizes = [times * size for size in _sizes(llm, chunks)]
-    kept: list[Chunk] = []
-    left_over: list[Chunk] = []
-    dropped: list[Chunk] = []
-    used = 0
-    for chunk, size in zip(chunks, sizes, strict=True):
-        more = size + (times * separator if kept else 0)
-        if size > room or (used + more > room and not refines):
-            dropped.append(chunk)
-        elif left_over or used + more > room:
-            left_over.append(chunk)
-        else:
-            kept.append(chunk)
-            used += more
+    # What was added is not tokenised again.
+    named = [chunk.id for chunk in chunks if chunk.id is not None]
+    known = {(record.id, record.text_hash): record for record in llm.engine.records(named) if record is not None}
+    separator, sizes = length(SEPARATOR), dict[Chunk, int]()
+    for chunk in chunks:
+        record = known.get((chunk.id or "", text_hash(chunk.text)))
+        sizes[chunk] = length(chunk.text) if record is None else len(record.token_ids)
+
+    def fits(some: Sequence[Chunk]) -> bool:
+        size = sum(sizes[chunk] for chunk in some) + separator * (len(some) - 1)
+        return (len(parts) - 1) * size <= room
+
+    kept, left_over, dropped = _divided(chunks, fits, refines)
     if not kept:
         raise PromptTooLongError(
-            f"chunk {chunks[0].id!r} has {sizes[0] // times} tokens, and of the {limit} that a prompt may have beside "
+            f"chunk {chunks[0].id!r} has {sizes[chunks[0]]} tokens, and of the {limit} that a prompt may have beside "
             f"max_new_tokens={llm.max_new_tokens} there are {room} left by template and question, which have {around}; "
             f"{'no other chunk is short enough either; ' if len(chunks) > 1 else ''}split documents into shorter chunks, or "
             "lower max_new_tokens"
         )
-    return kept, tuple(left_over), tuple(dropped)
+    return kept, left_over, dropped
 
 
-def _sizes(llm: BlendLLM, chunks: Sequence[Chunk]) -> list[int]:
-    """Return each chunk's length in tokens; what was added is not tokenised again."""
-    named = [chunk.id for chunk in chunks if chunk.id is not None]
-    known = dict(zip(named, llm.engine.records(named), strict=True))
-    sizes = []
+def _divided(
+    chunks: Sequence[Chunk], fits: Callable[[Sequence[Chunk]], bool], refines: bool
+) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...], tuple[Chunk, ...]]:
+    """Return the chunks for which a prompt has room, those that wait for the next one, and those for which none has room."""
+    kept: list[Chunk] = []
+    left_over: list[Chunk] = []
+    dropped: list[Chunk] = []
     for chunk in chunks:
-        record = known.get(chunk.id) if chunk.id is not None else None
-        if record is not None and record.text_hash == text_hash(chunk.text):
-            sizes.append(len(record.token_ids))
+        if not left_over and fits([*kept, chunk]):
+            kept.append(chunk)
+        elif refines and fits([chunk]):
+            left_over.append(chunk)
         else:
-            sizes.append(len(llm.engine.tokenizer(chunk.text, add_special_tokens=False)["input_ids"]))
-    return sizes
+            dropped.append(chunk)
+    return tuple(kept), tuple(left_over), tuple(dropped)
 
 
 def _is_fixed(
