@@ -6,23 +6,18 @@ import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from logging import getLogger
 from operator import methodcaller
 from pathlib import Path
 from typing import TypeAlias
 
-from cacheblend_rag.errors import ChunkReadError, StoreError
-from cacheblend_rag.store.chunkfile import ChunkFile
-from cacheblend_rag.store.database import Database
+from cacheblend_rag.errors import StoreError
 from cacheblend_rag.store.disk import DiskTier, existing_store
 from cacheblend_rag.store.documents import Drafts, is_sound
 from cacheblend_rag.store.folder import StoreFolder, existing_folder
-from cacheblend_rag.store.index import Entry, Index, counter
+from cacheblend_rag.store.index import counter
 from cacheblend_rag.store.names import Names, drop_nameless
 
 __all__ = ["CheckReport", "check_store"]
-
-_log = getLogger(__name__)
 
 _BYTES = "ifnull(sum(bytes), 0)"
 _PINNED_BYTES = "ifnull(sum(CASE WHEN pinned THEN bytes END), 0)"
@@ -235,23 +230,7 @@ def _rebuild(folder: StoreFolder) -> None:
     """Make the index anew from the files."""
     with folder.opening():
         folder.renew_index()
-        database = Database(folder.index_path)
-        try:
-            for path in folder.files():
-                if folder.is_file_name(path.name):
-                    _adopt(folder, Index(database), path)
-        finally:
-            database.close()
-
-
-def _adopt(folder: StoreFolder, index: Index, path: Path) -> None:
-    key = path.name.partition(".")[0]
-    try:
-        file = ChunkFile.open(path, key)
-        file.verify()
-    except ChunkReadError as error:
-        _log.warning("file removed: %s", error)
-        folder.unlink(path.name)
-        return
-    for name in index.add_many([(key, Entry(path.name, file.file_bytes, file.digest))]):
-        folder.unlink(name)
+    with existing_store(folder.path) as tier:
+        for path in folder.files():
+            if folder.is_file_name(path.name):
+                tier.adopt(path)

@@ -184,6 +184,19 @@ class DiskTier:
         is_known = self.index.has_file(path.name, path.name.partition(".")[0]) or self.index.is_removed(path.name)
         return not is_known and path.exists()
 
+    def adopt(self, path: Path) -> None:
+        """Give a file without an entry one, if every byte is sound and its key has none; remove it otherwise."""
+        key = path.name.partition(".")[0]
+        try:
+            file = ChunkFile.open(path, key)
+            file.verify()
+        except ChunkReadError as error:
+            _log.warning("file removed: %s", error)
+            self.folder.unlink(path.name)
+            return
+        for name in self.index.add_many([(key, Entry(path.name, file.file_bytes, file.digest))]):
+            self.folder.unlink(name)
+
     def touch(self, key: str) -> None:
         """Mark `key` as used now."""
         if self.read_only:

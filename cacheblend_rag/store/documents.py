@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import zlib
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from logging import getLogger
 from typing import Any, NamedTuple
@@ -300,7 +300,7 @@ def _read_pieces(
         "WHERE document = ? AND namespace = ? ORDER BY arrival"
     )
     for id, *row in connection.execute(query, (number, namespace)):
-        yield id, _piece(namespace, document, number, id, *row)
+        yield id, _piece(namespace, document, number, id, row[:5], row[5:])
 
 
 def _write_piece(connection: sqlite3.Connection, namespace: str, number: int | None, piece: _Piece) -> None:
@@ -337,22 +337,13 @@ def is_sound(
 
 
 def _piece(
-    namespace: str,
-    document: str,
-    number: int,
-    id: str,
-    key: str,
-    text_hash: str,
-    tokens: bytes,
-    separator: bytes,
-    checksum: int,
-    *place: Any,
+    namespace: str, document: str, number: int, id: str, name: Sequence[Any], place: Sequence[Any]
 ) -> _Piece | None:
-    *row, place_checksum = place
-    if not is_sound(namespace, id, key, text_hash, tokens, separator, checksum):
+    """Return a chunk by the columns of its name and of its place, or None if they are not what was written."""
+    *row, checksum = place
+    if not is_sound(namespace, id, *name) or checksum != _checksum(id, number, *row):
         return None
-    if place_checksum != _checksum(id, number, *row):
-        return None
+    key, text_hash, tokens, separator, _ = name
     arrival, start, previous, length, body, ends, expires_at = row
     ended = tuple(np.frombuffer(ends, dtype="<u4").tolist())
     member = Member(id, unpack_tokens(tokens), Place(document, start, previous, length, body, ended))

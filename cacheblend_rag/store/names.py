@@ -108,7 +108,7 @@ class Names:
             return Dropped()
         ids = {record.id for record in records}
         with self._drafting(namespace, self._database.write) as (connection, drafts):
-            replaced = _keys_of(connection, namespace, [record.id for record in records])
+            replaced = list(_keys_of(connection, namespace, ids).values())
             drafts.put(records, rules or ReadingRules(), expires_at)
             targets = drafts.targets()
             keys = _write(connection, namespace, tenant, records, targets)
@@ -120,17 +120,15 @@ class Names:
 
         What stands behind them in their documents is read without them: it has other keys from now on.
         """
-        query = "SELECT 1 FROM nodes WHERE namespace = ? AND id = ?"
         with self._drafting(namespace, self._database.write) as (connection, drafts):
-            found = {node for node in set(ids) if connection.execute(query, (namespace, node)).fetchone()}
-            keys = _keys_of(connection, namespace, sorted(found))
-            drafts.remove(sorted(found))
+            found = _keys_of(connection, namespace, ids)
+            drafts.remove(found)
             connection.executemany(
                 "DELETE FROM nodes WHERE namespace = ? AND id = ?", ((namespace, node) for node in found)
             )
             targets = drafts.targets()
-            keys += drafts.save(targets)
-            return found, drop_nameless(connection, keys, [target.record.key for target in targets.values()])
+            keys = [*found.values(), *drafts.save(targets)]
+            return set(found), drop_nameless(connection, keys, [target.record.key for target in targets.values()])
 
     def rehearse(
         self,
@@ -185,10 +183,9 @@ class Names:
     def pin(self, namespace: str, ids: Iterable[str], pinned: bool, limit_bytes: int | None = None) -> list[str]:
         """Pin names, at most `limit_bytes` of their KV, or unpin them; return the keys that they lead to."""
         nodes = list(dict.fromkeys(ids))
-        query = "SELECT key FROM nodes WHERE namespace = ? AND id = ?"
         with self._database.write() as connection:
-            rows = [connection.execute(query, (namespace, node)).fetchone() for node in nodes]
-            check_known(nodes, [node for node, row in zip(nodes, rows, strict=True) if row is not None])
+            keys = _keys_of(connection, namespace, nodes)
+            check_known(nodes, keys)
             connection.executemany(
                 "UPDATE nodes SET pinned = ?1 WHERE namespace = ?2 AND id = ?3 AND pinned != ?1",
                 ((pinned, namespace, node) for node in nodes),
@@ -199,7 +196,7 @@ class Names:
                     f"pinned KV would take {taken} bytes, more than the store's budget of {limit_bytes} (disk_bytes); "
                     "pin fewer chunks, or raise the budget"
                 )
-        return [row[0] for row in rows]
+        return list(keys.values())
 
     def spaces_of(self, ids: Iterable[str], tenant: str | None = None) -> dict[str, list[str]]:
         """Return the ids that each namespace knows, or each of one tenant, of those that know any; looks through all names."""
@@ -312,7 +309,7 @@ def name_computed(chunk: Computed, connection: sqlite3.Connection) -> bool:
     """
     if chunk.cancelled:
         return False
-    keys = dict(_known_keys(connection, chunk.namespace, [*chunk.known, *(record.id for record in chunk.records)]))
+    keys = _keys_of(connection, chunk.namespace, [*chunk.known, *(record.id for record in chunk.records)])
     for record in chunk.records:
         if record.id not in keys:
             _write(connection, chunk.namespace, chunk.tenant, [record], {})
@@ -402,15 +399,10 @@ def _alone(namespace: str, record: NodeRecord) -> NamedTarget | None:
     return NamedTarget(record) if is_alone else None
 
 
-def _known_keys(connection: sqlite3.Connection, namespace: str, ids: Iterable[str]) -> Iterator[tuple[str, str]]:
-    query = "SELECT key FROM nodes WHERE namespace = ? AND id = ?"
-    for node in dict.fromkeys(ids):
-        if row := connection.execute(query, (namespace, node)).fetchone():
-            yield node, row[0]
-
-
-def _keys_of(connection: sqlite3.Connection, namespace: str, ids: Iterable[str]) -> list[str]:
-    return [key for _, key in _known_keys(connection, namespace, ids)]
+def _keys_of(connection: sqlite3.Connection, namespace: str, ids: Iterable[str]) -> dict[str, str]:
+    """Return the keys that those of the names that are known lead to."""
+    query = "SELECT id, key FROM nodes WHERE namespace = ? AND id = ?"
+    return dict(row for node in dict.fromkeys(ids) for row in connection.execute(query, (namespace, node)).fetchall())
 
 
 def _pinned(connection: sqlite3.Connection, keys: Iterable[str]) -> list[str]:
