@@ -317,7 +317,7 @@ class KVStore(ABC):
             return
         self._closed = True
         # What cannot be written was told as a warning.
-        self.settle()
+        self._waiting.close()
         if self._offsite:
             self._offsite.close()
         self._ram.clear()
@@ -422,8 +422,8 @@ class KVStore(ABC):
 
     def _bring_back(self, key: str, was_named: bool, kv: PackedKV) -> None:
         """Keep what was found in the remote tier alone, unless it lost its name meanwhile."""
-        named = self.names.leading_to(key)
-        if named is None and was_named:
+        named = None if self._closed else self.names.leading_to(key)
+        if self._closed or (named is None and was_named):
             return
         if named is None or not self._waiting.limit_bytes:
             self._ram.put(key, kv)

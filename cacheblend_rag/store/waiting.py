@@ -73,6 +73,12 @@ class WorkQueue(Generic[Item]):
             waiting = [future for _, future in self._waiting.values()]
         wait(waiting)
 
+    def close(self) -> None:
+        """Wait as `settle` does, and end the thread; nothing is offered any more."""
+        with self._locked():
+            executor = self._executor
+        executor.shutdown()
+
     @property
     def size(self) -> tuple[int, int]:
         """How many items wait, and their bytes."""

@@ -100,7 +100,7 @@ def test_a_tenants_name_leads_nowhere(tmp_path: Path, name: str) -> None:
         assert sorted(engine.ids()) == ["../../../escaped", "/etc/passwd"]
         assert engine.prefill(BlendPrompt("t1", ["/etc/passwd"], "t2")).report.hits == 1
         for key in ("../../escaped", "/etc/passwd", "..", "ab/../../../x"):
-            with pytest.raises(StoreError, match="no store key"):
+            with pytest.raises(StoreError, match="not a store key"):
                 engine.store.open(key)
         assert engine.store.tenants() == [name]
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["store"]

@@ -159,9 +159,9 @@ def test_closed(store: KVStore) -> None:
     "key", ["", "../../../../etc/passwd", "ab", "AB" * 16, "ab" * 65, "ab" * 15 + "/.", "ab" * 16 + "\n"]
 )
 def test_what_is_no_key(store: KVStore, key: str) -> None:
-    with pytest.raises(StoreError, match="no store key"):
+    with pytest.raises(StoreError, match="not a store key"):
         store.put(key, make_kv(1))
-    with pytest.raises(StoreError, match="no store key"):
+    with pytest.raises(StoreError, match="not a store key"):
         store.open(key)
 
 

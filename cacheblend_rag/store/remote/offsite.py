@@ -107,7 +107,7 @@ class Offsite:
 
     def close(self) -> None:
         """Upload what waits, remove what is still to be removed, and release connections."""
-        self.flush()
+        self._uploads.close()
         self.drop(())
         if self._undropped:
             _log.warning(

@@ -120,13 +120,13 @@ def test_a_part_within_one_buffer_is_not_copied() -> None:
 def test_keys_lead_nowhere_else(opener: Opener, key: str) -> None:
     tier = opener()
     chunk = encode_chunk(key_of(1), make_kv(1))
-    with pytest.raises(StoreError, match="no store key"):
+    with pytest.raises(StoreError, match="not a store key"):
         tier.put(key, chunk)
-    with pytest.raises(StoreError, match="no store key"):
+    with pytest.raises(StoreError, match="not a store key"):
         tier.open(key)
-    with pytest.raises(StoreError, match="no store key"):
+    with pytest.raises(StoreError, match="not a store key"):
         tier.holds([key_of(1), key])
-    with pytest.raises(StoreError, match="no store key"):
+    with pytest.raises(StoreError, match="not a store key"):
         tier.drop([key])
 
 
