@@ -1,10 +1,9 @@
-from . import errors
+from . import errors, pml
 from .calibration.calibrate import calibrate
 from .chunk import BlendPrompt, Chunk, ChunkRef, FixedText
 from .config import BlendConfig, EngineConfig
 from .engine import BlendEngine, BlendStream, GenerationResult
 from .errors import CacheBlendError
-from .pml import Import, MaxTokens, Schema, Turn
 from .report import BlendReport
 from .selection import Selection, Selector, register_selector
 from .store import open_store
@@ -23,17 +22,14 @@ __all__ = [
     "EngineConfig",
     "FixedText",
     "GenerationResult",
-    "Import",
-    "MaxTokens",
-    "Schema",
     "Selection",
     "Selector",
     "Tuning",
-    "Turn",
     "calibrate",
     "errors",
     "open_remote",
     "open_store",
+    "pml",
     "register_selector",
 ]
 

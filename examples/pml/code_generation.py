@@ -9,7 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from cacheblend_rag import BlendConfig, BlendEngine, Import, Schema, Turn
+from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag.pml import Import, Schema, Turn
 
 HERE = Path(__file__).parent
 TASK = Turn("user", "Create a main entry point for the game, using Map, Player, and Game classes.")

@@ -7,7 +7,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from cacheblend_rag import BlendConfig, BlendEngine, Import, Schema, Turn
+from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag.pml import Import, Schema, Turn
 
 TASK = Turn("user", "Create a travel plan.")
 
