@@ -3,7 +3,7 @@
 from cacheblend_rag.engine.background import AddJob, AddResult
 from cacheblend_rag.engine.conversation import Conversation
 from cacheblend_rag.engine.engine import BlendEngine
-from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PrefillResult
+from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PrefillResult, StopStrings
 from cacheblend_rag.engine.guard import GuardStatus
 from cacheblend_rag.engine.ingest import WarmEstimate
 from cacheblend_rag.engine.prefetch import Prefetch
@@ -19,6 +19,7 @@ __all__ = [
     "GuardStatus",
     "Prefetch",
     "PrefillResult",
+    "StopStrings",
     "WarmEstimate",
     "WatchedPrefill",
 ]

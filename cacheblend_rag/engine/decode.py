@@ -14,7 +14,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, Sto
 from transformers.utils.generic import TransformersKwargs
 
 from cacheblend_rag.config import BlendConfig, did_you_mean
-from cacheblend_rag.engine.generation import GenerationResult, TokenWatch
+from cacheblend_rag.engine.generation import GenerationResult, StopStrings, TokenWatch
 from cacheblend_rag.engine.request import PromptRun, make_report
 from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.errors import ConfigError
@@ -105,8 +105,10 @@ def complete_options(model: PreTrainedModel, tokenizer: Any, options: dict[str, 
     """Return options of ``generate`` with those that a blended prompt needs."""
     # What a checkpoint's own generation settings may ask for, and a blended prompt cannot have.
     options = {"num_beams": 1, "num_return_sequences": 1, "cache_implementation": None, "use_cache": True} | options
-    if options.get("stop_strings"):
-        options["tokenizer"] = tokenizer
+    strings = options.pop("stop_strings", None)
+    if strings:
+        stop = StopStrings(tokenizer, [strings] if isinstance(strings, str) else strings)
+        options["stopping_criteria"] = [*(options.get("stopping_criteria") or ()), stop]
     if options.get("pad_token_id") is None and model.generation_config.pad_token_id is None:
         options["pad_token_id"] = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return options

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,10 @@ from transformers import StoppingCriteria, TextStreamer
 from cacheblend_rag.engine.background import Feed
 from cacheblend_rag.report import BlendReport
 
-__all__ = ["BlendStream", "GenerationResult", "PrefillResult", "TokenWatch"]
+__all__ = ["BlendStream", "GenerationResult", "PrefillResult", "StopStrings", "TokenWatch"]
+
+# No character takes more tokens than it has bytes in UTF-8.
+_TOKENS_PER_CHAR = 4
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,36 @@ class TokenWatch(StoppingCriteria):
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """Return whether each sequence is done."""
         return torch.full((input_ids.shape[0],), self.note(), dtype=torch.bool, device=input_ids.device)
+
+
+class StopStrings(StoppingCriteria):
+    """Ends a generation whose own text, not counting the prompt, holds a stop string.
+
+    The criterion of transformers counts the prompt's last characters too, so that an answer to a prompt that ends in a line break
+    would end at its first one where two of them are the stop string.
+
+    Parameters
+    ----------
+    tokenizer : Any
+        The model's tokenizer.
+    stop : sequence of str
+        The stop strings, of which none is empty.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._tail = max(len(each) for each in stop) * _TOKENS_PER_CHAR + 1
+        self._prompt_len: int | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Return whether each sequence is done; it is asked first when there is one token."""
+        if self._prompt_len is None:
+            self._prompt_len = input_ids.shape[1] - 1
+        begin = max(self._prompt_len, input_ids.shape[1] - self._tail)
+        texts = (self._tokenizer.decode(row[begin:].tolist(), skip_special_tokens=True) for row in input_ids)
+        done = [any(each in text for each in self._stop) for text in texts]
+        return torch.tensor(done, dtype=torch.bool, device=input_ids.device)
 
 
 class BlendStream(Iterator[str], AsyncIterator[str]):

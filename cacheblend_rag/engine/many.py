@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from cacheblend_rag.engine.decode import complete_options, decode, make_result, output_limit
 from cacheblend_rag.engine.features import decodes_alone
@@ -177,7 +177,6 @@ class Many:
             run.kv.encoded.clear()
         shared = {name: value for name, value in runs[0].request.options.items() if name not in _OBJECTS}
         options = complete_options(model, tokenizer, shared)
-        strings = options.pop("stop_strings", None)
         end_ids = options.get("eos_token_id")
         end_ids = model.generation_config.eos_token_id if end_ids is None else end_ids
         ends = RowEnds(
@@ -185,7 +184,7 @@ class Many:
             limits,
             end_ids if isinstance(end_ids, list | tuple) else [] if end_ids is None else [end_ids],
             [run.request.options.get("stopping_criteria", ()) for run in runs],
-            [StopStringCriteria(tokenizer, strings)] if strings else [],
+            options.pop("stopping_criteria", ()),
             stop,
         )
         options["stopping_criteria"] = StoppingCriteriaList([ends])

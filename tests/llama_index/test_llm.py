@@ -102,6 +102,15 @@ def test_stop_strings_end_the_answer_and_are_not_in_it(make_llm: MakeLLM) -> Non
     assert make_llm(max_new_tokens=30, stop=stop).complete("Mara was born in").text == cut
 
 
+def test_the_end_of_the_prompt_is_no_part_of_a_stop_string(make_llm: MakeLLM) -> None:
+    llm = make_llm(max_new_tokens=30)
+    prompt = "Mara was born in"
+    text = llm.complete(prompt).text
+    stop = prompt[-2:] + text[:2]
+    assert stop not in text
+    assert llm.complete(prompt, stop=[stop]).text == text
+
+
 def test_options_of_a_call_win(make_llm: MakeLLM) -> None:
     llm = make_llm(temperature=0.8, generation_kwargs={"top_k": 5})
     torch.manual_seed(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,6 @@ __all__ = [
     "Call",
     "Deadline",
     "DecodingFields",
-    "StopStrings",
     "check_engine",
     "check_options",
     "explain",
@@ -41,27 +40,6 @@ _KNOWN = frozenset(GenerationConfig().to_dict()) | {
     "stopping_criteria",
     "synced_gpus",
 }
-# No character takes more tokens than it has bytes in UTF-8.
-_TOKENS_PER_CHAR = 4
-
-
-class StopStrings(StoppingCriteria):
-    """Ends a generation whose own text, not counting the prompt, holds a stop string."""
-
-    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
-        self._tokenizer = tokenizer
-        self._stop = stop
-        self._tail = max(len(each) for each in stop) * _TOKENS_PER_CHAR + 1
-        self._prompt_len: int | None = None
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """Return whether each sequence is done; it is asked first when there is one token."""
-        if self._prompt_len is None:
-            self._prompt_len = input_ids.shape[1] - 1
-        begin = max(self._prompt_len, input_ids.shape[1] - self._tail)
-        texts = (self._tokenizer.decode(row[begin:].tolist(), skip_special_tokens=True) for row in input_ids)
-        done = [any(each in text for each in self._stop) for text in texts]
-        return torch.tensor(done, dtype=torch.bool, device=input_ids.device)
 
 
 class Deadline(StoppingCriteria):

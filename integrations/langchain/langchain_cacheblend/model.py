@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, ValidationError
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, EngineConfig
 from cacheblend_rag.chunk import Segment
+from cacheblend_rag.engine import StopStrings
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.stops import acut_pieces, cut_pieces
 from langchain_cacheblend.batch import AnswersTogether
@@ -21,7 +22,6 @@ from langchain_cacheblend.calls import (
     Call,
     Deadline,
     DecodingFields,
-    StopStrings,
     check_engine,
     check_options,
     explain,
