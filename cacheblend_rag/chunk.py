@@ -84,7 +84,7 @@ class Chunk:
         if not isinstance(self.text, str) or not isinstance(self.id, str | None):
             raise ConfigError(
                 f"a chunk's text and id are strings, not {type(self.text).__name__} and {type(self.id).__name__}; give "
-                "Chunk(text, id), with str(...) where an id is a number"
+                "Chunk(text, id), with str(...) if an id is a number"
             )
         if self.id == "":
             raise ConfigError("a chunk's id is the empty string; give it a name, or None for a chunk without one")
@@ -107,20 +107,20 @@ class Chunk:
         if self.document is None:
             if self.start is not None or self.previous is not None or self.body is not None:
                 raise ConfigError(
-                    f"chunk {self.id!r} has a place (start={self.start}, previous={self.previous!r}, body={self.body}) in no "
-                    "document; give document the name of the one it is a piece of"
+                    f"chunk {self.id!r} has a place (start={self.start}, previous={self.previous!r}, body={self.body}) but no "
+                    "document; set document to the name of the one it is a piece of"
                 )
             return
         if not isinstance(self.document, str) or not self.document:
-            raise ConfigError(f"the document of chunk {self.id!r} is {self.document!r:.40}; give its name, not empty")
+            raise ConfigError(f"the document of chunk {self.id!r} is {self.document!r:.40}; give a non-empty name")
         if self.id is None:
             raise ConfigError(
-                f"a chunk of document {self.document!r:.40} has no id; give it one to be found and deleted by"
+                f"a chunk of document {self.document!r:.40} has no id; give it one, to be found and deleted by"
             )
         if self.token_ids is not None:
             raise ConfigError(
-                f"chunk {self.id!r} of document {self.document!r:.40} has token ids of its own, of which it is not known where "
-                "they stand in the document: leave out token_ids, or document"
+                f"chunk {self.id!r} of document {self.document!r:.40} has its own token ids, whose place in the document is "
+                "unknown; leave out token_ids or document"
             )
         if self.start is not None and (type(self.start) is not int or self.start < 0):
             raise ConfigError(f"start={self.start!r} of chunk {self.id!r} must be a number of characters, 0 or more")
@@ -264,7 +264,7 @@ class BlendPrompt:
                     f"{len(self.positions)} positions for {len(self.segments)} segments; give one for each"
                 )
             if any(position < 0 for position in self.positions):
-                raise ConfigError(f"positions {list(self.positions)} hold a negative one; positions count from 0")
+                raise ConfigError(f"positions {list(self.positions)} include a negative one; positions count from 0")
 
     def _sugar(self) -> list[Segment]:
         segments: list[Segment] = [self.prefix] if self.prefix else []

@@ -60,7 +60,7 @@ class _Base(BaseSettings):
         if given is None:
             return cls()
         if not isinstance(given, cls):
-            raise ConfigError(f"a {cls.__name__} is wanted, not the {type(given).__name__} {given!r:.40}")
+            raise ConfigError(f"expected {cls.__name__}, not the {type(given).__name__} {given!r:.40}")
         return given
 
     @classmethod
@@ -212,7 +212,7 @@ class EngineConfig(_Base):
         If a name is unknown or a value has no meaning.
     """
 
-    lifetime = "settled when an engine is made"
+    lifetime = "fixed when an engine is made"
 
     device: str | None = None
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
@@ -296,7 +296,7 @@ class BlendConfig(_Base):
         is made.
     """
 
-    lifetime = "a setting of calls"
+    lifetime = "a per-call setting"
 
     enabled: bool = True
     recompute_ratio: float | Literal["auto"] = 0.0
@@ -333,7 +333,7 @@ class BlendConfig(_Base):
     @classmethod
     def _selector_is_one(cls, selector: Any) -> Any:
         if not isinstance(selector, str) and not (hasattr(selector, "begin") and hasattr(selector, "name")):
-            raise ValueError('must be the name of a selector, as "hkvd", or a Selector')
+            raise ValueError('must be the name of a selector, such as "hkvd", or a Selector')
         return selector
 
     @field_serializer("selector")

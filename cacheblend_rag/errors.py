@@ -16,7 +16,7 @@
     └── StoreError                the chunk KV store cannot do what it was asked
         ├── StoreFormatError      the folder was written in a format that this version does not read
         ├── StoreFullError        the disk, or the store's byte budget, has no room
-        ├── StoreReadOnlyError    a write to a folder that may not be written
+        ├── StoreReadOnlyError    a write to a folder that is not writable
         ├── RemoteUnavailableError  a remote tier is down, slow or full; what it holds is a miss (also an OSError)
         └── ChunkReadError        stored KV is missing or damaged; the engine treats it as a miss
 
@@ -140,7 +140,7 @@ class StoreFullError(StoreError):
 
 
 class StoreReadOnlyError(StoreError):
-    """A write to a store folder that may not be written."""
+    """A write to a store folder that is not writable."""
 
 
 class RemoteUnavailableError(StoreError, OSError):

@@ -93,9 +93,11 @@ class Tuning:
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if (type(value) is not int or value < least) and (name != "load_threads" or value is not None):
-                raise ConfigError(f"{name}={value!r} must be a whole number from {least} on")
+                raise ConfigError(f"{name}={value!r} must be a whole number, {least} or more")
         if self.pooling_kernel % 2 == 0:
-            raise ConfigError(f"pooling_kernel={self.pooling_kernel} must be odd: as many neighbours on either side")
+            raise ConfigError(
+                f"pooling_kernel={self.pooling_kernel} must be odd, for as many neighbours on one side as on the other"
+            )
         if not isinstance(self.profile_budget_s, int | float) or not 0 <= self.profile_budget_s < math.inf:
             raise ConfigError(
                 f"profile_budget_s={self.profile_budget_s!r} must be a finite number of seconds, 0 or more"

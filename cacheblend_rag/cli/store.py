@@ -164,7 +164,7 @@ def export_(
     typer.echo(f"{file}: {report.entries} chunks with KV and {report.names} names, {say_bytes(report.nbytes)}")
     if report.damaged:
         typer.echo(
-            f"{report.damaged} damaged chunks were left out; mend the store with store check --repair --store "
+            f"{report.damaged} damaged chunks were left out; repair the store with store check --repair --store "
             f"{shlex.quote(str(store))}",
             err=True,
         )

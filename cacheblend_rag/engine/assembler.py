@@ -110,8 +110,8 @@ class Assembler:
             text.encode()
         except UnicodeEncodeError as error:
             raise PromptError(
-                f"the text {text[:40]!r} holds {text[error.start]!r} at character {error.start}, half of a UTF-16 pair, which no "
-                'tokenizer reads; repair the text where it is read, or replace it: text.encode(errors="replace").decode()'
+                f"the text {text[:40]!r} has {text[error.start]!r} at character {error.start}, half of a UTF-16 pair, which no "
+                'tokenizer can read; repair the text at its source, or replace it: text.encode(errors="replace").decode()'
             ) from None
         # What is too long is refused where it is too long, and by a better message than the tokenizer's warning.
         return self.tokenizer(text, add_special_tokens=False, verbose=False, **options)
@@ -163,14 +163,14 @@ class Assembler:
             )
         if self._window is not None and len(self.prefix_ids) + len(ids) > self._window:
             raise PromptTooLongError(
-                f"chunk {chunk.id!r} has {len(ids)} tokens; behind the encoding prefix that is more than the "
+                f"chunk {chunk.id!r} has {len(ids)} tokens; after the encoding prefix that is more than the "
                 f"model's window of {self._window}; split it"
             )
         places = self.places(chunk)
         if self._window is not None and places is not None and places[-1] >= self._window:
             raise PromptTooLongError(
-                f"chunk {chunk.id!r} reaches to position {places[-1]}, and the model's window is {self._window}; leave less room "
-                "before it, or in it"
+                f"chunk {chunk.id!r} reaches position {places[-1]}, but the model's window is {self._window}; leave less room "
+                "before it or inside it"
             )
         # A prompt that places its segments has its own idea of what stands between them.
         separator = self.rules.separator if chunk.positions is None else ()
@@ -244,7 +244,7 @@ class Assembler:
                 if number < last:
                     context = (context[0] if context else row, len(ids))
         if not ids:
-            raise PromptError("the prompt has no tokens; give it a question at least")
+            raise PromptError("the prompt has no tokens; give it at least a question")
         end = max(places) + 1
         if self._window is not None and max(len(ids), end) >= self._window:
             raise PromptTooLongError(
@@ -273,7 +273,7 @@ class Assembler:
             return replace(chunk, computed="last", note="the prompt ends with it, so it is computed like text")
         if not self._is_movable and chunk.position != (encoded_at := self._encoded_at(chunk)):
             note = (
-                f"it stands at position {chunk.position}, and the KV of this model, encoded at {encoded_at}, cannot be moved, "
+                f"it is at position {chunk.position}, but the KV of this model, encoded at {encoded_at}, cannot be moved, "
                 "so it is computed like text"
             )
             return replace(chunk, computed="moved", note=note)

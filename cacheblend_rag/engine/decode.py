@@ -49,14 +49,14 @@ _FOREIGN = {
 def check_options(model: PreTrainedModel, max_new_tokens: int | None, options: dict[str, Any]) -> None:
     """Raise `ConfigError` for generation options that nobody knows, or that cannot be combined with a blended prefill."""
     if not isinstance(max_new_tokens, Integral | None):
-        raise ConfigError(f"max_new_tokens={max_new_tokens!r} is no whole number; give 1 or more")
+        raise ConfigError(f"max_new_tokens={max_new_tokens!r} is not a whole number; give 1 or more")
     if max_new_tokens is not None and max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens={max_new_tokens} leaves nothing to generate; use prefill, or give 1 or more")
     settings = sorted(options.keys() & BlendConfig.kinds.keys())
     if settings:
         kind = BlendConfig.kinds[settings[0]]
         raise ConfigError(
-            f"{', '.join(settings)}: no options of generate, but of {kind.__name__}: {settings[0]} is {kind.lifetime}"
+            f"{', '.join(settings)}: not options of generate but of {kind.__name__}: {settings[0]} is {kind.lifetime}"
         )
     known = _known_options(type(unwrapped(model)))  # type: ignore[arg-type]  # a class is hashed by itself
     for name in options.keys() - known:

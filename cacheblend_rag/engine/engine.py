@@ -608,7 +608,9 @@ class BlendEngine:
             raise UnsupportedModelError(f"{self.unsupported_reason}; there is nothing to profile")
         budget = self.tuning.profile_budget_s if budget_s is None else budget_s
         if not 0 < budget < math.inf:
-            raise ConfigError(f"a time limit of {budget} s leaves nothing to measure; give some seconds, 5 for example")
+            raise ConfigError(
+                f"a time limit of {budget} s leaves no time to measure; give a few seconds, for example 5"
+            )
         with self._runner.lock:
             return self._runner.controller().measure(budget, progress)
 
@@ -817,7 +819,7 @@ class BlendEngine:
         if batch_size is not None and batch_size < 1:
             raise ConfigError(f"batch_size={batch_size} must be at least 1; leave it out to have it chosen")
         if isinstance(prompts, BlendPrompt | Prompt):
-            raise ConfigError(f"prompts is one {type(prompts).__name__}; give a list of them, or use generate")
+            raise ConfigError(f"prompts is a single {type(prompts).__name__}; give a list of them, or use generate")
         runs = [
             self._begin(prompt, blend, wait_s=wait_s, started=started, max_new_tokens=max_new_tokens, options=own)
             for prompt, own in zip(prompts, options_of_each(options, len(prompts)), strict=True)
@@ -902,7 +904,7 @@ class BlendEngine:
             bool((rows[1:] > rows[:-1]).all()) and bool(torch.isin(rows, layout.context_rows).all())
         ):
             raise ConfigError(
-                "rows must be rows of chunk tokens, each once and ascending; `WatchedPrefill.layout.context_rows` are all of them"
+                "rows must be rows of chunk tokens, each once and ascending; `WatchedPrefill.layout.context_rows` has all of them"
             )
         run.request, run.prompt = replace(run.request, rows=rows), replace(run.prompt, head=None)
         forward = WatchedForward(self.model, watcher)
@@ -938,7 +940,7 @@ class BlendEngine:
             )
         if conversation is not None and not conversation.belongs_to(self._kept):
             raise ConfigError(
-                "the conversation is one with another engine, whose KV is of no use here; make it by this engine's conversation()"
+                "the conversation belongs to another engine, whose KV is of no use here; make one by this engine's conversation()"
             )
         # Before all that takes time: what is reset from now on forgets this turn too.
         turn = None if conversation is None else Turn(conversation)
@@ -1001,7 +1003,7 @@ def _chunk_list(chunks: Iterable[Chunk]) -> list[Chunk]:
         if (prefix := _reserved(chunk.id or "")) is not None:
             what = "schemas" if prefix == SCHEMA_PREFIX else "prompts' heads"
             raise ConfigError(
-                f"the id {chunk.id!r} begins with {prefix!r}, as those of {what} do; give the chunk another one"
+                f"the id {chunk.id!r} begins with {prefix!r}, which is reserved for {what}; give the chunk another id"
             )
     return chunks
 

@@ -312,7 +312,7 @@ class Ingest:
             except BaseException as error:
                 late = storing.exception()
                 if late is not None and late is not error:
-                    logger.warning("a batch that was computed before could not be stored either: %s", late)
+                    logger.warning("an earlier batch could not be stored either: %s", late)
                 raise
         todo.job.advance(chunks)
         return AddResult(encoded, todo.changed, todo.unchanged, tokens)

@@ -131,7 +131,7 @@ class Schemas:
         removed = self._forget(name, set())
         self._unions.pop(name, None)
         if self._loaded.pop(name, None) is None and not removed:
-            raise ConfigError(f"no schema {name!r} is loaded; there are {', '.join(self.names) or 'none'}")
+            raise ConfigError(f"no schema {name!r} is loaded; loaded schemas: {', '.join(self.names) or 'none'}")
         return removed
 
     def blend_prompt(self, prompt: Prompt) -> BlendPrompt:

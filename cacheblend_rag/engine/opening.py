@@ -79,7 +79,7 @@ def load_pretrained(
     if settings:
         name, value = settings[0], model_kwargs[settings[0]]
         raise ConfigError(
-            f"{name}={value!r} belongs to the settings, not to the model; give it in {EngineConfig.kinds[name].__name__}"
+            f"{name}={value!r} is a setting, not an option of the model; give it in {EngineConfig.kinds[name].__name__}"
         )
     name = _checked_name(model)
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -156,7 +156,7 @@ def _check_device(device: str) -> None:
     # torch has no class of its own for what a missing device raises.
     except (AssertionError, RuntimeError, NotImplementedError) as error:
         raise ConfigError(
-            f"device={device!r} cannot be used: {str(error).strip().splitlines()[0]}; give one that is there, or leave device out"
+            f"device={device!r} cannot be used: {str(error).strip().splitlines()[0]}; give one that exists, or leave device out"
         ) from error
 
 

@@ -128,7 +128,7 @@ class Runner:
             return {}
         if not takes_positions(text_decoder(self._model)):
             raise PromptError(
-                f"the prompt places its segments, and {type(self._model).__name__} takes no positions; leave positions out"
+                f"the prompt places its segments, but {type(self._model).__name__} takes no positions; leave positions out"
             )
         return {"position_ids": torch.tensor([list(places)], device=self._model.device)}
 

@@ -107,8 +107,8 @@ class SchedulerLock:
                 try:
                     if not line.changed.wait_for(lambda: line.owner is None and line.waiting[0] is place, left):
                         raise AnswerTimeoutError(
-                            "other calls had the model for all of the time that this one was given, so it is given up; give it "
-                            "more, or ask for less at a time"
+                            "other calls held the model for all of the time that this one may wait, so it was given up; let it "
+                            "wait longer, or make fewer calls at once"
                         )
                     line.owner = threading.get_ident()
                 finally:

@@ -264,7 +264,8 @@ class KVSupply:
                     reader.num_layers != self.num_kv_layers or not self._assembler.is_of(reader, chunk)
                 ):
                     logger.warning(
-                        "stored KV %s… is not of the chunk it is stored for; it will be computed again", chunk.key[:12]
+                        "stored KV %s… does not belong to the chunk it is stored for; it will be computed again",
+                        chunk.key[:12],
                     )
                     self.discard(chunk.key)
                     reader = None
@@ -304,7 +305,7 @@ class KVSupply:
             self._warned_of_no_hit = True
             logger.warning(
                 "none of the %d chunks of this prompt was stored, so all of them were encoded first; add chunks before they "
-                "are asked for (this is said once)",
+                "are needed (this warning is not repeated)",
                 len(chunks),
             )
         return {

@@ -98,7 +98,7 @@ def open_store(
     StoreFormatError
         If the folder was written in a format that this version does not read. Nothing is changed in it.
     StoreReadOnlyError
-        If the folder is not a store and may not be written. One that holds a store is opened for reading.
+        If the folder is not a store and is not writable. One that holds a store is opened for reading.
     StoreError
         If `location` is something else than a store or an empty folder.
     """

@@ -55,7 +55,7 @@ class CheckReport:
     problems : list of str
         What is wrong, one sentence each. A damaged or missing file is no danger to answers: it counts as a miss when it is met.
     repaired : bool
-        Whether the problems have been mended.
+        Whether the problems have been repaired.
     """
 
     entries: int = 0
@@ -94,7 +94,7 @@ def check_store(location: str | Path, repair: bool = False) -> CheckReport:
     StoreFormatError
         If the folder is in a format that this version does not read.
     StoreReadOnlyError
-        If it is to be repaired and may not be written.
+        If it is to be repaired and is not writable.
     StoreError
         If the folder is not a store.
     """
@@ -125,7 +125,7 @@ def _examine(tier: DiskTier, report: CheckReport) -> list[Repair]:
     with tier.database.snapshot() as connection:
         problems += _miscounts(connection)
     for path in folder.leftovers():
-        problems.append(f"{path.name} was left by a killed process; the next opening of the store removes it")
+        problems.append(f"{path.name} was left by a killed process; it is removed when the store is next opened")
     for key, entry in index.entries():
         flaw = tier.flaw(key, entry, every_byte=True)
         if flaw is None:
@@ -137,7 +137,7 @@ def _examine(tier: DiskTier, report: CheckReport) -> list[Repair]:
             repairs.append(methodcaller("discard", key))
     for path in folder.files():
         if not folder.is_file_name(path.name):
-            problems.append(f"{path} is not the store's; move it away")
+            problems.append(f"{path} does not belong to the store; move it elsewhere")
         elif tier.is_orphan(path):
             problems.append(f"file {path.name} belongs to no entry")
             repairs.append(partial(_unlink, path.name))
@@ -151,7 +151,7 @@ def _examine(tier: DiskTier, report: CheckReport) -> list[Repair]:
         problems.append(f"the record of document {document!r} does not match the keys of its chunks, or its checksum")
         repairs.append(partial(_read_anew, namespace, document))
     if strays:
-        problems.append(f"{strays} rows say where in a document something stands that is not there")
+        problems.append(f"{strays} rows describe pieces of documents, or documents, that do not exist")
     report.names = index.share()[2]
     return repairs
 
@@ -164,11 +164,11 @@ def _miscounts(connection: sqlite3.Connection) -> list[str]:
     counted = counter(connection, "entry_bytes"), counter(connection, "pinned_bytes")
     total = connection.execute(f"SELECT {_BYTES}, {_PINNED_BYTES} FROM entries").fetchone()
     if counted != total:
-        return [f"the index counts {counted[0]} bytes, {counted[1]} pinned, where its entries have {total}"]
+        return [f"the index counts {counted[0]} bytes, {counted[1]} pinned, but its entries have {total}"]
     shares = set(connection.execute("SELECT tenant, entries, bytes, names FROM tenants WHERE entries OR names"))
     counts = set(connection.execute(_SHARES))
     if shares != counts:
-        return [f"the index counts {sorted(shares)} as the tenants' shares where they have {sorted(counts)}"]
+        return [f"the index counts {sorted(shares)} as the tenants' shares, but they have {sorted(counts)}"]
     return []
 
 

@@ -255,7 +255,7 @@ class ChunkFile(KVReader):
         length = int.from_bytes(data[:8], "little")
         # The digest tells whether this length, and everything behind it, is what was written; until then it is only a guess.
         if len(data) < 8 or length > size - 8:
-            raise ChunkReadError(self.key, f"the file's {size} bytes do not hold its header")
+            raise ChunkReadError(self.key, f"the file's {size} bytes are too few for its header")
         body = 8 + length
         if len(data) < body:
             data += self._read_exactly(len(data), body)
@@ -274,14 +274,14 @@ class ChunkFile(KVReader):
             raise ChunkReadError(self.key, "its header does not match its digest")
         self._parse(header, body, unpack_tokens(data[body:tokens_end]))
         if size != self.file_bytes:
-            raise ChunkReadError(self.key, f"the file has {size} bytes where {self.file_bytes} were written")
+            raise ChunkReadError(self.key, f"the file has {size} bytes, but {self.file_bytes} were written")
 
     def _parse(self, header: dict[str, Any], body: int, token_ids: tuple[int, ...]) -> None:
         # The digest matched: from here on the header is what some version of this library wrote.
         metadata = header["__metadata__"]
         if metadata["format"] != _FORMAT:
             raise ChunkReadError(
-                self.key, f"it is in the format {metadata['format']!r}, this version reads {_FORMAT!r}"
+                self.key, f"it is in the format {metadata['format']!r}; this version reads {_FORMAT!r}"
             )
         if metadata["key"] != self.key:
             raise ChunkReadError(self.key, f"the file belongs to key {metadata['key'][:12]}…")

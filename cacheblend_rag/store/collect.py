@@ -69,7 +69,7 @@ def collect_garbage(
     StoreFormatError
         If the folder is in a format that this version does not read.
     StoreReadOnlyError
-        If it may not be written.
+        If it is not writable.
     StoreError
         If it is not a store.
     """
@@ -120,7 +120,7 @@ def pin_chunks(location: str | Path, ids: Sequence[str], *, pinned: bool = True,
     UnknownChunkError
         If nobody knows an id; nothing is changed then.
     StoreReadOnlyError
-        If the folder may not be written.
+        If the folder is not writable.
     StoreError
         If the folder is not a store.
     """

@@ -181,7 +181,7 @@ class Database:
         """
         if self.read_only:
             raise StoreReadOnlyError(
-                f"store folder {self._path and self._path.parent} may not be written; it can only be read"
+                f"store folder {self._path and self._path.parent} is not writable; it can only be read"
             )
         if not self._write_lock.acquire(blocking=wait):
             raise StoreError("another thread writes to the index")
@@ -295,8 +295,8 @@ def _check_version(connection: sqlite3.Connection, path: Path | None) -> None:
     is_empty = version == 0 and not connection.execute("SELECT 1 FROM sqlite_master").fetchone()
     if version != _VERSION and not is_empty:
         raise StoreFormatError(
-            f"index {path} is in format version {version}, this cacheblend-rag reads version {_VERSION}; remove the store folder "
-            "and warm it again (its KV is recomputed), or use the cacheblend-rag that wrote it"
+            f"index {path} is in format version {version}, but this cacheblend-rag reads version {_VERSION}; remove the store "
+            "folder and warm it again (its KV is recomputed), or use the cacheblend-rag that wrote it"
         )
 
 
@@ -321,15 +321,15 @@ def _translated(path: Path | None) -> Iterator[None]:
         text = "malformed schema" if isinstance(error, UnicodeDecodeError) else str(error)
         if "disk is full" in text or (path is not None and "disk I/O" in text and _is_full(path)):
             raise StoreFullError(
-                f"no room left on the disk of {where}; free some, or give the store a byte budget (disk_bytes)"
+                f"no space left on the disk of {where}; free some, or give the store a byte budget (disk_bytes)"
             ) from error
         if "readonly" in text:
-            raise StoreReadOnlyError(f"index {where} may not be written; the store can only be read") from error
+            raise StoreReadOnlyError(f"index {where} is not writable; the store can only be read") from error
         if "malformed" in text or "not a database" in text:
             how = (
                 ""
                 if path is None
-                else f"; mend it with `cacheblend-rag store check --repair --store {shlex.quote(str(path.parent))}`"
+                else f"; repair it with `cacheblend-rag store check --repair --store {shlex.quote(str(path.parent))}`"
             )
             raise StoreError(f"index {where} is damaged ({text}){how}") from error
         raise StoreError(f"index {where}: {text}") from error

@@ -118,7 +118,7 @@ class DeviceTier(LRUCache[ResidentKV]):
         if not self._warned:
             self._warned = True
             _log.warning(
-                "KV is not kept on its device: %s; give a smaller device_bytes than %d (this is said once)",
+                "KV is not kept on its device: %s; give a smaller device_bytes than %d (this warning is not repeated)",
                 str(error).partition("\n")[0] or type(error).__name__,
                 self.limit_bytes,
             )

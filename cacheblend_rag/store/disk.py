@@ -123,7 +123,7 @@ class DiskTier:
                 return []
             if self.index.has_file(held.file, key):
                 # Otherwise another process or thread has just dropped it.
-                _log.warning("stored KV %s… is damaged and replaced: %s", key[:12], flaw)
+                _log.warning("stored KV %s… is damaged and will be replaced: %s", key[:12], flaw)
         encoded = kv if isinstance(kv, EncodedChunk) else encode_chunk(key, pack_kv(kv, self.codec))
         if self.limit_bytes is not None and encoded.nbytes > self.limit_bytes:
             raise StoreFullError(
@@ -158,7 +158,7 @@ class DiskTier:
         return [held and key not in self._discarded for key, held in zip(keys, there, strict=True)]
 
     def discard(self, key: str) -> None:
-        """Drop the KV under `key`; in a folder that may not be written, never open it again."""
+        """Drop the KV under `key`; in a folder that is not writable, never open it again."""
         if self.read_only:
             self._discarded.add(key)
         else:
@@ -266,7 +266,7 @@ class DiskTier:
         try:
             self.remove(self.deleting(lambda: self.index.drop([key], entry.file)))
         except StoreError:
-            # Most likely a folder that may not be written: it must not be met again.
+            # Most likely a folder that is not writable: it must not be met again.
             self._discarded.add(key)
 
     def _unlink(self, files: list[str], forgiving: bool = False) -> None:

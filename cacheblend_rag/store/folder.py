@@ -58,11 +58,11 @@ def storing(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in _FULL:
             raise StoreFullError(
-                f"no room left on the disk of {path}; free some, or give the store a byte budget (disk_bytes)"
+                f"no space left on the disk of {path}; free some, or give the store a byte budget (disk_bytes)"
             ) from error
         if error.errno in _READ_ONLY:
             raise StoreReadOnlyError(
-                f"store folder {path} may not be written ({error.strerror}); it can only be read"
+                f"store folder {path} is not writable ({error.strerror}); it can only be read"
             ) from error
         raise StoreError(f"store folder {path} cannot be written: {error}") from error
 
@@ -81,7 +81,7 @@ class StoreFolder:
         parts = (path, path / "kv", path / "tmp", self.index_path)
         self.read_only = not all(os.access(part, os.W_OK) for part in parts if part.exists())
         if self.read_only and not marked:
-            raise StoreReadOnlyError(f"folder {path} is not a store and may not be written; choose a folder that may")
+            raise StoreReadOnlyError(f"folder {path} is neither a store nor writable; choose a writable folder")
 
     @contextmanager
     def opening(self) -> Iterator[None]:
@@ -139,7 +139,7 @@ class StoreFolder:
         if not _FILE.fullmatch(name):
             raise StoreError(
                 f"{name[:200]!r} is not a file name of a store: the index of {self.path} is damaged; "
-                f"mend it with `cacheblend-rag store check --repair --store {shlex.quote(str(self.path))}`"
+                f"repair it with `cacheblend-rag store check --repair --store {shlex.quote(str(self.path))}`"
             )
         return self.path / "kv" / name[:2] / name
 
@@ -227,12 +227,13 @@ class StoreFolder:
             raise StoreError(f"store folder {self.path} cannot be read: {error}") from error
         if not isinstance(mark, dict) or mark.get("format") != _FORMAT:
             raise StoreFormatError(
-                f"{self.path / _MARK} is damaged or not ours; give another folder, or remove this one and warm a new store"
+                f"{self.path / _MARK} is damaged or was not written by cacheblend-rag; give another folder, "
+                "or remove this one and warm a new store"
             )
         version = mark.get("version")
         if type(version) is not int or version != _VERSION:
             raise StoreFormatError(
-                f"store folder {self.path} is in format version {version!r}, this cacheblend-rag reads version {_VERSION}; "
+                f"store folder {self.path} is in format version {version!r}, but this cacheblend-rag reads version {_VERSION}; "
                 "remove the folder and warm it again (its KV is recomputed), or use the cacheblend-rag that wrote it"
             )
         return True
@@ -255,10 +256,10 @@ def existing_folder(location: str | Path) -> StoreFolder:
     """Return the folder of a store that is there; StoreError if it is not a store."""
     path = Path(location).expanduser()
     if not path.exists():
-        raise StoreError(f"there is no folder {path}; name the folder of a store")
+        raise StoreError(f"there is no folder {path}; give the folder of a store")
     folder = StoreFolder(path)
     if not folder.is_made:
-        raise StoreError(f"folder {path} is empty; name the folder of a store")
+        raise StoreError(f"folder {path} is empty; give the folder of a store")
     return folder
 
 

@@ -290,7 +290,7 @@ def _make_room(connection: sqlite3.Connection, key: str, limit_bytes: int, dropp
     if over > 0:
         raise StoreFullError(
             f"pinned KV takes {counter(connection, 'pinned_bytes')} bytes of the store's budget of {limit_bytes} (disk_bytes), "
-            f"and {over} bytes are wanting; unpin some, or raise the budget"
+            f"which leaves {over} bytes too few; unpin some, or raise the budget"
         )
     drop_entries(connection, victims, dropped)
 

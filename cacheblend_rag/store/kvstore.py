@@ -101,7 +101,7 @@ class KVStore(ABC):
         StoreFullError
             If it cannot be kept: the disk is full, it alone exceeds the byte budget, or pinned KV does.
         StoreReadOnlyError
-            If the folder may not be written.
+            If the folder is not writable.
         """
         self._check(key)
         expires_at = self._expires_at(ttl_s)
@@ -209,7 +209,7 @@ class KVStore(ABC):
     def discard(self, key: str) -> None:
         """Drop the KV under `key`, damaged or not wanted any more; names stay.
 
-        Where the store may not be written, this object does not open it again.
+        Where the store is not writable, this object does not open it again.
         """
         self._check()
         self._waiting.drop(key=key)

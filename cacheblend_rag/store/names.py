@@ -364,7 +364,7 @@ def _own(connection: sqlite3.Connection, namespace: str, tenant: str, keys: Iter
         connection.execute("INSERT INTO namespaces VALUES (?, ?)", (namespace, tenant))
         owner = tenant
     if owner != tenant:
-        raise StoreError(f"the names of {namespace[:40]!r} are those of tenant {owner!r}, not of {tenant!r}")
+        raise StoreError(f"the names of {namespace[:40]!r} belong to tenant {owner!r}, not to {tenant!r}")
     if tenant:
         # An index that was made anew from the files does not know whose they are.
         connection.executemany(

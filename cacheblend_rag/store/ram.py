@@ -234,8 +234,8 @@ class RamTier(LRUCache[PackedKV]):
         except RuntimeError as error:
             self._page_locked = False
             _log.warning(
-                "KV is kept in ordinary memory, page-locked memory is not to be had: %s (set page_locked=False, or a smaller "
-                "ram_bytes; this is said once)",
+                "KV is kept in ordinary memory, since page-locked memory cannot be had: %s (set page_locked=False, or a smaller "
+                "ram_bytes; this warning is not repeated)",
                 str(error).partition("\n")[0],
             )
             return kv

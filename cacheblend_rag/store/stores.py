@@ -60,8 +60,8 @@ class MemoryStore(KVStore):
             raise StoreFullError(
                 f"a chunk of {nbytes} bytes exceeds the store's budget of {limit_bytes} bytes (ram_bytes)"
                 if nbytes > limit_bytes
-                else f"pinned KV leaves no {nbytes} bytes of the store's budget of {limit_bytes} bytes (ram_bytes); unpin some, "
-                "or raise the budget"
+                else f"pinned KV leaves less than {nbytes} bytes of the store's budget of {limit_bytes} bytes (ram_bytes); "
+                "unpin some, or raise the budget"
             )
         self._ram.pin(self.names.pinned([key]))
 
@@ -112,7 +112,7 @@ class FolderStore(KVStore):
         offsite: Offsite | None = None,
         write_back_bytes: int = 0,
     ) -> None:
-        # What may not be written does not wait: putting it says so by an error.
+        # What is not writable does not wait: putting it says so by an error.
         super().__init__(disk.index, disk.clock, ram, device, offsite, 0 if disk.read_only else write_back_bytes)
         self.path = None if disk.read_only else disk.folder.path
         self._limit_bytes = disk.limit_bytes

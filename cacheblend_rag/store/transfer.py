@@ -261,7 +261,7 @@ def import_store(location: str | Path, file: str | Path) -> ImportReport:
     except OSError as error:
         raise StoreError(f"file {path} cannot be read: {error.strerror or error}") from error
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise StoreError(f"export file {path} is damaged (a list in it is not what an export holds)") from error
+        raise StoreError(f"export file {path} is damaged (it has a list that no export has)") from error
     return report
 
 
@@ -328,7 +328,7 @@ def _read_archive(path: Path, stream: IO[bytes]) -> Iterator[tuple[str, bytes]]:
     """Yield names and bytes of an exported file's members, and raise unless they are, to the end, what was exported."""
 
     def damaged(why: str) -> StoreError:
-        return StoreError(f"export file {path} is damaged ({why}); nothing of it can be used, copy it again")
+        return StoreError(f"export file {path} is damaged ({why}); none of it can be used: copy it again")
 
     stream.seek(0)
     digest = hashlib.blake2b(digest_size=32)
@@ -342,13 +342,13 @@ def _read_archive(path: Path, stream: IO[bytes]) -> Iterator[tuple[str, bytes]]:
                 is_kv = _KV.fullmatch(member.name) is not None
                 is_expected = is_kv or _LIST.fullmatch(member.name) or member.name in (_HEAD, _MANIFEST)
                 if manifest is not None or not member.isreg() or not is_expected:
-                    raise damaged(f"it holds {member.name[:100]!r}, which no export does")
+                    raise damaged(f"it holds {member.name[:100]!r}, which no export holds")
                 if not is_kv and member.size > _LONGEST_LIST_BYTES:
                     raise damaged(f"{member.name} is too long")
                 reader = tar.extractfile(member)
                 data = b"" if reader is None else reader.read()
                 if len(data) != member.size:
-                    raise damaged("it is cut short")
+                    raise damaged("it is truncated")
                 if not is_ours:
                     _check_head(path, data)
                     is_ours = True
@@ -379,7 +379,7 @@ def _check_head(path: Path, data: bytes) -> None:
         raise StoreFormatError(f"file {path} is not an export of a store; make one with `cacheblend-rag store export`")
     if head.get("version") != _VERSION:
         raise StoreFormatError(
-            f"export file {path} is in format version {head.get('version')!r}, this cacheblend-rag reads version {_VERSION}; "
+            f"export file {path} is in format version {head.get('version')!r}, but this cacheblend-rag reads version {_VERSION}; "
             "export it again with this version"
         )
 
@@ -413,7 +413,7 @@ def _json(value: Any) -> bytes:
 def _listed(data: bytes) -> list[Any]:
     rows = json.loads(data)
     if not isinstance(rows, list):
-        raise TypeError("no list")
+        raise TypeError("not a list")
     return rows
 
 

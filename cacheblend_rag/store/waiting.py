@@ -161,8 +161,8 @@ class WriteBack(WorkQueue[Computed]):
         self.refused += 1
         if self.refused == 1:
             _log.warning(
-                "KV of misses is computed faster than it is written, and what finds no room in write_back_bytes=%d is not stored "
-                "(this is said once; the store's figures count it)",
+                "KV of misses is computed faster than it is written, and what has no room in write_back_bytes=%d is not stored "
+                "(this warning is not repeated; the store's figures count it)",
                 self.limit_bytes,
             )
         return False

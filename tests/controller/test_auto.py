@@ -213,7 +213,7 @@ def test_a_budget_of_nothing_never_measures(path: Path) -> None:
         engine.add(CHUNKS)
         assert engine.prefill(prompt(CHUNKS)).report.recompute_ratio == 0.3
         assert not path.exists()
-        with pytest.raises(ConfigError, match="leaves nothing to measure"):
+        with pytest.raises(ConfigError, match="leaves no time to measure"):
             engine.profile()
 
 

@@ -376,9 +376,7 @@ def test_arguments_of_another_kind(engine: BlendEngine) -> None:
     "setting", [{"encoding_prefix": "t5"}, {"dtype": "float16"}, {"ram_bytes": 1}, {"strict": True}]
 )
 def test_settings_that_one_call_cannot_change(setting: dict[str, object]) -> None:
-    with pytest.raises(
-        ConfigError, match=f"{next(iter(setting))} is settled when an engine is made; give it in EngineC"
-    ):
+    with pytest.raises(ConfigError, match=f"{next(iter(setting))} is fixed when an engine is made; give it in EngineC"):
         BlendConfig(**setting)
 
 
@@ -395,12 +393,14 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_settings_among_the_options_of_generate(engine: BlendEngine) -> None:
-    with pytest.raises(ConfigError, match="recompute_ratio: no options of generate, but of BlendConfig"):
+    with pytest.raises(ConfigError, match="recompute_ratio: not options of generate but of BlendConfig"):
         engine.generate(BlendPrompt("t5", [GOOD], "t6"), 4, recompute_ratio=0.2)
 
 
 def test_settings_among_the_options_of_the_model() -> None:
-    with pytest.raises(ConfigError, match=r"recompute_ratio=0\.2 belongs to the settings.*BlendConfig"):
+    with pytest.raises(
+        ConfigError, match=r"recompute_ratio=0\.2 is a setting, not an option of the model.*BlendConfig"
+    ):
         BlendEngine.from_pretrained("reference", selector="hkvd", recompute_ratio=0.2)
 
 
@@ -419,7 +419,7 @@ def test_settings_that_are_none(engine: BlendEngine, monkeypatch: pytest.MonkeyP
         lambda: engine.prefill(BlendPrompt("t5", [GOOD], "t6"), blend=settings),  # type: ignore[arg-type]
     )
     for ask in asked:
-        with pytest.raises(ConfigError, match=r"a (Engine|Blend)Config is wanted, not the dict"):
+        with pytest.raises(ConfigError, match=r"expected (Engine|Blend)Config, not the dict"):
             ask()
 
     def load(*args: object) -> None:
@@ -450,7 +450,7 @@ def test_an_argument_that_is_none_is_not_taken_for_the_mask(engine: BlendEngine)
 
 
 def test_a_call_cannot_change_the_remote_tier_and_shows_no_password() -> None:
-    with pytest.raises(ConfigError, match="remote is settled when an engine is made") as caught:
+    with pytest.raises(ConfigError, match="remote is fixed when an engine is made") as caught:
         BlendConfig(remote="memory://two?token=hunter3")
     assert "hunter" not in str(caught.value)
 

@@ -64,7 +64,7 @@ def test_the_whole_prompt_recomputed_is_exact_whatever_the_codec() -> None:
 
 
 def test_codecs_are_settings_of_the_engine() -> None:
-    with pytest.raises(ConfigError, match="ram_codec is settled when an engine is made"):
+    with pytest.raises(ConfigError, match="ram_codec is fixed when an engine is made"):
         BlendConfig(ram_codec="int4")
     with pytest.raises(ConfigError, match="disk_codec='gzip': Input should be 'native'"):
         engine_with(disk_codec="gzip")

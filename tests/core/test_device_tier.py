@@ -144,7 +144,7 @@ def test_it_is_measured_like_any_tier(make: Make, tmp_path: Path) -> None:
 def test_how_much_by_default(make: Make) -> None:
     with make() as engine:
         assert engine.store._device.limit_bytes == 0  # type: ignore[attr-defined]
-        with pytest.raises(ConfigError, match="device_bytes is settled when an engine is made"):
+        with pytest.raises(ConfigError, match="device_bytes is fixed when an engine is made"):
             BlendConfig(device_bytes=5)
         assert not engine.store._ram._page_locked  # type: ignore[attr-defined]
     with make(page_locked=True) as engine:

@@ -256,7 +256,7 @@ def test_a_call_waits_for_the_model_as_long_as_it_was_told(engine: BlendEngine) 
             lambda: engine.generate_many([_prompt([Chunk(words(30, 9))])] * 2, 4, wait_s=0.01),
             lambda: asyncio.run(engine.agenerate_many([_prompt(CHUNKS)], 4, wait_s=0.01)),
         ):
-            with pytest.raises(AnswerTimeoutError, match="other calls had the model"):
+            with pytest.raises(AnswerTimeoutError, match="other calls held the model"):
                 ask()
         waiting = engine.stream(_prompt(CHUNKS), 4, wait_s=60)
     finally:

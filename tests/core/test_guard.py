@@ -297,7 +297,7 @@ def test_settings_without_meaning_are_refused(values: dict[str, Any]) -> None:
 
 
 def test_it_is_set_for_an_engine() -> None:
-    with pytest.raises(ConfigError, match="guard_rate is settled when an engine is made"):
+    with pytest.raises(ConfigError, match="guard_rate is fixed when an engine is made"):
         BlendConfig(guard_rate=0.5)
 
 

@@ -349,7 +349,7 @@ def test_on_second_use_texts_without_an_id_stay_in_ram(tmp_path: Path) -> None:
 
 
 def test_when_chunks_are_encoded_is_settled_with_the_engine() -> None:
-    with pytest.raises(ConfigError, match="encode_on is settled when an engine is made"):
+    with pytest.raises(ConfigError, match="encode_on is fixed when an engine is made"):
         BlendConfig(encode_on="second_use")
 
 

@@ -116,9 +116,9 @@ def test_what_is_no_tenants_name(name: object) -> None:
 
 def test_a_call_cannot_change_the_tenant(pair: tuple[BlendEngine, BlendEngine]) -> None:
     one, two = pair
-    with pytest.raises(ConfigError, match="a BlendConfig is wanted, not the EngineConfig"):
+    with pytest.raises(ConfigError, match="expected BlendConfig, not the EngineConfig"):
         one.prefill(BlendPrompt("t1", CHUNKS, "t2"), blend=two.config)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="tenant is settled when an engine is made"):
+    with pytest.raises(ConfigError, match="tenant is fixed when an engine is made"):
         BlendConfig(tenant="globex")
 
 
@@ -128,6 +128,6 @@ def test_a_namespace_has_one_owner(tmp_path: Path) -> None:
         engine.add(CHUNKS)
         record = engine.records(["a"])[0]
         assert record is not None
-        with pytest.raises(StoreError, match="those of tenant 'acme', not of 'globex'"):
+        with pytest.raises(StoreError, match="belong to tenant 'acme', not to 'globex'"):
             store.name(engine.namespace, [record], tenant="globex")
     store.close()

@@ -39,7 +39,7 @@ def test_full_disk(disk: Path) -> None:
         engine.add(chunks[:4])
         prompt = BlendPrompt(words(3, 10_000), ["0", "1", "2", "3"], words(5, 10_001))
         undisturbed = engine.prefill(prompt)
-        with pytest.raises(StoreFullError, match="no room left"):
+        with pytest.raises(StoreFullError, match="no space left"):
             engine.add(chunks)
         stored = engine.ids()
         assert 4 < len(stored) < len(chunks)

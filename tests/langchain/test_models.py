@@ -207,7 +207,7 @@ def test_what_has_no_meaning_is_refused_when_the_model_is_made(
         ({"stop": [1]}, r"stop=\[1\] holds 1"),
         ({"stop": 1}, "stop=1 is a int"),
         ({"stop": "x"}, "stop is the string"),
-        ({"blend_config": 1}, "a BlendConfig is wanted, not the int 1"),
+        ({"blend_config": 1}, "expected BlendConfig, not the int 1"),
         ({"logits_processor": 1}, "logits_processor is the int 1"),
         ({"stopping_criteria": 1}, "stopping_criteria is the int 1"),
         ({"stopping_criteria": 1, "stop": ["x"]}, "stopping_criteria is the int 1"),
@@ -235,7 +235,7 @@ def test_options_of_a_call_are_read_as_those_of_the_object(engine: BlendEngine) 
     llm = ChatBlend(engine=engine, max_tokens=9, temperature=0)
     assert llm.invoke("Who?", max_tokens="5").usage_metadata["output_tokens"] == 5
     assert llm.invoke("Who?", max_tokens=None, temperature="0").usage_metadata["output_tokens"] == 9
-    with pytest.raises(ConfigError, match="a BlendConfig is wanted, not the dict"):
+    with pytest.raises(ConfigError, match="expected BlendConfig, not the dict"):
         engine.generate(BlendPrompt("Who?"), 1, blend={"recompute_ratio": 1.0})  # type: ignore[arg-type]
 
 

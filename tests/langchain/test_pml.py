@@ -133,7 +133,7 @@ def test_what_does_not_fit_is_refused(store: BlendVectorStore) -> None:
     assert isinstance(message, HumanMessage)
     with pytest.raises(PromptError, match="whole conversation"):
         llm.invoke([SystemMessage("Be kind."), message])
-    with pytest.raises(PromptError, match="documents cannot be given beside"):
+    with pytest.raises(PromptError, match="documents cannot be combined with"):
         llm.invoke([message], documents=[Document("d")])
     with pytest.raises(PMLError, match="union"):
         PMLPromptTemplate.from_markup(SCHEMA, MARKUP, documents="plain")

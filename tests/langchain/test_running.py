@@ -239,7 +239,7 @@ def test_a_call_that_takes_too_long_is_given_up(kind: Kind, engine: BlendEngine)
     for timeout in (0, -1, "soon"):
         with pytest.raises(ConfigError, match="timeout="):
             llm.invoke("Who?", timeout=timeout)
-    with pytest.raises(ConfigError, match="dict stands among the documents"):
+    with pytest.raises(ConfigError, match="there is a dict among the documents"):
         llm.invoke("Who?", documents=[{"text": "A text."}])
     assert text_of(llm.invoke("Who?", timeout=60, max_tokens=2))
 
@@ -265,9 +265,9 @@ async def test_a_call_that_waits_for_the_model_too_long_is_given_up(kind: Kind, 
     llm = kind(engine=engine, max_tokens=TOKENS, timeout=0.05)
     try:
         for ask in (lambda: llm.invoke("Who?"), lambda: list(llm.stream("Who?")), lambda: llm.batch(["Who?", "Why?"])):
-            with pytest.raises(AnswerTimeoutError, match="other calls had the model"):
+            with pytest.raises(AnswerTimeoutError, match="other calls held the model"):
                 ask()
-        with pytest.raises(AnswerTimeoutError, match="other calls had the model"):
+        with pytest.raises(AnswerTimeoutError, match="other calls held the model"):
             await llm.ainvoke("Who?")
     finally:
         held.go_on.set()

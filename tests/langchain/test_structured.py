@@ -96,7 +96,7 @@ def test_raw_and_errors(llm: ChatBlend) -> None:
     ("text", "problem"),
     [
         ("Ann is tall.", "Expecting value"),
-        ("[true]", "no object"),
+        ("[true]", "not an object"),
         ("{}", "tall missing"),
         ('{"tall": ', "Expecting value"),
     ],

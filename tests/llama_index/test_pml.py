@@ -102,7 +102,7 @@ def test_nodes_without_room_are_dropped(llm: BlendLLM) -> None:
     assert (mixed.context, mixed.dropped) == (whole.context, (long,))
     first = make_context_prompt(llm, template(), [long, *chunks], values, limit=limit, refines=True)
     assert (first.dropped, first.left_over) == ((long,), tuple(chunks[-1:]))
-    with pytest.raises(PromptTooLongError, match="reaches to position"):
+    with pytest.raises(PromptTooLongError, match="reaches position"):
         make_context_prompt(llm, template(), chunks, values, limit=10)
 
 

@@ -405,7 +405,7 @@ def test_what_has_no_room_at_all_is_said(narrow: BlendLLM, make_llm: MakeLLM, no
         with pytest.raises(PromptTooLongError, match=r"chunk 'long' has \d+ tokens, .* no other chunk"):
             synthesizer.synthesize(QUESTION, [long, node("longer", "word " * 500)])
         with pytest.raises(
-            PromptTooLongError, match=r"without any chunk, .* has \d+ tokens already, and 388 .*shorten"
+            PromptTooLongError, match=r"without any chunk, .* already has \d+ tokens, but 388 .*shorten"
         ) as error:
             synthesizer.synthesize("why " * 500, nodes)
         assert "n0" not in str(error.value)
@@ -508,10 +508,10 @@ class Shouting(BaseOutputParser):
 @pytest.mark.parametrize(
     ("blend", "said"),
     [
-        ({"recompute_ratio": 0.3}, "a BlendConfig is wanted, not the dict"),
+        ({"recompute_ratio": 0.3}, "expected BlendConfig, not the dict"),
         (BlendConfig(selector="hkdv"), "unknown selector 'hkdv'"),
         (BlendConfig(selector="hkvd(check_layers=[99])"), "99"),
-        (EngineConfig(ram_bytes=1), "a BlendConfig is wanted, not the EngineConfig"),
+        (EngineConfig(ram_bytes=1), "expected BlendConfig, not the EngineConfig"),
     ],
 )
 def test_wrong_settings_are_said_before_a_question(make_llm: MakeLLM, blend: Any, said: str) -> None:

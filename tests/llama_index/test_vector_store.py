@@ -315,7 +315,7 @@ def test_the_engine_is_the_models_or_that_of_the_settings(
     llm: BlendLLM, chroma: ChromaVectorStore, embedding: WordEmbedding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Settings, "_llm", None)
-    with pytest.raises(ConfigError, match="nobody says which engine"):
+    with pytest.raises(ConfigError, match="it is not said which engine"):
         BlendVectorStore(chroma)
     with pytest.raises(ConfigError, match="engine='reference' is a str, which computes no KV"):
         BlendVectorStore(chroma, engine="reference")  # type: ignore[arg-type]

@@ -144,7 +144,7 @@ def test_a_chunk_with_gaps_wants_positions(engine: BlendEngine) -> None:
     with pytest.raises(ConfigError, match="gaps"):
         engine.prefill(BlendPrompt(segments=[chunk, "t3"]))
     if engine.window is not None:
-        with pytest.raises(PromptTooLongError, match="reaches to position"):
+        with pytest.raises(PromptTooLongError, match="reaches position"):
             engine.add([Chunk("a", "far", token_ids=some_ids(2, 1), positions=[1, 100_000])])
 
 

@@ -132,7 +132,7 @@ def test_changing_one_module_of_twenty_encodes_one() -> None:
         fewer = Schema("twenty", schema(4).children[:19])
         assert engine.load_schema(fewer).removed == 1
         assert len(engine.store.names.ids(engine.namespace)) == 19 and engine.ids() == []
-        with pytest.raises(ConfigError, match="give the chunk another one"):
+        with pytest.raises(ConfigError, match="give the chunk another id"):
             engine.add([Chunk("t3", "pml/twenty/m0")])
         assert engine.unload_schema("twenty") == 19
         assert engine.store.names.ids(engine.namespace) == []

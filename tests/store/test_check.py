@@ -100,8 +100,18 @@ def documents(tmp_path: Path) -> Path:
         ("UPDATE documents SET tokens = 5", [READ], 5, 5),
         ("UPDATE documents SET separator = 'abc'", [READ], 5, 5),
         ("UPDATE documents SET name = 'e'", ["document 'e' does not match"], 5, 5),
-        ("INSERT INTO documents VALUES (7, 'x', 'y', NULL, x'', 0)", ["document 'y'", "1 rows say where"], 5, 5),
-        ("INSERT INTO members VALUES (99, 7, 0, 0, NULL, 1, '', x'', NULL, 0)", ["1 rows say where"], 5, 5),
+        (
+            "INSERT INTO documents VALUES (7, 'x', 'y', NULL, x'', 0)",
+            ["document 'y'", "1 rows describe pieces of documents"],
+            5,
+            5,
+        ),
+        (
+            "INSERT INTO members VALUES (99, 7, 0, 0, NULL, 1, '', x'', NULL, 0)",
+            ["1 rows describe pieces of documents"],
+            5,
+            5,
+        ),
     ],
 )
 def test_damaged_documents(documents: Path, statement: str, problems: list[str], names: int, entries: int) -> None:
@@ -191,7 +201,7 @@ def test_the_next_opening_finishes_what_was_begun(folder: Path) -> None:
 
 def test_foreign_file_is_reported_and_left(folder: Path) -> None:
     (folder / "kv" / "notes.txt").write_text("x")
-    assert "move it away" in check_store(folder, repair=True).problems[0]
+    assert "move it elsewhere" in check_store(folder, repair=True).problems[0]
     assert (folder / "kv" / "notes.txt").exists()
 
 

@@ -111,7 +111,7 @@ def test_a_file_of_another_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with monkeypatch.context() as patch:
         patch.setattr("cacheblend_rag.store.chunkfile._FORMAT", "cacheblend-rag chunk kv 1")
         write(tmp_path / "f", chunk(), "native")
-    with pytest.raises(ChunkReadError, match="in the format 'cacheblend-rag chunk kv 1', this version reads"):
+    with pytest.raises(ChunkReadError, match="in the format 'cacheblend-rag chunk kv 1'; this version reads"):
         ChunkFile.open(tmp_path / "f", KEY)
 
 

@@ -60,7 +60,7 @@ def fill(disk: Path) -> Path:
 def put_until_full(store: KVStore, first: int, tokens: int) -> int:
     """Put chunks until there is an error; return the number of the one that was refused."""
     number = first
-    with pytest.raises(StoreFullError, match="no room left on the disk"):  # noqa: PT012 - which one is refused is the result
+    with pytest.raises(StoreFullError, match="no space left on the disk"):  # noqa: PT012 - which one is refused is the result
         for number in range(first, 256):
             store.put(key_of(number), make_kv(number, tokens))
     return number
@@ -86,7 +86,7 @@ def test_another_format_version(tmp_path: Path, version: object) -> None:
         lambda: check_store(tmp_path, repair=True),
     ):
         with pytest.raises(
-            StoreFormatError, match=f"version {version!r}, this cacheblend-rag reads version 2; remove the folder"
+            StoreFormatError, match=f"version {version!r}, but this cacheblend-rag reads version 2; remove the folder"
         ):
             use()
     assert snapshot(tmp_path) == before

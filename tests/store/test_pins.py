@@ -85,7 +85,7 @@ def test_pinned_in_ram() -> None:
     assert held(store, range(7)) == [1, 5, 6]
     assert store.stats().pinned_bytes == KV_BYTES
     store.pin("ns", ["n5", "n6"])
-    with pytest.raises(StoreFullError, match="pinned KV leaves no"):
+    with pytest.raises(StoreFullError, match="pinned KV leaves less than"):
         store.put(key_of(7), make_kv(0))
     store.unpin("ns", ["n5"])
     put(store, 7)

@@ -191,7 +191,7 @@ def test_damaged_head_is_a_miss_and_is_replaced(tmp_path: Path, caplog: pytest.L
         reader = store.open(key_of(number))
         assert reader is not None
         assert same(read(reader), make_kv(number))
-    assert "is damaged and replaced" in caplog.text
+    assert "is damaged and will be replaced" in caplog.text
     assert len(files_of(tmp_path)) == 2
     store.close()
 

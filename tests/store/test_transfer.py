@@ -164,7 +164,7 @@ def test_what_is_no_export(folder: Path, tmp_path: Path) -> None:
     contents = members(tmp_path / "f")
     contents[0] = (contents[0][0], b'{"format": "cacheblend-rag export", "version": 3}')
     forge(other, contents)
-    with pytest.raises(StoreFormatError, match="version 3, this cacheblend-rag reads version 2"):
+    with pytest.raises(StoreFormatError, match="version 3, but this cacheblend-rag reads version 2"):
         import_store(tmp_path / "t", other)
     with pytest.raises(StoreError, match="cannot be read"):
         import_store(tmp_path / "t", tmp_path / "nothing")
@@ -179,7 +179,7 @@ def test_no_member_escapes(folder: Path, tmp_path: Path, name: str) -> None:
     export_store(folder, tmp_path / "f")
     contents = members(tmp_path / "f")
     forge(tmp_path / "forged", [contents[0], (name, b"x"), *contents[1:]])
-    with pytest.raises(StoreError, match="which no export does"):
+    with pytest.raises(StoreError, match="which no export holds"):
         import_store(tmp_path / "deep" / "t", tmp_path / "forged")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["f", "forged", "s"]
 
@@ -188,7 +188,7 @@ def test_no_member_escapes(folder: Path, tmp_path: Path, name: str) -> None:
 def test_only_plain_files(folder: Path, tmp_path: Path, kind: bytes) -> None:
     export_store(folder, tmp_path / "f")
     forge(tmp_path / "forged", members(tmp_path / "f"), kind=kind)
-    with pytest.raises(StoreError, match="which no export does"):
+    with pytest.raises(StoreError, match="which no export holds"):
         import_store(tmp_path / "t", tmp_path / "forged")
     assert not (tmp_path / "t").exists()
 

@@ -27,7 +27,9 @@ def folder(tmp_path: Path) -> Path:
 def test_a_folder_of_version_1(folder: Path) -> None:
     (folder / "store.json").write_text(json.dumps({"format": "cacheblend-rag store", "version": 1}))
     for use in (lambda: open_store(folder, 0), lambda: check_store(folder, repair=True)):
-        with pytest.raises(StoreFormatError, match=f"format version 1, this cacheblend-rag reads version 2; {TO_DO}"):
+        with pytest.raises(
+            StoreFormatError, match=f"format version 1, but this cacheblend-rag reads version 2; {TO_DO}"
+        ):
             use()
     assert len(files_of(folder)) == 1
 
@@ -39,7 +41,7 @@ def test_another_index(folder: Path, version: int) -> None:
     connection.close()
     data = (folder / "index.sqlite").read_bytes()
     with pytest.raises(
-        StoreFormatError, match=f"format version {version}, this cacheblend-rag reads version 3; {TO_DO}"
+        StoreFormatError, match=f"format version {version}, but this cacheblend-rag reads version 3; {TO_DO}"
     ):
         open_store(folder, 0)
     [problem] = check_store(folder).problems

@@ -189,7 +189,7 @@ def use_read_only(folder: Path, user: int | None) -> None:
         lambda: store.forget("ns", ["n1"]),
         lambda: store.clear(),
     ):
-        with pytest.raises(StoreReadOnlyError, match="may not be written"):
+        with pytest.raises(StoreReadOnlyError, match="is not writable"):
             write()
     store.name("ns", [])
     assert store.forget("ns", []) == 0
@@ -201,7 +201,7 @@ def use_read_only(folder: Path, user: int | None) -> None:
     with pytest.raises(StoreReadOnlyError):
         store.put(key_of(1), make_kv(1))
     store.close()
-    with pytest.raises(StoreReadOnlyError, match="is not a store and may"):
+    with pytest.raises(StoreReadOnlyError, match="is neither a store nor writable"):
         open_store(folder / "empty", 0)
 
 

@@ -193,7 +193,7 @@ class AnswersTogether:
         try:
             return call.answer(meeting.ask(call).result(), self.engine)
         except CancelledError:
-            raise CacheBlendError("the batch was interrupted, so this answer is not whole; ask again") from None
+            raise CacheBlendError("the batch was interrupted, so this answer is incomplete; ask again") from None
 
     async def _aanswer(self, make_call: Callable[[], Call]) -> Answer:
         """Do what `_answer` does; cancelling it ends the generation, that of a batch when all are cancelled."""

@@ -61,8 +61,8 @@ class Deadline(StoppingCriteria):
         """Raise `AnswerTimeoutError` if a generation was ended."""
         if self._passed:
             raise AnswerTimeoutError(
-                f"the answer was not there after timeout={self._timeout_s:g} s, waiting for the model included; "
-                "give it more time, or fewer max_tokens"
+                f"the answer was not finished after timeout={self._timeout_s:g} s, waiting for the model included; "
+                "give it more time, or lower max_tokens"
             )
 
 

@@ -107,8 +107,8 @@ class ChunkCatalog:
             if not readable and not self._warned:
                 self._warned = True
                 logger.warning(
-                    "the text of chunk %r does not come back from its tokens with this tokenizer, so it is not found in plain "
-                    "prompts; pass documents as blocks (documents_to_blocks) to have such chunks reused (this is said once)",
+                    "the text of chunk %r cannot be restored from its tokens with this tokenizer, so it is not found in plain "
+                    "prompts; pass documents as blocks (documents_to_blocks) to reuse such chunks (this warning is not repeated)",
                     id,
                 )
         self._finder.add(fresh)

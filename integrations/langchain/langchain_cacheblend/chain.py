@@ -62,8 +62,8 @@ def create_blend_documents_chain(
     """
     if document_variable_name not in prompt.input_variables:
         raise ConfigError(
-            f"the prompt has the variables {prompt.input_variables} and not {document_variable_name!r}, where the documents are "
-            "to stand; name the right one by document_variable_name"
+            f"the prompt has the variables {prompt.input_variables} but not {document_variable_name!r}, where the documents "
+            "should go; name the right one by document_variable_name"
         )
     writer = document_prompt or PromptTemplate.from_template("{page_content}")
 

@@ -42,7 +42,7 @@ from langchain_cacheblend.tools import (
 __all__ = ["ChatBlend"]
 
 _NO_TOOLS = (
-    "this model's chat template has no tools, so it cannot be told of any; take a model that has learnt to call tools, or "
+    "this model's chat template has no tools, so it cannot be told of any; use a model that has learnt to call tools, or "
     'with_structured_output(schema), whose method "json_schema" needs none'
 )
 

@@ -24,14 +24,12 @@ _NOT_SHOWN_OF_ANSWERS = ("tool_call", "tool_call_chunk", "invalid_tool_call", "t
 def as_chunks(documents: Iterable[Document]) -> list[Chunk]:
     """Make chunks of documents, leaving out those without text; `ConfigError` for what are no documents."""
     if isinstance(documents, Document):
-        raise ConfigError(
-            f"the documents are a single Document, {documents.page_content!r:.40}; give a list: [document]"
-        )
+        raise ConfigError(f"documents is a single Document, {documents.page_content!r:.40}; give a list: [document]")
     documents = list(documents)
     for document in documents:
         if not isinstance(document, Document):
             raise ConfigError(
-                f"a {type(document).__name__} stands among the documents; give Document(page_content, id=...) objects"
+                f"there is a {type(document).__name__} among the documents; give Document(page_content, id=...) objects"
             )
     return [Chunk(document.page_content, document.id or None) for document in documents if document.page_content]
 
@@ -101,7 +99,7 @@ def _block_parts(block: dict[str, Any]) -> list[str | Chunk]:
         return [*about, Chunk(text, block.get("id") or None)] if text else []
     raise PromptError(
         f"a content block of type {kind!r} with the keys {sorted(block)} cannot be shown to this model; it takes blocks of type "
-        "text, and text-plain for documents, both with a text"
+        "text, and text-plain for documents, both with text"
     )
 
 

@@ -101,8 +101,8 @@ class Holes:
         lost = len(self._chunks) - len(self._shown)
         if lost:
             raise PromptError(
-                f"the template drops or changes content: {lost} of the {len(self._chunks)} documents do not stand in what it "
-                "makes of them; put the documents into the text of a message instead"
+                f"the template drops or changes content: {lost} of the {len(self._chunks)} documents do not appear in "
+                "its output; put the documents into the text of a message instead"
             )
 
 

@@ -48,7 +48,7 @@ class Inventory:
             return list(self._by_ids([places[place] for place in sorted(places)]))
         if hasattr(store, "get"):
             return list(self._by_ids(store.get(include=[])["ids"]))
-        raise ConfigError(f"{type(store).__name__} cannot list its documents; give their ids by ids=")
+        raise ConfigError(f"{type(store).__name__} cannot list its documents; give their ids as ids=[...]")
 
     def _by_ids(self, ids: Sequence[str]) -> Iterator[Document]:
         for start in range(0, len(ids), _BATCH):
@@ -111,8 +111,8 @@ class Siblings:
         if taken:
             logger.warning(
                 "%d of %d ids, %s for one, stand for another text in another vector store over this engine: an engine keeps the "
-                "KV of one text for an id, here of the one that was added last. Give ids that no two stores share, or each store "
-                "an engine with a tenant of its own",
+                "KV of one text per id, here of the one that was added last. Use ids that no two stores share, or give each "
+                "store an engine with its own tenant",
                 len(taken),
                 len(ids),
                 taken[0],

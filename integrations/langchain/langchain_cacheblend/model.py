@@ -129,12 +129,12 @@ class BlendModel(AnswersTogether, DecodingFields):
             )
         elif store is not None or model_kwargs or config is not None:
             raise ConfigError(
-                "store, engine_config and model_kwargs belong to a model that is loaded; a ready-made engine has them already"
+                "store, engine_config and model_kwargs apply when a model is loaded; a ready-made engine has them already"
             )
         if model is not None and str(model) not in (engine.model_name, getattr(engine.model, "name_or_path", "")):
             raise ConfigError(
-                f"model={str(model)!r} is not {engine.model_name!r}, the model of the engine that is given, which would answer "
-                "under its name; leave model out, or make an object of each model and choose by configurable_alternatives"
+                f"model={str(model)!r} is not {engine.model_name!r}, the model of the given engine, which would answer "
+                "under that name; leave model out, or make one object per model and choose by configurable_alternatives"
             )
         name = engine.model_name if model is None else str(model)
         try:
@@ -170,7 +170,7 @@ class BlendModel(AnswersTogether, DecodingFields):
         model = given.pop("model", None)
         if model is not None and model != self.model:
             raise ConfigError(
-                f"this object answers with the model {self.model!r}, and one call cannot take {model!r}; make another for it"
+                f"this object answers with the model {self.model!r}, and a single call cannot use {model!r}; make another object"
             )
         own = {name: getattr(self, name) for name in _OPTIONS}
         options = generation_options(own, self.generation_kwargs, DecodingFields.checked(given) if given else {})

@@ -60,7 +60,7 @@ class DocumentPlaces:
     ) -> None:
         if context not in ("document", "none"):
             raise ConfigError(
-                f'context={context!r} must be "document", or "none" for texts that are to know nothing of each other'
+                f'context={context!r} must be "document", or "none" for texts that must know nothing of each other'
             )
         for name, given in (("document_keys", keys), ("boundary", boundary)):
             if isinstance(given, str) or not all(isinstance(key, str) for key in given):

@@ -145,16 +145,16 @@ def refuse_beside(**given: Any) -> None:
     for name, value in given.items():
         if value:
             raise PromptError(
-                f"{name} cannot be given beside a schema's prompt, which says itself what the model reads; leave them out, or "
-                "put documents into the place of a module (PMLPromptTemplate, documents=)"
+                f"{name} cannot be combined with a schema's prompt, which itself says what the model reads; leave them out, or "
+                "put documents in the place of a module (PMLPromptTemplate, documents=)"
             )
 
 
 def _texts(documents: Any) -> list[str]:
     if isinstance(documents, str | Document):
-        raise ConfigError("the documents are a single one; give a list of them")
+        raise ConfigError("documents is a single document; give a list of them")
     texts = [document.page_content if isinstance(document, Document) else document for document in documents]
     for text in texts:
         if not isinstance(text, str):
-            raise ConfigError(f"the documents hold a {type(text).__name__}; give documents or strings")
+            raise ConfigError(f"documents holds a {type(text).__name__}; give documents or strings")
     return [text for text in texts if text]

@@ -88,12 +88,12 @@ class SearchesInner(VectorStore):
                 continue
             self._warned.add(key)
             logger.warning(
-                "a search filters by %s, which is not declared as a boundary. The KV of a chunk carries traces of the document "
-                "it stands in, so an answer from chunks that a reader may see can show something of others, in the same "
-                "document, which the filter keeps from that reader. If that is what the filter is for, make the store with "
-                "boundary=[...] naming the metadata key (no chunk is then encoded behind one of another value) or with "
-                'context="none", and add or warm the documents again; else nothing is to be done (this is said once for each '
-                "key)",
+                "a search filters by %s, which is not declared as a boundary. The KV of a chunk carries traces of its document, "
+                "so an answer from chunks that a reader may see can reveal something of other chunks of the same document, "
+                "which the filter hides from that reader. If that is what the filter is for, make the store with "
+                "boundary=[...] naming the metadata key (no chunk is then encoded after one with another value) or with "
+                'context="none", and add or warm the documents again; otherwise nothing needs to be done (this warning appears '
+                "once for each key)",
                 key,
             )
 

@@ -54,9 +54,7 @@ class AnswerForm:
             return self._read(json.loads(text))
         except (ValueError, TypeError) as error:
             cut = isinstance(message, AIMessage) and message.response_metadata.get("finish_reason") == "length"
-            hint = (
-                "it was cut at the most tokens allowed; raise max_tokens" if cut else "ask for that form in the prompt"
-            )
+            hint = "it was cut off at the token limit; raise max_tokens" if cut else "ask for that form in the prompt"
             raise OutputParserException(
                 f"the model's answer {text[:200]!r} is not JSON of the form that was asked for ({error}); {hint}",
                 llm_output=text,
@@ -66,7 +64,7 @@ class AnswerForm:
         if self._object is not None:
             return self._object.model_validate(value) if issubclass(self._object, BaseModel) else self._object(**value)
         if not isinstance(value, dict):
-            raise ValueError(f"it is a JSON {type(value).__name__} and no object")
+            raise ValueError(f"it is a JSON {type(value).__name__}, not an object")
         missing = [name for name in self.json_schema().get("required", ()) if name not in value]
         if missing:
             raise ValueError(f"{', '.join(missing)} missing")
@@ -191,8 +189,8 @@ def _vocabulary(engine: BlendEngine) -> LLTokenizer:
                 vocabulary = from_tokenizer(engine.tokenizer, eos_token=ends, slices=[])
             except ValueError as error:
                 raise ConfigError(
-                    f"answers of this model cannot be held to a form: its tokenizer, a {type(engine.tokenizer).__name__}, cannot "
-                    f"be taken apart ({error}); ask for the form in words and parse the text"
+                    f"answers of this model cannot be constrained to a form: its tokenizer, a {type(engine.tokenizer).__name__}, "
+                    f"cannot be taken apart ({error}); ask for the form in words and parse the text"
                 ) from error
             _vocabularies[engine] = vocabulary
         return vocabulary

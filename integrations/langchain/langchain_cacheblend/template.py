@@ -68,7 +68,7 @@ def render_chat(
     if is_about_tools and not knows_tools(tokenizer):
         raise PromptError(
             "this model's chat template has no tools, so neither tools nor their calls and results can be shown to it; put what "
-            "a tool returned into a message of the user, or take a model that has learnt to call tools"
+            "a tool returned into a user message, or use a model that has learnt to call tools"
         )
     holes = Holes()
     variables: dict[str, Any] = {"tools": list(tools)} if tools else {}
@@ -122,7 +122,7 @@ def _with_documents(messages: Sequence[BaseMessage], documents: Sequence[Documen
             content = [message.content] if isinstance(message.content, str) else list(message.content)
             changed = message.model_copy(update={"content": [*documents_to_blocks(documents), *content]})
             return [*messages[:place], changed, *messages[place + 1 :]]
-    raise PromptError("documents= needs a message of the user to stand in; there is none among the messages")
+    raise PromptError("documents= needs a user message to go into; there is none among the messages")
 
 
 def _turn(message: BaseMessage, holes: Holes, names: dict[str | None, str]) -> dict[str, Any]:

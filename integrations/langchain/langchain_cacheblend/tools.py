@@ -22,7 +22,7 @@ __all__ = ["ToolGate", "ToolReply", "as_functions", "call_grammar", "chosen_tool
 
 # Qwen, Hermes and many after them; Llama's and Mistral's own marks are special tokens, which a text does not show.
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_CUT = "the call was cut at the most tokens that the answer may have; raise max_tokens"
+_CUT = "the call was cut off at the token limit of the answer; raise max_tokens"
 _BEGUN_CALL = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(.*)', re.DOTALL)
 _XML_CALL = re.compile(r"\s*<function=([^>\s]+)>(.*?)</function>\s*", re.DOTALL)
 _XML_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
@@ -43,7 +43,7 @@ def as_functions(tools: Sequence[Any]) -> list[dict[str, Any]]:
     for each in shown:
         if not isinstance(each.get("function"), dict):
             raise ConfigError(
-                f"the tool {each!r:.80} is not a function: it is run where models are served, and this model runs here; give a "
+                f"the tool {each!r:.80} is not a function: it runs where models are served, but this model runs here; give a "
                 "function, a BaseTool or a pydantic model"
             )
     return shown
@@ -98,7 +98,7 @@ def parse_calls(text: str, *, is_cut: bool = False, must_call: bool = False) -> 
     """
     reply = _read(text, is_cut)
     if must_call and not reply.calls and not reply.invalid:
-        error = _CUT if is_cut else "the answer had to be a call, and is not one"
+        error = _CUT if is_cut else "the answer had to be a call, but is not one"
         return ToolReply("", invalid=[invalid_tool_call(name=None, args=text.strip(), id=_new_id(), error=error)])
     return reply
 

@@ -92,7 +92,7 @@ class BlendVectorStore(SearchesInner):
         if name.startswith("_") or not hasattr(inner, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
         raise AttributeError(
-            f"a BlendVectorStore has no {name}; the {type(inner).__name__} in it has: store.inner.{name}",
+            f"a BlendVectorStore has no {name}, but the {type(inner).__name__} in it has: store.inner.{name}",
             name=name,
             obj=self,
         )
@@ -401,7 +401,7 @@ def warm(
     nameless = sum(not document.id for document in documents)
     if nameless:
         raise ConfigError(
-            f"{nameless} of the {len(documents)} documents of this {type(store.inner).__name__} have no id, so that their chunks "
+            f"{nameless} of the {len(documents)} documents of this {type(store.inner).__name__} have no id, so their chunks "
             "cannot be named; add them again with ids"
         )
     texts, metadatas = _of(documents)

@@ -124,8 +124,8 @@ def _of_schema(
     prompt, blend, size = filled(kept or chunks[:1])
     if limit is not None and size > limit:
         raise PromptTooLongError(
-            f"the prompt of schema {template.prompt.schema.name!r} reaches to position {size} with no more than its first "
-            f"document, and {limit} are left beside max_new_tokens={llm.max_new_tokens}; split documents into shorter chunks, or "
+            f"the prompt of schema {template.prompt.schema.name!r} reaches position {size} with only its first "
+            f"document, but {limit} are left beside max_new_tokens={llm.max_new_tokens}; split documents into shorter chunks, or "
             "lower max_new_tokens"
         )
     text = prompt.plain_text()
@@ -159,8 +159,8 @@ def _fitting(
     room = limit - around
     if room < 1:
         raise PromptTooLongError(
-            f"without any chunk, the prompt (template, chat history and question) has {around} tokens already, and {limit} is "
-            f"the most beside max_new_tokens={llm.max_new_tokens}; shorten the question, keep less of the chat in its memory "
+            f"without any chunk, the prompt (template, chat history and question) already has {around} tokens, but {limit} is "
+            f"the limit beside max_new_tokens={llm.max_new_tokens}; shorten the question, keep less of the chat in its memory "
             "(token_limit), or lower max_new_tokens"
         )
     # What was added is not tokenised again.
@@ -178,8 +178,8 @@ def _fitting(
     kept, left_over, dropped = _divided(chunks, fits, refines)
     if not kept:
         raise PromptTooLongError(
-            f"chunk {chunks[0].id!r} has {sizes[chunks[0]]} tokens, and of the {limit} that a prompt may have beside "
-            f"max_new_tokens={llm.max_new_tokens} there are {room} left by template and question, which have {around}; "
+            f"chunk {chunks[0].id!r} has {sizes[chunks[0]]} tokens, but of the {limit} that a prompt may have beside "
+            f"max_new_tokens={llm.max_new_tokens}, template and question leave {room}, since they take {around}; "
             f"{'no other chunk is short enough either; ' if len(chunks) > 1 else ''}split documents into shorter chunks, or "
             "lower max_new_tokens"
         )

@@ -177,7 +177,7 @@ def _refusing(original: Callable[..., RetrieverQueryEngine]) -> classmethod[Retr
         if mode == RESPONSE_MODE and isinstance(retriever, _COMPOSED):
             raise ConfigError(
                 f"response_mode={RESPONSE_MODE!r} cannot be used with a {type(retriever).__name__}: it writes the text of its "
-                "nodes anew for each query, so that there is no stored KV to reuse; use compact mode for it, or retrieve the "
+                "nodes anew for each query, so there is no stored KV to reuse; use compact mode for it, or retrieve the "
                 "nodes of a vector index"
             )
         return original(*args, **kwargs)

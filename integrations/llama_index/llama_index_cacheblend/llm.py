@@ -293,7 +293,7 @@ def _stop_list(stop: str | Sequence[str] | None) -> list[str]:
     stops = [stop] if isinstance(stop, str) else list(stop or ())
     for each in stops:
         if not isinstance(each, str) or not each:
-            raise ConfigError(f"stop={stop!r} holds {each!r}; give strings that are not empty")
+            raise ConfigError(f"stop={stop!r} holds {each!r}; give non-empty strings")
     return stops
 
 
@@ -333,7 +333,7 @@ def find_engine(engine: Any) -> BlendEngine:
     found = given if isinstance(given, BlendEngine) else getattr(given, "engine", None)
     if not isinstance(found, BlendEngine):
         what = (
-            "nobody says which engine computes the KV"
+            "it is not said which engine computes the KV"
             if engine is None
             else f"engine={str(engine)[:80]!r} is a {type(engine).__name__}, which computes no KV"
         )
@@ -363,7 +363,9 @@ def _make_engine(
             None,
         )
         if beside is not None:
-            raise ConfigError(f"{beside} belongs to the engine; give it to BlendEngine, not to BlendLLM beside engine=")
+            raise ConfigError(
+                f"{beside} belongs to the engine; give it to BlendEngine, not to BlendLLM together with engine="
+            )
         return find_engine(engine)
     tokenizer, store, model_kwargs = loading["tokenizer"], loading["store"], loading["model_kwargs"]
     config = EngineConfig.of(config)

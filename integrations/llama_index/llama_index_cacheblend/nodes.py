@@ -116,10 +116,11 @@ class Boundary:
         for key in set(_filter_keys(filters)) - self._declared if filters is not None else ():
             self._declared.add(key)
             logger.warning(
-                "a query is filtered by %r: a chunk's KV carries traces of what stands before it in its document, also of chunks "
-                "that this filter keeps from the reader. Give BlendVectorStore(boundary=[%r]), which divides documents where it "
-                "changes, or context='none', which encodes each chunk alone, and add the documents again. Where it is the same "
-                "throughout each document there are no such traces, and naming it costs nothing (said once for each key)",
+                "a query is filtered by %r: a chunk's KV carries traces of what precedes it in its document, even of chunks that "
+                "this filter hides from the reader. Use BlendVectorStore(boundary=[%r]), which divides documents where it "
+                "changes, or context='none', which encodes each chunk alone, and add the documents again. If it is the same "
+                "throughout each document, there are no such traces, and naming it costs nothing (this warning appears once for "
+                "each key)",
                 key,
                 key,
             )

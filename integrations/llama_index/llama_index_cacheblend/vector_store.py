@@ -129,7 +129,7 @@ class BlendVectorStore(BasePydanticVectorStore):
         # LlamaIndex's own would leave out what cannot be copied, the engine first of all, and say so only later.
         raise ConfigError(
             "a BlendVectorStore holds the model, which cannot be copied or sent to another process; make one there, and give "
-            "IngestionPipeline(num_workers=...) only the transformations to do in parallel, as it does by itself"
+            "IngestionPipeline(num_workers=...) only the transformations to run in parallel, as it does by itself"
         )
 
     def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:

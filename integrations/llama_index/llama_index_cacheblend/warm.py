@@ -195,7 +195,7 @@ def warm_index(
     started = time.perf_counter()
     if prune and nodes is not None:
         raise ConfigError(
-            "prune drops what is not in the index, and nodes are only a part of it; leave one of them out"
+            "prune drops what is not in the index, but nodes are only a part of it; leave out one of the two"
         )
     encoder = _encoder(index, text_of, None if engine is None else find_engine(engine))
     found = _nodes(index) if nodes is None else list(nodes)
@@ -280,6 +280,6 @@ def _nodes(index: BaseIndex[Any]) -> list[BaseNode]:
         node_ids = [node_id for text_id, node_id in node_ids.items() if text_id in held]
     if not node_ids and inner is not None and inner.stores_text:
         raise ConfigError(
-            f"{type(inner).__name__} cannot list its nodes; hand them over, as in warm_index(index, nodes=[...])"
+            f"{type(inner).__name__} cannot list its nodes; pass them, as in warm_index(index, nodes=[...])"
         )
     return index.docstore.get_nodes(list(node_ids), raise_error=False)

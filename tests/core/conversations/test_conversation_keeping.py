@@ -226,7 +226,7 @@ def test_a_conversation_belongs_to_its_engine(make_engine: MakeEngine, tmp_path:
             stranger.prefill(BlendPrompt(words(5, 1)), conversation=engine.conversation())
     with pytest.raises(ConfigError, match="max_bytes=-1 is negative"):
         engine.conversation(-1)
-    with pytest.raises(ConfigError, match="conversation_bytes is settled when an engine is made"):
+    with pytest.raises(ConfigError, match="conversation_bytes is fixed when an engine is made"):
         BlendConfig(conversation_bytes=5)
     for each in (engine, twin):
         each.close()
