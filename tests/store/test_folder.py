@@ -97,7 +97,7 @@ def test_damaged_mark(tmp_path: Path, text: str) -> None:
     open_store(tmp_path, 0).close()
     (tmp_path / "store.json").write_bytes(text.encode("utf-8", "surrogatepass"))
     before = snapshot(tmp_path)
-    with pytest.raises(StoreFormatError, match="damaged or not ours"):
+    with pytest.raises(StoreFormatError, match="is damaged or was not written by cacheblend-rag"):
         open_store(tmp_path, 0)
     assert snapshot(tmp_path) == before
 

@@ -163,7 +163,7 @@ def meet_size_limit(folder: Path) -> None:
     store.put(key_of(1), make_kv(1))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (512 * 1024, hard))
-    with pytest.raises(StoreFullError, match="no room"):
+    with pytest.raises(StoreFullError, match="no space"):
         store.put(key_of(2), make_kv(2, tokens=8000))
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert store.holds([key_of(1), key_of(2)]) == [True, False]
