@@ -1,4 +1,4 @@
-"""Chunks, and the prompts that are made of them."""
+"""Chunks, and the prompts made of them."""
 
 from __future__ import annotations
 
@@ -38,33 +38,33 @@ class Chunk:
     text : str
         The text exactly as the language model sees it.
     id : str, optional
-        The name under which the chunk can be asked for, the node id of a vector store for example. A chunk without an
-        id can be blended, but not named, contained or deleted.
+        The name under which the chunk can be looked up, for example the node id of a vector store. A chunk without an
+        id can be blended, but not referred to by name, found by `contains` or deleted.
     token_ids : sequence of int, optional
-        Its tokens, where they are not those that the tokenizer makes of `text`; the text is then for people to read.
+        Its tokens, if they are not those that the tokenizer makes of `text`; the text is then only for people to read.
     positions : sequence of int, optional
-        The position of each of `token_ids` in the prompts that it is for, ascending. By default they stand right behind the
-        encoding prefix, without gaps. Where KV can be moved only the gaps count, else it serves at these positions alone.
+        The position of each of `token_ids` in the prompts that it is for, ascending. By default they come right after the
+        encoding prefix, without gaps. If KV can be moved, only the gaps count; otherwise it serves at these positions alone.
     document : str, optional
-        The name of the document that the chunk is a piece of. Its KV is then computed behind the chunks that stand before it in
-        that document, its context; a chunk of no document is encoded alone. Only a chunk with an id can be a piece of one.
+        The name of the document that the chunk is a piece of. Its KV is then computed after the chunks that precede it in
+        that document, its context; a chunk of no document is encoded alone. Only a chunk with an id can belong to a document.
     start : int, optional
-        Where the chunk's body begins in the document, in characters. Chunks are ordered by it, and where two overlap the first
-        counts up to where the second begins. Without it two chunks overlap where the one ends as the other begins, in 16
-        characters at least.
+        Where the chunk's body begins in the document, in characters. Chunks are ordered by it, and if two overlap, the first
+        counts up to where the second begins. Without it, two chunks overlap if the end of one is the beginning of the other, for
+        at least 16 characters.
     previous : str, optional
-        The id of the chunk that stands before it, for a chunk without `start`; one that has neither stands at the end.
+        The id of the chunk before it, for a chunk without `start`; a chunk that has neither comes at the end.
     body : (int, int), optional
-        The half-open range of characters of `text` that come from the document; all of them by default. What else there is, a
-        block of metadata for example, counts neither for `start` nor as overlap.
+        The half-open range of characters of `text` that come from the document; all of them by default. Other text, such as a
+        block of metadata, counts neither for `start` nor as overlap.
 
     Raises
     ------
     EmptyChunkError
         If `text` is empty, or `token_ids`.
     ConfigError
-        If `id` is an empty string, `positions` do not fit `token_ids`, or what says where the
-        chunk stands in its document has no meaning.
+        If `id` is an empty string, `positions` do not fit `token_ids`, or the chunk's place
+        in its document is invalid.
     """
 
     text: str
@@ -161,7 +161,7 @@ class ChunkPart:
     Raises
     ------
     ConfigError
-        If there are no such tokens, as far as the chunk says how many it has.
+        If there are no such tokens, provided that the chunk says how many it has.
     """
 
     chunk: Chunk
@@ -181,8 +181,8 @@ class ChunkPart:
 class FixedText:
     """Text that many prompts begin with: the system prompt, the head of a template.
 
-    Where a prompt begins with it, its KV is computed once and kept in the store, as a chunk's is, with all that this means: so it
-    must hold nothing that a user wrote, no history, nothing of a document. Elsewhere it is ordinary text.
+    If a prompt begins with it, its KV is computed once and kept in the store, like a chunk's, with all that this implies: so it
+    must contain nothing that a user wrote, no history and no document text. Elsewhere it is ordinary text.
 
     Parameters
     ----------
@@ -229,7 +229,7 @@ class BlendPrompt:
         The whole prompt at once, instead of the four above; here a string is text, and `ChunkRef` names a stored chunk.
     positions : sequence of int, optional
         The position of each segment's first token, in segment order. By default segments follow each other without
-        gaps. Behind the first token of a chunk, its own `Chunk.positions` say where the gaps are.
+        gaps. After the first token of a chunk, its own `Chunk.positions` say where the gaps are.
 
     Raises
     ------

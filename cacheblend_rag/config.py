@@ -1,4 +1,4 @@
-"""The settings: of an engine, settled when it is made, and of blending, which each call may change."""
+"""The settings of an engine, fixed when it is made, and of blending, which each call may change."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Base(BaseSettings):
 
     @classmethod
     def of(cls: type[_Settings], given: Any) -> _Settings:
-        """Return settings as they were given; where that is None, those of the environment.
+        """Return settings as they were given, or those of the environment for None.
 
         Raises
         ------
@@ -67,7 +67,7 @@ class _Base(BaseSettings):
     def from_yaml(cls: type[_Settings], path: str | Path) -> _Settings:
         """Read the settings from a YAML file; the environment fills what the file leaves out.
 
-        One file may hold the settings of both kinds: those of the other are left alone.
+        One file may hold both kinds of settings; those of the other kind are ignored.
 
         Parameters
         ----------
@@ -102,7 +102,7 @@ class _Base(BaseSettings):
         Raises
         ------
         ConfigError
-            If a name is unknown or a value has no meaning.
+            If a name is unknown or a value is invalid.
         """
         given = {name: getattr(self, name) for name in type(self).model_fields}
         replaced = type(self)(**(given | changes))
@@ -129,7 +129,7 @@ class _Base(BaseSettings):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a question behind a misspelt name, or nothing where no name is like it."""
+    """Return a hint for a misspelt name, or nothing if no known name is similar."""
     close = get_close_matches(name, list(known), n=1)
     return f", did you mean {close[0]}?" if close else ""
 
@@ -141,16 +141,16 @@ def _warned_of(variable: str) -> None:
 
 
 def _warn_of_unknown_variables() -> None:
-    """Say once of each variable of the environment that looks like a setting that it is none."""
+    """Warn once of each environment variable that looks like a setting but is not one."""
     for variable in os.environ:
         if variable.upper().startswith(_PREFIX) and variable.upper().removeprefix(_PREFIX).lower() not in _Base.kinds:
             _warned_of(variable)
 
 
 class EngineConfig(_Base):
-    """Settings of an engine, settled when it is made.
+    """Settings of an engine, fixed when it is made.
 
-    Every field can also be set by an environment variable of its name in capitals behind ``CACHEBLEND_``, as in
+    Every field can also be set by an environment variable, its name in capitals after ``CACHEBLEND_``, as in
     ``CACHEBLEND_RAM_BYTES=1000000000``, or read from a YAML file by `from_yaml`. An argument wins over the environment.
 
     Parameters
@@ -163,31 +163,32 @@ class EngineConfig(_Base):
         Whether a model that cannot be blended is an error; by default its prompts are prefilled in full and the
         report says why.
     encoding_prefix : str or tuple of int, optional
-        What every chunk is encoded behind, as text or token ids; by default the tokenizer's BOS alone.
+        What precedes every chunk when it is encoded, as text or token ids; by default the tokenizer's BOS alone.
     context : {"document", "none"}
-        Whether a chunk that is a piece of a document is encoded behind the chunks before it there, so that its KV remembers them,
-        or every chunk alone. "none" is for texts whose readers differ from chunk to chunk.
+        "document" encodes a chunk that is a piece of a document after the chunks before it there, so that its KV remembers them.
+        "none" encodes every chunk alone, for texts whose readers differ from chunk to chunk.
     context_tokens : int, optional
-        Most tokens of a document that are read together, a chunk and its context; a longer document is read in windows that
+        Maximum tokens of a document that are read together, a chunk and its context; a longer document is read in windows that
         begin at chunk borders. None is as many as the model takes.
     separator : str
-        What stands between the chunks of a document, and most likely between the chunks of a prompt. Behind each chunk its KV is
-        kept too, and used where a prompt has just this there.
+        The text between the chunks of a document, and most likely between the chunks of a prompt. Its KV is kept with each chunk,
+        and used where a prompt has exactly this text after the chunk.
     encode_on : {"add", "second_use"}
-        When chunks are encoded: when they are added, or when they are retrieved the second time. Chunks retrieved the first time
-        are then computed like text, and nothing of them is stored. What was retrieved once is remembered by this process only.
+        When chunks are encoded: when they are added, or when they are retrieved for the second time. In the latter case, a chunk
+        retrieved for the first time is computed like text, and nothing of it is stored. Only this process remembers what was
+        retrieved once.
     tenant : str, optional
-        Whose KV this is. Tenants of one store never see each other's KV or ids; by default it is nobody's in particular.
+        Who owns the KV. Tenants of one store never see each other's KV or ids; by default it belongs to no tenant.
     ttl_s : float, optional
-        Seconds that stored KV lives; then it counts as a miss. For ever by default.
+        Seconds that stored KV lives; after that it counts as a miss. It lives for ever by default.
     device_bytes : int, optional
-        Most bytes of KV that stays unpacked in the memory of the device that computes it, of all devices together where a model
+        Maximum bytes of KV kept unpacked in the memory of the device that computes it, or of all devices together if a model
         is spread over several. Blending takes it from there without loading. By default 0 on the CPU, where RAM is that memory
         already, and elsewhere an eighth of what is free when the engine is made.
     ram_bytes : int
-        Most bytes of KV that the RAM tier holds.
+        Maximum bytes of KV that the RAM tier holds.
     disk_bytes : int, optional
-        Most bytes of KV that the disk tier holds; no limit by default.
+        Maximum bytes of KV that the disk tier holds; no limit by default.
     ram_codec : str
         How KV is kept in RAM: "native" (in the model's dtype), "float32", "float16", "bfloat16", "int8", "int4" or "int2".
     disk_codec : str
@@ -197,8 +198,8 @@ class EngineConfig(_Base):
         (``redis://host:6379/0``, ``s3://bucket/prefix``). It gets a copy of what is stored and keeps it when there is no more
         room here; machines that share it share the KV.
     conversation_bytes : int
-        Most bytes of KV that all conversations of an engine together keep from turn to turn, in the memory in which the model
-        computes; what was not used for longest is forgotten first.
+        Maximum bytes of KV that all conversations of an engine together keep from turn to turn, in the memory in which the model
+        computes; the least recently used is forgotten first.
     guard_rate : float
         Share of the answers that are compared with full prefill in the background, when the model is idle; 0, the default,
         compares none and costs nothing.
@@ -209,7 +210,7 @@ class EngineConfig(_Base):
     Raises
     ------
     ConfigError
-        If a name is unknown or a value has no meaning.
+        If a name is unknown or a value is invalid.
     """
 
     lifetime = "fixed when an engine is made"
@@ -263,7 +264,7 @@ class EngineConfig(_Base):
 class BlendConfig(_Base):
     """Settings of blending: whether, how much, and which tokens. An engine has its own, and each call may bring others.
 
-    Every field can also be set by an environment variable of its name in capitals behind ``CACHEBLEND_``, as in
+    Every field can also be set by an environment variable, its name in capitals after ``CACHEBLEND_``, as in
     ``CACHEBLEND_RECOMPUTE_RATIO=0.2``, or read from a YAML file by `from_yaml`. An argument wins over the environment.
 
     Parameters
@@ -280,19 +281,19 @@ class BlendConfig(_Base):
         The smallest ratio that "auto" chooses where no chunk remembers its document, r* in CacheBlend (section 5).
     selector : str or Selector
         Which tokens to recompute: "hkvd", "query", "a3", "boundary", "random", "none", "full", or any that was registered, with
-        options behind the name as in ``"hkvd(check_layers=[1, 8])"``; or an object.
+        options after the name as in ``"hkvd(check_layers=[1, 8])"``; or an object.
     kv_capacity : int or float, optional
         How much KV of the context each layer and head keeps for decoding (SnapKV): an integer is a number of tokens, a float a
-        share of the context, above 0 and at most 1. The context reaches from the first chunk to the last; what stands before and
-        behind it is always kept. By default nothing is evicted.
+        share of the context, above 0 and at most 1. The context reaches from the first chunk to the last; what comes before and
+        after it is always kept. By default nothing is evicted.
     source_attention : bool
         Whether the report says how much of the answer's attention went to each chunk, in the middle layers. It is computed a
-        second time for that, one row for each token of the answer. Not said where KV is evicted.
+        second time for that, one row for each token of the answer. It is not reported if KV is evicted.
 
     Raises
     ------
     ConfigError
-        If a name is unknown or a value has no meaning. What depends on the model (the selector, layers) is checked when an engine
+        If a name is unknown or a value is invalid. What depends on the model (the selector, layers) is checked when an engine
         is made.
     """
 
@@ -307,7 +308,7 @@ class BlendConfig(_Base):
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**values)
-        # What the environment says is no wish of the call that these settings are for.
+        # What the environment sets was not asked for by the call that these settings are for.
         self.__pydantic_fields_set__ = set(values)
 
     @field_validator("recompute_ratio", mode="before")

@@ -3,17 +3,17 @@
 ::
 
     CacheBlendError
-    ├── ConfigError               a setting has no meaning, or contradicts another (also a ValueError)
+    ├── ConfigError               a setting is invalid, or contradicts another (also a ValueError)
     ├── PromptError               a prompt, or a chunk in it, cannot be served
     │   ├── UnknownChunkError     a chunk id that was never added, or was deleted (also a KeyError)
     │   ├── EmptyChunkError       a chunk without text, or whose text has no tokens
     │   └── PromptTooLongError    more tokens than the model's window holds
     ├── PMLError                  a schema or a prompt in PML is wrong; the message says where (also a ValueError)
-    ├── AnswerTimeoutError        an answer was not there in the time that the caller gave it (also a TimeoutError)
+    ├── AnswerTimeoutError        an answer was not finished in the time that the caller allowed (also a TimeoutError)
     ├── StructuredOutputError     an answer is not of the form that was asked for; it says what the model wrote (a ValueError)
     ├── DatasetError              a data set of an evaluation cannot be read; the message says where (also a ValueError)
     ├── UnsupportedModelError     a model whose KV cannot be blended; the message says which part and why
-    └── StoreError                the chunk KV store cannot do what it was asked
+    └── StoreError                the chunk KV store cannot do what it was asked to do
         ├── StoreFormatError      the folder was written in a format that this version does not read
         ├── StoreFullError        the disk, or the store's byte budget, has no room
         ├── StoreReadOnlyError    a write to a folder that is not writable
@@ -49,7 +49,7 @@ class CacheBlendError(Exception):
 
 
 class ConfigError(CacheBlendError, ValueError):
-    """A setting has no meaning, or contradicts another one."""
+    """A setting is invalid, or contradicts another one."""
 
 
 class PromptError(CacheBlendError):
@@ -82,7 +82,7 @@ class PMLError(CacheBlendError, ValueError):
     source : str, optional
         The file, or another name of the text. What was made in Python has none.
     line, column : int, optional
-        The place in it, both counted from 1.
+        The place in that text, both counted from 1.
 
     Attributes
     ----------
@@ -102,7 +102,7 @@ class PMLError(CacheBlendError, ValueError):
 
 
 class AnswerTimeoutError(CacheBlendError, TimeoutError):
-    """An answer was not there in the time that the caller gave it; the engine is free again."""
+    """An answer was not finished in the time that the caller allowed; the engine is free again."""
 
 
 class StructuredOutputError(CacheBlendError, ValueError):
@@ -128,7 +128,7 @@ class UnsupportedModelError(CacheBlendError):
 
 
 class StoreError(CacheBlendError):
-    """The chunk KV store cannot do what it was asked."""
+    """The chunk KV store cannot do what it was asked to do."""
 
 
 class StoreFormatError(StoreError):

@@ -19,14 +19,14 @@ class ChunkReport:
     tokens : int
         Its length in tokens.
     hit : bool
-        Whether its KV was there when the request came: in the store, or at its place in the conversation.
+        Whether its KV was available when the request came: in the store, or at its place in the conversation.
     recomputed_tokens : int
         How many of its tokens went through all of the model's later layers again.
     reason : str or None
-        Why the chunk was not served from stored KV as it stands, if it was not.
+        Why the chunk was not served from its stored KV unchanged, if it was not.
     tier : str or None
-        Where its stored KV was read from, "ram" or "disk" for example; "conversation" if it stood at the same place in the turn
-        before; None if it was not read.
+        Where its stored KV was read from, "ram" or "disk" for example; "conversation" if it was at the same place in the
+        previous turn; None if it was not read.
     attention : float or None
         The share of the answer's attention that went to it, 0 to 1: the mean over the answer's tokens, the heads, and
         `BlendConfig.look_layers`. None unless `BlendConfig.source_attention` asks for it.
@@ -62,14 +62,14 @@ class BlendReport:
     context_tokens : int
         Tokens of its chunks.
     recomputed_tokens : int
-        Chunk tokens that were recomputed by the prefill, in all layers behind the choice or up to `BlendConfig.stop_layer`.
+        Chunk tokens that were recomputed by the prefill, in all layers after the selection or up to `BlendConfig.stop_layer`.
     recompute_ratio : float
         The ratio that was asked for, or that "auto" chose; 1 where the whole prompt was computed.
     charged_ratio : float
-        Work done on chunk tokens over (chunk tokens x layers): a whole decoder-block row counts 1, a probe its share of
-        a block's arithmetic. What was done to select and to repair is part of it, encoding misses is not.
+        Work done on chunk tokens divided by (chunk tokens x layers): a whole decoder-block row counts 1, a probe its share of
+        a block's arithmetic. Selecting and repairing are part of it, encoding misses is not.
     hits, misses : int
-        Chunks whose KV was there when the request came, in the store or at their place in the conversation, and was not.
+        Chunks whose KV was, or was not, available when the request came, in the store or at their place in the conversation.
     selector : str
         The selector that chose the recomputed tokens; "full" when the prompt was prefilled in full.
     fallback_reason : str or None
@@ -83,8 +83,8 @@ class BlendReport:
     repaired_tokens : int
         Chunk tokens that were recomputed while the answer was written.
     guard : str or None
-        What the online guard changed in the settings of this request, and why: a raised ratio, or full prefill (then it is
-        `fallback_reason` too).
+        What the online guard changed in the settings of this request, and why: a raised ratio, or full prefill (then also given
+        as `fallback_reason`).
     tpot_s : float or None
         Seconds per output token after the first, on average; None with fewer than two.
     kv_bytes : int
@@ -98,15 +98,15 @@ class BlendReport:
     batch_size : int
         Prompts whose answers were decoded together, this one included (`BlendEngine.generate_many`).
     alone_reason : str or None
-        Why a prompt of `BlendEngine.generate_many` was decoded alone, where its settings or options are the cause.
+        Why a prompt of `BlendEngine.generate_many` was decoded alone, if its settings or options are the cause.
     conversation_tokens : int
-        Tokens of the prompt whose KV came from the conversation (`BlendEngine.conversation`), and was not computed or loaded.
+        Tokens of the prompt whose KV came from the conversation (`BlendEngine.conversation`) instead of being computed or loaded.
     conversation_recomputed_tokens : int
-        Those of them that were recomputed all the same, since they stood elsewhere in the turn before. `charged_ratio` counts
+        How many of these were recomputed anyway, since they were elsewhere in the previous turn. `charged_ratio` counts
         them like chunk tokens.
     head_tokens : int
-        Tokens of the fixed text that the prompt begins with (`FixedText`) whose KV was stored, and not computed. Where they are
-        of the conversation, they are in `conversation_tokens` instead.
+        Tokens of the fixed text that the prompt begins with (`FixedText`) whose KV was stored instead of computed. If they came
+        from the conversation, `conversation_tokens` counts them instead.
     """
 
     ttft_s: float

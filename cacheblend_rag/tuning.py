@@ -1,4 +1,4 @@
-"""Constants that benchmarks and tests change to compare, and nobody else should need to."""
+"""Constants that benchmarks and tests change for comparisons; nobody else should need to."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _LEAST = {
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Constants of an engine that have one good value each; given to `BlendEngine` as ``tuning=``.
+    """Constants of an engine, one good value each; given to `BlendEngine` as ``tuning=``.
 
     Attributes
     ----------
     encode_batch_tokens, decode_batch_tokens : int
-        Most tokens encoded in one batch, padding included; most tokens of KV, padding and room for the answers included, that
-        prompts of one call decode together with.
+        Maximum tokens encoded in one batch, padding included; maximum tokens of KV, including padding and room for the answers,
+        with which prompts of one call are decoded together.
     miss_tokens : int
-        Most tokens that an answer waits for while chunks without stored KV are encoded in their documents. Chunks beyond that are
-        computed like text for this answer, and encoded in the background.
+        Maximum tokens that an answer waits for while chunks without stored KV are encoded in their documents. Chunks beyond that
+        are computed like text for this answer and encoded in the background.
     prefetch_layers, load_threads : int
         Layers that the loader may be ahead of the computation, and threads that read, check and decode stored KV beside it; None
         is one for every two cores, at most 4.
@@ -47,8 +47,8 @@ class Tuning:
         Whether the RAM tier's memory is page-locked, so that a CUDA device copies from it without the processor; by default where
         the model is on one.
     write_back_bytes : int
-        Most bytes of KV of misses that wait in RAM to be written to disk in the background. A miss that finds no room is not
-        stored. With 0 an answer waits for its misses to be written.
+        Maximum bytes of KV of misses that wait in RAM to be written to disk in the background. A miss for which there is no room
+        is not stored. With 0 an answer waits for its misses to be written.
     profile_path : Path, optional
         The file in which "auto" keeps what it measured; by default one in the folder of the store, or in the user's cache
         directory where there is none.
@@ -57,9 +57,9 @@ class Tuning:
     guard_limit : float
         The average distance of the compared answers from full prefill's past which the guard acts, 0 (all the same) to 1.
     guard_window : int
-        How many compared answers that average is taken over; the guard acts when there are as many, and then begins anew.
+        How many compared answers that average is taken over; the guard acts when there are that many, and then starts again.
     observation_window : int
-        The last tokens of the prompt, behind the last chunk, whose attention says which context tokens are kept (`kv_capacity`).
+        The last tokens of the prompt, after the last chunk, whose attention says which context tokens are kept (`kv_capacity`).
     pooling_kernel : int
         Over how many neighbouring tokens that attention is pooled (their maximum), so that words are kept with what surrounds
         them; odd, and 1 pools nothing.
@@ -69,7 +69,7 @@ class Tuning:
     Raises
     ------
     ConfigError
-        If a value has no meaning.
+        If a value is invalid.
     """
 
     encode_batch_tokens: int = 4096

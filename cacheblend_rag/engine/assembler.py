@@ -33,7 +33,7 @@ _MOST_FIRST_USES = 1 << 17
 @dataclass(frozen=True, slots=True)
 class _Piece:
     """Tokens that follow each other without gaps, the chunk that they come from, and whether they are fixed text; no position:
-    right behind what is before.
+    right after what is before.
     """
 
     ids: tuple[int, ...]
@@ -48,7 +48,7 @@ class Assembler:
     Attributes
     ----------
     prefix_ids : tuple of int
-        What chunks are encoded behind; by default the BOS, if there is one.
+        What precedes every chunk when it is encoded; by default the BOS, if there is one.
     rules : ReadingRules
         How documents are read.
     namespace : str
@@ -70,7 +70,7 @@ class Assembler:
         # Chunks that are retrieved for the first time are then computed like text.
         defers = config.encode_on == "second_use" and decoder is not None
         self._first_uses = _FirstUses(store) if defers else None
-        # Else a chunk's KV serves only where it was encoded, right behind the encoding prefix.
+        # Otherwise a chunk's KV serves only where it was encoded, right after the encoding prefix.
         self._is_movable = decoder is None or decoder.is_movable
         bos = getattr(tokenizer, "bos_token_id", None)
         self._bos: tuple[int, ...] = () if bos is None else (bos,)
@@ -121,15 +121,15 @@ class Assembler:
         return chunk_key(self.namespace, token_ids, places)
 
     def is_of(self, reader: KVReader, chunk: PromptChunk) -> bool:
-        """Return whether stored KV is of a chunk's tokens, behind what its key says that they are encoded behind."""
+        """Return whether stored KV is of a chunk's tokens, in the context that its key says."""
         return reader.token_ids == chunk.kv_ids and chunk.key == chunk_key(
             self.namespace, chunk.kv_ids, chunk.positions, reader.context
         )
 
     def places(self, chunk: Chunk) -> tuple[int, ...] | None:
-        """Return where a chunk's tokens stand when they are encoded; None for right behind the encoding prefix, without gaps.
+        """Return the positions of a chunk's tokens when they are encoded; None for right after the encoding prefix, without gaps.
 
-        Where KV can be moved a chunk is encoded right behind the prefix wherever it is to stand, and only its gaps count.
+        If KV can be moved, a chunk is encoded right after the prefix wherever it will be used, and only its gaps count.
         """
         if chunk.positions is None:
             return None
@@ -146,7 +146,7 @@ class Assembler:
         EmptyChunkError
             If its text has no tokens.
         PromptTooLongError
-            If it does not fit the model's window behind the encoding prefix.
+            If it does not fit the model's window after the encoding prefix.
         PromptError
             If its text cannot be tokenised.
         """
@@ -290,9 +290,9 @@ class Assembler:
         return PromptHead(head_key(self.namespace, ids), ids, rows) if rows >= LEAST_HEAD else None
 
     def with_whole_documents(self, prompt: AssembledPrompt) -> tuple[int, ...] | None:
-        """Return the tokens of a prompt with the whole of each document in the place of the first of its chunks, instead of them.
+        """Return the tokens of a prompt with the whole of each document in place of its chunks, where the first of them is.
 
-        That is what somebody would have to prefill who wants to know as much as chunks remember.
+        This is what one would have to prefill to know as much as chunks remember.
 
         Parameters
         ----------
@@ -357,11 +357,11 @@ class Assembler:
         return len(self.prefix_ids) + chunk.first if chunk.positions is None else chunk.positions[chunk.first]
 
     def _exact(self, chunks: Sequence[PromptChunk]) -> int:
-        """Return how many chunks, of a prompt that begins with the encoding prefix, stand behind it as they were encoded: the
+        """Return how many chunks, of a prompt that begins with the encoding prefix, follow it as they were encoded: the
         first, or the first of its parts.
         """
         if chunks[0].remembers:
-            # It stands behind less than it was encoded behind.
+            # It follows less than its context.
             return 0
         row, first = chunks[0].start, 0
         for number, chunk in enumerate(chunks):
@@ -456,7 +456,7 @@ class _FirstUses:
 
 
 def _gapless(pieces: Sequence[_Piece]) -> Iterator[_Piece]:
-    """Put the separator behind a chunk, where a prompt has it there and goes on, to the chunk, whose KV reaches over it."""
+    """Join the separator after a chunk to that chunk, whose KV covers it, if the prompt has it there and continues."""
     last = len(pieces) - 1
     skip = False
     for number, piece in enumerate(pieces):

@@ -1,4 +1,4 @@
-"""Work in threads of its own: chunks that are added in the background, and answers that readers wait for."""
+"""Work in separate threads: chunks that are added in the background, and answers that readers wait for."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class AddResult:
     encoded : int
         Texts whose KV was computed.
     named : int
-        Chunks that are new, or whose text is; more than were encoded where texts recur or their KV was there already.
+        Chunks that are new or have a new text; more than were encoded if texts recur or their KV was there already.
     unchanged : int
-        Chunks that were stored exactly so.
+        Chunks that were already stored in exactly this form.
     tokens : int
         Tokens encoded.
     """
@@ -97,7 +97,7 @@ class AddJob:
         return self._future.result()
 
     def advance(self, count: int) -> None:
-        """Note that so many more chunks are finished."""
+        """Note that that many more chunks are finished."""
         if count:
             finished, total = self.progress
             self.progress = (finished + count, total)
@@ -206,7 +206,7 @@ def _warn_of(failed: list[BaseException]) -> None:
 
 
 class Feed(Generic[Piece, Outcome]):
-    """Pieces, and an outcome behind the last of them, which is a value or an error.
+    """Pieces, and an outcome after the last of them, which is a value or an error.
 
     Whoever waits on an event loop costs no thread: answers queue for the model for a long time, and would use up the few threads
     that a loop has for everything else.
@@ -214,12 +214,12 @@ class Feed(Generic[Piece, Outcome]):
 
     def __init__(self) -> None:
         self._outcome: Future[Outcome] = Future()
-        # Each piece comes with the future of the one behind it; behind the last stands None.
+        # Each piece comes with the future of the next one; after the last comes None.
         self._next: Future[tuple[Piece, Future[object]] | None] = Future()
         self._last = self._next
 
     def start(self, work: Callable[[], Outcome], name: str) -> None:
-        """Run `work` in a thread of its own, which may put pieces; what it returns or raises is the outcome."""
+        """Run `work` in its own thread, which may put pieces; what it returns or raises is the outcome."""
 
         def run() -> None:
             try:

@@ -1,4 +1,4 @@
-"""What a conversation has computed, kept from one turn to the next, and what the next one takes over of it."""
+"""What a conversation has computed, kept from one turn to the next, and what the next turn reuses of it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Run:
 
     @property
     def source_stop(self) -> int:
-        """The row behind the last one it is taken from."""
+        """The row after the last one it is taken from."""
         return self.source + self.stop - self.start
 
 
@@ -45,8 +45,8 @@ class Resumption:
     Attributes
     ----------
     layout : PromptLayout
-        The prompt as it is computed: its first rows resumed, and among the chunks behind them the runs of tokens that stood
-        elsewhere in the turn before.
+        The prompt as it is computed: its first rows resumed, and among the chunks after them the runs of tokens that were
+        elsewhere in the previous turn.
     head : int
         How many of the resumed rows are those of the prompt's fixed head: all or none.
     readers : dict of int to KVReader
@@ -65,12 +65,12 @@ class Resumption:
 
     @property
     def continued(self) -> int:
-        """How many first rows the prompt has from the turn before."""
+        """How many first rows the prompt has from the previous turn."""
         return self.layout.resumed_rows - self.head
 
     @property
     def moved(self) -> int:
-        """How many tokens have their KV from another place in the turn before."""
+        """How many tokens have their KV from another place in the previous turn."""
         return sum(run.stop - run.start for run in self.runs)
 
     @property
@@ -80,41 +80,41 @@ class Resumption:
 
 
 class Conversation:
-    """The KV of a conversation's last turn, prompt and answer, for the next turn to go on from.
+    """The KV of a conversation's last turn, prompt and answer, from which the next turn continues.
 
-    Made by `BlendEngine.conversation`, and given to each of its turns. What a turn takes over is found by token ids alone:
+    Made by `BlendEngine.conversation`, and passed to each of its turns. What a turn reuses is found by token ids alone:
 
-    - The tokens that both turns begin with keep their KV as it is. Nothing of them is computed, loaded or chosen again.
-    - Other tokens in a row that the turn before had elsewhere, as the history of a chat behind another context, keep their KV as
-      chunks do: moved to their new positions and blended, by the selector and at the ratio of the turn.
-    - All others are computed; chunks come from the store, as ever.
+    - The tokens that both turns begin with keep their KV unchanged. None of them is computed, loaded or selected again.
+    - Other runs of tokens that the previous turn had elsewhere, such as the history of a chat after another context, keep their
+      KV as chunks do: moved to their new positions and blended, by the selector and at the ratio of the turn.
+    - All others are computed; chunks come from the store, as always.
 
-    The KV of a row is exact if the row was computed, and all rows before it are exact. Where a turn is prefilled in full, as at
-    ``recompute_ratio=1``, only the exact rows that both turns begin with are taken over, so that the turn has the answer of the
+    The KV of a row is exact if the row was computed and all rows before it are exact. If a turn is prefilled in full, as at
+    ``recompute_ratio=1``, only the exact rows that both turns begin with are reused, so that the turn has the answer of the
     model's own ``generate`` (as far as rounding lets a token that is computed alone equal one that is computed among others).
-    Otherwise, first rows that are not exact are taken over too, if they were made as this turn makes its own: at no lower ratio,
-    with the same selector and options. With ``selector="none"`` the ratio is 0, whatever the setting says.
+    Otherwise, first rows that are not exact are reused too, if they were made in the way this turn makes its own: at no lower
+    ratio, with the same selector and options. With ``selector="none"`` the ratio is 0, whatever the setting says.
 
-    A row that was computed behind a chunk knows of it. When a chunk is deleted or replaced, by whatever process, every row that
-    may know of it is dropped: at once by the engine that deletes it, else before the next turn; and so where a prompt brings a
-    chunk whose text is another than it was. A chunk that came without an id cannot be deleted, and one whose id the engine does
-    not know, or knows for another text, vouches for nothing: what stands behind it is computed anew in the next turn.
+    A row that was computed after a chunk knows of it. When a chunk is deleted or replaced, by any process, every row that
+    may know of it is dropped: at once by the engine that deletes it, otherwise before the next turn. The same happens if a prompt
+    brings a chunk whose text has changed. A chunk that came without an id cannot be deleted; if the engine does not know a
+    chunk's id, or knows it for another text, what follows the chunk is computed anew in the next turn.
 
-    Such rows are dropped too when the chunk's time to live is over (`ttl_s`): the time that its KV had left in the store when the
-    first of these turns took it. Adding the chunk again does not lengthen it here.
+    Such rows are also dropped when the chunk's time to live is over (`ttl_s`): the time that its KV had left in the store when
+    the first of these turns used it. Adding the chunk again does not extend it here.
 
-    Nothing is taken over by or kept of prompts with positions of their own, and where the model cannot be blended. With
+    Nothing is reused by or kept of prompts that give positions, nor if the model cannot be blended. With
     ``kv_capacity``, which drops rows, nothing is kept.
 
-    All conversations of an engine together keep no more than its setting ``conversation_bytes`` between turns. The one that had
-    no turn for longest is forgotten first, as a whole; its next turn is then computed like a first one.
+    All conversations of an engine together keep no more than its setting ``conversation_bytes`` between turns. The one that has
+    been idle longest is forgotten first, as a whole; its next turn is then computed like a first one.
 
     Parameters
     ----------
     kept : KeptTurns
         Where its engine keeps the turns of all conversations.
     max_bytes : int
-        Most bytes of KV of this one; of a longer turn its first rows are kept.
+        Maximum bytes of KV of this conversation; of a longer turn, the first rows are kept.
     """
 
     def __init__(self, kept: KeptTurns, max_bytes: int) -> None:
@@ -135,7 +135,7 @@ class Conversation:
         return 0 if held is None else held.nbytes
 
     def reset(self) -> None:
-        """Forget everything; what turns compute that have been asked for by now is not kept, whether they run or wait."""
+        """Forget everything; turns that have been requested so far, running or waiting, keep nothing either."""
         with self._kept.lock:
             self._resets += 1
             self._kept.drop(self)
@@ -145,12 +145,12 @@ class Conversation:
         return self._kept is kept
 
     def refresh(self) -> None:
-        """Drop every row that may know of a chunk which was deleted or replaced, or whose time is over."""
+        """Drop every row that may know of a chunk that was deleted or replaced, or has expired."""
         self._kept.fresh(self, {})
 
 
 class Turn:
-    """A turn of a conversation on its way: what it takes over of the turn before, and what it leaves to the next one.
+    """A turn of a conversation on its way: what it takes over of the previous turn, and what it leaves to the next one.
 
     It is made when the turn is asked for; what is reset from then on forgets this turn too.
     """
@@ -319,7 +319,7 @@ def _readers_of(held: HeldTurn, runs: Sequence[Run]) -> dict[int, KVReader]:
 
 
 def _now(device: torch.device) -> torch.cuda.Event | None:
-    """Return an event behind all that a CUDA device has been given in the current stream; None on other devices."""
+    """Return an event after all that a CUDA device has been given in the current stream; None on other devices."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -337,7 +337,7 @@ def _seen_by(
     prompt : AssembledPrompt
         The turn's prompt.
     resumption : Resumption or None
-        What it took over. What knew of a chunk in the turn before is over when it would have been there.
+        What it took over. What knew of a chunk in the previous turn is over when it would have been there.
     expiry : mapping of str to float
         When the KV of the prompt's chunks is over, by their keys.
     """

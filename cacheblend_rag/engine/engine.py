@@ -1,4 +1,4 @@
-"""The engine: the one door to encoding, blending and decoding."""
+"""The engine: the single entry point to encoding, blending and decoding."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ logger = logging.getLogger(__name__)
 class BlendEngine:
     """Answers prompts made of stored chunks with an open-weight model in this process.
 
-    Any number of threads may call it, and engines be made on one model; computations queue for the model, one at a time.
+    Any number of threads may call it, and any number of engines may share a model; computations queue for the model, one at a
+    time.
 
     Parameters
     ----------
@@ -66,26 +67,26 @@ class BlendEngine:
     tokenizer : Any
         Its tokenizer.
     config : EngineConfig, optional
-        What is settled with the engine; by default the environment's settings.
+        The engine's settings; by default those of the environment.
     blend : BlendConfig, optional
-        How prompts are blended that bring no settings of their own; by default the environment's settings.
+        How prompts are blended unless a call says otherwise; by default the environment's settings.
     store : KVStore, str, Path or None
-        Where KV is kept: a folder, a store of yours, or None for this process's RAM.
+        Where KV is kept: a folder, your own store, or None for this process's RAM.
     tenant : str, optional
-        Whose KV this is; short for the setting of that name, and wins over it.
+        Who owns the KV; a shorthand for the setting of that name, over which it takes precedence.
     tuning : Tuning, optional
-        For comparisons.
+        Constants to change for comparisons.
 
     Attributes
     ----------
     model_name : str
-        What `from_pretrained` was given, or else how the model calls itself.
+        What `from_pretrained` was given, or else the model's own name.
     metrics : EngineMetrics
         What the engine has done, for Prometheus.
     namespace : str
-        Digest of the model, tokenizer, encoding prefix and tenant (`config.tenant`): equal ones share KV.
+        Digest of the model, tokenizer, encoding prefix and tenant (`config.tenant`): engines with the same one share KV.
     window : int or None
-        Most tokens that the model can read and write; None if its configuration does not say.
+        Maximum tokens that the model can read and write; None if its configuration does not say.
     decoder : Decoder or None
         The model as blending sees it, or None if it cannot be blended.
     unsupported_reason : str or None
@@ -172,7 +173,7 @@ class BlendEngine:
         tuning: Tuning | None = None,
         **model_kwargs: Any,
     ) -> BlendEngine:
-        """Load a model and its tokenizer and make an engine of them.
+        """Load a model and its tokenizer and make an engine with them.
 
         Parameters
         ----------
@@ -183,8 +184,8 @@ class BlendEngine:
         blend, store, tenant, tuning
             As for an engine.
         **model_kwargs : Any
-            Passed to ``AutoModelForCausalLM.from_pretrained``; what says where the model is (`revision`, `token` and so on)
-            also to the tokenizer's.
+            Passed to ``AutoModelForCausalLM.from_pretrained``; what locates the model (`revision`, `token` and so on)
+            is also passed to the tokenizer's.
 
         Returns
         -------
@@ -194,7 +195,7 @@ class BlendEngine:
         Raises
         ------
         ConfigError
-            If there is no such model, it cannot be reached or its device is not there, or the settings have no meaning.
+            If there is no such model, it cannot be reached, its device does not exist, or the settings are invalid.
         """
         config, blend = EngineConfig.of(config), BlendConfig.of(blend)
         # Known before a large model is loaded for nothing.
@@ -213,18 +214,18 @@ class BlendEngine:
         self.close(wait=error is None)
 
     def close(self, *, wait: bool = True) -> None:
-        """Write what waits to be written and close the store, unless it was handed in.
+        """Write what waits to be written and close the store, unless the store was passed in.
 
-        A computation under way ends first; calls that wait for it fail. Answers that the guard has not compared yet are not.
+        A running computation ends first; calls that wait for it fail. Answers that the guard has not compared yet are dropped.
 
-        Nothing that `add` returned for is lost either way: a chunk that is not encoded yet keeps its name, and is a miss. What
-        fails in the background meanwhile is logged; call `flush` first to have it raised.
+        Nothing is lost once `add` has returned: a chunk that is not encoded yet keeps its name, and is a miss. Failures in the
+        background are logged meanwhile; call `flush` first to have them raised.
 
         Parameters
         ----------
         wait : bool
             Whether chunks that were added in the background are encoded first, as at the end of a ``with`` block; a block that
-            ends by an error does not wait.
+            ends with an error does not wait.
         """
         self.guard.close()
         self._prefetcher.close()
@@ -239,12 +240,12 @@ class BlendEngine:
                     self.store.settle()
 
     def check_blend(self, blend: BlendConfig) -> BlendConfig:
-        """Return settings of a call as they are used: the engine's own, but for those that the call has set.
+        """Return the settings that a call uses: the engine's own, except those that the call sets.
 
         Raises
         ------
         ConfigError
-            If they name a selector or a layer that does not exist, or ask of the model what it does not have.
+            If they name a selector or a layer that does not exist, or ask for something that the model does not have.
         """
         blend = BlendConfig.of(blend)
         blend = self.blend.replace(**{name: getattr(blend, name) for name in blend.model_fields_set})
@@ -300,24 +301,24 @@ class BlendEngine:
         The same id with the same text does nothing; with another text it replaces the chunk. All chunks are checked
         before the first is encoded, and every stored batch is kept even if the process dies in the next one.
 
-        In the background, the chunks are checked and named before this returns, and then encoded one call's after the other's, a
+        In the background, the chunks are checked and named before this returns, and then encoded call by call, one
         batch whenever no prompt waits for the model. Until a chunk's turn comes it is a miss; if it is deleted or replaced
-        before, it is not encoded. With ``encode_on="second_use"`` chunks are only named.
+        before that, it is not encoded. With ``encode_on="second_use"`` chunks are only named.
 
-        A chunk that is a piece of a document (`Chunk.document`) is put into it, and encoded behind the chunks before it there.
-        What it displaces, because it now stands behind other text, is encoded anew in the same call. The pieces of a document may
-        come in any order where their places are given, and in several calls. An id that is added again with another document or
+        A chunk that is a piece of a document (`Chunk.document`) is put into it, and encoded after the chunks before it there.
+        Chunks that it displaces, which now follow other text, are encoded anew in the same call. The pieces of a document may
+        come in any order if their places are given, and in several calls. An id that is added again with another document or
         place is deleted there and added here.
 
         Parameters
         ----------
         chunks : iterable of Chunk
-            The chunks; of several with one id the last counts.
+            The chunks; if several have the same id, the last counts.
         progress : callable, optional
-            Called with the number of finished chunks and of all, after each batch; by the background thread if `background`.
+            Called with the numbers of finished and of all chunks after each batch; by the background thread if `background`.
         ttl_s : float, optional
             Seconds that their KV lives, instead of ``config.ttl_s``. Adding a chunk again makes it live that long from then on,
-            if that is longer than it would have lived.
+            if that is longer than it would have lived otherwise.
         on_refused : callable, optional
             Called with each chunk that cannot be served, and why, instead of the error being raised. The chunk is left out, and
             what its id stood for is deleted.
@@ -338,8 +339,8 @@ class BlendEngine:
         ConfigError
             If `ttl_s` is not a positive number.
         StoreError
-            If the KV cannot be stored; what was stored until then stays. Of chunks added in the background, the job's `result`
-            raises it, and `flush`.
+            If the KV cannot be stored; what was stored until then stays. For chunks added in the background, the job's `result`
+            and `flush` raise it.
         """
         self._check_open()
         self._weights.check()
@@ -363,7 +364,7 @@ class BlendEngine:
         self.store.flush()
 
     def estimate(self, chunks: Iterable[Chunk]) -> WarmEstimate:
-        """Say what `add` would cost, encoding the longest new chunk once to take the time and storing nothing.
+        """Estimate what `add` would cost, by encoding the longest new chunk once to measure the time; nothing is stored.
 
         With ``encode_on="second_use"`` that is nothing.
 
@@ -381,10 +382,10 @@ class BlendEngine:
         return self._ingest.estimate(_chunk_list(chunks))
 
     def delete(self, ids: Iterable[str]) -> int:
-        """Forget chunks: their names at once, and their KV unless another name has the same text behind the same text.
+        """Forget chunks: their names at once, and their KV unless another name has the same text after the same context.
 
-        What stood behind them in their documents knows of them: its KV is gone too, and computed again, without them, when it is
-        asked for or added. Conversations forget what may know of them.
+        The chunks after them in their documents know of them: their KV is dropped too, and computed again without them when
+        they are needed or added. Conversations forget what may know of them.
 
         Returns
         -------
@@ -402,21 +403,21 @@ class BlendEngine:
         return self.delete(self.document(document))
 
     def document(self, document: str) -> list[str]:
-        """Return the ids of a document's chunks in the order in which they are read; none where it is unknown."""
+        """Return the ids of a document's chunks in the order in which they are read; none if it is unknown."""
         self._check_open()
         return self.store.names.document(self.namespace, document)
 
     def places(self, ids: Sequence[str]) -> list[str | None]:
-        """Return the document that each chunk is a piece of; None where it is encoded alone, or unknown."""
+        """Return the document that each chunk is a piece of; None if the chunk is encoded alone, or unknown."""
         self._check_open()
         return self.store.names.documents(self.namespace, _id_list(ids))
 
     def prefetch(self, ids: Iterable[str]) -> Prefetch:
-        """Begin to read the KV of chunks that are likely to be asked for soon, and return at once.
+        """Begin to read the KV of chunks that are likely to be needed soon, and return at once.
 
-        While a reranker works on what was retrieved, for example, their KV comes from disk and remote tiers to RAM, and to the
-        device, as far as these have room. A prompt that comes meanwhile waits for those of its chunks that are being read, and
-        reads the others itself.
+        While a reranker works on what was retrieved, for example, their KV comes from disk and remote tiers into RAM, and onto
+        the device, as far as these have room. A prompt that comes in the meantime waits for those of its chunks that are being
+        read, and reads the others itself.
 
         Parameters
         ----------
@@ -426,7 +427,7 @@ class BlendEngine:
         Returns
         -------
         Prefetch
-            To wait for, or to cancel; it need not be kept.
+            Can be waited for or cancelled; it need not be kept.
         """
         self._check_open()
         records = self.store.names.lookup(self.namespace, _id_list(ids))
@@ -462,7 +463,7 @@ class BlendEngine:
         return self.store.names.lookup(self.namespace, [id])[0] is not None
 
     def ids(self) -> list[str]:
-        """Return the ids of all known chunks of this model, parts of loaded schemas and heads of prompts not among them."""
+        """Return the ids of all known chunks of this model, without parts of loaded schemas and heads of prompts."""
         self._check_open()
         return [id for id in self.store.names.ids(self.namespace) if _reserved(id) is None]
 
@@ -478,7 +479,7 @@ class BlendEngine:
 
     @property
     def revision(self) -> int:
-        """A number that every added, replaced or deleted chunk raises, by whatever process; equal numbers: no change."""
+        """A number that every added, replaced or deleted chunk raises, in any process; equal numbers mean no change."""
         self._check_open()
         return self.store.names.revision()
 
@@ -493,7 +494,7 @@ class BlendEngine:
         Returns
         -------
         NameChanges
-            The names, those that `ids` leaves out not among them.
+            The names, without those that `ids` leaves out.
         """
         self._check_open()
         changes = self.store.names.changes(self.namespace, since)
@@ -502,14 +503,14 @@ class BlendEngine:
         return replace(changes, names=names, waiting=waiting)
 
     def capability(self) -> Capability:
-        """Return what each layer of the model is like, what blending does there, and why not where it does not."""
+        """Return what each layer of the model is like, and what blending does there, or why it does nothing."""
         return capability(self.model, self.decoder, self.unsupported_reason)
 
     def load_schema(self, schema: Schema, *, ttl_s: float | None = None) -> LoadedSchema:
         """Encode the modules of a schema and keep them (Prompt Cache, section 3.3).
 
         A schema of the same name is replaced: what has not changed is not encoded again, and what is gone is forgotten. Its
-        prompts can be asked without loading it as well; modules are then misses, kept in RAM.
+        prompts can also be used without loading it; modules are then misses, kept in RAM.
 
         Parameters
         ----------
@@ -553,18 +554,18 @@ class BlendEngine:
         return self.schemas.unload(name)
 
     def conversation(self, max_bytes: int | None = None) -> Conversation:
-        """Begin a conversation, whose turns reuse what the turns before have computed.
+        """Begin a conversation, whose turns reuse what earlier turns have computed.
 
         Parameters
         ----------
         max_bytes : int, optional
-            Most bytes of KV that it keeps, in the memory in which the model computes; by default it is only bound by
+            Maximum bytes of KV that it keeps, in the memory in which the model computes; by default it is limited only by
             ``config.conversation_bytes``, which all conversations of this engine share.
 
         Returns
         -------
         Conversation
-            To be given to `generate`, `stream` or `prefill` with each turn; it says itself what is reused, and how exactly.
+            Pass it to `generate`, `stream` or `prefill` with each turn; its docstring says what is reused, and how exactly.
 
         Raises
         ------
@@ -586,10 +587,10 @@ class BlendEngine:
         Parameters
         ----------
         budget_s : float, optional
-            About how many seconds it may take; 5 by default. More gives longer prompts and more
+            About how many seconds it may take; 5 by default. More time allows longer prompts and more
             repetitions.
         progress : callable, optional
-            Called with what is measured now.
+            Called with what is currently being measured.
 
         Returns
         -------
@@ -619,13 +620,13 @@ class BlendEngine:
         return self.prompt_layout(prompt).token_ids
 
     def prompt_layout(self, prompt: BlendPrompt | Prompt) -> PromptLayout:
-        """Return where the chunks of `prompt` stand among its tokens."""
+        """Return where the chunks of `prompt` are among its tokens."""
         return self._assemble(prompt).layout
 
     def whole_documents(self, prompt: BlendPrompt | Prompt) -> BlendPrompt | None:
         """Return a prompt with whole documents, each in the place of the first of its chunks, instead of the chunks.
 
-        Its full prefill knows all that the chunks of `prompt` remember, and is what answers from these are compared with.
+        Its full prefill knows all that the chunks of `prompt` remember, so answers from those chunks are compared with it.
 
         Parameters
         ----------
@@ -635,7 +636,7 @@ class BlendEngine:
         Returns
         -------
         BlendPrompt or None
-            The prompt in token ids; the same tokens where no chunk is a piece of a document, and None where the documents do not
+            The prompt in token ids; the same tokens if no chunk is a piece of a document, and None if the documents do not
             fit the model's window.
         """
         ids = self._assembler.with_whole_documents(self._assemble(prompt))
@@ -655,7 +656,7 @@ class BlendEngine:
         prompt : BlendPrompt or Prompt
             The prompt.
         blend : BlendConfig, optional
-            Blending settings for this call; what it does not set is as the engine has it.
+            Blending settings for this call; those it does not set are the engine's.
         conversation : Conversation, optional
             The conversation that this is a turn of.
 
@@ -699,13 +700,13 @@ class BlendEngine:
         prompt : BlendPrompt or Prompt
             The prompt.
         max_new_tokens : int, optional
-            Most tokens to generate, never beyond the model's window; by default the model's own setting, or 256.
+            Maximum tokens to generate, never beyond the model's window; by default the model's own setting, or 256.
         blend : BlendConfig, optional
-            Blending settings for this call; what it does not set is as the engine has it.
+            Blending settings for this call; those it does not set are the engine's.
         conversation : Conversation, optional
             The conversation that this is a turn of (`conversation`).
         wait_s : float, optional
-            Most seconds to wait for the model while other calls have it; by default as long as it takes.
+            Maximum seconds to wait for the model while other calls have it; by default as long as it takes.
         **generation_kwargs : Any
             Options of transformers' ``generate``, which does the decoding: sampling, stop strings, processors and so
             on.
@@ -741,8 +742,8 @@ class BlendEngine:
         """Answer many prompts, which is faster than one after the other.
 
         Chunks without stored KV are encoded in one go, each once whichever prompts have it; the prompts are prefilled one after
-        the other, and their answers are decoded together in a padded batch. Greedy answers are those of `generate`, but for
-        rounding: where two tokens are as likely as each other to the last digits, either may be taken. Sampled answers are other
+        the other, and their answers are decoded together in a padded batch. Greedy answers are those of `generate`, except for
+        rounding: if two tokens are equally likely to the last digits, either may be chosen. Sampled answers are different
         draws. Where settings or options do not allow a batch (repair, `kv_capacity`, options that read a prompt's ids),
         answers are decoded one by one, and each report's `alone_reason` says why.
 
@@ -754,13 +755,13 @@ class BlendEngine:
         prompts : sequence of (BlendPrompt or Prompt)
             The prompts. All of them are checked before the first is computed.
         max_new_tokens : int, optional
-            Most tokens of each answer, as in `generate`.
+            Maximum tokens of each answer, as in `generate`.
         batch_size : int, optional
-            Most prompts that are decoded together; by default as many as memory is meant to allow.
+            Maximum prompts that are decoded together; by default as many as memory is meant to allow.
         blend : BlendConfig, optional
-            Blending settings for this call; what it does not set is as the engine has it.
+            Blending settings for this call; those it does not set are the engine's.
         wait_s : float, optional
-            Most seconds to wait for the model while other calls have it; by default as long as it takes.
+            Maximum seconds to wait for the model while other calls have it; by default as long as it takes.
         **generation_kwargs : Any
             Options of transformers' ``generate``.
 
@@ -792,7 +793,7 @@ class BlendEngine:
         wait_s: float | None = None,
         **generation_kwargs: Any,
     ) -> list[GenerationResult]:
-        """Answer many prompts as `generate_many` does, in a thread of its own; if cancelled, that ends at the next token."""
+        """Answer many prompts as `generate_many` does, in a separate thread; if cancelled, that ends at the next token."""
         stop = threading.Event()
         answers: Feed[None, list[GenerationResult]] = Feed()
         answers.start(
@@ -877,10 +878,10 @@ class BlendEngine:
         prompt : BlendPrompt or Prompt
             The prompt.
         watcher : callable
-            Called with each layer's number and its `AttentionCall`, as the layers come. Where stored KV turns out damaged, the
-            prompt is run again, and the layers come again from the first.
+            Called with each layer's number and its `AttentionCall`, in layer order. If stored KV turns out to be damaged, the
+            prompt is run again, and the layers start again from the first.
         blend : BlendConfig, optional
-            Blending settings for this call; what it does not set is as the engine has it.
+            Blending settings for this call; those it does not set are the engine's.
         rows : torch.Tensor, optional
             The rows of chunk tokens to recompute, ascending, int64, instead of those that the selector would choose.
 

@@ -44,7 +44,7 @@ def attach(
     headroom : int
         Tokens that will be generated at most.
     room : int
-        Tokens behind the prompt for which each layer is given room at once.
+        Tokens after the prompt for which each layer is given room at once.
     """
     blend = run.request.blend
     if run.first is not None:

@@ -28,7 +28,7 @@ class PrefillResult:
     Attributes
     ----------
     logits : torch.Tensor
-        Logits of the token behind the prompt, ``(vocab,)``, in the model's dtype, on the CPU.
+        Logits of the token after the prompt, ``(vocab,)``, in the model's dtype, on the CPU.
     token_ids : tuple of int
         The whole prompt.
     report : BlendReport
@@ -81,7 +81,7 @@ class TokenWatch(StoppingCriteria):
         self.times: list[float] = []
 
     def tpot_s(self, output_tokens: int) -> float | None:
-        """Return the seconds per token, after the first, of an answer of so many; None with fewer than two."""
+        """Return the seconds per token, after the first, of an answer of that many tokens; None with fewer than two."""
         return None if output_tokens < 2 else (self.times[output_tokens - 1] - self.times[0]) / (output_tokens - 1)
 
     def note(self) -> bool:
@@ -128,7 +128,7 @@ class StopStrings(StoppingCriteria):
 class BlendStream(Iterator[str], AsyncIterator[str]):
     """Pieces of the answer as they are decoded, for a ``for`` loop or an ``async for`` loop.
 
-    The generation runs in a thread of its own from the start and does not wait to be read: a stream that nobody reads
+    The generation runs in its own thread from the start and does not wait to be read: a stream that nobody reads
     holds nothing up. Closing it, or losing the last reference to it, ends the generation at the next token.
 
     Parameters

@@ -49,11 +49,11 @@ class GuardStatus:
     compared : int
         Requests compared with full prefill.
     differing : int
-        Of those whose answers could be compared, the ones whose answers are not the same after normalisation.
+        How many of those whose answers could be compared differ after normalisation.
     pending : int
         Requests that wait to be compared.
     dropped : int
-        Requests that were not compared: too many waited already, or the ratio changed, or the engine was closed meanwhile.
+        Requests that were not compared, because too many were waiting, the ratio changed, or the engine was closed.
     failed : int
         Requests whose full prefill failed.
     window : int
@@ -83,7 +83,7 @@ class GuardStatus:
 
 @dataclass(frozen=True, slots=True)
 class GuardOrder:
-    """The settings in force for requests that bring none of their own.
+    """The settings in force for requests that bring none themselves.
 
     Attributes
     ----------
@@ -155,7 +155,7 @@ class Guard:
     active : bool
         Whether any request is ever compared.
     order : GuardOrder
-        The settings in force for requests that bring none of their own.
+        The settings in force for requests that bring none themselves.
     """
 
     def __init__(

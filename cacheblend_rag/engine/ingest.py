@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WarmEstimate:
-    """Cost of encoding some chunks: how many are not stored yet, their tokens, about how many bytes their KV has on disk, packed
-    as the setting `disk_codec` says, and seconds.
+    """Cost of encoding some chunks: how many are not stored yet, their tokens, the approximate size of their KV on disk in bytes,
+    packed with the codec `disk_codec`, and seconds.
     """
 
     chunks: int
@@ -45,9 +45,9 @@ class _Text:
     Parameters
     ----------
     names : list of NamedTarget
-        The chunks that are this text behind the same context: one at least.
+        The chunks that are this text after the same context: one at least.
     positions : tuple of int, optional
-        Where its tokens stand when they are encoded; by default right behind the encoding prefix.
+        The positions of its tokens when they are encoded; by default right after the encoding prefix.
 
     Attributes
     ----------
@@ -172,7 +172,7 @@ class Ingest:
         naming = _Naming(todo)
         self._name(naming.ready(), ttl_s)
         result = self._encode(todo, partial(self._store_and_name, naming=naming, ttl_s=ttl_s))
-        # Behind what has been changed by another process since, no name stands by now.
+        # No name that follows a change made by another process since then is valid by now.
         self._release([text for text in todo.texts if all(target.record.id for target in text.names)])
         return result
 
@@ -197,7 +197,7 @@ class Ingest:
     def encode_later(self, ids: Sequence[str]) -> None:
         """Have chunks that are named encoded in the background, as far as their KV is still missing then.
 
-        It is no matter if that fails: they are misses, as they were.
+        It does not matter if that fails: they are misses, as they were.
 
         Parameters
         ----------
@@ -384,7 +384,7 @@ class Ingest:
         self._store.name(self._namespace, named, tenant=self._tenant, rules=rules, ttl_s=ttl_s)
 
     def _prolong(self, held: Iterable[NamedTarget]) -> None:
-        """Let KV that is there live as long as what is added now, and all that it was encoded behind."""
+        """Let existing KV live as long as what is added now, and its context."""
         keys: dict[float | None, list[str]] = {}
         for target in held:
             keys.setdefault(target.lives_s, []).append(target.record.key)

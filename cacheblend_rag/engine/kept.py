@@ -111,7 +111,7 @@ class HeldTurn:
     @cached_property
     def nbytes(self) -> int:
         """Bytes that it keeps in memory."""
-        # A layer may be the beginning of a buffer with room behind it.
+        # A layer may be the beginning of a buffer with room after it.
         storages = {tensor.untyped_storage() for layer in self.layers for tensor in layer}
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -119,8 +119,8 @@ class HeldTurn:
 class KeptTurns:
     """The last turn of each conversation of an engine, as long as somebody has the conversation.
 
-    They are at most so many bytes of KV together; the least recently used turn is dropped first. All methods may be called from
-    any thread.
+    Together they take at most a given number of bytes of KV; the least recently used turn is dropped first. All methods may be
+    called from any thread.
 
     Parameters
     ----------
@@ -129,7 +129,7 @@ class KeptTurns:
     namespace : str
         Where their names are.
     limit_bytes : int
-        Most bytes of all turns together.
+        Maximum bytes of all turns together.
 
     Attributes
     ----------
@@ -193,7 +193,7 @@ class KeptTurns:
             self._turns.pop(owner, None)
 
     def refresh(self) -> None:
-        """Have all conversations forget what knows of chunks that are gone, or stand behind other text by now, by one lookup."""
+        """Have all conversations forget, by one lookup, what knows of chunks that are gone or now follow other text."""
         with self.lock:
             owners = list(self._turns)
             self._cut(owners, self._names(owners))

@@ -76,11 +76,11 @@ def plan_decoding(
     lengths : sequence of int
         Tokens of each prompt.
     limits : sequence of int
-        Most tokens of each answer.
+        Maximum tokens of each answer.
     batch_tokens : int
-        Most tokens of a group, padding and answers included; a prompt that is longer is a group of its own.
+        Maximum tokens of a group, padding and answers included; a prompt that is longer is a group of its own.
     batch_size : int, optional
-        Most prompts of a group.
+        Maximum prompts of a group.
 
     Returns
     -------
@@ -124,7 +124,7 @@ class Many:
         runs : sequence of PromptRun
             The prompts.
         batch_size : int or None
-            Most prompts that are decoded together.
+            Maximum prompts that are decoded together.
         stop : threading.Event
             Ends the generation at the next token; prompts whose turn has not come are left out.
 
@@ -237,7 +237,7 @@ class Many:
 
 
 def options_of_each(options: dict[str, Any], count: int) -> list[dict[str, Any]]:
-    """Return the options of each of so many prompts.
+    """Return the options of each of that many prompts.
 
     Stopping criteria and logits processors are objects for all prompts, of which each gets copies, since they may keep a state
     for the answer they are used in; or lists of them, one for each prompt.

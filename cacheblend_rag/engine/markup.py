@@ -37,8 +37,8 @@ class LoadedSchema:
     tokens : int
         Their tokens.
     encoded, unchanged, removed : int
-        Parts whose KV was computed, that were stored already under the same name, and that were forgotten because only an
-        earlier version of the schema had them.
+        Parts whose KV was computed, parts that were already stored under the same name, and parts that were forgotten because
+        only an earlier version of the schema had them.
     """
 
     name: str

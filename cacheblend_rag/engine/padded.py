@@ -32,7 +32,7 @@ class PaddedBatch:
     positions : sequence of sequence of int
         The position of each of those tokens.
     room : int
-        Tokens behind the prompts for which each layer has room at once.
+        Tokens after the prompts for which each layer has room at once.
 
     Attributes
     ----------
@@ -62,7 +62,7 @@ class PaddedBatch:
         cache : KVCache
             Its cache after the prefill.
         logits : torch.Tensor
-            Logits of the token behind it, ``(vocab,)``.
+            Logits of the token after it, ``(vocab,)``.
         """
         held = cache.kv()
         if not self._buffers:
@@ -129,7 +129,7 @@ class RowEnds(TokenWatch):
     batch : PaddedBatch
         The rows.
     limits : sequence of int
-        Most tokens of each answer.
+        Maximum tokens of each answer.
     end_ids : collection of int
         Tokens that end an answer.
     criteria : sequence of sequence of StoppingCriteria

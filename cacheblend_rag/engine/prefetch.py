@@ -71,7 +71,7 @@ class Prefetch:
         Parameters
         ----------
         timeout_s : float, optional
-            Most seconds to wait; no limit by default.
+            Maximum seconds to wait; no limit by default.
         """
         return self._prefetcher.wait(self.reads, timeout_s)
 
@@ -82,10 +82,10 @@ class Prefetch:
 
 
 class Prefetcher:
-    """Reads chunks in threads of its own, so that the tiers keep them where they are read fast.
+    """Reads chunks in its own threads, so that the tiers keep them where they are read fast.
 
     From disk and remote tiers KV comes to RAM, and to the device, as far as these have room. A forked child reads nothing that
-    its parent has begun, and has threads of its own.
+    its parent has begun, and has its own threads.
 
     Parameters
     ----------
@@ -163,7 +163,7 @@ class Prefetcher:
         self.wait(claimed)
 
     def close(self) -> None:
-        """Stop behind what is being read."""
+        """Stop after what is being read."""
         mine = self._mine
         with mine.lock:
             self._closed = True

@@ -28,11 +28,11 @@ class PromptChunk(ChunkSpan):
     token_ids : tuple of int
         Its tokens, all of them.
     separator : tuple of int
-        Tokens behind its own of which there is KV too.
+        Tokens after its own of which there is KV too.
     first : int
         Which of all these tokens is the first to stand here.
     positions : tuple of int or None
-        Where its tokens stand when they are encoded; None for right behind the encoding prefix, without gaps.
+        The positions of its tokens when they are encoded; None for right after the encoding prefix, without gaps.
     named : bool
         Whether the id was known, for this text, when the prompt was assembled.
     text_hash : str or None

@@ -42,7 +42,7 @@ class Request:
     rows : torch.Tensor or None
         The chunk rows to recompute, ascending, where no selector is to choose them.
     max_new_tokens : int or None
-        Most tokens to generate; None for the model's own setting.
+        Maximum tokens to generate; None for the model's own setting.
     options : dict
         Further options of ``generate``, checked by `check_options`.
     """

@@ -295,7 +295,7 @@ class Runner:
             turn.keep(run.prompt, run.output_ids, cache.kv(), run.resumed, making)
 
     def _refusal(self, layout: PromptLayout, output_tokens: int = 0) -> str | None:
-        """Return why this model cannot be blended, or not on this prompt and an answer of so many tokens."""
+        """Return why this model cannot be blended, or not on this prompt and an answer of that many tokens."""
         reach = None if self._decoder is None else self._decoder.rope_reach
         if reach is not None and (end := layout.end_position + output_tokens) >= reach:
             return (

@@ -41,7 +41,7 @@ class KVSupply:
     store : KVStore
         Where KV is kept.
     assembler : Assembler
-        Knows where names are, and what chunks are encoded behind.
+        Knows where names are, and what precedes chunks when they are encoded.
     config : EngineConfig
         The engine's settings.
     tuning : Tuning

@@ -135,7 +135,7 @@ class FirstLogits:
 
 
 def last_logits(model: PreTrainedModel, inputs: dict[str, torch.Tensor], cache: Cache | None) -> torch.Tensor:
-    """Prefill a prompt and return the logits of the token behind it.
+    """Prefill a prompt and return the logits of the token after it.
 
     Parameters
     ----------
@@ -212,7 +212,7 @@ class WatchedForward:
     kv: list[LayerKV] = field(default_factory=list)
 
     def __call__(self, cache: KVCache | None, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the logits of the token behind the prompt, ``(vocab,)``, on the CPU.
+        """Return the logits of the token after the prompt, ``(vocab,)``, on the CPU.
 
         Raises
         ------
@@ -240,7 +240,7 @@ class WatchedForward:
 
 
 class SourceAttention:
-    """Watches the rows behind which the tokens of an answer are written: the prompt's last row, and then each new token's.
+    """Watches the rows after which the tokens of an answer are written: the prompt's last row, and then each new token's.
 
     Parameters
     ----------

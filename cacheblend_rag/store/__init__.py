@@ -61,28 +61,28 @@ def open_store(
     Parameters
     ----------
     location : str or Path, optional
-        A folder on a local disk. Any number of processes may have it open at once. Without one the store lives in RAM and
+        A folder on a local disk. Any number of processes may have it open at once. Without a folder, the store lives in RAM and
         ends with the process.
     ram_bytes : int
-        Most bytes of KV in RAM; with a folder, RAM holds copies of what was used last.
+        Maximum bytes of KV in RAM; with a folder, RAM holds copies of what was used last.
     disk_bytes : int, optional
-        Most bytes of KV on disk; no limit by default.
+        Maximum bytes of KV on disk; no limit by default.
     ram_codec, disk_codec : str
-        How KV is packed when it comes into RAM, and when it goes down to disk (`cacheblend_rag.codec.codec_names`). What is
-        held already is read whatever its codec.
+        How KV is packed when it enters RAM, and when it is written to disk (`cacheblend_rag.codec.codec_names`). KV already
+        stored is read whatever its codec.
     write_back_bytes : int
-        Most bytes of KV of misses that may wait in RAM, beside `ram_bytes`, until they are written in the background; 0 writes
+        Maximum bytes of KV of misses that may wait in RAM, beside `ram_bytes`, until they are written in the background; 0 writes
         them at once.
     clock : StoreClock, optional
-        What tells when KV expires.
+        The clock that decides when KV expires.
     remote : str or RemoteTier, optional
         A remote tier below RAM and disk, or its URL (`cacheblend_rag.store.remote.open_remote`). It gets a copy of what is
-        stored, packed like on disk, and keeps it when there is no more room here; machines that share it share the KV.
+        stored, packed as on disk, and keeps it when there is no more room here; machines that share it share the KV.
     device_bytes : int
-        Most bytes of KV that is kept unpacked in the memory of the devices that compute, all of them together. What is read whole
-        for a prompt is copied there.
+        Maximum bytes of KV that is kept unpacked in the memory of the devices that compute, all of them together. What a prompt
+        reads completely is copied there.
     devices : sequence of torch.device
-        The device of each layer; the last one stands for all layers behind it.
+        The device of each layer; the last one also serves all further layers.
     page_locked : bool
         Whether RAM holds KV in page-locked memory, from which a CUDA device copies without the processor.
 
@@ -100,7 +100,7 @@ def open_store(
     StoreReadOnlyError
         If the folder is not a store and is not writable. One that holds a store is opened for reading.
     StoreError
-        If `location` is something else than a store or an empty folder.
+        If `location` is anything but a store or an empty folder.
     """
     ram, codec = RamTier(ram_bytes, make_codec(ram_codec), page_locked), make_codec(disk_codec)
     device = DeviceTier(device_bytes, devices)

@@ -41,14 +41,14 @@ class KVReader:
     start : int
         The position that the keys of its first token are rotated to.
     context : str
-        Digest of the tokens that it was computed behind, beside the encoding prefix; empty where alone.
+        Digest of its context's tokens, without the encoding prefix; empty if it was encoded alone.
     num_layers : int
         How many layers there are.
     """
 
     tier: str
     promotes_to_device = False
-    """Whether the device tier wants what is read: `keep` is then called with each layer."""
+    """Whether the device tier is to get what is read: `keep` is then called with each layer."""
 
     def __init__(
         self, token_ids: tuple[int, ...], start: int, context: str, num_layers: int, codec: str, packed_bytes: int
@@ -80,7 +80,7 @@ class KVReader:
         return self.layer(index)
 
     def keep(self, index: int, layer: LayerKV) -> None:
-        """Copy a layer that was read, ``(num_kv_heads, seq_len, head_dim)``, to the device tier, if that wants it.
+        """Copy a layer that was read, ``(num_kv_heads, seq_len, head_dim)``, to the device tier, if that is to get it.
 
         Its keys are as they were stored. It is copied in the current stream, and may be written to afterwards.
         """
@@ -139,9 +139,9 @@ class NodeRecord:
     token_ids : tuple of int
         Its tokens.
     separator : tuple of int
-        Tokens behind them of which there is KV too.
+        Tokens after them of which there is KV too.
     place : Place or None
-        Where it stands in its document, of a record that is to be recorded; looking a name up does not tell.
+        Its place in its document, in a record that is to be stored; looking up a name does not return it.
     """
 
     id: str
@@ -161,7 +161,7 @@ class NamedTarget:
     record : NodeRecord
         What is recorded of the chunk, or will be, with the key that its KV has in its context.
     context : tuple of int
-        The tokens that it is encoded behind, beside the encoding prefix.
+        Its context's tokens, without the encoding prefix.
     lives_s : float or None
         Seconds left of the shortest time to live in its context, its own included; None where none ends.
     is_changed : bool

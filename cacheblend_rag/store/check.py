@@ -1,4 +1,4 @@
-"""Verifying a store folder: index against files against checksums, and names and documents against each other."""
+"""Verifying a store folder: index, files and checksums against each other, and names and documents against each other."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def check_store(location: str | Path, repair: bool = False) -> CheckReport:
         The folder.
     repair : bool
         Drop what is damaged or belongs to nothing. KV that is dropped is computed again when it is next asked for. If the
-        index itself is damaged it is made anew from the files; the names in it are lost until their chunks are added again, which
+        index itself is damaged, it is rebuilt from the files; the names in it are lost until their chunks are added again, which
         finds their KV still there.
 
     Returns

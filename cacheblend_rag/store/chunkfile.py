@@ -5,7 +5,7 @@ Layout, in file order::
     8 bytes           length of the header
     header            JSON: the tensors' types, shapes and places, and ``__metadata__`` with the format, the store key,
                       the start position, one checksum (xxh3, 64 bits) a layer, how each layer is unpacked, and, where the
-                      chunk was encoded in its document, the digest of the tokens that it was encoded behind
+                      chunk was encoded in its document, the digest of its context's tokens
     token_ids         int32
     header_digest     16 bytes, blake2b of everything before it
     layer.0.keys, layer.0.values, layer.1.keys, ...
@@ -253,7 +253,7 @@ class ChunkFile(KVReader):
         size = self._source.size
         data = self._read_exactly(0, min(size, _HEAD_GUESS_BYTES))
         length = int.from_bytes(data[:8], "little")
-        # The digest tells whether this length, and everything behind it, is what was written; until then it is only a guess.
+        # The digest tells whether this length, and everything after it, is what was written; until then it is only a guess.
         if len(data) < 8 or length > size - 8:
             raise ChunkReadError(self.key, f"the file's {size} bytes are too few for its header")
         body = 8 + length

@@ -1,4 +1,4 @@
-"""Looking after a store folder: removing what nobody can use any more, and pinning what is to stay."""
+"""Maintenance of a store folder: removing what nobody can use any more, and pinning what is to stay."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class GarbageReport:
     freed_bytes : int
         Size of the files removed.
     index_bytes : int
-        What the index and its log take less than before; less than 0 if they take more.
+        How many bytes smaller the index and its log are than before; negative if they are larger.
     """
 
     expired: int = 0
@@ -55,9 +55,9 @@ def collect_garbage(
     location : str or Path
         The folder.
     unnamed_age_s : float, optional
-        Remove KV, too, that was added at least so long ago and that no name leads to. By default it is kept until room is needed.
+        Also remove KV that was added at least this long ago and has no name. By default it is kept until room is needed.
     clock : StoreClock, optional
-        What tells what has expired.
+        The clock that decides what has expired.
 
     Returns
     -------
@@ -97,7 +97,7 @@ def collect_garbage(
 def pin_chunks(location: str | Path, ids: Sequence[str], *, pinned: bool = True, tenant: str | None = None) -> int:
     """Pin chunks of every model that knows their ids, or unpin them. Other processes may go on using the store.
 
-    No byte budget is asked for here: a process that opens the store with one finds pinned KV in the way of what it adds.
+    No byte budget is checked here: a process that opens the store with one finds less room for what it adds.
 
     Parameters
     ----------
@@ -108,7 +108,7 @@ def pin_chunks(location: str | Path, ids: Sequence[str], *, pinned: bool = True,
     pinned : bool
         Whether their KV is to be kept, or may be evicted again.
     tenant : str, optional
-        Only what is this tenant's; "" is for what has no tenant.
+        Only what belongs to this tenant; "" is for what has no tenant.
 
     Returns
     -------

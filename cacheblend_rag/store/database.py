@@ -152,7 +152,7 @@ class Database:
             yield self._connection("writer" if self._path is None else "reader")
 
     def in_batches(self, query: str, after: Any) -> Iterator[Any]:
-        """Yield the rows of a query that begins behind its first column's value `after`, reading a limited number at a time."""
+        """Yield the rows of a query that begins after its first column's value `after`, reading a limited number at a time."""
         while True:
             with self.read() as connection:
                 rows = connection.execute(query, (after,)).fetchall()

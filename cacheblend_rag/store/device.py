@@ -29,7 +29,7 @@ _SPARE_SHARE = 8
 
 @dataclass(frozen=True, eq=False)
 class Upload:
-    """A layer on its way to a device, or there; `done` is recorded behind what writes it, None if that was over already."""
+    """A layer on its way to a device, or there; `done` is recorded after what writes it, None if that was over already."""
 
     layer: LayerKV
     done: torch.cuda.Event | None
@@ -78,7 +78,7 @@ class DeviceReader(KVReader):
 
 
 class DeviceTier(LRUCache[ResidentKV]):
-    """Chunk KV unpacked, each layer on the device that computes it, at most so many bytes of it on all devices together.
+    """Chunk KV unpacked, each layer on the device that computes it, up to a given number of bytes on all devices together.
 
     It holds copies only, of what slower tiers hold too. Pins do not reach it: what is pinned is never lost, but no device need
     keep it.
@@ -86,9 +86,9 @@ class DeviceTier(LRUCache[ResidentKV]):
     Parameters
     ----------
     limit_bytes : int
-        Most bytes of KV held, reservations included; with 0 nothing is.
+        Maximum bytes of KV held, reservations included; with 0 nothing is.
     devices : sequence of torch.device
-        The device of each layer; the last one stands for all layers behind it.
+        The device of each layer; the last one also serves all further layers.
     """
 
     def __init__(self, limit_bytes: int, devices: Sequence[torch.device] = (torch.device("cpu"),)) -> None:

@@ -36,7 +36,7 @@ _CLOCK_SAVED_S = 60.0
 
 
 class DiskTier:
-    """Chunk KV in a folder, at most so many bytes of it, least recently used dropped first.
+    """Chunk KV in a folder, up to a given number of bytes; the least recently used is dropped first.
 
     A file is written and synced outside its place, given its entry, and then brought to its place; its name is never used again.
     A file that is dropped loses its entry first, and in the same transaction is noted as one to be removed. Whoever opens the

@@ -1,4 +1,4 @@
-"""The documents that chunks are pieces of: in which order they are read, and so behind what each is encoded."""
+"""The documents that chunks are pieces of: in which order they are read, and so the context of each chunk."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ class Drafts:
         return draft.rules, found
 
     def targets(self) -> dict[str, NamedTarget]:
-        """Return by their ids all chunks of the documents, in reading order, and behind what each is encoded."""
+        """Return by their ids all chunks of the documents, in reading order, and the context of each."""
         found: dict[str, NamedTarget] = {}
         for draft in self._drafts.values():
             members = draft.members

@@ -211,7 +211,7 @@ class Index:
             connection.executemany("DELETE FROM removals WHERE file = ?", ((file,) for file in files))
 
     def deletions(self) -> int:
-        """Return a number that grows whenever an entry is dropped, by whatever process."""
+        """Return a number that grows whenever an entry is dropped, by any process."""
         with self.database.read() as connection:
             return int(connection.execute("SELECT ifnull(max(seq), 0) FROM deletions").fetchone()[0])
 

@@ -30,9 +30,9 @@ Result = TypeVar("Result")
 
 
 class KVStore(ABC):
-    """Chunk KV under content keys, and the names by which chunks are asked for; `open_store` makes one.
+    """Chunk KV under content keys, and the names by which chunks are looked up; `open_store` makes one.
 
-    A key is a digest of everything the KV depends on (model, tokenizer, encoding prefix, tokens) and of whose it is (the tenant),
+    A key is a digest of everything the KV depends on (model, tokenizer, encoding prefix, tokens) and of its owner (the tenant),
     made by the engine. Names (node ids) live in a namespace, the digest of the model and the tenant, and map to keys; several
     names may share one key. KV that no name maps to may be kept until room is needed. All methods may be called from any thread.
 
@@ -233,8 +233,8 @@ class KVStore(ABC):
     ) -> None:
         """Record names, replacing earlier records of the same ids; KV that loses its last name is dropped.
 
-        Chunks with a place are put into their documents, which are then read by `rules`. So the keys of chunks behind them change
-        too, all in one transaction; a record's own key is made anew from what it is behind by then.
+        Chunks with a place are put into their documents, which are then read by `rules`. So the keys of the chunks after them
+        change too, all in one transaction; a record's own key is recomputed from its context at that time.
         """
         records = list(records)
         if records:
@@ -327,7 +327,7 @@ class KVStore(ABC):
     # What differs with and without a folder
 
     _limit_bytes: int | None = None
-    """Most bytes of KV that may be pinned."""
+    """Maximum bytes of KV that may be pinned."""
 
     @abstractmethod
     def _put(self, key: str, kv: ChunkKV, tenant: str, expires_at: float | None) -> None: ...

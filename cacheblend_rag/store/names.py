@@ -1,4 +1,4 @@
-"""The names by which chunks are asked for."""
+"""The names by which chunks are looked up."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Names:
             return list(dict.fromkeys([*(row[0] for row in connection.execute(query, (namespace,))), *waiting]))
 
     def revision(self) -> int:
-        """Return a number that every change to a name raises, by whatever process; equal numbers mean that no name changed."""
+        """Return a number that every change to a name raises, by any process; equal numbers mean that no name changed."""
         with self._database.read() as connection:
             (revision,) = connection.execute("SELECT ifnull(max(seq), 0) FROM changes").fetchone()
         return int(revision) + (0 if self._waiting is None else self._waiting.changes)
@@ -118,7 +118,7 @@ class Names:
     def remove(self, namespace: str, ids: Sequence[str]) -> tuple[set[str], Dropped]:
         """Remove names, and entries that lose their last name; return which names there were.
 
-        What stands behind them in their documents is read without them: it has other keys from now on.
+        The chunks after them in their documents are read without them, and have other keys from now on.
         """
         with self._drafting(namespace, self._database.write) as (connection, drafts):
             found = _keys_of(connection, namespace, ids)
@@ -249,9 +249,9 @@ class Names:
     ) -> tuple[list[NodeRecord | None], Dropped]:
         """Record those chunks of a document, or of none, whose names are unknown; return what was known, and what was dropped.
 
-        The keys of a document's are made anew, of what they stand behind here. A document that is here is read as it was, a new
-        one by `rules`. Of the KV that the chunks come with, what no name leads to is dropped; nothing lives longer than what it
-        was encoded behind.
+        The keys of a document's chunks are recomputed from their context here. A document that is here is read as it was, a new
+        one by `rules`. Of the KV that the chunks come with, what no name leads to is dropped; nothing lives longer than its
+        context.
         """
         ids = [piece.record.id for piece in pieces]
         with self._drafting(namespace, self._database.write) as (connection, drafts):

@@ -1,4 +1,4 @@
-"""The RAM tier: whole chunks in an LRU cache that is bounded in bytes."""
+"""The RAM tier: whole chunks in an LRU cache with a byte limit."""
 
 from __future__ import annotations
 
@@ -201,9 +201,9 @@ class RamReader(KVReader):
 
 
 class RamTier(LRUCache[PackedKV]):
-    """Chunk KV in memory, at most so many bytes of it as it is packed by `codec`.
+    """Chunk KV in memory, packed by `codec`, up to a given number of bytes.
 
-    Page-locked memory is what a CUDA device copies from without the processor. Where there is none to be had KV is kept in
+    Page-locked memory is what a CUDA device copies from without the processor. If none is available, KV is kept in
     ordinary memory, with one warning.
     """
 
@@ -226,7 +226,7 @@ class RamTier(LRUCache[PackedKV]):
         return self.keep(key, packed, tenant, expires_at, hidden=hidden)
 
     def _lock_pages(self, kv: PackedKV) -> PackedKV:
-        """Move KV that is not bigger than this tier to page-locked memory, if that is wanted and to be had."""
+        """Move KV that is not bigger than this tier to page-locked memory, if that is wanted and possible."""
         if not self._page_locked or kv.nbytes > self.limit_bytes:
             return kv
         try:

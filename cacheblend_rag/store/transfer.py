@@ -86,7 +86,7 @@ def export_store(
     """Write the KV and names of a store to one file, which is there whole or not at all.
 
     Other processes may go on using the store. What has expired or is damaged is left out; what expires takes its remaining time
-    with it. Pins are this machine's own business and stay here.
+    with it. Pins belong to this machine and are not exported.
 
     Parameters
     ----------
@@ -95,7 +95,7 @@ def export_store(
     file : str or Path
         Where to write; a file that is there is replaced.
     tenant : str, optional
-        Only what is this tenant's; "" is for what has no tenant.
+        Only what belongs to this tenant; "" is for what has no tenant.
     ids : collection of str, optional
         Only these names and their KV.
 
@@ -219,8 +219,8 @@ def import_store(location: str | Path, file: str | Path) -> ImportReport:
     """Add the KV and names in an exported file to a store, which is made if there is none.
 
     Every byte of the file is verified before anything of it is in the store. What is in the store already stays as it is, so that
-    importing twice does nothing more. Chunks that join a document which is here have the keys of what they stand behind here,
-    and so do those behind them; KV that no name leads to then is not kept.
+    importing twice does nothing more. Chunks that join a document which is here get keys for their context here,
+    and so do the chunks after them; KV that no name then leads to is not kept.
 
     Who can write such a file can choose what the model will read as stored KV: import only
     files whose origin you trust.
@@ -271,7 +271,7 @@ def _import_kv(
     entries: dict[str, tuple[str, float | None]],
     report: ImportReport,
 ) -> Iterator[list[Any]]:
-    """Add the KV among the members, by what is known of the `entries`, and yield the rows of the names, which come behind it."""
+    """Add the KV among the members, by what is known of the `entries`, and yield the rows of the names, which come after it."""
     for name, data in members:
         match = _KV.fullmatch(name)
         if match is None:

@@ -34,7 +34,7 @@ class WorkQueue(Generic[Item]):
     work : callable
         What is done with each item; it may not raise.
     limit_bytes : int
-        Most bytes that may wait, what is being worked on included.
+        Maximum bytes that may wait, what is being worked on included.
     thread_name : str
         What the thread is called.
     """

@@ -144,7 +144,7 @@ def test_blend_prompt_and_config_of_a_call(make_llm: MakeLLM) -> None:
         ({"engine": "theirs", "temperature": float("nan")}, "temperature=nan"),
         ({"engine": "theirs", "temperature": -1}, "temperature=-1"),
         ({"engine": "theirs", "max_new_tokens": 0}, "max_new_tokens=0"),
-        ({"engine": "theirs", "stop": ["a", ""]}, "not empty"),
+        ({"engine": "theirs", "stop": ["a", ""]}, "non-empty"),
     ],
 )
 def test_bad_arguments(llm: BlendLLM, arguments: dict[str, Any], said: str) -> None:

@@ -1,4 +1,4 @@
-"""Batches of runs, answered together by the engine while LangChain treats each as a run of its own."""
+"""Batches of runs, answered together by the engine while LangChain treats each as a separate run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Reply = TypeVar("Reply")
 
 
 class Meeting(Generic[Ask, Reply]):
-    """Gathers what the runs of a batch ask, until all that can be there are, and answers that in a thread of its own.
+    """Gathers what the runs of a batch ask, until all that can be there are, and answers that in its own thread.
 
     Every run takes part, whether it comes to ask or not: its answer may be found in a cache, or its prompt may be wrong. `answer`
     is given what was gathered and an event, which is set when all who asked have cancelled. `members` are the runs of the batch,

@@ -99,7 +99,7 @@ class Answer:
         return {"finish_reason": self.finish_reason, "blend": self.report.to_dict()}
 
     def usage(self) -> UsageMetadata:
-        """Return the tokens used; ``cache_read`` are the prompt tokens whose stored KV was taken as it stood."""
+        """Return the tokens used; ``cache_read`` counts the prompt tokens whose stored KV was used unchanged."""
         report = self.report
         reused = sum(chunk.tokens - chunk.recomputed_tokens for chunk in report.chunks if chunk.hit)
         return UsageMetadata(

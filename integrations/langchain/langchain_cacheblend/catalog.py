@@ -21,7 +21,7 @@ _BATCH = 1000
 
 
 class ChunkCatalog:
-    """Knows which text every named chunk of an engine has, by whatever door and process it came.
+    """Knows the text of every named chunk of an engine, however and by whichever process it was added.
 
     The engine keeps a chunk's tokens and the digest of its text; the text is decoded from the tokens once and checked against the
     digest. It is not kept: `ChunkFinder` needs less.

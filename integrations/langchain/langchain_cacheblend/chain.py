@@ -30,10 +30,10 @@ def create_blend_documents_chain(
     document_separator: str = "\n\n",
     document_variable_name: str = "context",
 ) -> Runnable[dict[str, Any], Any]:
-    """Make a chain that answers from documents, as LangChain's ``create_stuff_documents_chain``, handing them over as chunks.
+    """Make a chain that answers from documents like LangChain's ``create_stuff_documents_chain``, but passes them as chunks.
 
-    The prompt's text is the same. But the model is told where each document stands and what its id is, so that nothing has to be
-    looked for, documents of any length are reused, and those whose KV is not stored yet are stored under their ids.
+    The prompt's text is the same. But the model is told where each document is and what its id is, so nothing has to be
+    searched for, documents of any length are reused, and those whose KV is not stored yet are stored under their ids.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ def create_blend_documents_chain(
     document_prompt : BasePromptTemplate, optional
         Writes each document, from ``page_content`` and its metadata; by default its ``page_content`` alone.
     document_separator : str
-        What stands between documents.
+        The text between documents.
     document_variable_name : str
         The variable, and the key of the documents in the input.
 

@@ -57,10 +57,10 @@ class ChatBlend(BlendModel, BaseChatModel):
         chain = prompt | llm
 
     The conversation is rendered by the model's own chat template. Documents in a message's content, blocks of type "text-plain"
-    as `documents_to_blocks` makes them, are chunks as they are. So are those of ``documents=`` in a call, which stand where the
-    template shows documents or else before the last message of the user, and those that a retriever's tool returned as its
-    artifact. What a call cost stands in the answer's ``response_metadata["blend"]``, and how many tokens' KV was reused in its
-    ``usage_metadata``.
+    as `documents_to_blocks` makes them, become chunks directly. So do those passed as ``documents=`` in a call, which go where
+    the template shows documents or else before the last user message, and those that a retriever's tool returned as its
+    artifact. The answer's ``response_metadata["blend"]`` says what the call cost, and its ``usage_metadata`` how many tokens' KV
+    was reused.
 
     The parameters are those of `BlendModel`, and `streaming`: whether `invoke` streams too, for callbacks that watch tokens.
     """
@@ -81,9 +81,9 @@ class ChatBlend(BlendModel, BaseChatModel):
         input : str, list of messages or PromptValue
             What the model is asked.
         tools : sequence of tools
-            Tools that it is told of.
+            Tools that the model is told about.
         documents : sequence of Document
-            Documents beside the conversation.
+            Documents in addition to the conversation.
         """
         messages = self._convert_input(input).to_messages()
         prompt = prompt_in(messages)
@@ -116,16 +116,16 @@ class ChatBlend(BlendModel, BaseChatModel):
             Functions, `BaseTool` objects, pydantic models or dictionaries.
         tool_choice : str, dict or bool, optional
             "auto", "none", "any" (a call of any of them), or the name of one, which the model then has to call. A call that has
-            to be made is held to the tool's schema token by token.
+            to be made is constrained to the tool's schema token by token.
         strict : bool, optional
-            Nothing changes by it: calls that have to be made always fit their schema.
+            Has no effect: calls that have to be made always fit their schema.
         **kwargs : Any
             Options of the calls.
 
         Raises
         ------
         ConfigError
-            If the model's chat template knows no tools, or `tool_choice` names none of them.
+            If the model's chat template has no tools, or `tool_choice` names none of them.
         """
         if not knows_tools(self.engine.tokenizer):
             raise ConfigError(_NO_TOOLS)
@@ -149,20 +149,20 @@ class ChatBlend(BlendModel, BaseChatModel):
         schema : dict or type
             A pydantic model (answers are its objects), a TypedDict or a JSON schema (answers are dictionaries).
         method : {"json_schema", "json_mode", "function_calling"}
-            "json_schema" says the schema in the last message of the user and holds the answer to it token by token; "json_mode"
-            holds it to any JSON object, so say in the prompt which; "function_calling" makes the schema a tool, in models
-            whose template knows tools.
+            "json_schema" states the schema in the last user message and constrains the answer to it token by token;
+            "json_mode" allows any JSON object, so say in the prompt which; "function_calling" turns the schema into a tool, for
+            models whose template has tools.
         include_raw : bool
             Whether to return a dictionary of the message (raw), the object (parsed) and what went wrong (parsing_error) instead.
         strict : bool, optional
-            Nothing changes by it: answers always fit the schema.
+            Has no effect: answers always fit the schema.
         **kwargs : Any
             Options of the calls.
 
         Raises
         ------
         ConfigError
-            If the method does not exist, the schema holds what cannot be enforced, or the template knows no tools.
+            If the method does not exist, part of the schema cannot be enforced, or the template has no tools.
         """
         traced = {"kwargs": {"method": method, "strict": strict}, "schema": schema}
         parser: Runnable[Any, Any]

@@ -1,4 +1,4 @@
-"""Documents as they are given to a model, as chunks that need not be looked for, and what else stands in messages."""
+"""Documents as they are passed to a model, as chunks that need not be searched for, and the other content of messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NOT_SHOWN_OF_ANSWERS = ("tool_call", "tool_call_chunk", "invalid_tool_call", "t
 
 
 def as_chunks(documents: Iterable[Document]) -> list[Chunk]:
-    """Make chunks of documents, leaving out those without text; `ConfigError` for what are no documents."""
+    """Make chunks of documents, leaving out those without text; `ConfigError` for anything but documents."""
     if isinstance(documents, Document):
         raise ConfigError(f"documents is a single Document, {documents.page_content!r:.40}; give a list: [document]")
     documents = list(documents)
@@ -35,12 +35,12 @@ def as_chunks(documents: Iterable[Document]) -> list[Chunk]:
 
 
 def documents_to_blocks(documents: Iterable[Document]) -> list[PlainTextContentBlock]:
-    """Make content blocks of documents, which a model then takes as chunks exactly, without looking for them in the prompt.
+    """Make content blocks of documents, which a model takes as chunks directly, without searching for them in the prompt.
 
     Parameters
     ----------
     documents : iterable of Document
-        The documents, from a retriever for example.
+        The documents, for example from a retriever.
 
     Returns
     -------

@@ -57,7 +57,7 @@ class _SliceHashes:
 
 
 class ChunkFinder:
-    """Finds every known text that stands verbatim in a longer one; not safe for several threads at once.
+    """Finds every known text that occurs verbatim in a longer one; not thread-safe.
 
     It holds, of each text, its length and digests, not the text. Looking through a prompt costs a few passes of numpy over its
     characters, however many texts are known: a table says where the first `HEAD_CHARS` characters may be those of a known text,

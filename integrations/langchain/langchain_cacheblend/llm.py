@@ -40,9 +40,9 @@ class BlendLLM(BlendModel, BaseLLM):
         store = BlendVectorStore(Chroma(embedding_function=...), engine=llm.engine)
         chain = prompt | llm
 
-    Documents among the messages of a chat prompt are chunks as they are, and so are those of ``documents=`` in a call, which
-    stand before the prompt. The parameters are those of `BlendModel`. What a call cost stands in each generation's
-    ``generation_info["blend"]``.
+    Documents among the messages of a chat prompt become chunks directly, and so do those passed as ``documents=`` in a call,
+    which go before the prompt. The parameters are those of `BlendModel`. Each generation's ``generation_info["blend"]`` says
+    what the call cost.
     """
 
     # Options of the call under way, in a copy made for it.
@@ -56,7 +56,7 @@ class BlendLLM(BlendModel, BaseLLM):
         input : str, list of messages or PromptValue
             What the model is asked.
         documents : sequence of Document
-            Documents that stand before it.
+            Documents that go before it.
         """
         text = input if isinstance(input, PromptText | PMLText) else self._convert_input(input).to_string()
         if isinstance(text, PMLText):

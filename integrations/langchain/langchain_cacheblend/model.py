@@ -47,33 +47,33 @@ class BlendModel(AnswersTogether, DecodingFields):
     model : str, optional
         A Hugging Face id, a folder, or "reference" for the small model that comes with cacheblend-rag.
     engine : BlendEngine, optional
-        A ready-made engine instead of `model`, which may then be left out, or be the engine's own.
+        A ready-made engine instead of `model`, which may then be omitted or must be the engine's own.
     store : KVStore, str or Path, optional
-        With `model`: where KV is kept, a folder for example; by default this process's RAM.
+        With `model`: where KV is kept, for example a folder; by default this process's RAM.
     model_kwargs : dict, optional
-        With `model`: passed to ``AutoModelForCausalLM.from_pretrained``, as ``device_map`` or ``quantization_config``.
+        With `model`: passed to ``AutoModelForCausalLM.from_pretrained``, for example ``device_map`` or ``quantization_config``.
     engine_config : EngineConfig or mapping, optional
-        With `model`: what is settled with its engine, the `separator` a blank line unless another is named.
+        With `model`: the settings of its engine; the `separator` is a blank line unless another is given.
     blend_config : BlendConfig or mapping, optional
-        How this object's prompts are blended; by default as the engine's are.
+        How this object's prompts are blended; by default as the engine is set.
     max_tokens, temperature, top_p, top_k : optional
-        Generation options by LangChain's names; a temperature of 0 decodes greedily. By default the model's own.
+        Generation options under LangChain's names; a temperature of 0 decodes greedily. By default the model's own.
     stop : list of str, optional
         Strings that end an answer, which is shown without them.
     timeout : float, optional
-        Seconds after which a call is given up, at once while it waits for the model and else at its next token:
-        `AnswerTimeoutError`. A prefill under way is not interrupted.
+        Seconds after which a call ends with an `AnswerTimeoutError`: at once while it waits for the model, otherwise at its next
+        token. A running prefill is not interrupted.
     generation_kwargs : dict
         Further options of transformers' ``generate``.
     min_chunk_chars : int
-        Stored chunks shorter than this are not looked for in prompts.
+        Stored chunks shorter than this are not searched for in prompts.
     max_retries, api_key : optional
-        Standard parameters of LangChain for models behind a network. They change nothing here.
+        Standard parameters of LangChain for models behind a network. They have no effect here.
 
     Raises
     ------
     ConfigError
-        If a name is unknown or a value has no meaning.
+        If a name is unknown or a value is invalid.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -240,10 +240,10 @@ class BlendModel(AnswersTogether, DecodingFields):
         return True
 
     def to_json(self) -> Any:
-        """Return how this object was made, so that LangChain's ``load`` makes another one like it, loading the model again.
+        """Return how this object was made, so that LangChain's ``load`` can make one like it, loading the model again.
 
-        An object around a ready-made engine, a store object or options that are no plain values cannot be written down, and says
-        so. The address of a remote tier is left out, since it may hold a password: the environment gives it.
+        An object around a ready-made engine, a store object or options that are not plain values cannot be serialised, and says
+        so. The address of a remote tier is left out, since it may hold a password; the environment provides it.
         """
         loaded = self._loaded and {name: _written(value) for name, value in self._loaded.items()}
         if loaded is None or not all(map(_is_plain, loaded.values())):

@@ -1,4 +1,4 @@
-"""Which document each text of a vector store is a piece of, and where in it the text stands."""
+"""Which document each text of a vector store is a piece of, and where in it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cacheblend_rag.errors import ConfigError
 __all__ = ["ALONE", "DOCUMENT_KEYS", "DocumentPlaces", "overlap"]
 
 DOCUMENT_KEYS = ("source", "page")
-"""Metadata by which loaders say what a text was taken from; without the first a text is a document of its own."""
+"""Metadata by which loaders say what a text was taken from; without the first a text is encoded alone."""
 
 ALONE = "cacheblend_context"
 """Metadata of a text that is to stand alone, whatever store it is added to: ``{"cacheblend_context": "none"}``."""
@@ -102,7 +102,7 @@ class DocumentPlaces:
             if start is not None:
                 previous = None
             elif known[id] == document:
-                # Added again: what it stands behind counts, unless that is added again too.
+                # Added again: the chunk before it counts, unless that is added again too.
                 if document not in stood:
                     placed = self._engine.document(document)
                     stood[document] = dict(zip(placed, [None, *placed], strict=False))

@@ -48,7 +48,7 @@ class PMLPromptTemplate(BasePromptTemplate[PMLPromptValue]):
         )
         chain = template | llm
 
-    Variables are written as in every LangChain template of the f-string form, and their values are text, never markup. Retrieved
+    Variables are written as in every f-string template of LangChain, and their values are text, never markup. Retrieved
     documents can take the place of a module, each of them as a module: those that a `BlendVectorStore` has encoded are not
     encoded again.
 
@@ -60,7 +60,7 @@ class PMLPromptTemplate(BasePromptTemplate[PMLPromptValue]):
         The name of a module that the prompt imports and that documents take the place of. It is a variable too: a list of
         documents, or of strings.
     separator : str
-        Text behind each document.
+        Text after each document.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Retrieving, and having the KV of what was found brought near meanwhile."""
+"""Retrieving, while the KV of what was found is brought into faster tiers."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def _prefetch(holder: Any, documents: Iterable[Document]) -> None:
 
 
 class BlendRetriever(BaseRetriever):
-    """A retriever around yours: while a reranker, a prompt or another retriever works on, the KV of its documents is read.
+    """A retriever around yours: the KV of its documents is read while a reranker, a prompt or another retriever works.
 
-    From disk or a remote tier it comes to RAM, so that the prompt that follows finds it there. The documents are those of the
-    inner retriever, unchanged, and have to have ids.
+    It is read from disk or a remote tier into RAM, where the following prompt finds it. The documents are those of the
+    inner retriever, unchanged, and must have ids.
 
     Parameters
     ----------

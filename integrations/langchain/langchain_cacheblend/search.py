@@ -24,7 +24,7 @@ def _through(name: str) -> Any:
 
     @wraps(getattr(VectorStore, name), updated=())
     def search(self: SearchesInner, *args: Any, **kwargs: Any) -> Any:
-        # Behind query and k stands the filter, where there is no `fetch_k`.
+        # After query and k stands the filter, where there is no `fetch_k`.
         place = 2 if "marginal" not in name else 4
         self._watch(kwargs | ({"filter": args[place]} if len(args) > place else {}))
         return getattr(self.inner, name)(*args, **kwargs)

@@ -109,7 +109,7 @@ def json_grammar(schema: dict[str, Any], before: str = "", after: str = "") -> s
 
     `ConfigError` if the schema holds what cannot be enforced.
     """
-    # Compact but for one blank behind separators, as models write JSON; endless whitespace would be JSON too.
+    # Compact but for one blank after separators, as models write JSON; endless whitespace would be JSON too.
     schema = _closed(schema) | {
         "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     }

@@ -30,7 +30,7 @@ _XML_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.
 
 @dataclass
 class ToolReply:
-    """A model's answer where it may call tools: its text beside the calls, the calls, and what begins like one but is none."""
+    """A model's answer when it may call tools: its text besides the calls, the calls, and what begins like a call but is none."""
 
     text: str
     calls: list[ToolCall] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The vector store that keeps the chunks' KV beside their embeddings."""
+"""The vector store that keeps the chunks' KV in step with their embeddings."""
 
 from __future__ import annotations
 
@@ -33,38 +33,38 @@ class BlendVectorStore(SearchesInner):
     """A vector store around yours: what is added to it is also encoded, what is deleted from it is also forgotten.
 
     A chunk's id is the id of its document, and its text the document's ``page_content``. So documents of several stores over one
-    engine need ids of their own; where two have one id, the chunk is that which was added last, and a warning says so.
-    Everything else is the inner store's business; what has no counterpart here is reached as ``store.inner``.
+    engine need different ids; if two share an id, the chunk is the one added last, and a warning says so.
+    Everything else is left to the inner store; what has no counterpart here is reached as ``store.inner``.
 
     Parameters
     ----------
     inner : VectorStore
-        Your store: Chroma, FAISS, what you like.
+        Your store: Chroma, FAISS or any other.
     engine : BlendEngine
         The engine of the model that will read the documents, as in ``llm.engine``.
     background : bool
-        Whether adding returns before the texts are encoded, which goes on behind the caller's back; `flush` waits for it.
+        Whether adding returns before the texts are encoded, which continues in the background; `flush` waits for it.
     context : {"document", "none"}
-        Whether a text is encoded behind those that stand before it in its document, or alone: then no chunk knows of another, as
+        Whether a text is encoded after those that precede it in its document, or alone. Alone, no chunk knows of another, as
         it should be for texts whose readers differ from one to the next.
     boundary : sequence of str
-        Metadata keys whose change divides a document: no chunk is encoded behind one that has another value of them.
+        Metadata keys whose change divides a document: no chunk is encoded after one with another value.
     document_keys : sequence of str
-        Metadata that say which document a text is a piece of. Texts without the first stand alone; the others count where there
-        are some.
+        Metadata keys that say which document a text is a piece of. Texts without the first key are encoded alone; the others
+        count if present.
     name : str, optional
-        What tells this store's documents from those of other stores over the engine, in other processes too. By default its
-        collection, in stores that say which one that is; others need a name for their documents to be gone on with tomorrow.
+        Distinguishes this store's documents from those of other stores over the engine, in other processes too. By default its
+        collection, in stores that have one; others need a name so that their documents can be continued after a restart.
 
     Attributes
     ----------
     places : DocumentPlaces
-        Which text is a piece of which document.
+        Knows which text is a piece of which document.
 
     Raises
     ------
     ConfigError
-        If `engine` is not a `BlendEngine`, or `context`, `boundary` or `document_keys` have no meaning.
+        If `engine` is not a `BlendEngine`, or `context`, `boundary` or `document_keys` are invalid.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class BlendVectorStore(SearchesInner):
     ) -> list[str]:
         """Add texts to the inner store, then encode them.
 
-        A text that the model cannot be given, because it is longer than the window or holds half a character, is stored without
+        A text that the model cannot take, because it is longer than the window or contains half a character, is stored without
         KV, and a warning names it.
 
         Returns
@@ -174,7 +174,7 @@ class BlendVectorStore(SearchesInner):
     ) -> BlendVectorStore:
         """Wrap `inner` and add texts to it; `from_documents` does the same with documents.
 
-        With a class in the place of `inner` one line becomes another: ``Chroma.from_documents(documents, embeddings)`` becomes
+        With a class as `inner`, one line becomes another: ``Chroma.from_documents(documents, embeddings)`` becomes
         ``BlendVectorStore.from_documents(documents, embeddings, inner=Chroma, engine=llm.engine)``.
 
         Parameters
@@ -198,7 +198,7 @@ class BlendVectorStore(SearchesInner):
         Raises
         ------
         ConfigError
-            If `inner` or `engine` is missing, or `embedding` is another than the inner store's.
+            If `inner` or `engine` is missing, or `embedding` is not the inner store's.
         """
         if inner is None or engine is None:
             raise ConfigError("give inner=, the vector store to wrap, and engine=, the engine that encodes its texts")
@@ -230,16 +230,16 @@ class BlendVectorStore(SearchesInner):
         Parameters
         ----------
         ids, texts : sequence of str
-            As many of one as of the other. A text that is blank has no KV, nor one that the model cannot be given.
+            As many of one as of the other. A blank text has no KV, and neither has one that the model cannot take.
         metadatas : sequence of dict, optional
-            One for each text; they say which document it is a piece of, and where it stands there.
+            One for each text; they say which document it is a piece of, and where in it.
         progress : callable, optional
             Called with the number of finished texts and of all, after each batch.
 
         Returns
         -------
         AddResult or AddJob
-            What was done, or in the background what will say it.
+            What was done; in the background, a job that will say.
         """
         self._siblings.warn_of(ids, texts)
         given = [metadata or {} for metadata in metadatas or [{}] * len(ids)]
@@ -320,7 +320,7 @@ class BlendVectorStore(SearchesInner):
         self._forget(ids if certain else set(ids).difference(self._inventory.present(ids)))
 
     def _forgetting(self, action: Callable[[], bool | None]) -> bool | None:
-        """Do something to the store, then forget the chunks that it had before and has no longer."""
+        """Do something to the store, then forget the chunks that it had before and no longer has."""
         before = self._inventory.present(self.engine.ids())
         done = action()
         self._forget(set(before).difference(self._inventory.present(before)))
@@ -333,7 +333,7 @@ class BlendVectorStore(SearchesInner):
         shared = [record for record in self.engine.records(list(held)) if record is not None] if held else []
         kept = [record.id for record in shared if record.text_hash == text_hash(held[record.id])]
         self.engine.delete(set(ids).difference(kept))
-        # What another store has still is no piece of this one's documents any more.
+        # What another store still has is no longer a piece of this one's documents.
         mine = [id for id, place in zip(kept, self.engine.places(kept), strict=True) if self.places.owns(place)]
         if mine:
             self.engine.add([Chunk(held[id], id) for id in mine])
@@ -367,17 +367,17 @@ def warm(
     ids: Sequence[str] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> AddResult | AddJob:
-    """Encode the documents that a vector store has already, or that came to it by another way.
+    """Encode the documents that a vector store already has, or that reached it another way.
 
-    What is encoded already is not encoded again, so it can be called at every start. Chunks of documents that the store has no
-    longer are no business of this.
+    What is already encoded is not encoded again, so this can be called at every start. Chunks of documents that the store no
+    longer has are left alone.
 
     Parameters
     ----------
     store : BlendVectorStore
         The store; with ``background=True`` the documents are encoded in the background.
     text_of : callable, optional
-        Gives the text that the model will see for a document, where that is another than its ``page_content``.
+        Gives the text that the model will see for a document, if that is not its ``page_content``.
     ids : sequence of str, optional
         Only these documents; needed in stores that cannot list what they have (Chroma, InMemory and FAISS can).
     progress : callable, optional
@@ -386,7 +386,7 @@ def warm(
     Returns
     -------
     AddResult or AddJob
-        What was done, or in the background what will say it.
+        What was done; in the background, a job that will say.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Chat engines whose turns reuse what the turns before have computed."""
+"""Chat engines whose turns reuse what earlier turns have computed."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class _BlendChat:
         chat_history : list of ChatMessage, optional
             What was said before.
         memory : BaseMemory, optional
-            Keeps what is said; by default LlamaIndex's `Memory`, which counts with the model's own tokenizer.
+            Keeps the conversation; by default LlamaIndex's `Memory`, which counts with the model's own tokenizer.
         llm : BlendLLM, optional
             The model; by default ``Settings.llm``.
         blend_config : BlendConfig, optional
@@ -193,8 +193,8 @@ class _BlendChat:
     ) -> StreamingAgentChatResponse:
         """Answer a message piece by piece; ``metadata`` of the response is filled when the stream ends.
 
-        The answer is written to the end, and to the memory, whether it is read or not. Where that fails, the message is taken
-        back from the memory.
+        The answer is written to the end, and to the memory, whether it is read or not. If that fails, the message is removed
+        from the memory.
         """
         with self._turning() as turn:
             return turn.complete(super().stream_chat(message, chat_history, **kwargs))  # type: ignore[misc, no-any-return]
@@ -238,14 +238,14 @@ class _BlendChat:
 class BlendContextChatEngine(_BlendChat, ContextChatEngine):  # type: ignore[misc]
     """LlamaIndex's `ContextChatEngine`, whose context is blended and whose turns reuse what was computed before.
 
-    Each message retrieves a context, which stands in the system message before the history. Tokens that stand where they stood
-    in the turn before are not computed again; history that stands elsewhere now is blended like a chunk. `Conversation` says how
-    exact that is. One engine is one chat: ask one message at a time.
+    Each message retrieves a context, which goes into the system message before the history. Tokens at the same place as in the
+    previous turn are not computed again; history that is elsewhere now is blended like a chunk. `Conversation` says how
+    exact that is. One engine is one chat: send one message at a time.
 
     Parameters
     ----------
     retriever : BaseRetriever
-        Finds the context; where there are postprocessors, what it finds is fetched from slower tiers while they work.
+        Finds the context; if there are postprocessors, what it finds is fetched from slower tiers while they work.
     llm : BlendLLM
         The model.
     *args, **kwargs : Any
@@ -263,8 +263,8 @@ class BlendContextChatEngine(_BlendChat, ContextChatEngine):  # type: ignore[mis
 class BlendCondensePlusContextChatEngine(_BlendChat, CondensePlusContextChatEngine):  # type: ignore[misc]
     """LlamaIndex's `CondensePlusContextChatEngine`, whose context is blended and whose turns reuse what was computed before.
 
-    As `BlendContextChatEngine`, but a message is first made a question of its own, by the model and the history, and that
-    question retrieves. Parameters and errors are the same, `CondensePlusContextChatEngine` in the place of `ContextChatEngine`.
+    Like `BlendContextChatEngine`, but the model first rewrites each message, with the history, as a standalone question, which is
+    used to retrieve. Parameters and errors are the same, with `CondensePlusContextChatEngine` in place of `ContextChatEngine`.
     """
 
 

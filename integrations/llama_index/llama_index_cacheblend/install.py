@@ -1,4 +1,4 @@
-"""Teaching LlamaIndex the response mode "blend"."""
+"""Adding the response mode "blend" to LlamaIndex."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def install() -> None:
     """Make ``response_mode="blend"`` known to LlamaIndex, in this process, until `uninstall`.
 
     LlamaIndex has no registry of response modes, so its function `get_response_synthesizer` is replaced wherever a module of
-    LlamaIndex holds it. All other modes go to the function that was there. Doing it twice changes nothing. A module of yours that
-    imported the function before keeps the old one. `RetrieverQueryEngine.from_args` is replaced too, by one that refuses
-    retrievers whose nodes are written anew for each query, as those of knowledge graphs are.
+    LlamaIndex holds it. All other modes go to the function that was there. Calling it twice changes nothing. A module of
+    yours that imported the function earlier keeps the old one. `RetrieverQueryEngine.from_args` is replaced too, by one that
+    refuses retrievers whose nodes are written anew for each query, as those of knowledge graphs are.
 
     The chat modes "context", "condense_plus_context" and "best" of ``index.as_chat_engine`` take ``response_mode="blend"``, too.
 

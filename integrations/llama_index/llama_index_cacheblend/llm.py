@@ -1,4 +1,4 @@
-"""The language model of LlamaIndex that blends."""
+"""A language model for LlamaIndex that blends."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class BlendLLM(JSONAnswers):
     """An open-weight model in this process whose prompts may hold stored chunks.
 
     It is an ordinary LlamaIndex language model. Every call takes ``temperature``, ``max_new_tokens``, ``stop`` and options of
-    transformers' ``generate``, which win over those given here; ``blend_config``, blending settings for this call; and
-    ``blend_prompt``, the prompt as a `BlendPrompt`, beside which the text or the messages are only what callbacks are shown.
+    transformers' ``generate``, which take precedence over those given here; ``blend_config``, blending settings for this call;
+    and ``blend_prompt``, the prompt as a `BlendPrompt`, with which the text or the messages are only shown to callbacks.
 
     Parameters
     ----------
@@ -57,19 +57,19 @@ class BlendLLM(JSONAnswers):
     engine : BlendEngine or BlendLLM, optional
         An engine to share, instead of `model`.
     config : EngineConfig, optional
-        What is settled with the engine; by default the environment's settings.
+        The engine's settings; by default those of the environment.
     blend_config : BlendConfig, optional
         How its prompts are blended; by default the environment's settings.
     store : KVStore, str, Path or None
-        Where KV is kept: a folder, a store of yours, or None for this process's RAM.
+        Where KV is kept: a folder, your own store, or None for this process's RAM.
     model_kwargs : dict, optional
-        Passed to ``AutoModelForCausalLM.from_pretrained``, as ``device_map`` or ``quantization_config``.
+        Passed to ``AutoModelForCausalLM.from_pretrained``, for example ``device_map`` or ``quantization_config``.
     model_name : str, optional
         What the model is called in logs.
     temperature : float
         0, the default, decodes greedily.
     max_new_tokens : int
-        Most tokens of an answer.
+        Maximum tokens of an answer.
     stop : str or sequence of str
         Strings at which an answer ends; they are not part of it.
     generation_kwargs : dict, optional
@@ -83,12 +83,12 @@ class BlendLLM(JSONAnswers):
     Raises
     ------
     ConfigError
-        If the arguments contradict each other, or a value has no meaning.
+        If the arguments contradict each other, or a value is invalid.
     """
 
     model_name: str = Field(description="What the model is called in logs.")
     temperature: float = Field(description="0 decodes greedily.")
-    max_new_tokens: int = Field(description="Most tokens of an answer.")
+    max_new_tokens: int = Field(description="Maximum tokens of an answer.")
     stop: list[str] = Field(description="Strings at which an answer ends.")
     generation_kwargs: dict[str, Any] = Field(description="Further options of transformers' generate.")
     is_chat_model: bool = Field(description="Whether LlamaIndex should send messages.")
@@ -156,7 +156,7 @@ class BlendLLM(JSONAnswers):
         )
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> BlendLLM:
-        """Return a model with settings of its own; the engine, which is the model itself, is shared."""
+        """Return a model with its own settings; the engine, which is the model itself, is shared."""
         copied = self.model_copy()
         for name in ("stop", "generation_kwargs"):
             setattr(copied, name, deepcopy(getattr(self, name), memo))
@@ -180,7 +180,7 @@ class BlendLLM(JSONAnswers):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """What LlamaIndex needs to know of the model."""
+        """What LlamaIndex needs to know about the model."""
         return LLMMetadata(
             context_window=self._engine.window or DEFAULT_CONTEXT_WINDOW,
             num_output=self.max_new_tokens,
@@ -210,7 +210,7 @@ class BlendLLM(JSONAnswers):
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        """Go on from `prompt`, which is given to the model as it stands, behind a BOS."""
+        """Continue `prompt`, which is given to the model unchanged, after a BOS."""
         return self._answer(self._worded(prompt, formatted), kwargs, as_completion)
 
     @llm_chat_callback()
@@ -220,7 +220,7 @@ class BlendLLM(JSONAnswers):
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
-        """Go on from `prompt` piece by piece; the last response carries the token usage."""
+        """Continue `prompt` piece by piece; the last response carries the token usage."""
         return responses(*self._stream(self._worded(prompt, formatted), kwargs), as_completion)
 
     @llm_chat_callback()
@@ -346,7 +346,7 @@ def _make_engine(
 ) -> BlendEngine:
     """Return the engine that the arguments of `BlendLLM` describe; `loading` are tokenizer, store and model_kwargs.
 
-    Where the settings say nothing of the separator, it is what stands between nodes in LlamaIndex's prompts.
+    If the settings do not give the separator, it is what LlamaIndex's prompts put between nodes.
 
     Raises
     ------

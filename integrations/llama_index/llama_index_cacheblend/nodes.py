@@ -1,4 +1,4 @@
-"""From nodes to stored KV: what the language model is shown of a node, and where in its document that stands."""
+"""From nodes to stored KV: what the language model is shown of a node, and where that is in its document."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def placed(chunk: Chunk, node: BaseNode, boundary: Boundary, followers: Containe
     if document is None or not text or begin < 0:
         return chunk
     previous = _related(node, NodeRelationship.PREVIOUS)
-    # A parser counts from the beginning of the text that it was given. Behind another parser that is a section of the document,
+    # A parser counts from the beginning of the text that it was given. After another parser that is a section of the document,
     # and nothing says so but this: LlamaIndex then notes for each node the previous one, and for none the next. Of a document's
     # last node that shows in its predecessor.
     is_first = NodeRelationship.PREVIOUS not in node.relationships

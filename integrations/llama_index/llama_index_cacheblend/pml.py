@@ -35,7 +35,7 @@ class PMLPromptTemplate(BasePromptTemplate):
         index.as_query_engine(llm=llm, response_mode="blend", text_qa_template=template)
 
     Variables are written as in every LlamaIndex template, and their values are text, never markup. With `documents`, what was
-    retrieved takes the place of a module, each node as a module: those that a `BlendVectorStore` has encoded are not encoded
+    retrieved fills the place of a module, each node as a module: those that a `BlendVectorStore` has encoded are not encoded
     again.
 
     Parameters
@@ -45,7 +45,7 @@ class PMLPromptTemplate(BasePromptTemplate):
     documents : str, optional
         The name of a module that the prompt imports. ``context_str`` takes its place: a list of nodes or strings, or one string.
     separator : str
-        Text behind each document.
+        Text after each document.
     prompt_type : str
         What LlamaIndex calls this kind of prompt.
     metadata : dict, optional

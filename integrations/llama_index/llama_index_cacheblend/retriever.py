@@ -1,4 +1,4 @@
-"""A retriever behind which the KV of what was retrieved is fetched at once."""
+"""A retriever that has the KV of what it retrieves fetched at once."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["BlendRetriever"]
 
 
 class BlendRetriever(BaseRetriever):
-    """Retrieves what another retriever does, and has the engine fetch its KV from disk and remote tiers meanwhile.
+    """Retrieves what another retriever does, and meanwhile has the engine fetch its KV from disk and remote tiers.
 
     Reading begins as soon as the nodes are known and goes on while postprocessors, a reranker for example, work on them. What
-    they drop was read for nothing, so `limit` is worth setting where many candidates are retrieved.
+    they drop was read for nothing, so set `limit` if many candidates are retrieved.
 
     Parameters
     ----------

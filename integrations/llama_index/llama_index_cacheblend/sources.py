@@ -13,7 +13,7 @@ ATTENTION_KEY = "blend_attention"
 """The share of the answer's attention that went to a node, 0 to 1."""
 
 STATUS_KEY = "blend_status"
-"""Why a node's KV was not used as it stands; "blended" where it was."""
+"""Why a node's KV was not used unchanged; "blended" if it was."""
 
 _KEYS = [ATTENTION_KEY, STATUS_KEY]
 

@@ -51,9 +51,9 @@ class BlendSynthesizer(BaseSynthesizer):
     """Answers from retrieved nodes whose KV is stored.
 
     The model is given the prompt that LlamaIndex's compact mode gives it. ``response.metadata["blend"]`` holds the `BlendReport`
-    as a dictionary, and beside it ``dropped``, the ids of the nodes for which there was no room, and ``earlier_calls``, the
-    reports of the calls before the last where the answer was refined. Of a stream it is filled when the stream ends, and it is
-    None where nothing was retrieved. With ``source_attention`` in the settings, source nodes are copies whose metadata have
+    as a dictionary, together with ``dropped``, the ids of the nodes for which there was no room, and ``earlier_calls``,
+    the reports of the calls before the last if the answer was refined. For a stream it is filled when the stream ends, and it is
+    None if nothing was retrieved. With ``source_attention`` in the settings, source nodes are copies whose metadata have
     ``blend_attention``, the share of the answer's attention that went to the node, and ``blend_status``, why it was not blended
     if it was not.
 
@@ -66,23 +66,23 @@ class BlendSynthesizer(BaseSynthesizer):
     refine_template : BasePromptTemplate, optional
         The template of the calls after the first, with ``context_msg``, ``query_str`` and ``existing_answer``.
     overflow : {"drop", "refine"}, optional
-        What becomes of nodes for which the model's window has no room. They are whole in either case, and in retrieval order.
-        "drop" answers by one call without them; "refine" gives them to further calls, with the answer so far. A node that is
-        too long for a call of its own is dropped in either case. By default "refine" if a `refine_template` is given, or else
-        "drop".
+        What happens to nodes for which the model's window has no room. Nodes are never cut, and stay in retrieval order.
+        "drop" answers with one call without them; "refine" gives them to further calls, with the answer so far. A node that is
+        too long even for a call without others is dropped in either case. By default "refine" if a `refine_template` is given,
+        otherwise "drop".
     output_cls : type, optional
-        A pydantic model. The answer is one of these, which the model writes as JSON; never a stream.
+        A pydantic model. The answer is an object of this model, which is written as JSON; it is never a stream.
     blend_config : BlendConfig, optional
         Blending settings of this synthesizer, instead of the engine's.
     streaming : bool
-        Whether answers are streams.
+        Whether answers are streamed.
     callback_manager : CallbackManager, optional
         Callbacks.
     prompt_helper : PromptHelper, optional
-        Its ``context_window`` less its ``num_output`` limits the prompt, where that is less than the model's window has room
+        Its ``context_window`` less its ``num_output`` limits the prompt, if that is less than what the model's window has room
         for; by default ``Settings.prompt_helper``, if it was set.
     empty_response : str, optional
-        The answer where nothing was retrieved.
+        The answer if nothing was retrieved.
 
     Raises
     ------

@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 class BlendVectorStore(BasePydanticVectorStore):
     """A vector store whose nodes are also chunks of an engine, under their node ids.
 
-    Adding encodes, deleting forgets, and all else is the inner store's. A node whose id is held already replaces the one that is
-    there, text and KV, also in stores that would silently keep the old text. A node that the engine forgot, or that reached the
+    Adding encodes, deleting forgets, and everything else is left to the inner store. A node whose id already exists replaces the
+    old one, text and KV, even in stores that would silently keep the old text. A node that the engine forgot, or that reached the
     inner store another way, is encoded when it is first retrieved, or by `warm_index`.
 
-    A node is encoded behind those that stand before it in its document (``ref_doc_id``), and its KV remembers them; one of no
+    A node is encoded after those that precede it in its document (``ref_doc_id``), and its KV remembers them; a node without a
     document is encoded alone.
 
     Parameters
@@ -46,18 +46,18 @@ class BlendVectorStore(BasePydanticVectorStore):
     engine : BlendEngine or BlendLLM, optional
         Where their KV is computed and kept, `BlendLLM.engine` for example; by default that of ``Settings.llm``.
     show_progress : bool
-        Whether a bar shows the encoding.
+        Whether to show a progress bar.
     background : bool
-        Whether nodes are added before they are encoded, which goes on behind the caller's back and without a bar; `flush`
+        Whether nodes are added before they are encoded, which then happens in the background and without a bar; `flush`
         waits for it.
     text_of : callable, optional
-        What the language model is shown of a node, where a postprocessor changes it after retrieval (a sentence window, for
+        What the language model is shown of a node, if a postprocessor changes it after retrieval (a sentence window, for
         example); by default its text and metadata as LlamaIndex writes them. Nodes shown otherwise are encoded alone.
     context : {"document", "none"}
-        "none" encodes every node alone, for texts whose readers differ from node to node. As the engine is set to by default.
+        "none" encodes every node alone, for texts whose readers differ from node to node. By default as the engine is set.
     boundary : sequence of str
-        Metadata keys; nodes of one document with different values are encoded as of different documents. Where readers are told
-        apart by filters on metadata, name these here.
+        Metadata keys; nodes of one document with different values are treated as different documents. If filters on metadata
+        tell readers apart, name their keys here.
 
     Raises
     ------
@@ -135,8 +135,8 @@ class BlendVectorStore(BasePydanticVectorStore):
     def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
         """Encode nodes, then add them to the inner store; those that are there already are replaced.
 
-        KV that cannot be had keeps no node out: a node beyond the model's window, or KV for which the disk has no room, is
-        computed at query time, as far as that is possible. A warning gives the reason.
+        A node is added even if its KV cannot be stored: a node beyond the model's window, or KV for which the disk has no room,
+        is computed at query time, as far as that is possible. A warning gives the reason.
 
         Parameters
         ----------
@@ -262,7 +262,7 @@ class BlendVectorStore(BasePydanticVectorStore):
         return await self._inner.aget_nodes(node_ids, filters)
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        """Query the inner store; filters on metadata that divides no document are warned of."""
+        """Query the inner store; filters on metadata that does not divide documents log a warning."""
         self._watch(query)
         return self._inner.query(query, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Computing the KV of an index that is there already."""
+"""Computing the KV of an index that already exists."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class WarmResult:
     encoded : int
         Texts whose KV was computed now.
     named : int
-        Nodes that are new to the engine, or whose text is; more than were encoded where texts recur or their KV was there
-        already, under another id for example.
+        Nodes that are new to the engine or have a new text; more than were encoded if texts recur or their KV was there
+        already, for example under another id.
     unchanged : int
-        Nodes that were stored exactly so already.
+        Nodes that were already stored in exactly this form.
     tokens : int
         Tokens encoded now.
     without_text : tuple of str
-        Ids of nodes that show the language model nothing.
+        Ids of nodes of which the language model is shown nothing.
     failed : dict of str to str
         Ids of the other nodes that have no KV now, and why. They are computed when they are retrieved.
     pruned : int
@@ -156,9 +156,9 @@ def warm_index(
 ) -> WarmResult | WarmJob:
     """Compute the KV of the nodes of an index that was made before, or without, `BlendVectorStore`.
 
-    The index stays as it is: nothing is embedded or written but KV. What is stored already is not computed again, so a call that
-    was cut short is finished by the next one, and a call for an index that is warm costs little. Nodes whose text was changed
-    behind the store's back are encoded anew. Documents are divided as the index's `BlendVectorStore` says, where it has one.
+    The index stays as it is: nothing is embedded, and only KV is written. What is already stored is not computed again, so an
+    interrupted call is finished by the next one, and a call for an index that is already warm costs little. Nodes whose text was
+    changed behind the store's back are encoded anew. Documents are divided as the index's `BlendVectorStore` says, if it has one.
 
     Parameters
     ----------
@@ -174,13 +174,13 @@ def warm_index(
     progress : callable, optional
         Called with the number of finished nodes and of all, batch after batch.
     show_progress : bool
-        Whether a bar shows it.
+        Whether to show a progress bar.
     prune : bool
         Whether KV of chunks that are not in the index is dropped, as of nodes that were deleted behind the store's back. Only for
         an engine that keeps nothing but this index.
     background : bool
-        Whether to return when the nodes are read and named, and encode them when no prompt waits for the model. Progress is the
-        job's then.
+        Whether to return when the nodes are read and named, and to encode them when no prompt waits for the model. The job then
+        reports progress.
 
     Returns
     -------
@@ -190,7 +190,7 @@ def warm_index(
     Raises
     ------
     ConfigError
-        If there is no engine, the index cannot list its nodes, or `prune` is asked for beside `nodes`.
+        If there is no engine, the index cannot list its nodes, or `prune` is combined with `nodes`.
     """
     started = time.perf_counter()
     if prune and nodes is not None:
