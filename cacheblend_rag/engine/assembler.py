@@ -24,8 +24,8 @@ from cacheblend_rag.store import KVReader, KVStore, NodeRecord
 __all__ = ["LEAST_HEAD", "Assembler"]
 
 LEAST_HEAD = 8
-"""Fewer tokens of fixed text are computed: at the shape of Qwen2-0.5B, before 32 tokens of text, 8 are worth 8 % of the time to
-the first token, 4 are worth 5 %, and 2 nothing."""
+"""Fixed text of fewer tokens is simply computed: in the shape of Qwen2-0.5B, before 32 tokens of text, 8 are worth 8 % of the
+time to the first token, 4 are worth 5 %, and 2 nothing."""
 
 _MOST_FIRST_USES = 1 << 17
 

@@ -21,7 +21,7 @@ from cacheblend_rag.store.device import DeviceReader, ResidentKV, Upload
 __all__ = ["Conversation", "Resumption", "Turn"]
 
 _LEAST_RUN = 8
-"""Fewer tokens in a row are computed: they cost less than they might lose, and are alike by chance."""
+"""Shorter runs of tokens are simply computed: that costs less than it might lose, and they may match by chance."""
 
 
 @dataclass(frozen=True, slots=True)

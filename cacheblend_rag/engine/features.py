@@ -1,4 +1,4 @@
-"""What few prompts ask for, attached to the forward over a prompt: repair, eviction, source attention, the guard's look."""
+"""Rarer features, attached to the forward over a prompt: repair, eviction, source attention, the guard's comparison."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from cacheblend_rag.store import KVStore
 __all__ = ["SCHEMA_PREFIX", "LoadedSchema", "Schemas"]
 
 SCHEMA_PREFIX = "pml/"
-"""What the ids of schemas' parts begin with, and no other chunk's."""
+"""The prefix of the ids of schemas' parts, reserved for them."""
 
 _MOST_LAYOUTS = 64
 _MOST_TEXTS = 4096

@@ -1,4 +1,4 @@
-"""Several prompts in one padded batch, which the model's own ``generate`` goes on from, and what ends and steers each row."""
+"""Several prompts in one padded batch, from which the model's own ``generate`` continues, and what ends and steers each row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bringing stored KV nearer before a prompt asks for it."""
+"""Bringing stored KV into faster tiers before a prompt needs it."""
 
 from __future__ import annotations
 

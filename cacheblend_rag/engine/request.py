@@ -1,4 +1,4 @@
-"""A request on its way through the engine: what was asked, what is done, what it took, and the report of all that."""
+"""A request on its way through the engine: what was asked, what is done, what it cost, and the report."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ def _fallback_reason(run: PromptRun) -> str | None:
     if "first use" in why:
         return "all of its chunks are retrieved for the first time"
     if "moved" in why:
-        return "none of its chunks stands where it was encoded, and the KV of this model cannot be moved"
+        return "none of its chunks is where it was encoded, and the KV of this model cannot be moved"
     if run.kv.contexts:
         return f"none of its chunks is served: {computed[0].note}"
     return reason

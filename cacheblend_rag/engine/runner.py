@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 ROOM_FOR_OUTPUT = 512
 
 Forward: TypeAlias = Callable[[BlendCache | None, dict[str, torch.Tensor]], torch.Tensor]
-"""Runs the model on a prompt's ids, over a cache, or over one of the model's own (None) where that cannot be blended."""
+"""Runs the model on a prompt's ids, over a cache, or over the model's own (None) if it cannot be blended."""
 
 
 class Runner:

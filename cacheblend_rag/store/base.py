@@ -1,4 +1,4 @@
-"""What a store says of chunks: records of names, targets, figures, and readers of their KV."""
+"""What a store says about chunks: records of names, targets, figures, and readers of their KV."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class _Part(KVReader):
 
 
 OpenProbe: TypeAlias = Callable[[], list[KVReader]]
-"""Returns new readers of the chunks, cold: nothing of an earlier reading speeds them up."""
+"""Returns new, cold readers of the chunks: no earlier reading speeds them up."""
 
 TierProbe: TypeAlias = Callable[[Sequence[ChunkKV]], AbstractContextManager[OpenProbe]]
 """Puts chunks into a tier for the duration of a ``with`` block, under no key and no name, to measure how fast they are read."""

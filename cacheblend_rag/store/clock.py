@@ -1,4 +1,4 @@
-"""The store's own time, which no change of the wall clock upsets."""
+"""The store's own time, which changes of the wall clock do not upset."""
 
 from __future__ import annotations
 

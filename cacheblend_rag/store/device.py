@@ -1,4 +1,4 @@
-"""The device tier: whole chunks in the memory of the devices that compute; and a reader that brings KV up to it and to RAM."""
+"""The device tier: whole chunks in the memory of the devices that compute; and a reader that promotes KV to it and to RAM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store's folder: its format mark, where things lie in it, and how a file comes into it.
+"""The store's folder: its format mark, its layout, and how files are put into it.
 
 ::
 

@@ -1,4 +1,4 @@
-"""The index of a store: which KV lies in which file, whose it is, and what was dropped."""
+"""The index of a store: which KV is in which file, which tenant owns it, and what was dropped."""
 
 from __future__ import annotations
 

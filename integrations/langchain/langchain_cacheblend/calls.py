@@ -1,4 +1,4 @@
-"""One call of the engine: the options by the names of LangChain and of transformers, what ends it early, what comes back."""
+"""One call of the engine: its options under the names of LangChain and transformers, what ends it early, what it returns."""
 
 from __future__ import annotations
 

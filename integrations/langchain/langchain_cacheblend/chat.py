@@ -1,4 +1,4 @@
-"""The chat model."""
+"""The chat model for LangChain."""
 
 from __future__ import annotations
 

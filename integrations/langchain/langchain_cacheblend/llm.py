@@ -1,4 +1,4 @@
-"""The string model."""
+"""The string model for LangChain."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ DOCUMENT_KEYS = ("source", "page")
 """Metadata by which loaders say what a text was taken from; without the first a text is encoded alone."""
 
 ALONE = "cacheblend_context"
-"""Metadata of a text that is to stand alone, whatever store it is added to: ``{"cacheblend_context": "none"}``."""
+"""Metadata of a text that is to be encoded alone, whatever store it is added to: ``{"cacheblend_context": "none"}``."""
 
 # A row of a table, as CSVLoader numbers them: those beside it are about something else.
 _ROW = "row"

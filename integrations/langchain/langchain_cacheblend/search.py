@@ -1,4 +1,4 @@
-"""The searching half of a vector store around another, with a warning of searches that show only some chunks of a document."""
+"""The searching half of a wrapping vector store, with a warning about searches that show only some chunks of a document."""
 
 from __future__ import annotations
 

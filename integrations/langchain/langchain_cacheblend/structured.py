@@ -1,4 +1,4 @@
-"""Answers in a given form: the schema that is asked for, the grammar that holds an answer to it, and how it is read."""
+"""Answers in a given form: the schema that is asked for, the grammar that constrains an answer to it, and how it is read."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def _read_block(body: str, reply: ToolReply, is_cut: bool) -> None:
     else:
         begun = _BEGUN_CALL.match(body)
         name, arguments = begun.groups() if begun else (None, body.strip())
-        error = "no JSON with a name and arguments, and no <function=...> element stands between the tags"
+        error = "no JSON with a name and arguments, and no <function=...> element is between the tags"
         error = _CUT if is_cut else error
         reply.invalid.append(invalid_tool_call(name=name, args=arguments, id=_new_id(), error=error))
 
