@@ -55,6 +55,8 @@ _FORMAT = "cacheblend-rag chunk kv 2"
 _DIGEST_BYTES = 16
 # One read fetches the whole head of a quantised chunk of about a thousand tokens in fifty layers; longer heads take a second.
 _HEAD_GUESS_BYTES = 32 * 1024
+# Of 2 bits a number, float32.
+_MOST_UNPACKED = 16
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -272,16 +274,20 @@ class ChunkFile(KVReader):
         self.digest = data[tokens_end:head_end]
         if self.digest != _digest_of(data[:tokens_end]):
             raise ChunkReadError(self.key, "its header does not match its digest")
-        self._parse(header, body, unpack_tokens(data[body:tokens_end]))
+        try:
+            self._parse(header, body, unpack_tokens(data[body:tokens_end]))
+        # Its digest is right: somebody wrote it so. An `import` reads such files too.
+        except (LookupError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise ChunkReadError(self.key, "its header is damaged") from error
         if size != self.file_bytes:
             raise ChunkReadError(self.key, f"the file has {size} bytes, but {self.file_bytes} were written")
 
     def _parse(self, header: dict[str, Any], body: int, token_ids: tuple[int, ...]) -> None:
-        # The digest matched: from here on the header is what some version of this library wrote.
+        # The digest matched: from here on the header is what was written, by some version of this library or by somebody else.
         metadata = header["__metadata__"]
         if metadata["format"] != _FORMAT:
             raise ChunkReadError(
-                self.key, f"it is in the format {metadata['format']!r}; this version reads {_FORMAT!r}"
+                self.key, f"it is in the format {metadata['format']!r:.80}; this version reads {_FORMAT!r}"
             )
         if metadata["key"] != self.key:
             raise ChunkReadError(self.key, f"the file belongs to key {metadata['key'][:12]}…")
@@ -292,7 +298,8 @@ class ChunkFile(KVReader):
         unknown = {*self.codecs} - {*codec_names(), EXACT.name}
         if unknown:
             raise ChunkReadError(
-                self.key, f"it is packed by the codec {min(unknown)!r}; this version knows {', '.join(codec_names())}"
+                self.key,
+                f"it is packed by the codec {min(unknown)!r:.80}; this version knows {', '.join(codec_names())}",
             )
         packed_bytes = sum(layer.nbytes for layer in layers)
         self.kv_bytes = sum(layer.key_form.nbytes + layer.value_form.nbytes for layer in layers)
@@ -316,7 +323,7 @@ class ChunkFile(KVReader):
 
 @dataclass(frozen=True, slots=True)
 class _StoredLayer:
-    """Where one layer's parts lie, and what they are unpacked to."""
+    """Where one layer's parts lie, one behind the other, and what they are unpacked to."""
 
     codec: str
     key_form: TensorForm
@@ -333,18 +340,36 @@ class _StoredLayer:
 
 
 def _layers(header: dict[str, Any], count: int, metadata: dict[str, str]) -> list[_StoredLayer]:
+    """Return the layers; ValueError unless they fill the file one behind the other, so that all of them take what it has."""
     tensors: list[dict[str, dict[str, Any]]] = [{} for _ in range(count)]
+    tokens, digest = header["token_ids"], header["header_digest"]
+    begin = 4 * tokens["shape"][0]
+    place, last = begin + _DIGEST_BYTES, 0
+    if tokens["data_offsets"] != [0, begin] or digest["data_offsets"] != [begin, place]:
+        raise ValueError("the layers begin elsewhere")
     for name, tensor in header.items():
         if name.startswith("layer."):
             _, number, part = name.split(".", 2)
-            tensors[int(number)][part] = tensor
+            layer, (begin, end) = int(number), tensor["data_offsets"]
+            if type(begin) is not int or begin != place or not last <= layer <= last + 1:
+                raise ValueError("a tensor lies elsewhere")
+            if type(end) is not int or end - begin != _form(tensor).nbytes:
+                raise ValueError("a tensor has another size than its shape")
+            place, last = end, layer
+            tensors[layer][part] = tensor
     forms = [(codec, _form(keys), _form(values)) for codec, keys, values in json.loads(metadata["forms"])]
     chosen = [forms[int(number)] for number in metadata["layers"].split(",")] if metadata["layers"] else []
-    return [_StoredLayer(*form, each) for form, each in zip(chosen, tensors, strict=True)]
+    layers = [_StoredLayer(*form, each) for form, each in zip(chosen, tensors, strict=True)]
+    if any(layer.key_form.nbytes + layer.value_form.nbytes > _MOST_UNPACKED * layer.nbytes for layer in layers):
+        raise ValueError("a layer is unpacked to more than any codec packs")
+    return layers
 
 
 def _form(described: dict[str, Any]) -> TensorForm:
-    return TensorForm(tuple(described["shape"]), _DTYPES[described["dtype"]])
+    shape = described["shape"]
+    if type(shape) is not list or not all(type(length) is int and 0 <= length < 2**31 for length in shape):
+        raise ValueError("no tensor has this shape")
+    return TensorForm(tuple(shape), _DTYPES[described["dtype"]])
 
 
 def _cut(buffer: torch.Tensor, offset: int, tensor: dict[str, Any]) -> torch.Tensor:

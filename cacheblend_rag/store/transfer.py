@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 import os
 import re
 import secrets
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from itertools import groupby, islice
 from logging import getLogger
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from cacheblend_rag.errors import ChunkReadError, StoreError, StoreFormatError
 from cacheblend_rag.reading import Place, ReadingRules
@@ -39,6 +40,8 @@ __all__ = ["ExportReport", "ImportReport", "export_store", "import_store"]
 
 _log = getLogger(__name__)
 
+_Kind = TypeVar("_Kind")
+
 _FORMAT, _VERSION = "cacheblend-rag export", 2
 _HEAD, _MANIFEST = "cacheblend-rag-export.json", "manifest.json"
 _KV = re.compile(r"kv/([0-9a-f]{8,128})\.safetensors")
@@ -46,6 +49,8 @@ _LIST = re.compile(r"(entries|names)/\d{6,12}\.json")
 # Entries, or names, in one list.
 _BATCH = 256
 _LONGEST_LIST_BYTES = 256 * 1024**2
+# The head and the manifest are a line each.
+_LONGEST_LINE_BYTES = 1024
 
 
 @dataclass(slots=True)
@@ -250,17 +255,21 @@ def import_store(location: str | Path, file: str | Path) -> ImportReport:
     report = ImportReport()
     try:
         with open(path, "rb") as stream:
-            entries = {}
+            entries: dict[str, tuple[str, float | None]] = {}
             for name, data in _read_archive(path, stream):
                 if name.startswith("entries/"):
-                    entries.update({row["key"]: (str(row["tenant"]), row["lives_s"]) for row in _listed(data)})
+                    entries.update(map(_entry, _listed(data)))
+                elif name.startswith("names/"):
+                    # All of them are read before the first is brought.
+                    for row in _listed(data):
+                        _piece(row, 0.0)
             with closing(DiskTier(Path(location).expanduser())) as tier:
                 rows = _import_kv(tier, _read_archive(path, stream), entries, report)
                 for home, group in groupby(rows, key=_home):
                     _import_names(tier, *home, group, report)
     except OSError as error:
         raise StoreError(f"file {path} cannot be read: {error.strerror or error}") from error
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise StoreError(f"export file {path} is damaged (it has a list that no export has)") from error
     return report
 
@@ -281,7 +290,7 @@ def _import_kv(
         else:
             key = match[1]
             tenant, lives_s = entries[key]
-            expires_at = None if lives_s is None else tier.clock.now() + float(lives_s)
+            expires_at = None if lives_s is None else tier.clock.now() + lives_s
             chunk = EncodedChunk([memoryview(data)], _verified(key, data).digest, len(data))
             tier.put(key, chunk, tenant, expires_at)
             report.entries += 1
@@ -290,7 +299,7 @@ def _import_kv(
 
 def _home(row: list[Any]) -> tuple[str, str, str | None]:
     """Return the namespace, the tenant and the document of a name."""
-    return row[0], row[1], None if row[7] is None else str(row[7][0])
+    return row[0], row[1], None if row[7] is None else row[7][0]
 
 
 def _import_names(
@@ -302,7 +311,7 @@ def _import_names(
     while batch := list(islice(rows, _BATCH if document is None else None)):
         limit = batch[0][7][7] if document is not None else None
         pieces = [_piece(row, tier.clock.now()) for row in batch]
-        rules = ReadingRules(None if limit is None else int(limit), pieces[0].record.separator)
+        rules = ReadingRules(limit, pieces[0].record.separator)
         known, dropped = names.merge(namespace, tenant, pieces, rules)
         tier.remove(dropped)
         for (record, _), there in zip(pieces, known, strict=True):
@@ -314,14 +323,53 @@ def _import_names(
                 report.kept += 1
 
 
-def _piece(row: list[Any], now: float) -> NamedPiece:
-    _, _, id, key, text_hash, token_ids, separator, stands = row
+def _entry(row: Any) -> tuple[str, tuple[str, float | None]]:
+    """Return the key of an entry, and its tenant and how long it lives."""
+    return valid_key(row["key"]), (_is(row["tenant"], str), _seconds(row["lives_s"]))
+
+
+def _piece(row: Any, now: float) -> NamedPiece:
+    """Return what a row says of a name."""
+    namespace, owner, id, key, text_hash, token_ids, separator, stands = row
+    for text in (namespace, owner, id, text_hash):
+        _is(text, str)
     place = expires_at = None
     if stands is not None:
-        document, start, previous, length, text, ends, lives_s, _ = stands
-        place = Place(str(document), start, previous, int(length), str(text), tuple(map(int, ends)))
-        expires_at = None if lives_s is None else now + float(lives_s)
-    return NamedPiece(NodeRecord(id, valid_key(key), text_hash, tuple(token_ids), tuple(separator), place), expires_at)
+        document, start, previous, length, text, ends, lives_s, limit = stands
+        for number in (length, 0 if start is None else start, 0 if limit is None else limit):
+            _number(number)
+        if previous is not None:
+            _is(previous, str)
+        place = Place(_is(document, str), start, previous, length, _is(text, str), _numbers(ends))
+        lives_s = _seconds(lives_s)
+        expires_at = None if lives_s is None else now + lives_s
+    names = NodeRecord(id, valid_key(key), text_hash, _numbers(token_ids), _numbers(separator), place)
+    return NamedPiece(names, expires_at)
+
+
+def _is(value: Any, kind: type[_Kind]) -> _Kind:
+    if type(value) is not kind:
+        raise TypeError(f"a {kind.__name__} was exported")
+    return value
+
+
+def _number(value: Any) -> int:
+    number = _is(value, int)
+    if not 0 <= number < 2**31:
+        raise ValueError("no number that was exported")
+    return number
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    return tuple(map(_number, _is(values, list)))
+
+
+def _seconds(value: Any) -> float | None:
+    if value is None:
+        return None
+    if type(value) is bool or not math.isfinite(value):
+        raise ValueError("no time that was exported")
+    return float(value)
 
 
 def _read_archive(path: Path, stream: IO[bytes]) -> Iterator[tuple[str, bytes]]:
@@ -330,40 +378,37 @@ def _read_archive(path: Path, stream: IO[bytes]) -> Iterator[tuple[str, bytes]]:
     def damaged(why: str) -> StoreError:
         return StoreError(f"export file {path} is damaged ({why}); none of it can be used: copy it again")
 
-    stream.seek(0)
     digest = hashlib.blake2b(digest_size=32)
     counted = {"entries": 0, "names": 0}
     is_ours, manifest = False, None
     try:
-        with tarfile.open(fileobj=stream, mode="r:") as tar:
-            for member in tar:
-                if not is_ours and member.name != _HEAD:
-                    break
-                is_kv = _KV.fullmatch(member.name) is not None
-                is_expected = is_kv or _LIST.fullmatch(member.name) or member.name in (_HEAD, _MANIFEST)
-                if manifest is not None or not member.isreg() or not is_expected:
-                    raise damaged(f"it holds {member.name[:100]!r}, which no export holds")
-                if not is_kv and member.size > _LONGEST_LIST_BYTES:
-                    raise damaged(f"{member.name} is too long")
-                reader = tar.extractfile(member)
-                data = b"" if reader is None else reader.read()
-                if len(data) != member.size:
-                    raise damaged("it is truncated")
-                if not is_ours:
-                    _check_head(path, data)
-                    is_ours = True
-                if member.name == _MANIFEST:
-                    manifest = json.loads(data)
-                    if manifest != {**counted, "digest": digest.hexdigest()}:
-                        raise damaged("its bytes do not match its digest")
-                    continue
-                digest.update(_label(member.name, member.size))
-                digest.update(data)
-                counted["entries"] += is_kv
-                if member.name.startswith("names/"):
-                    counted["names"] += len(_listed(data))
-                yield member.name, data
-                tar.members.clear()  # type: ignore[attr-defined]  # or it remembers every member
+        for member in _members(stream):
+            name, size = member.name, member.size
+            if not is_ours and name != _HEAD:
+                break
+            is_kv = _KV.fullmatch(name) is not None
+            is_list = _LIST.fullmatch(name) is not None
+            is_expected = is_kv or is_list or name == (_MANIFEST if is_ours else _HEAD)
+            # Links, and members with holes in them.
+            if manifest is not None or member.type != tarfile.REGTYPE or not is_expected:
+                raise damaged(f"it holds {name[:100]!r}, which no export holds")
+            if not is_kv and size > (_LONGEST_LIST_BYTES if is_list else _LONGEST_LINE_BYTES):
+                raise damaged(f"{name} is too long")
+            data = stream.read(size)
+            if not is_ours:
+                _check_head(path, data)
+                is_ours = True
+            if name == _MANIFEST:
+                manifest = json.loads(data)
+                if manifest != {**counted, "digest": digest.hexdigest()}:
+                    raise damaged("its bytes do not match its digest")
+                continue
+            digest.update(_label(name, size))
+            digest.update(data)
+            counted["entries"] += is_kv
+            if name.startswith("names/"):
+                counted["names"] += len(_listed(data))
+            yield name, data
     except (tarfile.TarError, ValueError, EOFError, RecursionError, TypeError) as error:
         if is_ours:
             raise damaged(str(error)) from error
@@ -371,6 +416,24 @@ def _read_archive(path: Path, stream: IO[bytes]) -> Iterator[tuple[str, bytes]]:
         raise StoreFormatError(f"file {path} is not an export of a store; make one with `cacheblend-rag store export`")
     if manifest is None:
         raise damaged("it ends before its manifest")
+
+
+def _members(stream: IO[bytes]) -> Iterator[tarfile.TarInfo]:
+    """Yield the members of an archive as their headers say, each of a size that is there; what it holds is at `stream`.
+
+    `TarFile` would follow what a header says of other headers, long names and holes, and take memory for it.
+    """
+    end = stream.seek(0, os.SEEK_END)
+    place = stream.seek(0)
+    # A block of zeros ends it.
+    while any(block := stream.read(tarfile.BLOCKSIZE)):
+        member = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+        place += tarfile.BLOCKSIZE
+        if not 0 <= member.size <= end - place:
+            raise EOFError("it is truncated")
+        yield member
+        place += -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+        stream.seek(place)
 
 
 def _check_head(path: Path, data: bytes) -> None:

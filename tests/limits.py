@@ -1,0 +1,24 @@
+"""A bound on what one call may take."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def within(nbytes: int, seconds: float) -> Iterator[None]:
+    """Have every allocation beyond `nbytes` more than there is now fail, and see that the block computes no longer than that."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    begun = time.thread_time()
+    resource.setrlimit(resource.RLIMIT_AS, (used + nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    # Of this thread, since other processes may keep it waiting.
+    assert time.thread_time() - begun < seconds
