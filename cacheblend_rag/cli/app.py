@@ -16,25 +16,30 @@ from cacheblend_rag.cli.ask import ask
 from cacheblend_rag.cli.calibrate import calibrate
 from cacheblend_rag.cli.demo import demo
 from cacheblend_rag.cli.models import models
+from cacheblend_rag.cli.output import on_interrupt
 from cacheblend_rag.cli.pml import pml_app
 from cacheblend_rag.cli.profile import profile
 from cacheblend_rag.cli.store import store_app
 from cacheblend_rag.cli.warm import warm
-from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.errors import CacheBlendError, ConfigError, DatasetError, UnknownChunkError
 
 __all__ = ["app"]
 
 
 class _Commands(TyperGroup):
-    """Turns the library's own errors into one line and exit code 1; anything else is a bug and keeps its traceback."""
+    """Turns the library's own errors into one line and an exit code; anything else is a bug and keeps its traceback.
+
+    The code is 2 where an argument or a setting is at fault, as it is where the command line cannot be read; else 1.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         """Run the subcommand."""
         try:
-            return super().invoke(ctx)
+            with on_interrupt(lambda: "it was not done yet; run the same command again"):
+                return super().invoke(ctx)
         except CacheBlendError as error:
             typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(1) from error
+            raise typer.Exit(2 if isinstance(error, ConfigError | DatasetError | UnknownChunkError) else 1) from error
 
 
 app = typer.Typer(

@@ -9,7 +9,15 @@ from typing import Annotated
 import typer
 
 from cacheblend_rag.cli.options import JsonOption, ModelOption
-from cacheblend_rag.cli.output import console, make_quiet, parse_ratios, say_seconds, show_table, write_json
+from cacheblend_rag.cli.output import (
+    console,
+    make_quiet,
+    on_interrupt,
+    parse_ratios,
+    say_seconds,
+    show_table,
+    write_json,
+)
 
 __all__ = ["demo"]
 
@@ -34,11 +42,15 @@ def demo(
     Their KV is computed on the way in. A second run finds everything there and encodes nothing.
     """
     others = parse_ratios(ratios)
-    from cacheblend_rag.demo.run import DemoEngine, run_demo, summarize
+    from cacheblend_rag.demo.run import DemoEngine, demo_frameworks, run_demo, summarize
 
     started = time.perf_counter()
     make_quiet()
+    demo_frameworks()
     with (
+        on_interrupt(
+            lambda: f"what was put into Chroma is kept in {folder} with its KV; the same command goes on from there"
+        ),
         console(stderr=True).status("loading the model") as status,
         DemoEngine.from_pretrained(model, store=folder / "kv") as engine,
     ):

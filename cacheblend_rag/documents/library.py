@@ -120,7 +120,7 @@ def clear_library(folder: Path) -> None:
 
     Raises
     ------
-    ConfigError
+    StoreError
         If another process is changing the library.
     """
     with _alone_in(folder), open_chroma(folder) as client:
@@ -275,10 +275,8 @@ class Library:
 
         Raises
         ------
-        ConfigError
-            If another process is warming this library.
         StoreError
-            If KV cannot be stored; what was warmed until then stays.
+            If another process is changing this library, or KV cannot be stored; what was warmed until then stays.
         """
         with _alone_in(self._folder):
             shown = self._shown()
@@ -395,7 +393,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ConfigError(f"another process is changing {folder}; wait until it is done") from error
+            raise StoreError(f"another process is changing {folder}; wait until it is done") from error
         yield
 
 

@@ -9,7 +9,20 @@ from typing import Any
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.extras import needs_extra
 
-__all__ = ["new_figure", "save_figure"]
+__all__ = ["needs_drawing", "new_figure", "save_figure"]
+
+
+def needs_drawing() -> None:
+    """See that what draws is installed, before a command measures what it is to draw.
+
+    Raises
+    ------
+    ConfigError
+        If matplotlib is not installed.
+    """
+    with needs_extra("lab", "drawing"):
+        import matplotlib.backends.backend_agg
+        import matplotlib.figure  # noqa: F401
 
 
 def new_figure(
@@ -36,9 +49,10 @@ def new_figure(
     ConfigError
         If matplotlib is not installed.
     """
-    with needs_extra("lab", "drawing"):
-        import matplotlib.backends.backend_agg
-        import matplotlib.figure
+    needs_drawing()
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure
+
     # Without pyplot there is no window, no display, and no list of figures that must be closed.
     across = 1 if stacked else panels
     figure = matplotlib.figure.Figure(figsize=(across * width, height), layout="constrained")

@@ -76,16 +76,16 @@ def test_nothing_is_written_unless_wanted(calibrate: Any, documents: Path, model
 
 
 def test_too_few_questions(calibrate: Any, documents: Path, model_folder: Path) -> None:
-    output, config = calibrate(documents, "--model", model_folder, "--agreement", "0.99", code=1)
+    output, config = calibrate(documents, "--model", model_folder, "--agreement", "0.99", code=2)
     assert "2 questions cannot show an agreement of 0.99" in output
     assert not config.exists()
 
 
 def test_mistakes(calibrate: Any, run: Command, questions: Path, tmp_path: Path) -> None:
-    assert "nothing was warmed into" in calibrate("--store", tmp_path / "none", code=1)[0]
+    assert "nothing was warmed into" in calibrate("--store", tmp_path / "none", code=2)[0]
     assert "does not exist" in calibrate(tmp_path / "none", code=2)[0]
     (tmp_path / "blend.yaml").write_text("ratio: 0.2\n")
-    assert "unknown setting ratio" in calibrate(tmp_path, code=1)[0]
-    assert "cannot be read" in run("calibrate", "--questions", tmp_path / "none.txt", code=1).output
+    assert "unknown setting ratio" in calibrate(tmp_path, code=2)[0]
+    assert "cannot be read" in run("calibrate", "--questions", tmp_path / "none.txt", code=2).output
     elsewhere = tmp_path / "none" / "blend.yaml"
     assert "does not exist" in run("calibrate", "--questions", questions, "--config", elsewhere, code=2).output

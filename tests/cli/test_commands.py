@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from cacheblend_rag.cli import app
 
@@ -68,7 +71,7 @@ def test_a_mistake_is_answered_in_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "letter.txt").touch()
-    result = run(*arguments.split(), code=1)
+    result = run(*arguments.split(), code=2)
     assert result.stderr.startswith("error: ")
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
@@ -95,10 +98,31 @@ def test_a_wrong_call_shows_how_to_get_help(
     assert "--help" in result.stderr
 
 
+@given(
+    st.sampled_from(
+        [
+            ("warm", ".", "--budget"),
+            ("demo", "--ratios"),
+            ("bench", "ttft", "--shape"),
+            ("bench", "load", "--shape", "tiny", "--threads"),
+            ("bench", "auto", "--prompts"),
+            ("eval", "reference", "--ratios"),
+            ("eval", "reference", "--selectors"),
+            ("calibrate", "--questions", "letter.txt", "--ratios"),
+        ]
+    ),
+    st.text(st.characters(codec="utf-8"), max_size=8).map("no-{}".format),
+)
+def test_an_argument_without_meaning_is_a_wrong_call(command: tuple[str, ...], text: str) -> None:
+    result = CliRunner().invoke(app, [*command, text])
+    assert result.exit_code == 2, result.output
+    assert not result.stdout
+
+
 def test_a_setting_in_the_environment_that_has_no_meaning(
     run: Command, model_folder: Path, documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CACHEBLEND_RECOMPUTE_RATIO", "nan")
-    result = run("warm", documents, "--model", model_folder, "--store", tmp_path / "store", code=1)
+    result = run("warm", documents, "--model", model_folder, "--store", tmp_path / "store", code=2)
     assert "recompute_ratio" in result.stderr
     assert len(result.stderr.splitlines()) == 1

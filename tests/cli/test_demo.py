@@ -59,8 +59,10 @@ def test_a_missing_package_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "langchain_chroma", None)
     monkeypatch.delitem(sys.modules, "cacheblend_rag.demo.langchain", raising=False)
-    result = run("demo", "--dir", tmp_path / "demo", "--model", model_folder, code=1)
+    result = run("demo", "--dir", tmp_path / "demo", "--model", model_folder, code=2)
     assert "the demo needs a package that is not installed (langchain_chroma)" in result.stderr
+    # It is found missing before a model is loaded.
+    assert not (tmp_path / "demo").exists()
 
 
 def test_documents_are_chosen_whole_best_first() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from .conftest import Command
+from cacheblend_rag.lab.family_table import shipped_table, table_lines
+
+from .conftest import Command, read_rows
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -33,4 +37,35 @@ def test_a_loaded_model_is_shown_too(run: Command) -> None:
 
 
 def test_a_family_that_is_none_is_answered_in_one_line(run: Command) -> None:
-    assert "no family 'lama'" in run("families", "lama", code=1).output
+    assert "no family 'lama'" in run("families", "lama", code=2).output
+
+
+def test_the_shipped_table_is_shown_without_running_anything() -> None:
+    script = (
+        "import sys\nfrom cacheblend_rag.cli import app\n"
+        "app(['families'], standalone_mode=False)\nassert 'torch' not in sys.modules"
+    )
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    version, rows = shipped_table()
+    assert shown.startswith(
+        f"{sum(row.is_exact for row in rows)} of {len(rows)} families exact with transformers {version}"
+    )
+    assert "deepseek_v3" in shown and "mamba2" in shown
+
+
+def test_the_shipped_table_is_that_of_the_docs(run: Command, tmp_path: Path) -> None:
+    version, rows = shipped_table()
+    docs = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    assert "\n".join(table_lines(rows)) in docs
+    assert f"with transformers {version}" in docs
+    run("families", "--markdown", tmp_path / "table.md", "--json", tmp_path / "table.json")
+    assert (tmp_path / "table.md").read_text(encoding="utf-8").strip() in docs
+    assert [row["family"] for row in read_rows(tmp_path / "table.json")] == [row.family for row in rows]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_proving_runs_the_families(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheblend_rag.lab.families.families", lambda: ["qwen2", "mamba"])
+    result = run("families", "--prove")
+    assert "1 of 2 families exact" in result.stdout
+    assert "families: 0 of 2" in result.stderr and "families: 2 of 2" in result.stderr

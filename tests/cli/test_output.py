@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 import math
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from cacheblend_rag.cli.output import parse_bytes, parse_ratios, say_bytes, say_seconds, write_json
+from cacheblend_rag.cli.output import (
+    json_alone,
+    parse_bytes,
+    parse_ratios,
+    progress_bar,
+    say_bytes,
+    say_seconds,
+    write_json,
+)
 from cacheblend_rag.errors import ConfigError
 
 
@@ -66,3 +79,27 @@ def test_rows_are_made_alike(tmp_path: Path) -> None:
 def test_a_figure_that_is_none_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
         write_json(tmp_path / "x.json", "test", [{"a": math.nan}])
+
+
+def test_standard_output_holds_the_json_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with json_alone():
+        print("said besides")
+        write_json(Path("-"), "test", [{"a": 1}])
+    print("as before")
+    shown, beside = capsys.readouterr()
+    assert json.loads(shown.removesuffix("as before\n"))["rows"] == [{"a": 1}]
+    assert beside == "said besides\n"
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 20))))
+def test_lines_of_progress_only_go_up(told: list[tuple[int, int]]) -> None:
+    shown = io.StringIO()
+    with redirect_stderr(shown), json_alone(), progress_bar("looking") as progress:
+        for done, total in told:
+            progress(done, total)
+    lines = [json.loads(line) for line in shown.getvalue().splitlines()]
+    assert len(lines) >= bool(told)
+    assert all(line["done"] <= line["total"] for line in lines)
+    assert all(line["done"] < later["done"] for line, later in itertools.pairwise(lines))
+    # Between the first line and the next ten seconds there are only those that say that all is done.
+    assert all(line["done"] == line["total"] for line in lines[1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from cacheblend_rag.store import check_store, open_store
@@ -26,7 +27,7 @@ def test_export_import_gc_and_clear_of_one_tenant(run: Command, tmp_path: Path) 
     assert "(2 were there)" in run("store", "import", file, "--store", two, "--json", figures).stdout
     assert read_rows(figures)[0]["held"] == 2
     assert check_store(two).entries == 2
-    assert "--force" in run("store", "export", file, "--store", one, code=1).stderr
+    assert "--force" in run("store", "export", file, "--store", one, code=2).stderr
     out = run("store", "export", file, "--store", one, "--ids", "n3, x", "--force").stdout
     assert "1 chunks with KV and 1 names" in out
 
@@ -50,11 +51,28 @@ def test_pin_and_unpin(run: Command, tmp_path: Path) -> None:
     size = store.stats().disk_bytes
     assert "pinned 2 chunks" in run("store", "pin", "n1", "n2", "--store", folder, "--json", figures).stdout
     assert read_rows(figures) == [{"store": str(folder), "pinned": 2, "pinned_bytes": size}]
-    out = run("store", "unpin", "n1", "nobody", "--store", folder, code=1).stderr
+    out = run("store", "unpin", "n1", "nobody", "--store", folder, code=2).stderr
     assert "no chunk has the id 'nobody'" in out and "Traceback" not in out
     assert "unpinned 1 chunks" in run("store", "unpin", "n1", "--store", folder).stdout
     assert store.stats().pinned_bytes == size
-    assert "'n2'" in run("store", "pin", "n2", "--store", folder, "--tenant", "acme", code=1).stderr
+    assert "'n2'" in run("store", "pin", "n2", "--store", folder, "--tenant", "acme", code=2).stderr
     run("store", "unpin", "n2", "--store", folder, "--json", figures)
     assert read_rows(figures) == [{"store": str(folder), "unpinned": 1, "pinned_bytes": 0}]
     store.close()
+
+
+def test_the_json_on_standard_output(run: Command, tmp_path: Path) -> None:
+    store = open_store(tmp_path, 0)
+    store.put(key_of(1), make_kv(1))
+    store.name("ns", [record("n1", 1)])
+    store.close()
+    for command in ("stats", "check", "gc", "clear"):
+        result = run("store", command, "--store", tmp_path, "--json", "-", input="y\n")
+        whole = json.loads(result.stdout)
+        assert whole["command"] == f"store {command}"
+        assert whole["rows"][0]["store"] == str(tmp_path)
+        assert str(tmp_path) in result.stderr
+    assert not Path("-").exists()
+    # A later argument is wrong: nothing is written, and the next command's output goes where it went before.
+    assert not run("store", "gc", "--json", "-", "--unnamed-days", "x", code=2).stdout
+    assert str(tmp_path) in run("store", "stats", "--store", tmp_path).stdout

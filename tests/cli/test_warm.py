@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import json
+import re
 import shlex
 import sys
 from functools import partial
@@ -119,6 +121,19 @@ def test_a_file_is_a_document(warm: Any, documents: Path, model_folder: Path, st
         assert warm()["encoded"] == 0
 
 
+def test_without_a_terminal_it_says_how_far_it_is(
+    run: Command, documents: Path, model_folder: Path, store: Path
+) -> None:
+    options = ["warm", documents, "--store", store, "--model", model_folder, "--chunk-tokens", "40"]
+    lines = run(*options).stderr.splitlines()
+    assert lines[0] == "warming: 0 of 8"
+    assert re.fullmatch(r"warming: 8 of 8 after .*s", lines[-1])
+    result = run(*options, "--json", "-")
+    assert json.loads(result.stdout)["rows"][0]["unchanged"] == 8
+    said = [json.loads(line) for line in result.stderr.splitlines() if line.startswith("{")]
+    assert [(line["progress"], line["done"], line["total"]) for line in said] == [("warming", 8, 8)]
+
+
 def test_other_folders_stay(warm: Any, run: Command, documents: Path, store: Path, tmp_path: Path) -> None:
     warm(paths=[documents / "more"])
     row = warm(paths=[documents / "mara.md", documents / "harbour.txt"])
@@ -180,7 +195,7 @@ def test_only_one_process_changes_a_store(
 
 def test_another_embedding_model_is_refused(run: Command, warm: Any, documents: Path, store: Path) -> None:
     warm()
-    result = run("warm", documents, "--store", store, "--embedding", "other/model", code=1)
+    result = run("warm", documents, "--store", store, "--embedding", "other/model", code=2)
     assert "were embedded by sentence-transformers/all-MiniLM-L6-v2, not by other/model" in result.stderr
 
 
@@ -223,7 +238,7 @@ def test_a_stream_says_the_same(run: Command, warm: Any, store: Path) -> None:
 @pytest.mark.parametrize("option", [("--ratio", "nan"), ("--ratio", "1.5"), ("--selector", "best")])
 def test_ask_refuses_what_has_no_meaning(run: Command, warm: Any, store: Path, option: tuple[str, str]) -> None:
     warm()
-    result = run("ask", "Where?", "--store", store, *option, code=1)
+    result = run("ask", "Where?", "--store", store, *option, code=2)
     assert result.stderr.startswith("error: ")
     assert len(result.stderr.splitlines()) == 1
 
@@ -249,7 +264,7 @@ def test_clear_asks_first(run: Command, warm: Any, store: Path, tmp_path: Path) 
     assert names_in(run, store, tmp_path) == 8
     run("store", "clear", "--store", store, input="y\n")
     assert names_in(run, store, tmp_path) == 0
-    assert "holds no passages" in run("ask", "Where?", "--store", store, code=1).stderr
+    assert "holds no passages" in run("ask", "Where?", "--store", store, code=2).stderr
     assert warm()["encoded"] == 8
     run("store", "clear", "--yes", "--store", store)
     assert names_in(run, store, tmp_path) == 0
@@ -267,7 +282,7 @@ def test_a_damaged_chroma_is_an_error_of_one_line(run: Command, warm: Any, docum
 def test_a_damaged_settings_file_is_an_error_of_one_line(run: Command, store: Path) -> None:
     store.mkdir()
     (store / "library.json").write_text('{"model": 1}')
-    result = run("ask", "Where?", "--store", store, code=1)
+    result = run("ask", "Where?", "--store", store, code=2)
     assert "library.json cannot be read" in result.stderr
     assert len(result.stderr.splitlines()) == 1
 
@@ -277,7 +292,7 @@ def test_a_missing_package_is_named(
     run: Command, warm: Any, documents: Path, store: Path, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    result = run("warm", documents, "--store", store, code=1)
+    result = run("warm", documents, "--store", store, code=2)
     assert f'({package}): pip install "cacheblend-rag[documents]"' in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert not store.exists()

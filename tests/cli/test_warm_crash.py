@@ -1,9 +1,10 @@
-"""``kill -9`` in the middle of ``warm``: the next one finishes, and everything is as after an undisturbed run."""
+"""``kill -9`` and Ctrl-C in the middle of ``warm``: the next one finishes, and everything is as after an undisturbed run."""
 
 from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -125,3 +126,32 @@ def test_the_next_warm_finishes(
     assert passages == undisturbed.passages
     assert names == undisturbed.names
     assert answers == undisturbed.answers
+
+
+def test_ctrl_c_says_what_is_kept_and_the_next_warm_goes_on(
+    run: Command, documents: Path, model_folder: Path, undisturbed: Warmed, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    arguments = command(documents, store, model_folder)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "cacheblend_rag.cli", *arguments], env=environment, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "warming: 0 of 160\n"
+        # Once some of it is stored.
+        while len(list(kv_folder(store).rglob("*.safetensors"))) < 20:
+            time.sleep(0.001)
+        process.send_signal(signal.SIGINT)
+        said = process.stderr.read()
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
+    found = re.search(
+        r"^stopped: the KV of (\d+) of 160 passages is kept in .*; the same command goes on", said, re.MULTILINE
+    )
+    assert found is not None, said
+    kept = int(found[1])
+    run(*arguments, "--json", tmp_path / "warm.json")
+    assert read_rows(tmp_path / "warm.json")[0]["encoded"] <= 160 - kept
+    passages, names, _ = state_of(run, store, model_folder, tmp_path)
+    assert (passages, names) == (undisturbed.passages, undisturbed.names)

@@ -28,6 +28,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.extras import needs_extra
 from cacheblend_rag.lab.bench.settings import SETTINGS, BenchSetting, options_of
 from cacheblend_rag.lab.cli.options import command_of
+from cacheblend_rag.lab.figures import needs_drawing
 
 if TYPE_CHECKING:
     from cacheblend_rag.lab.bench.auto import AutoRun
@@ -102,6 +103,7 @@ def figures(
     """Draw CacheBlend's Figure 10 from a profile of this machine, and from runs its Figures 15a, 15b and 17."""
     from cacheblend_rag.lab.bench.plots import plot_profile, plot_runs
 
+    needs_drawing()
     measured_runs = _read_runs(runs)
     with open_engine(model, store=kv_folder_of(store), recompute_ratio="auto") as engine:
         with console(stderr=True).status("measuring") as status:

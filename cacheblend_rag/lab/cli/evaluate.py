@@ -12,12 +12,13 @@ import typer
 
 from cacheblend_rag.cli.models import open_engine
 from cacheblend_rag.cli.options import JsonOption, MarkdownOption, ModelOption
-from cacheblend_rag.cli.output import parse_ratios, progress_bar, say_seconds, write_json
+from cacheblend_rag.cli.output import STANDARD_OUTPUT, on_interrupt, parse_ratios, progress_bar, say_seconds, write_json
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lab.cli.eval_output import draw_result, json_rows, show_result, write_markdown
 from cacheblend_rag.lab.cli.eval_tasks import TASKS, TaskMaker, TaskRequest
 from cacheblend_rag.lab.cli.figures import draw, figures
 from cacheblend_rag.lab.cli.options import CutTokensOption, DrawnSeedOption, FinderOption, command_of, plain_values
+from cacheblend_rag.lab.figures import needs_drawing
 
 if TYPE_CHECKING:
     from cacheblend_rag.engine import BlendEngine
@@ -135,9 +136,11 @@ def _run(name: str, maker: TaskMaker, own: dict[str, Any], shared: dict[str, Any
         raise ConfigError(
             "--plot draws quality over the time to the first token, which --together leaves unmeasured; leave one of them out"
         )
+    if shared["plot"] is not None:
+        needs_drawing()
     setting = _setting(shared)
     model, json_file = shared["model"], shared["json_file"]
-    journal = None if json_file is None else json_file.with_name(f"{json_file.name}.jsonl")
+    journal = None if json_file in (None, STANDARD_OUTPUT) else json_file.with_name(f"{json_file.name}.jsonl")
     opened: list[BlendEngine] = []
     started = time.perf_counter()
     with ExitStack() as stack:
@@ -156,7 +159,19 @@ def _run(name: str, maker: TaskMaker, own: dict[str, Any], shared: dict[str, Any
             lambda: engine().tokenizer,
         )
         task = maker(request, **own)
+        for metric in task.metrics.values():
+            # A package that one needs is found missing before minutes of answering.
+            metric("", ("",))
         progress = stack.enter_context(progress_bar("asking"))
+        stack.enter_context(
+            on_interrupt(
+                lambda: (
+                    "nothing is kept of it; with --json FILE the same command goes on where it was"
+                    if journal is None
+                    else f"the answers until now are kept in {journal}; the same command goes on with the rest, without --fresh"
+                )
+            )
+        )
         result = evaluate(
             engine(),
             model,

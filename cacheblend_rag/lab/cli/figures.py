@@ -17,6 +17,7 @@ from cacheblend_rag.cli.output import parse_ratios, progress_bar, say_seconds, s
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lab.cli.eval_tasks import TASKS, TaskRequest
 from cacheblend_rag.lab.cli.options import CutTokensOption, DrawnSeedOption, FinderOption, TopKOption
+from cacheblend_rag.lab.figures import needs_drawing
 
 if TYPE_CHECKING:
     from cacheblend_rag.lab.eval.inside_result import InsideResult
@@ -72,6 +73,7 @@ def figures(
     from cacheblend_rag.lab.eval.inside_result import InsideSetting, look_inside
     from cacheblend_rag.lab.eval.methods import split_names
 
+    needs_drawing()
     asked = parse_ratios(ratios)
     setting = InsideSetting(
         tuple(split_names(selectors)),

@@ -1,6 +1,6 @@
-"""Every family of causal language models of transformers: tiny models, proofs that blending is exact on them, and the table."""
+"""Every family of causal language models of transformers: tiny models, and proofs that blending is exact on them."""
 
-from cacheblend_rag.lab.families.proof import FamilyRow, Proof, families, prove, prove_family, table_lines
+from cacheblend_rag.lab.families.proof import Proof, families, prove, prove_family
 from cacheblend_rag.lab.families.tiny import tiny_config, tiny_model
 
-__all__ = ["FamilyRow", "Proof", "families", "prove", "prove_family", "table_lines", "tiny_config", "tiny_model"]
+__all__ = ["Proof", "families", "prove", "prove_family", "tiny_config", "tiny_model"]

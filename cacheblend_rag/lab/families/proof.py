@@ -1,4 +1,4 @@
-"""Whether blending is exact on a model, shown by running it; and the table of families, a row each, exact or refused and why."""
+"""Whether blending is exact on a model, and on a family of models, shown by running it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.lab.families.tiny import VOCABULARY, tiny_config, tiny_model
+from cacheblend_rag.lab.family_table import FamilyRow
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.model import Decoder, KVCache, capability, text_decoder
 from cacheblend_rag.rope import shift_layer
 from cacheblend_rag.selection import FixedSelection
 
-__all__ = ["FamilyRow", "Proof", "families", "prove", "prove_family", "table_lines"]
+__all__ = ["Proof", "families", "prove", "prove_family"]
 
 # Two chunks that touch and one behind text, longer than the windows of tiny models.
 _SPANS = ((5, 25), (25, 47), (50, 70))
@@ -245,33 +246,6 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 _MOST_REASON = 300
 
 
-@dataclass(frozen=True, slots=True)
-class FamilyRow:
-    """What running a tiny random model of a family has shown.
-
-    Attributes
-    ----------
-    family : str
-        As transformers names it.
-    verdict : str
-        "exact", or "refused: " and the reason; "wrong: " and what differs would be a bug.
-    attention : str
-        The kinds of attention of its layers; empty where it is refused.
-    positions : str
-        What their KV owes to the position; empty where it is refused.
-    """
-
-    family: str
-    verdict: str
-    attention: str = ""
-    positions: str = ""
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether blending is exact."""
-        return self.verdict == "exact"
-
-
 def families() -> list[str]:
     """Return every family of causal language models that the installed transformers has."""
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -301,15 +275,6 @@ def prove_family(family: str, tolerance: float = 2e-5) -> FamilyRow:
         return FamilyRow(family, f"refused: {_short(proof.refused)}")
     seen = capability(model)
     return FamilyRow(family, "exact", seen.attention, seen.positions)
-
-
-def table_lines(rows: Sequence[FamilyRow]) -> list[str]:
-    """Return the table as lines of Markdown."""
-    lines = ["| family | verdict | attention of its layers | positions in their KV |", "|---|---|---|---|"]
-    for row in rows:
-        cells = (f"`{row.family}`", row.verdict, row.attention, row.positions)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return lines
 
 
 def _short(reason: str) -> str:

@@ -152,4 +152,4 @@ def test_the_commands_measure_draw_and_write(tmp_path: Path) -> None:
     ],
 )
 def test_a_mistake_is_answered_in_one_line(arguments: str, message: str) -> None:
-    assert message in run(*arguments.split(), code=1)
+    assert message in run(*arguments.split(), code=2)

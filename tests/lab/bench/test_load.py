@@ -60,7 +60,7 @@ def test_nothing_cannot_be_measured(changes: dict[str, object], message: str) ->
 
 def test_threads_that_are_no_numbers_are_refused() -> None:
     result = CliRunner().invoke(app, ["bench", "load", "--shape", "tiny", "--threads", "1,many"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "'many' in '1,many' is not a whole number; write numbers like 0,1,2,4" in result.output
 
 

@@ -27,7 +27,7 @@ from cacheblend_rag.lab.eval import (
     parse_methods,
     reference_task,
 )
-from cacheblend_rag.lab.eval.metrics import best_f1
+from cacheblend_rag.lab.eval.metrics import _rouge_scorer, best_f1
 from cacheblend_rag.lab.eval.retrieve import Retriever
 from cacheblend_rag.lab.families.tiny import tiny_config, tiny_model
 from tests.families import tiny_tokenizer, words
@@ -143,7 +143,7 @@ def test_a_run_that_was_killed_ends_like_one_that_was_not(model_folder: Path, tm
     assert _timeless(file) == _timeless(whole)
 
     result = CliRunner().invoke(app, _arguments(model_folder, file, "--selectors", "hkvd,full"))
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "holds answers of another evaluation: methods.full 0.3 is null there" in result.stderr
 
 
@@ -175,10 +175,34 @@ def test_the_command_writes_its_tables(model_folder: Path, tmp_path: Path) -> No
     assert all(row.count("|") == head.count("|") for row in table if row.startswith("| full | 4 |"))
 
 
+@pytest.mark.parametrize(
+    ("package", "command"),
+    [
+        ("matplotlib", "reference --plot plots"),
+        ("matplotlib", "figures --out plots"),
+        ("rouge_score", "samsum {file} --model missing/model"),
+    ],
+)
+def test_a_missing_package_is_named_before_a_question_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    _rouge_scorer.cache_clear()
+    dialogues = [{"id": str(n), "dialogue": f"Mara: I have {n} goats.", "summary": f"She has {n}."} for n in range(3)]
+    (tmp_path / "samsum.json").write_text(json.dumps(dialogues))
+    result = CliRunner().invoke(app, ["eval", *command.format(file="samsum.json").split()])
+    assert result.exit_code == 2
+    assert 'pip install "cacheblend-rag[lab]"' in result.stderr
+    assert not result.stdout
+
+
 def test_what_a_batch_leaves_unmeasured_cannot_be_drawn(model_folder: Path, tmp_path: Path) -> None:
     arguments = _arguments(model_folder, tmp_path / "eval.json", "--together", "--plot", str(tmp_path / "plots"))
     result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "--plot draws quality over the time to the first token" in result.stderr
     assert not list(tmp_path.iterdir())
 
@@ -218,6 +242,6 @@ def test_a_mistake_is_answered_in_one_line(tmp_path: Path, arguments: str, messa
     file = tmp_path / "file.json"
     file.write_text("{")
     result = CliRunner().invoke(app, ["eval", *arguments.format(file=file).split()])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert result.stderr.startswith("error: ")
     assert message in result.stderr

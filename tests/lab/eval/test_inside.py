@@ -250,7 +250,7 @@ def test_the_command_draws_and_writes(model_folder: Path, tmp_path: Path) -> Non
     assert list(whole["rank_correlation"]) == ["1", "2"]
     assert len(whole["kv_deviation"]["3"]) == 101
     wrong = CliRunner().invoke(app, ["eval", "figures", "--out", str(tmp_path), "--task", "musique", *shared])
-    assert wrong.exit_code == 1
+    assert wrong.exit_code == 2
     assert "is read from a file; name it by --data" in wrong.output
 
 

@@ -1,0 +1,58 @@
+"""The table of families: a row each, exact or refused and why; as it was when this version was made, and as Markdown.
+
+Nothing here imports torch, so that the table is shown at once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["FamilyRow", "shipped_table", "table_lines"]
+
+# What `cacheblend-rag families --prove --json FILE` wrote.
+_SHIPPED = Path(__file__).with_suffix(".json")
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyRow:
+    """What running a tiny random model of a family has shown.
+
+    Attributes
+    ----------
+    family : str
+        As transformers names it.
+    verdict : str
+        "exact", or "refused: " and the reason; "wrong: " and what differs would be a bug.
+    attention : str
+        The kinds of attention of its layers; empty where it is refused.
+    positions : str
+        What their KV owes to the position; empty where it is refused.
+    """
+
+    family: str
+    verdict: str
+    attention: str = ""
+    positions: str = ""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether blending is exact."""
+        return self.verdict == "exact"
+
+
+def shipped_table() -> tuple[str, list[FamilyRow]]:
+    """Return the version of transformers that the shipped table was made with, and its rows."""
+    whole = json.loads(_SHIPPED.read_text(encoding="utf-8"))
+    return whole["versions"]["transformers"], [FamilyRow(**row) for row in whole["rows"]]
+
+
+def table_lines(rows: Sequence[FamilyRow]) -> list[str]:
+    """Return the table as lines of Markdown."""
+    lines = ["| family | verdict | attention of its layers | positions in their KV |", "|---|---|---|---|"]
+    for row in rows:
+        cells = (f"`{row.family}`", row.verdict, row.attention, row.positions)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return lines
