@@ -23,7 +23,9 @@ class ChunkReport:
     recomputed_tokens : int
         How many of its tokens went through all of the model's later layers again.
     reason : str or None
-        Why the chunk was not served from its stored KV unchanged, if it was not.
+        Why it was not served from stored KV: it was never added, another text was added under its id, its KV was evicted,
+        damaged or not computed yet, or why it was computed like text. None for a hit. If the whole prompt was computed,
+        `BlendReport.fallback_reason` says why.
     tier : str or None
         Where its stored KV was read from, "ram" or "disk" for example; "conversation" if it was at the same place in the
         previous turn; None if it was not read.
@@ -107,6 +109,12 @@ class BlendReport:
     head_tokens : int
         Tokens of the fixed text that the prompt begins with (`FixedText`) whose KV was stored instead of computed. If they came
         from the conversation, `conversation_tokens` counts them instead.
+    queue_s : float
+        Seconds from when the prompt was tokenised until the model was free for it. For a prompt of `BlendEngine.generate_many`,
+        this includes the time that the other prompts of its batch took.
+    overhead_s : float
+        What is left of `ttft_s` without `queue_s`, `load_s`, `encode_s` and `recompute_s`: tokenising, lookups, choosing a ratio,
+        and the part of a prefill that was lost to damaged KV.
     """
 
     ttft_s: float
@@ -137,11 +145,15 @@ class BlendReport:
     conversation_tokens: int = 0
     conversation_recomputed_tokens: int = 0
     head_tokens: int = 0
+    queue_s: float = 0.0
+    overhead_s: float = 0.0
 
     def __str__(self) -> str:
         """Return the figures that people look for first, on one line."""
         return (
-            f"first token after {1000 * self.ttft_s:.0f} ms; {self.hits} of {self.hits + self.misses} chunks hit, "
+            f"first token after {1000 * self.ttft_s:.0f} ms"
+            + (f", {1000 * self.queue_s:.0f} of them waiting for the model" if self.queue_s >= 0.01 else "")
+            + f"; {self.hits} of {self.hits + self.misses} chunks hit, "
             f"{self.recomputed_tokens} of {self.context_tokens} chunk tokens recomputed"
             + (f" ({self.selector})" if self.recomputed_tokens else "")
             + (f", {self.head_tokens} tokens of the head reused" if self.head_tokens else "")

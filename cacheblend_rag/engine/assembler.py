@@ -21,11 +21,14 @@ from cacheblend_rag.model import Decoder
 from cacheblend_rag.reading import Place, ReadingRules
 from cacheblend_rag.store import KVReader, KVStore, NodeRecord
 
-__all__ = ["LEAST_HEAD", "Assembler"]
+__all__ = ["LEAST_HEAD", "OTHER_TEXT", "Assembler"]
 
 LEAST_HEAD = 8
 """Fixed text of fewer tokens is simply computed: in the shape of Qwen2-0.5B, before 32 tokens of text, 8 are worth 8 % of the
 time to the first token, 4 are worth 5 %, and 2 nothing."""
+
+OTHER_TEXT = "its text is not the one that was added under this id"
+"""Why a chunk is a miss whose name stands for another text."""
 
 _MOST_FIRST_USES = 1 << 17
 
@@ -407,8 +410,17 @@ class Assembler:
             positions=self.places(chunk),
             named=record is not None and not is_other,
             text_hash=fresh.text_hash if record is None else None,
-            note="its text is not the one that was added under this id" if is_other else None,
+            note=OTHER_TEXT if is_other else None if record is not None else self._not_added(chunk),
         )
+
+    def _not_added(self, chunk: Chunk) -> str:
+        """Return why nothing is known of a chunk."""
+        if chunk.id is None:
+            return "it has no id, and no chunk with its text was added"
+        never = "it was never added under its id, or was deleted"
+        if chunk.document is not None and not self._store.names.document(self.namespace, chunk.document):
+            return f"{never}, and so was all else of its document {chunk.document!r:.40}"
+        return never
 
     def _with_bos(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         return ids if ids[: len(self._bos)] == self._bos else self._bos + ids

@@ -34,7 +34,7 @@ from cacheblend_rag.engine.metrics import EngineMetrics
 from cacheblend_rag.engine.opening import engine_identity, load_pretrained, look_at_model, open_engine_store
 from cacheblend_rag.engine.prefetch import Prefetch, Prefetcher
 from cacheblend_rag.engine.prompt import AssembledPrompt
-from cacheblend_rag.engine.request import PromptRun, Request, make_report
+from cacheblend_rag.engine.request import PromptRun, Request, Timings, make_report
 from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.engine.supply import KVSupply
 from cacheblend_rag.engine.watch import LayerWatcher, WatchedForward, WatchedPrefill, last_logits
@@ -934,7 +934,8 @@ class BlendEngine:
         options: dict[str, Any] | None = None,
     ) -> PromptRun:
         """Return the run of a prompt under the settings in force for it, which is checked and in tokens, but not computed."""
-        started = time.perf_counter() if started is None else started
+        began = time.perf_counter()
+        started = began if started is None else started
         if wait_s is not None and not (isinstance(wait_s, int | float) and wait_s >= 0):
             raise ConfigError(
                 f"wait_s={wait_s!r} must be a number of seconds from 0 upwards; leave it out for no limit"
@@ -967,7 +968,8 @@ class BlendEngine:
             max_new_tokens=max_new_tokens,
             options=options or {},
         )
-        run = PromptRun(request, assembled)
+        # While the others of a batch were put into tokens, it waited.
+        run = PromptRun(request, assembled, timings=Timings(queue_s=began - started))
         if options is not None:
             # It is to be answered.
             self.guard.watch(run)

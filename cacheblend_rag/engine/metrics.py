@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from cacheblend_rag.engine.assembler import OTHER_TEXT
 from cacheblend_rag.engine.guard import GuardStatus
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.report import BlendReport
@@ -25,6 +26,8 @@ _SUMS = {
     "recomputed_tokens": ("recomputed_tokens", "Chunk tokens computed again."),
     "output_tokens": ("output_tokens", "Tokens generated."),
     "load_bytes": ("load_bytes", "Bytes of stored KV that prompts loaded, as the model takes it."),
+    "queue_s": ("queue_seconds", "Seconds that prompts waited for the model."),
+    "overhead_s": ("overhead_seconds", "Seconds to first tokens that no waiting, encoding of misses or prefill took."),
     "load_s": ("load_wait_seconds", "Seconds that computation waited for stored KV."),
     "encode_s": ("encode_seconds", "Seconds that prompts spent on encoding misses."),
 }
@@ -57,6 +60,7 @@ class EngineMetrics:
         self._chunks = counter(
             "chunks", "Chunks of prompts: where their KV was read from, or that it was a miss.", "tier"
         )
+        self._other_texts = counter("other_texts", "Chunks that missed because another text was added under their ids.")
         self._sums = {field: counter(name, text) for field, (name, text) in _SUMS.items()}
         self._ttft_s = Histogram(
             "cacheblend_ttft_seconds",
@@ -76,6 +80,7 @@ class EngineMetrics:
         for chunk in report.chunks:
             # Where the whole prompt was computed, nothing was read.
             self._chunks.labels("miss" if not chunk.hit else chunk.tier or "not read").inc()
+            self._other_texts.inc(chunk.reason == OTHER_TEXT)
         for field, counter in self._sums.items():
             counter.inc(getattr(report, field))
         self._ttft_s.observe(report.ttft_s)

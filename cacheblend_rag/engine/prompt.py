@@ -43,7 +43,7 @@ class PromptChunk(ChunkSpan):
         Why it is computed like text: the prompt ends with it, its KV is that of another position, it is retrieved for the first
         time, or its KV is missing and not waited for. None for a chunk that is served from KV.
     note : str or None
-        What was found out about it that its report should say.
+        Why it is computed like text, or else why its KV may be missing, where its name says that.
     """
 
     id: str | None

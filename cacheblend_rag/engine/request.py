@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -16,7 +17,7 @@ from cacheblend_rag.engine.watch import FirstLogits
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.report import BlendReport, ChunkReport
-from cacheblend_rag.store import NamedTarget
+from cacheblend_rag.store import Fate, NamedTarget
 
 __all__ = ["ChunkSupply", "PromptRun", "Request", "Timings", "make_report"]
 
@@ -70,6 +71,8 @@ class ChunkSupply:
         Where it is read from; None for a miss.
     unreadable : set of str
         The chunks whose stored KV turned out damaged.
+    fates : dict of (str, str or None)
+        What became of KV that was not stored, where that is known.
     encoded : dict of (str, ChunkKV)
         KV of misses that was computed before the prompt's turn came.
     contexts : dict of (str, NamedTarget)
@@ -79,6 +82,7 @@ class ChunkSupply:
     hits: dict[str, bool] = field(default_factory=dict)
     tiers: dict[str, str | None] = field(default_factory=dict)
     unreadable: set[str] = field(default_factory=set)
+    fates: dict[str, Fate | Literal["unsupported"] | None] = field(default_factory=dict)
     encoded: dict[str, ChunkKV] = field(default_factory=dict)
     contexts: dict[str, NamedTarget] = field(default_factory=dict)
 
@@ -89,17 +93,21 @@ class Timings:
 
     Attributes
     ----------
-    encode_s, open_s, wait_s : float
-        Seconds spent on encoding misses, on opening stored KV, and, in the forward, on waiting for it.
+    queue_s, encode_s, open_s, wait_s : float
+        Seconds spent on waiting for the model, on encoding misses, on opening stored KV, and, in the forward, on waiting for it.
+    ready : float
+        When the prompt was in tokens, by `time.perf_counter`.
     forward_started : float
         When the forward began, by `time.perf_counter`.
     forward_ended : float or None
         When the prefill ended, where other prompts were prefilled before the first output; None where that follows at once.
     """
 
+    queue_s: float = 0.0
     encode_s: float = 0.0
     open_s: float = 0.0
     wait_s: float = 0.0
+    ready: float = field(default_factory=time.perf_counter)
     forward_started: float = 0.0
     forward_ended: float | None = None
 
@@ -190,11 +198,16 @@ def make_report(
         rows, charged = run.recomputed, run.charge / max(blended * num_layers, 1)
     in_chunks = rows[layout.is_chunk[rows]]
     chunks, misses = _chunk_reports(run, rows)
+    ended = timings.forward_ended or first_output
+    ttft_s, load_s = first_output - run.request.started, timings.open_s + timings.wait_s
+    recompute_s = ended - timings.forward_started - timings.wait_s
+    # Between its prefill and its first token the model had the other prompts of a batch.
+    queue_s = timings.queue_s + first_output - ended
     return BlendReport(
-        ttft_s=first_output - run.request.started,
-        load_s=timings.open_s + timings.wait_s,
+        ttft_s=ttft_s,
+        load_s=load_s,
         encode_s=timings.encode_s,
-        recompute_s=(timings.forward_ended or first_output) - timings.forward_started - timings.wait_s,
+        recompute_s=recompute_s,
         prompt_tokens=len(layout),
         context_tokens=context,
         recomputed_tokens=in_chunks.numel(),
@@ -210,6 +223,8 @@ def make_report(
         tpot_s=tpot_s,
         conversation_tokens=0 if run.resumed is None else run.resumed.tokens,
         conversation_recomputed_tokens=rows.numel() - in_chunks.numel(),
+        queue_s=queue_s,
+        overhead_s=max(ttft_s - queue_s - load_s - timings.encode_s - recompute_s, 0.0),
         **run.figures,
     )
 
@@ -242,18 +257,31 @@ def _chunk_reports(run: PromptRun, recomputed: torch.Tensor) -> tuple[tuple[Chun
 def _chunk_report(run: PromptRun, chunk: PromptChunk, recomputed: torch.Tensor) -> ChunkReport:
     attention = None if run.attention is None else run.attention(chunk)
     if chunk.computed is not None:
-        return ChunkReport(chunk.id, len(chunk), False, len(chunk), chunk.note, attention=attention)
+        reason = f"{_why_missed(run, chunk)}; {chunk.note}" if chunk.computed == "missing" else chunk.note
+        return ChunkReport(chunk.id, len(chunk), False, len(chunk), reason, attention=attention)
     rows = int(((recomputed >= chunk.start) & (recomputed < chunk.stop)).sum())
     if chunk.stop <= run.layout.resumed_rows:
-        return ChunkReport(chunk.id, len(chunk), True, rows, chunk.note, "conversation", attention)
-    is_damaged = chunk.key in run.kv.unreadable
-    hit = run.kv.hits[chunk.key] and not is_damaged
-    reason = chunk.note
-    if run.recomputed is None:
-        reason = "the whole prompt was computed"
-    elif reason is None and not hit:
-        reason = "its stored KV could not be read" if is_damaged else "its KV was not stored"
+        return ChunkReport(chunk.id, len(chunk), True, rows, None, "conversation", attention)
+    hit = run.kv.hits[chunk.key] and chunk.key not in run.kv.unreadable
+    reason = None if hit else _why_missed(run, chunk)
     return ChunkReport(chunk.id, len(chunk), hit, rows, reason, run.kv.tiers.get(chunk.key), attention)
+
+
+def _why_missed(run: PromptRun, chunk: PromptChunk) -> str:
+    fate = "damaged" if chunk.key in run.kv.unreadable else run.kv.fates.get(chunk.key)
+    if fate is not None:
+        return _FATES[fate]
+    if chunk.computed is None and chunk.note is not None:
+        return chunk.note
+    return "its KV is not computed yet, or not since its document has changed"
+
+
+_FATES = {
+    "unsupported": "this model cannot be blended, so it has no KV that is stored",
+    "unreachable": "its KV is not stored here, and the remote tier does not answer",
+    "damaged": "its stored KV could not be read",
+    "evicted": "its KV was evicted: dropped for room, or because its time was over",
+}
 
 
 def _fallback_reason(run: PromptRun) -> str | None:

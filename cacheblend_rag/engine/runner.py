@@ -88,6 +88,8 @@ class Runner:
         """
         ids = torch.tensor([run.prompt.layout.token_ids], device=self._model.device)
         with self.lock.within(run.request.wait_until), torch.no_grad():
+            # Its misses may have been encoded by now, with those of other prompts.
+            run.timings.queue_s += time.perf_counter() - run.timings.ready - run.timings.encode_s
             while True:
                 try:
                     if run.request.turn is not None:
@@ -164,6 +166,7 @@ class Runner:
             self._resume(run, None)
             keys = [chunk.key for chunk in run.waiting if chunk.key not in run.kv.hits]
             run.kv.hits.update(zip(keys, self._store.holds(keys), strict=True))
+            self._supply.note_fates(run, [key for key in keys if not run.kv.hits[key]])
             return None if run.resumed is None else dict(run.resumed.readers)
         readers = self._supply.readers(run, found)
         if given is not None:

@@ -126,6 +126,7 @@ class KVSupply:
             held = dict(zip(keys, self._store.holds(keys), strict=True))
             self.limit_misses(run, [key for key, there in held.items() if not there])
             run.kv.hits = held
+            self.note_fates(run, [key for key, there in held.items() if not there])
             for chunk in run.prompt.chunks:
                 if not held[chunk.key]:
                     missing.setdefault(chunk.key, []).append((run, chunk))
@@ -268,13 +269,23 @@ class KVSupply:
                         chunk.key[:12],
                     )
                     self.discard(chunk.key)
+                    run.kv.unreadable.add(chunk.key)
                     reader = None
                 tier = None if reader is None else reader.tier
             found[chunk.key], run.kv.tiers[chunk.key] = reader, tier
-            # After damaged KV the prompt is run again; what was a hit when the call came stays one in the report.
-            run.kv.hits.setdefault(chunk.key, reader is not None)
+            # After damaged KV the prompt is run again; what was a miss when the call came stays one in the report.
+            run.kv.hits[chunk.key] = run.kv.hits.get(chunk.key, True) and reader is not None
+        self.note_fates(run, [key for key, reader in found.items() if reader is None])
         run.timings.open_s += time.perf_counter() - opening
         return found
+
+    def note_fates(self, run: PromptRun, keys: Sequence[str]) -> None:
+        """Note what became of KV that is not stored, before it is computed."""
+        new = [key for key in keys if key not in run.kv.fates]
+        if self._encoder is None:
+            run.kv.fates |= dict.fromkeys(new, "unsupported")
+        elif new:
+            run.kv.fates |= {**dict.fromkeys(new), **self._store.fates(new)}
 
     def readers(self, run: PromptRun, found: dict[str, KVReader | None]) -> dict[int, KVReader]:
         """Return a reader for every chunk that no conversation has, encoding in one go those that have no stored KV.

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from cacheblend_rag.codec import make_codec
-from cacheblend_rag.store.base import KVReader, NameChanges, NamedTarget, NodeRecord, StoreStats
+from cacheblend_rag.store.base import Fate, KVReader, NameChanges, NamedTarget, NodeRecord, StoreStats
 from cacheblend_rag.store.check import CheckReport, check_store
 from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.collect import GarbageReport, collect_garbage, pin_chunks
@@ -24,6 +24,7 @@ from cacheblend_rag.store.transfer import ExportReport, ImportReport, export_sto
 __all__ = [
     "CheckReport",
     "ExportReport",
+    "Fate",
     "GarbageReport",
     "ImportReport",
     "KVReader",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -13,6 +13,7 @@ from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.reading import Place
 
 __all__ = [
+    "Fate",
     "KVReader",
     "NameChanges",
     "NamedTarget",
@@ -116,6 +117,10 @@ class _Part(KVReader):
     def finish(self) -> None:
         self._reader.finish()
 
+
+Fate: TypeAlias = Literal["unreachable", "damaged", "evicted"]
+"""Why KV is not to be had: the remote tier does not answer, it was found damaged, or it was dropped for room or because its time
+was over."""
 
 OpenProbe: TypeAlias = Callable[[], list[KVReader]]
 """Returns new, cold readers of the chunks: no earlier reading speeds them up."""

@@ -15,7 +15,7 @@ from typing import TypeVar
 from cacheblend_rag.codec import Codec, PackedKV, make_codec, pack_kv
 from cacheblend_rag.errors import ChunkReadError, StoreError, StoreFullError
 from cacheblend_rag.kv import ChunkKV
-from cacheblend_rag.store.base import KVReader, OpenProbe
+from cacheblend_rag.store.base import Fate, KVReader, OpenProbe
 from cacheblend_rag.store.chunkfile import ChunkFile, EncodedChunk, encode_chunk
 from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.database import Database
@@ -63,6 +63,8 @@ class DiskTier:
         self._touched_at = time.monotonic()
         # Keys that were discarded where they could not be removed.
         self._discarded: set[str] = set()
+        # Those found damaged, until they are written again.
+        self._damaged: set[str] = set()
         if self.read_only:
             self.database = Database(self.folder.index_path, read_only=True)
             self.index = Index(self.database)
@@ -148,6 +150,7 @@ class DiskTier:
         finally:
             part.remove()
         self._discarded.discard(key)
+        self._damaged.discard(key)
         self.evictions += len(dropped.keys)
         self._unlink(dropped.files)
         return dropped.keys
@@ -156,6 +159,19 @@ class DiskTier:
         """Return for each key whether it is held and has not expired."""
         there = self.index.holds(keys, self.clock.now())
         return [held and key not in self._discarded for key, held in zip(keys, there, strict=True)]
+
+    def fates(self, keys: Sequence[str]) -> dict[str, Fate]:
+        """Return how those of the keys lost their KV of which that is known."""
+        dropped = self.index.dropped_lately(keys)
+        now = self.clock.now()
+        fates: dict[str, Fate] = {}
+        for key in keys:
+            entry = self.index.entry(key)
+            if key in self._damaged:
+                fates[key] = "damaged"
+            elif key in dropped or (entry is not None and not entry.is_live(now)):
+                fates[key] = "evicted"
+        return fates
 
     def discard(self, key: str) -> None:
         """Drop the KV under `key`; in a folder that is not writable, never open it again."""
@@ -263,6 +279,7 @@ class DiskTier:
 
     def _lose(self, key: str, entry: Entry, reason: str) -> None:
         _log.warning("stored KV %s… is dropped: %s", key[:12], reason)
+        self._damaged.add(key)
         try:
             self.remove(self.deleting(lambda: self.index.drop([key], entry.file)))
         except StoreError:

@@ -215,6 +215,12 @@ class Index:
         with self.database.read() as connection:
             return int(connection.execute("SELECT ifnull(max(seq), 0) FROM deletions").fetchone()[0])
 
+    def dropped_lately(self, keys: Sequence[str]) -> set[str]:
+        """Return those of the keys that lost their entry lately."""
+        marks = ", ".join("?" * len(keys))
+        with self.database.read() as connection:
+            return {row[0] for row in connection.execute(f"SELECT key FROM deletions WHERE key IN ({marks})", keys)}
+
     def deleted_since(self, seen: int) -> list[str] | None:
         """Return the keys dropped after `deletions` was `seen`, or None if that is too long ago to know."""
         with self.database.read() as connection:

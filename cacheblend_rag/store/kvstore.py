@@ -13,7 +13,7 @@ from cacheblend_rag.codec import PackedKV
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.reading import ReadingRules
-from cacheblend_rag.store.base import KVReader, NodeRecord, StoreStats, TierProbe
+from cacheblend_rag.store.base import Fate, KVReader, NodeRecord, StoreStats, TierProbe
 from cacheblend_rag.store.chunkfile import ChunkFile
 from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.device import DeviceTier, PromotingReader, ResidentKV, device_probe
@@ -183,6 +183,16 @@ class KVStore(ABC):
             held = [here or next(elsewhere) for here in held]
         return held
 
+    def fates(self, keys: Sequence[str]) -> dict[str, Fate]:
+        """Return why the KV under keys is not to be had, of those of which that is known; what is never held is not among them.
+
+        Of what was dropped only the last few thousand are known.
+        """
+        self._check()
+        if self._offsite and self._offsite.is_out:
+            return dict.fromkeys(keys, "unreachable")
+        return self._fates(keys)
+
     def lifetimes(self, keys: Sequence[str]) -> list[float | None]:
         """Return for how many seconds from now the KV under each key lives, infinity for ever; None where none is held here.
 
@@ -339,6 +349,10 @@ class KVStore(ABC):
     @abstractmethod
     def _hold(self, keys: Sequence[str]) -> list[bool]:
         """Return for each key whether its KV is held here."""
+
+    @abstractmethod
+    def _fates(self, keys: Sequence[str]) -> dict[str, Fate]:
+        """Return how those of the keys lost their KV here of which that is known."""
 
     @abstractmethod
     def _follow(self) -> None:

@@ -21,6 +21,8 @@ __all__ = ["Cached", "LRUCache", "RamReader", "RamTier", "ram_probe"]
 
 _log = getLogger(__name__)
 
+_DROPPED_KEPT = 4096
+
 AnyKV = TypeVar("AnyKV", bound=KV[Any])
 
 
@@ -52,6 +54,8 @@ class LRUCache(Generic[AnyKV]):
         # Reservations come back here, without the lock, since they may come back from a finalizer.
         self._returned: deque[int] = deque()
         self._pinned: set[str] = set()
+        # What was dropped lately for room, or because its time was over.
+        self._dropped: deque[str] = deque(maxlen=_DROPPED_KEPT)
 
     def get(self, key: str, now: float = -math.inf) -> Cached[AnyKV] | None:
         """Return what is held under `key` and mark it as recently used; None where it is not held, or has expired by `now`."""
@@ -61,6 +65,7 @@ class LRUCache(Generic[AnyKV]):
                 return None
             if not entry.is_live(now):
                 self._drop(key)
+                self._dropped.append(key)
                 return None
             self._entries.move_to_end(key)
             return entry
@@ -144,6 +149,11 @@ class LRUCache(Generic[AnyKV]):
             for key in list(self._entries):
                 self._drop(key)
 
+    def dropped_lately(self, keys: Iterable[str]) -> set[str]:
+        """Return those of the keys that were dropped lately for room, or because their time was over."""
+        with self._lock:
+            return set(keys).intersection(self._dropped)
+
     def keys(self, tenant: str | None = None) -> list[str]:
         """Return the keys held, or those of one tenant, least recently used first."""
         with self._lock:
@@ -162,7 +172,9 @@ class LRUCache(Generic[AnyKV]):
         if self._kept_bytes() + self._reserved_bytes + nbytes > self.limit_bytes:
             return False
         while self._used_bytes + self._reserved_bytes + nbytes > self.limit_bytes:
-            self._drop(next(key for key in self._entries if key not in self._pinned))
+            oldest = next(key for key in self._entries if key not in self._pinned)
+            self._drop(oldest)
+            self._dropped.append(oldest)
             self.evictions += 1
         return True
 

@@ -9,7 +9,7 @@ from functools import partial
 from cacheblend_rag.codec import PackedKV, pack_kv
 from cacheblend_rag.errors import StoreError, StoreFullError
 from cacheblend_rag.kv import ChunkKV
-from cacheblend_rag.store.base import KVReader, StoreStats, TierProbe, latest
+from cacheblend_rag.store.base import Fate, KVReader, StoreStats, TierProbe, latest
 from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.database import Database
 from cacheblend_rag.store.device import DeviceReader, DeviceTier
@@ -88,6 +88,9 @@ class MemoryStore(KVStore):
         now = self._clock.now()
         cached = [self._ram.peek(key) for key in keys]
         return [each is not None and each.is_live(now) for each in cached]
+
+    def _fates(self, keys: Sequence[str]) -> dict[str, Fate]:
+        return dict.fromkeys(self._ram.dropped_lately(keys), "evicted")
 
     def _follow(self) -> None:
         evictions = self._ram.evictions
@@ -170,6 +173,11 @@ class FolderStore(KVStore):
 
     def _hold(self, keys: Sequence[str]) -> list[bool]:
         return self._disk.holds(keys)
+
+    def _fates(self, keys: Sequence[str]) -> dict[str, Fate]:
+        # What has no name is kept in RAM alone.
+        fates: dict[str, Fate] = dict.fromkeys(self._ram.dropped_lately(keys), "evicted")
+        return fates | self._disk.fates(keys)
 
     def _stays(self, key: str) -> bool:
         return super()._stays(key) or self._is_on_disk(key)

@@ -469,5 +469,7 @@ def test_a_report_of_a_whole_prefill_claims_no_reuse(engine: BlendEngine) -> Non
     engine.add(CHUNKS)
     report = engine.prefill(_prompt(CHUNKS), blend=engine.blend.replace(enabled=False)).report
     assert (report.recompute_ratio, report.charged_ratio, report.recomputed_tokens) == (1.0, 1.0, 79)
-    assert {chunk.reason for chunk in report.chunks} == {"the whole prompt was computed"}
+    assert {(chunk.hit, chunk.recomputed_tokens == chunk.tokens, chunk.reason) for chunk in report.chunks} == {
+        (True, True, None)
+    }
     assert "4 of 4 chunks hit, 79 of 79 chunk tokens recomputed (full)" in str(report)

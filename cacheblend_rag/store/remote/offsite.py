@@ -42,7 +42,7 @@ class Offsite:
         self._uploads = WorkQueue(self._upload, waiting_bytes, "cacheblend-upload")
         self._lock = ForkSafeLock()
         self._undropped: set[str] = set()
-        self._is_out = False
+        self.is_out = False
         self._uploads_fail = False
 
     def open(self, key: str) -> ChunkFile | None:
@@ -118,12 +118,12 @@ class Offsite:
         self._tier.close()
 
     def _tell(self, error: RemoteUnavailableError) -> None:
-        if not self._is_out:
-            self._is_out = True
+        if not self.is_out:
+            self.is_out = True
             _log.warning("%s; its KV counts as not stored until it answers again", error)
 
     def _recovered(self) -> None:
-        self._is_out = False
+        self.is_out = False
         if self._undropped:
             self.drop(())
 

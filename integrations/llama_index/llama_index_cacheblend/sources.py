@@ -34,12 +34,15 @@ def copies(nodes: Sequence[NodeWithScore]) -> list[NodeWithScore]:
 def annotate(nodes: Sequence[NodeWithScore], report: dict[str, Any]) -> None:
     """Write into the metadata of source nodes what the report says of them."""
     calls = [*report.get("earlier_calls", ()), report]
-    chunks = {chunk["id"]: chunk for call in calls for chunk in call.get("chunks", ())}
+    chunks = {chunk["id"]: (chunk, call) for call in calls for chunk in call.get("chunks", ())}
     dropped = set(report.get("dropped", ()))
     for each in nodes:
-        chunk, metadata = chunks.get(each.node_id), each.node.metadata
-        if chunk is not None:
-            metadata[STATUS_KEY] = chunk["reason"] or "blended"
+        found, metadata = chunks.get(each.node_id), each.node.metadata
+        if found is not None:
+            chunk, call = found
+            is_whole = call["selector"] == "full"
+            whole = call.get("fallback_reason") or "the whole prompt was computed"
+            metadata[STATUS_KEY] = chunk["reason"] or (whole if is_whole else "blended")
             if chunk["attention"] is not None:
                 metadata[ATTENTION_KEY] = chunk["attention"]
         elif each.node_id in dropped:

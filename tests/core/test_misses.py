@@ -1,0 +1,205 @@
+"""Why a chunk missed, and what a prompt waited for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cacheblend_rag import BlendEngine, BlendPrompt, BlendReport, Chunk
+from cacheblend_rag.lab.settings import engine_settings
+from cacheblend_rag.store import StoreClock, open_store
+from tests.families import tiny_model, tiny_tokenizer, words
+from tests.store.kit import files_of
+
+CHUNKS = [Chunk(words(12, seed), f"n{seed}") for seed in range(4)]
+NEVER = "it was never added under its id, or was deleted"
+OTHER = "its text is not the one that was added under this id"
+EVICTED = "its KV was evicted: dropped for room, or because its time was over"
+UNREAD = "its stored KV could not be read"
+NO_ID = "it has no id, and no chunk with its text was added"
+NOT_YET = "its KV is not computed yet, or not since its document has changed"
+MODEL = tiny_model("llama")
+
+
+def open_engine(store: object = None, **values: object) -> BlendEngine:
+    given = {"self_check": False, "selector": "none", "recompute_ratio": 0.0, **values}
+    return BlendEngine(MODEL, tiny_tokenizer(), **engine_settings(**given), store=store)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def engine() -> Iterator[BlendEngine]:
+    with open_engine() as engine:
+        yield engine
+
+
+def ask(engine: BlendEngine, *chunks: Chunk | str, **values: bool) -> dict[str | None, str | None]:
+    """Return the reason of each chunk by its id; none of a hit has one, and each miss has."""
+    prompt = BlendPrompt(words(3, 70), list(chunks), words(4, 71))
+    report = engine.prefill(prompt, blend=engine.blend.replace(**values)).report
+    assert all((chunk.reason is None) == chunk.hit for chunk in report.chunks)
+    return {chunk.id: chunk.reason for chunk in report.chunks}
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(
+        st.sampled_from(["added", "deleted", "never", "changed", "no id", "alien", "evicted"]), min_size=1, max_size=6
+    ),
+    st.booleans(),
+)
+def test_each_miss_says_why_and_no_hit_does(kinds: list[str], enabled: bool) -> None:
+    wanted = {
+        "added": None,
+        "deleted": NEVER,
+        "never": NEVER,
+        "changed": OTHER,
+        "no id": NO_ID,
+        "alien": f"{NEVER}, and so was all else of its document 'unheard of'",
+        "evicted": EVICTED,
+    }
+    with open_engine() as engine:
+        chunks: list[Chunk] = []
+        for number, kind in enumerate(kinds):
+            text, id = words(8, 10 + number), f"c{number}"
+            if kind in ("added", "deleted", "evicted"):
+                engine.add([Chunk(text, id)])
+            elif kind == "changed":
+                engine.add([Chunk(words(8, 40 + number), id)])
+            if kind == "deleted":
+                engine.delete([id])
+            chunks.append(
+                Chunk(text)
+                if kind == "no id"
+                else Chunk(text, id, document="unheard of", start=0)
+                if kind == "alien"
+                else Chunk(text, id)
+            )
+        gone = [engine.records([f"c{n}"])[0] for n, kind in enumerate(kinds) if kind == "evicted"]
+        # What has been used last is kept, so that room for nothing else drops just these.
+        ram = engine.store._ram
+        held, evicted = ram.keys(), {record.key for record in gone if record}
+        for key in held:
+            if key not in evicted:
+                ram.get(key)
+        for _ in gone:
+            ram.limit_bytes = ram.nbytes() - 1
+            assert ram.reserve(0)
+        ram.limit_bytes = 2**40
+        prompt = BlendPrompt(words(3, 70), chunks, words(4, 71))
+        report = engine.prefill(prompt, blend=engine.blend.replace(enabled=enabled)).report
+        assert [chunk.reason for chunk in report.chunks] == [wanted[kind] for kind in kinds]
+        assert [chunk.hit for chunk in report.chunks] == [kind == "added" for kind in kinds]
+        others = engine.metrics.registry.get_sample_value("cacheblend_other_texts_total")
+        assert others == kinds.count("changed")
+
+
+def test_a_folder_tells_evicted_damaged_and_expired_apart_from_unknown(tmp_path: Path) -> None:
+    now = [1000.0]
+    store = open_store(tmp_path, 0, clock=StoreClock(lambda: now[0], lambda: now[0]))
+    with closing(store), open_engine(store) as engine:
+        engine.add(CHUNKS[:2])
+        engine.add([CHUNKS[2]], ttl_s=10)
+        files = files_of(tmp_path)
+        files[0].write_bytes(files[0].read_bytes()[:40])
+        now[0] += 20
+        reasons = ask(engine, *CHUNKS)
+    assert sorted(map(str, reasons.values())) == sorted(["None", UNREAD, EVICTED, NEVER])
+    assert (reasons["n2"], reasons["n3"]) == (EVICTED, NEVER)
+    # Another process learns of it by the index.
+    size = max(file.stat().st_size for file in files_of(tmp_path))
+    with closing(open_store(tmp_path, 0, 3 * size)) as store, open_engine(store) as engine:
+        engine.add([Chunk(words(12, 30), "n8"), Chunk(words(12, 31), "n9")])
+    with open_engine(tmp_path) as engine:
+        reasons = ask(engine, *(id for id in engine.ids()))
+    assert set(reasons.values()) == {EVICTED, None}
+
+
+def test_kv_that_nobody_has_computed_yet(tmp_path: Path) -> None:
+    document = [Chunk(words(9, seed), f"d{seed}", document="d", start=seed * 100) for seed in range(3)]
+    with open_engine(tmp_path) as engine:
+        engine.add(document)
+        engine.delete(["d0"])
+        assert ask(engine, "d1", "d2") == {"d1": NOT_YET, "d2": NOT_YET}
+        assert ask(engine, "d1", "d2") == {"d1": None, "d2": None}
+
+
+def test_a_prompt_that_is_computed_as_a_whole_still_says_what_missed(engine: BlendEngine) -> None:
+    engine.add(CHUNKS[:1])
+    assert ask(engine, *CHUNKS[:2], enabled=False) == {"n0": None, "n1": NEVER}
+
+
+def test_a_remote_tier_that_does_not_answer_is_the_reason(tmp_path: Path) -> None:
+    pytest.importorskip("redis", reason="redis-py is not installed (extra redis)")
+    # A port that is the system's own, where nobody listens.
+    with open_engine(tmp_path, remote="redis://127.0.0.1:1") as engine:
+        assert ask(engine, CHUNKS[0])["n0"] == "its KV is not stored here, and the remote tier does not answer"
+
+
+def parts_of(report: BlendReport) -> float:
+    parts = (report.queue_s, report.load_s, report.encode_s, report.recompute_s, report.overhead_s)
+    assert all(part >= 0 for part in parts)
+    return sum(parts)
+
+
+def test_the_parts_of_the_time_to_first_token_add_up(engine: BlendEngine) -> None:
+    engine.add(CHUNKS[:2])
+    prompts = [BlendPrompt(words(3, seed), CHUNKS[:seed], words(4, 60 + seed)) for seed in (1, 2, 3)]
+    reports = [engine.generate(prompt, 3, do_sample=False).report for prompt in prompts]
+    reports += [result.report for result in engine.generate_many(prompts, 3, do_sample=False)]
+    reports += [engine.prefill(prompts[0]).report]
+    for report in reports:
+        assert parts_of(report) == pytest.approx(report.ttft_s, abs=1e-6)
+        assert report.overhead_s < report.ttft_s
+
+
+def test_a_prompt_says_how_long_it_waited_for_the_model(engine: BlendEngine) -> None:
+    engine.add(CHUNKS)
+    prompt = BlendPrompt(words(3, 70), CHUNKS, words(4, 71))
+    alone = engine.generate(prompt, 2, do_sample=False).report
+    taken, leave = threading.Event(), threading.Event()
+
+    def compute() -> None:
+        with engine._runner.lock:
+            taken.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    taken.wait()
+    stream = engine.stream(prompt, 2, do_sample=False)
+    time.sleep(0.3)
+    leave.set()
+    report = stream.result().report
+    thread.join()
+    assert 0.25 < report.queue_s < report.ttft_s
+    assert parts_of(report) - report.queue_s < report.ttft_s - 0.25
+    assert "waiting for the model" in str(report)
+    assert alone.queue_s < 0.1
+    counted = engine.metrics.registry.get_sample_value("cacheblend_queue_seconds_total")
+    assert counted == pytest.approx(alone.queue_s + report.queue_s)
+
+
+def test_in_a_batch_the_others_are_waited_for_and_are_no_overhead(engine: BlendEngine) -> None:
+    engine.add(CHUNKS)
+    prompts = [BlendPrompt(words(3, seed), CHUNKS, words(4, 60 + seed)) for seed in range(8)]
+    forward = engine.model.forward
+
+    def slow(*args: object, **kwargs: object) -> object:
+        time.sleep(0.02)
+        return forward(*args, **kwargs)
+
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.model, "forward", slow)
+        reports = [result.report for result in engine.generate_many(prompts, 2, do_sample=False)]
+    for report in reports:
+        # Seven others were prefilled before the first token came.
+        assert report.queue_s > 7 * 0.02
+        assert report.overhead_s < 7 * 0.02
