@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -230,12 +230,16 @@ class BlendPrompt:
     positions : sequence of int, optional
         The position of each segment's first token, in segment order. By default segments follow each other without
         gaps. After the first token of a chunk, its own `Chunk.positions` say where the gaps are.
+    skip_unknown : bool
+        Whether chunks named by an id that is not known, because another process deleted them since they were retrieved, are left
+        out of the prompt, with the separator beside them; the report lists them last. By default they are an
+        `UnknownChunkError`.
 
     Raises
     ------
     ConfigError
         If `segments` is given together with `prefix`, `chunks`, `suffix` or `separator`, or `positions` do not fit the
-        segments.
+        segments, or are given with `skip_unknown`.
     """
 
     prefix: str | FixedText = ""
@@ -244,6 +248,7 @@ class BlendPrompt:
     separator: str = ""
     segments: Sequence[Segment] = field(default=())
     positions: Sequence[int] | None = None
+    skip_unknown: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.chunks, str):
@@ -259,12 +264,31 @@ class BlendPrompt:
         else:
             object.__setattr__(self, "segments", tuple(self._sugar()))
         if self.positions is not None:
+            if self.skip_unknown:
+                raise ConfigError("where each segment has its position, none can be left out: give no skip_unknown")
             if len(self.positions) != len(self.segments):
                 raise ConfigError(
                     f"{len(self.positions)} positions for {len(self.segments)} segments; give one for each"
                 )
             if any(position < 0 for position in self.positions):
                 raise ConfigError(f"positions {list(self.positions)} include a negative one; positions count from 0")
+
+    def without(self, ids: Container[str]) -> BlendPrompt:
+        """Return the prompt without the chunks that are named by these ids, and the separator beside each.
+
+        Parameters
+        ----------
+        ids : container of str
+            The ids.
+        """
+
+        def stays(segment: object) -> bool:
+            return not isinstance(segment, ChunkRef) or segment.id not in ids
+
+        if not self.chunks:
+            return replace(self, segments=[segment for segment in self.segments if stays(segment)])
+        chunks = [each for each in self.chunks if stays(ChunkRef(each) if isinstance(each, str) else each)]
+        return replace(self, chunks=chunks, segments=())
 
     def _sugar(self) -> list[Segment]:
         segments: list[Segment] = [self.prefix] if self.prefix else []

@@ -24,8 +24,8 @@ class ChunkReport:
         How many of its tokens went through all of the model's later layers again.
     reason : str or None
         Why it was not served from stored KV: it was never added, another text was added under its id, its KV was evicted,
-        damaged or not computed yet, or why it was computed like text. None for a hit. If the whole prompt was computed,
-        `BlendReport.fallback_reason` says why.
+        damaged or not computed yet, or why it was computed like text or left out. None for a hit. If the whole prompt
+        was computed, `BlendReport.fallback_reason` says why.
     tier : str or None
         Where its stored KV was read from, "ram" or "disk" for example; "conversation" if it was at the same place in the
         previous turn; None if it was not read.
@@ -77,7 +77,7 @@ class BlendReport:
     fallback_reason : str or None
         Why the prompt was prefilled in full although blending was asked for.
     chunks : tuple of ChunkReport
-        One for each chunk, in prompt order.
+        One for each chunk, in prompt order; behind them those that were left out, without tokens.
     output_tokens : int
         Tokens generated so far.
     load_bytes : int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,8 @@ from cacheblend_rag.reading import Place, ReadingRules
 from cacheblend_rag.store import KVReader, KVStore, NodeRecord
 
 __all__ = ["LEAST_HEAD", "OTHER_TEXT", "Assembler"]
+
+logger = logging.getLogger(__name__)
 
 LEAST_HEAD = 8
 """Fixed text of fewer tokens is simply computed: in the shape of Qwen2-0.5B, before 32 tokens of text, 8 are worth 8 % of the
@@ -214,13 +217,20 @@ class Assembler:
         Raises
         ------
         UnknownChunkError
-            If it names a chunk that is not known.
+            If it names a chunk that is not known, and does not allow it to be left out.
         PromptTooLongError
             If it leaves no room for a single output token in the model's window.
         PromptError
             If it has no tokens.
         """
-        pieces = self._pieces(prompt)
+        known = self._known(prompt.segments)
+        skipped = self._unknown(prompt.segments, known) if prompt.skip_unknown else ()
+        if skipped:
+            logger.warning(
+                "no chunks have these ids any more, so they were left out of a prompt: %s", ", ".join(skipped)
+            )
+            prompt = prompt.without(skipped)
+        pieces = self._pieces(prompt, known)
         # Text at the end may have no tokens: blanks, for example.
         while len(pieces) > 1 and not pieces[-1].ids:
             pieces.pop()
@@ -267,6 +277,7 @@ class Assembler:
             None if prompt.positions is None else layout.positions,
             context or (0, 0),
             None if head is None or head.key in first else head,
+            skipped,
         )
 
     def _served_or_computed(self, chunk: PromptChunk, is_last: bool, is_first_use: bool) -> PromptChunk:
@@ -328,13 +339,12 @@ class Assembler:
         ids += given[row:]
         return None if self._window is not None and len(ids) >= self._window else tuple(ids)
 
-    def _pieces(self, prompt: BlendPrompt) -> list[_Piece]:
+    def _pieces(self, prompt: BlendPrompt, known: dict[str, NodeRecord]) -> list[_Piece]:
         """Cut a prompt into runs of tokens that follow each other without gaps and come from one place."""
         segments = list(prompt.segments)
         positions = None if prompt.positions is None else list(prompt.positions)
         if segments and isinstance(segments[0], Chunk | ChunkRef | ChunkPart) and self._bos and positions is None:
             segments.insert(0, ())
-        known = self._known(segments)
         # Separators recur between all chunks: each text is tokenised once.
         texts: dict[str, tuple[int, ...]] = {}
         pieces: list[_Piece] = []
@@ -386,6 +396,12 @@ class Assembler:
         named = [each for each in ids if not each.startswith(HEAD_PREFIX)]
         found = self._store.names.lookup(self.namespace, named) if named else []
         return {record.id: record for record in found if record is not None}
+
+    @staticmethod
+    def _unknown(segments: Sequence[Any], known: dict[str, NodeRecord]) -> tuple[str, ...]:
+        """Return the ids that segments name chunks by and that nothing is recorded of, each once."""
+        named = dict.fromkeys(each.id for each in segments if isinstance(each, ChunkRef))
+        return tuple(id for id in named if id not in known)
 
     def _chunk(self, segment: Chunk | ChunkRef | ChunkPart, known: dict[str, NodeRecord]) -> PromptChunk:
         """Return what is known of the chunk of a segment, not placed yet."""

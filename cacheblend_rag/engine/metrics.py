@@ -78,6 +78,9 @@ class EngineMetrics:
         if report.fallback_reason is not None:
             self._fallbacks.inc()
         for chunk in report.chunks:
+            if not chunk.tokens:
+                self._chunks.labels("left out").inc()
+                continue
             # Where the whole prompt was computed, nothing was read.
             self._chunks.labels("miss" if not chunk.hit else chunk.tier or "not read").inc()
             self._other_texts.inc(chunk.reason == OTHER_TEXT)

@@ -123,6 +123,8 @@ class AssembledPrompt:
         prompt ends with is not part of it. Empty without chunks.
     head : PromptHead or None
         The fixed text that it begins with, if that is long enough for its KV to be kept.
+    skipped : tuple of str
+        The ids of chunks that were left out, because they are not known any more.
     """
 
     layout: PromptLayout
@@ -131,6 +133,7 @@ class AssembledPrompt:
     places: tuple[int, ...] | None = None
     context: tuple[int, int] = (0, 0)
     head: PromptHead | None = None
+    skipped: tuple[str, ...] = ()
 
     def computing(self, keys: Container[str], note: str) -> AssembledPrompt:
         """Return the prompt with the chunks of some keys, whose KV is missing, computed like text."""

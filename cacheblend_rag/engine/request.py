@@ -230,7 +230,7 @@ def make_report(
 
 
 def _chunk_reports(run: PromptRun, recomputed: torch.Tensor) -> tuple[tuple[ChunkReport, ...], int]:
-    """Return a report of each chunk in prompt order, its parts put together, and how many chunks were missed."""
+    """Return a report of each chunk in prompt order, its parts put together, then of those left out, and how many were missed."""
     reports: dict[object, ChunkReport] = {}
     missed = set[object]()
     for chunk in sorted((*run.prompt.chunks, *run.prompt.computed), key=lambda each: each.start):
@@ -251,7 +251,9 @@ def _chunk_reports(run: PromptRun, recomputed: torch.Tensor) -> tuple[tuple[Chun
                 attention=None if first.attention is None else first.attention + (report.attention or 0.0),
             )
         reports[name] = report
-    return tuple(reports.values()), len(missed)
+    reason = "no chunk has this id any more, so it was left out of the prompt"
+    skipped = [ChunkReport(id, 0, False, reason=reason) for id in run.prompt.skipped]
+    return (*reports.values(), *skipped), len(missed)
 
 
 def _chunk_report(run: PromptRun, chunk: PromptChunk, recomputed: torch.Tensor) -> ChunkReport:

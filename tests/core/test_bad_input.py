@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
+from itertools import chain, combinations
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,54 @@ def test_a_deleted_id(engine: BlendEngine) -> None:
     engine.delete(["good"])
     with pytest.raises(UnknownChunkError):
         engine.generate(BlendPrompt("t5", ["good"], "t6"), 3)
+
+
+def test_unknown_ids_are_left_out_where_the_prompt_allows_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    chunks = [Chunk(words(12, seed), f"n{seed}") for seed in range(4)]
+    ids = [chunk.id for chunk in chunks if chunk.id is not None]
+    for gone in chain.from_iterable(combinations(ids, count) for count in range(5)):
+        with (
+            BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=tmp_path) as engine,
+            BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=tmp_path) as other,
+        ):
+            engine.add(chunks)
+            other.delete(gone)
+            there = [id for id in ids if id not in gone]
+            prompts = [
+                (
+                    BlendPrompt("t5", ids, "t6", separator="t7", skip_unknown=True),
+                    BlendPrompt("t5", there, "t6", separator="t7"),
+                ),
+                (
+                    BlendPrompt(segments=["t5", *map(ChunkRef, ids), "t6"], skip_unknown=True),
+                    BlendPrompt(segments=["t5", *map(ChunkRef, there), "t6"]),
+                ),
+            ]
+            for prompt, wanted in prompts:
+                caplog.clear()
+                answer, right = engine.generate(prompt, 3), engine.generate(wanted, 3)
+                assert engine.prompt_ids(prompt) == engine.prompt_ids(wanted)
+                assert answer.token_ids == right.token_ids
+                report = answer.report
+                assert [chunk.id for chunk in report.chunks] == [*there, *gone]
+                assert (report.hits, report.misses, report.context_tokens) == (
+                    len(there),
+                    0,
+                    right.report.context_tokens,
+                )
+                assert all("left out" in (chunk.reason or "") for chunk in report.chunks[len(there) :])
+                assert ("left out" in caplog.text) == bool(gone)
+                assert (
+                    engine.metrics.registry.get_sample_value("cacheblend_chunks_total", {"tier": "left out"}) or 0
+                ) >= len(gone)
+                if gone:
+                    with pytest.raises(UnknownChunkError):
+                        engine.generate(BlendPrompt(segments=prompt.segments), 3)
+
+
+def test_nothing_is_left_out_of_a_prompt_with_positions() -> None:
+    with pytest.raises(ConfigError, match="skip_unknown"):
+        BlendPrompt(segments=["t5", ChunkRef("n1")], positions=[0, 4], skip_unknown=True)
 
 
 def test_an_empty_chunk() -> None:
