@@ -10,19 +10,25 @@ from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
+from reprlib import Repr
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
-import yaml
 from pydantic import Field, ValidationError, field_serializer, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.files import load_yaml, read_yaml_text
 
 __all__ = ["BlendConfig", "EngineConfig", "did_you_mean"]
 
 _Codec = Literal["native", "float32", "float16", "bfloat16", "int8", "int4", "int2"]
 _PREFIX = "CACHEBLEND_"
+# Of a message, however long the values that it speaks of.
+_PROBLEMS_SHOWN = 5
+_NAME_SHOWN = 60
+_shown = Repr()
+_shown.maxstring = _shown.maxother = 100
 _log = logging.getLogger(__name__)
 _Settings = TypeVar("_Settings", bound="_Base")
 
@@ -79,10 +85,7 @@ class _Base(BaseSettings):
         ConfigError
             If the file cannot be read, is not a mapping, or holds a name or a value that is not a setting.
         """
-        try:
-            values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError(f"settings file {path} cannot be read: {error}") from error
+        values = load_yaml(read_yaml_text(Path(path)), str(path))
         values = {} if values is None else values
         if not isinstance(values, Mapping):
             raise ConfigError(
@@ -113,18 +116,21 @@ class _Base(BaseSettings):
     @classmethod
     def _explain(cls, error: ValidationError) -> str:
         problems = []
-        for item in error.errors():
-            name = ".".join(str(part) for part in item["loc"]) or "settings"
+        items = error.errors()
+        for item in items[:_PROBLEMS_SHOWN]:
+            name = ".".join(str(part) for part in item["loc"])[:_NAME_SHOWN] or "settings"
             if item["type"] != "extra_forbidden":
                 message = item["msg"].removeprefix("Value error, ")
                 # The address of a remote tier may hold a password, and so may all settings together.
-                shown = "" if name in ("settings", "remote") else f"={item.get('input')!r}"
+                shown = "" if name in ("settings", "remote") else f"={_shown.repr(item.get('input'))}"
                 problems.append(f"{name}{shown}: {message}")
             elif (other := cls.kinds.get(name)) is not None:
                 problems.append(f"{name} is {other.lifetime}; give it in {other.__name__}({name}=...)")
             else:
                 known = ", ".join(sorted(cls.model_fields))
                 problems.append(f"unknown setting {name}{did_you_mean(name, cls.kinds)}; {cls.__name__} has {known}")
+        if len(items) > _PROBLEMS_SHOWN:
+            problems.append(f"and {len(items) - _PROBLEMS_SHOWN} more")
         return "; ".join(problems)
 
 

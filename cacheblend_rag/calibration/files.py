@@ -12,7 +12,7 @@ import yaml
 
 from cacheblend_rag.config import BlendConfig, EngineConfig
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.files import replace_text
+from cacheblend_rag.files import load_yaml, read_yaml_text, replace_text
 
 __all__ = ["edit_settings", "read_questions", "write_settings"]
 
@@ -37,12 +37,9 @@ def write_settings(path: str | Path, changes: Mapping[str, Scalar]) -> None:
         If the file cannot be read or written, or its settings have no meaning, together with the changes.
     """
     target = Path(path).resolve()
-    try:
-        text = target.read_bytes().decode() if target.exists() else ""
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"settings file {path} cannot be read: {error}") from error
+    text = read_yaml_text(target) if target.exists() else ""
     edited = edit_settings(text, changes, name=str(path))
-    named = {str(name): value for name, value in yaml.safe_load(edited).items()}
+    named = {str(name): value for name, value in load_yaml(edited, str(path)).items()}
     for kind in (EngineConfig, BlendConfig):
         kind.from_mapping(named)
     try:
@@ -60,11 +57,8 @@ def edit_settings(text: str, changes: Mapping[str, Scalar], *, name: str = "sett
 
     `name` is what messages call the text.
     """
-    try:
-        values = yaml.safe_load(text)
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"settings file {name} cannot be read: {error}") from error
+    values = load_yaml(text, name)
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
     if values is None:
         values = {}
     if not isinstance(values, dict):

@@ -1,0 +1,111 @@
+"""Settings files that somebody wrote to do harm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cacheblend_rag import BlendConfig, EngineConfig
+from cacheblend_rag.calibration import write_settings
+from cacheblend_rag.errors import ConfigError
+from tests.limits import within
+
+SAMPLES = [
+    pytest.param(60, id="sampled"),
+    pytest.param(500, marks=pytest.mark.full, id="all"),
+]
+READERS: list[Callable[[Path], Any]] = [
+    EngineConfig.from_yaml,
+    BlendConfig.from_yaml,
+    lambda path: write_settings(path, {"recompute_ratio": 0.1}),
+]
+
+
+def laughs(levels: int, width: int, form: str) -> str:
+    """Return a value that aliases make `width` times larger at every level."""
+    lines = ["a0: &a0 [x, x]" if form != "<<: [{}]" else "a0: &a0 {x: y}"]
+    for level in range(1, levels + 1):
+        lines.append(f"a{level}: &a{level} {{{form.format(', '.join([f'*a{level - 1}'] * width))}}}")
+    return "\n".join([*lines, f"encoding_prefix: *a{levels}", ""])
+
+
+SIZES = st.integers(100, 60_000)
+HOSTILE = st.one_of(
+    st.builds(laughs, st.integers(5, 40), st.integers(8, 40), st.sampled_from(["k: [{}]", "<<: [{}]"])),
+    st.builds(
+        lambda opening, depth, closes: opening * depth + ("]" * depth if closes else ""),
+        st.sampled_from(["[", "{a: ", "- ", "? ", "a: [", "!!str [", "&a [", "[[[]],"]),
+        SIZES,
+        st.booleans(),
+    ),
+    st.builds(
+        lambda piece, times: "a: [" + piece * times + "]",
+        st.sampled_from(["x, ", "1, ", "{a: b}, ", "[], ", "1.5, "]),
+        SIZES,
+    ),
+    st.builds(
+        lambda start, piece, times: start + piece * times,
+        st.sampled_from(["a: 1", "a: 1.5", "a: !", "? ", "a: !!binary ", "a: &", "*", "%", "a: ", "a: 0x1"]),
+        st.sampled_from(["1", ":1", "x", "ü", "_", "!"]),
+        SIZES,
+    ),
+    st.integers(500, 20_000).map(lambda times: "".join(f"unknown{n}: {n}\n" for n in range(times))),
+    st.integers(1000, 20_000).map(lambda times: "".join(f"a{n}: &a{n} x\nb{n}: *a{n}\n" for n in range(times))),
+    st.integers(300_000, 2_000_000).map(lambda times: "#" * times),
+    st.sampled_from(
+        [
+            "!!timestamp x",
+            "!!bool x",
+            "!!int ''",
+            "!!float ''",
+            "!!binary x",
+            "&a [*a]",
+            "&a {b: *a}",
+            "{[a]: 1}",
+            "!!set [1]",
+        ]
+    ).map("a: {}".format),
+)
+
+
+@pytest.mark.parametrize("samples", SAMPLES)
+def test_hostile_settings_are_refused(tmp_path: Path, samples: int) -> None:
+    path = tmp_path / "blend.yaml"
+
+    @settings(max_examples=samples, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(HOSTILE, st.sampled_from(READERS))
+    def refused(text: str, read: Callable[[Path], Any]) -> None:
+        path.write_text(text, encoding="utf-8")
+        with within(200_000_000, 1.0), pytest.raises(ConfigError) as caught:
+            read(path)
+        assert len(str(caught.value)) < 4000
+        assert path.read_text(encoding="utf-8") == text
+
+    refused()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=80) | st.text("ab:-[]{}&*!?|>'\"%@, \n#<1.0x_~", max_size=60).map(str.encode))
+def test_whatever_a_file_holds_no_other_error_is_raised(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    path = tmp_path_factory.mktemp("settings") / "blend.yaml"
+    for read in READERS:
+        path.write_bytes(data)
+        with suppress(ConfigError):
+            read(path)
+
+
+def test_what_settings_need_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "blend.yaml"
+    numbers = list(range(3000))
+    path.write_text(f"encoding_prefix: {numbers}\n")
+    assert EngineConfig.from_yaml(path).encoding_prefix == tuple(numbers)
+    path.write_text("recompute_ratio: &r 0.2\nquality_ratio: *r\n")
+    assert BlendConfig.from_yaml(path).quality_ratio == 0.2
+    path.write_text("encoding_prefix: '" + "text " * 20_000 + "'\n")
+    assert len(str(EngineConfig.from_yaml(path).encoding_prefix)) > 90_000
