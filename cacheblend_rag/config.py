@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
-from functools import cache
 from pathlib import Path
 from reprlib import Repr
 from typing import Any, ClassVar, Literal, TypeVar
@@ -140,8 +139,14 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f", did you mean {close[0]}?" if close else ""
 
 
-@cache
-def _warned_of(variable: str) -> None:
+_warned_of: dict[str, object] = {}
+
+
+def _warn_of(variable: str) -> None:
+    mine = object()
+    # One call, which threads cannot get between.
+    if _warned_of.setdefault(variable, mine) is not mine:
+        return
     name = variable.removeprefix(_PREFIX).lower()
     _log.warning("unknown setting %s in the environment%s; it is ignored", variable, did_you_mean(name, _Base.kinds))
 
@@ -150,7 +155,7 @@ def _warn_of_unknown_variables() -> None:
     """Warn once of each environment variable that looks like a setting but is not one."""
     for variable in os.environ:
         if variable.upper().startswith(_PREFIX) and variable.upper().removeprefix(_PREFIX).lower() not in _Base.kinds:
-            _warned_of(variable)
+            _warn_of(variable)
 
 
 class EngineConfig(_Base):

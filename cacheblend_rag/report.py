@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["BlendReport", "ChunkReport"]
+__all__ = ["OTHER_TEXT", "BlendReport", "ChunkReport"]
+
+OTHER_TEXT = "its text is not the one that was added under this id"
+"""The reason of a chunk whose id stands for another text."""
 
 
 @dataclass(frozen=True, slots=True)

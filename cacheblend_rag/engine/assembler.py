@@ -20,18 +20,16 @@ from cacheblend_rag.keys import HEAD_PREFIX, chunk_key, head_key
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import Decoder
 from cacheblend_rag.reading import Place, ReadingRules
+from cacheblend_rag.report import OTHER_TEXT
 from cacheblend_rag.store import KVReader, KVStore, NodeRecord
 
-__all__ = ["LEAST_HEAD", "OTHER_TEXT", "Assembler"]
+__all__ = ["LEAST_HEAD", "Assembler"]
 
 logger = logging.getLogger(__name__)
 
 LEAST_HEAD = 8
 """Fixed text of fewer tokens is simply computed: in the shape of Qwen2-0.5B, before 32 tokens of text, 8 are worth 8 % of the
 time to the first token, 4 are worth 5 %, and 2 nothing."""
-
-OTHER_TEXT = "its text is not the one that was added under this id"
-"""Why a chunk is a miss whose name stands for another text."""
 
 _MOST_FIRST_USES = 1 << 17
 

@@ -8,10 +8,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from cacheblend_rag.engine.assembler import OTHER_TEXT
 from cacheblend_rag.engine.guard import GuardStatus
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.report import BlendReport
+from cacheblend_rag.report import OTHER_TEXT, BlendReport
 from cacheblend_rag.store import StoreStats
 
 __all__ = ["EngineMetrics"]
@@ -61,6 +60,9 @@ class EngineMetrics:
             "chunks", "Chunks of prompts: where their KV was read from, or that it was a miss.", "tier"
         )
         self._other_texts = counter("other_texts", "Chunks that missed because another text was added under their ids.")
+        self._unfound = counter(
+            "unfound_prompts", "Prompts in which no stored chunk was found, though they hold one in another form."
+        )
         self._sums = {field: counter(name, text) for field, (name, text) in _SUMS.items()}
         self._ttft_s = Histogram(
             "cacheblend_ttft_seconds",
@@ -71,6 +73,10 @@ class EngineMetrics:
         self.registry.register(_Source(lambda: _store_figures(stats)))
         if guard is not None:
             self.registry.register(_Source(lambda: _guard_figures(guard())))
+
+    def count_unfound(self) -> None:
+        """Count a prompt in which no stored chunk was found, though it holds one in another form."""
+        self._unfound.inc()
 
     def observe(self, report: BlendReport) -> None:
         """Count one answered prompt."""

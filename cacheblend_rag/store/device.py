@@ -115,8 +115,9 @@ class DeviceTier(LRUCache[ResidentKV]):
 
     def tell_no_room(self, error: BaseException) -> None:
         """Say once that a device has less memory than this tier may use."""
-        if not self._warned:
-            self._warned = True
+        with self._lock:
+            is_first, self._warned = not self._warned, True
+        if is_first:
             _log.warning(
                 "KV is not kept on its device: %s; give a smaller device_bytes than %d (this warning is not repeated)",
                 str(error).partition("\n")[0] or type(error).__name__,

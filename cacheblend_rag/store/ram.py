@@ -244,12 +244,14 @@ class RamTier(LRUCache[PackedKV]):
         try:
             return _with_parts(kv, lambda layer: {name: part.pin_memory() for name, part in layer.parts.items()})
         except RuntimeError as error:
-            self._page_locked = False
-            _log.warning(
-                "KV is kept in ordinary memory, since page-locked memory cannot be had: %s (set page_locked=False, or a smaller "
-                "ram_bytes; this warning is not repeated)",
-                str(error).partition("\n")[0],
-            )
+            with self._lock:
+                is_first, self._page_locked = self._page_locked, False
+            if is_first:
+                _log.warning(
+                    "KV is kept in ordinary memory, since page-locked memory cannot be had: %s (set page_locked=False, or a "
+                    "smaller ram_bytes; this warning is not repeated)",
+                    str(error).partition("\n")[0],
+                )
             return kv
 
 

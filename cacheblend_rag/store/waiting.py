@@ -158,8 +158,10 @@ class WriteBack(WorkQueue[Computed]):
             with self._locked():
                 self.changes += len(chunk.records)
             return True
-        self.refused += 1
-        if self.refused == 1:
+        with self._locked():
+            self.refused += 1
+            is_first = self.refused == 1
+        if is_first:
             _log.warning(
                 "KV of misses is computed faster than it is written, and what has no room in write_back_bytes=%d is not stored "
                 "(this warning is not repeated; the store's figures count it)",

@@ -118,8 +118,9 @@ class Offsite:
         self._tier.close()
 
     def _tell(self, error: RemoteUnavailableError) -> None:
-        if not self.is_out:
-            self.is_out = True
+        with self._lock:
+            was_out, self.is_out = self.is_out, True
+        if not was_out:
             _log.warning("%s; its KV counts as not stored until it answers again", error)
 
     def _recovered(self) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import threading
+import unicodedata
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cacheblend_rag import BlendEngine, Chunk
@@ -18,6 +21,9 @@ __all__ = ["ChunkCatalog", "catalog_of"]
 logger = logging.getLogger(__name__)
 
 _BATCH = 1000
+# Whole runs of escapes, since an emoji is two of them.
+_ESCAPED = re.compile(r'(?:\\(?:u[0-9a-fA-F]{4}|["\\/bfnrt]))+')
+_INDENT = re.compile(r"^[ \t>]+", re.MULTILINE)
 
 
 class ChunkCatalog:
@@ -35,7 +41,7 @@ class ChunkCatalog:
         self._waiting: set[str] = set()
         self._mark: int | None = None
         self._revision: int | None = None
-        self._warned = False
+        self._warned = self._told = False
         self._lock = threading.Lock()
 
     def split(self, engine: BlendEngine, text: str, min_chars: int = HEAD_CHARS) -> list[Segment]:
@@ -60,6 +66,25 @@ class ChunkCatalog:
         if end < len(text):
             segments.append(text[end:])
         return segments
+
+    def look_closer(self, engine: BlendEngine, text: str, min_chars: int = HEAD_CHARS) -> None:
+        """Count a prompt in which no chunk was found, though it holds one in another form, and say so once for each engine."""
+        with self._lock:
+            match = next(
+                (found[0] for form in _other_forms(text) if (found := self._finder.find(form, min_chars))), None
+            )
+            if match is None:
+                return
+            is_first, self._told = not self._told, True
+        engine.metrics.count_unfound()
+        if is_first:
+            logger.warning(
+                "no stored chunk was found in a prompt, though chunk %r is in it in another form: escaped as json.dumps does, "
+                "indented, or with other line breaks or accents. All of the prompt is computed. Put documents into it as they "
+                'were added, "\\n\\n".join(document.page_content for document in documents), or beside it, '
+                "llm.invoke(question, documents=documents) (this warning is not repeated)",
+                match.ids[0],
+            )
 
     def _refresh(self, engine: BlendEngine) -> None:
         # Read first, so that what changes during the pass is seen by the next one.
@@ -112,6 +137,20 @@ class ChunkCatalog:
                     id,
                 )
         self._finder.add(fresh)
+
+
+def _other_forms(text: str) -> Iterator[str]:
+    """Yield a text without what programs commonly do to the documents that they put into it, where that makes a difference."""
+    plain = text.replace("\r\n", "\n")
+    unescaped = _ESCAPED.sub(_unescaped, plain)
+    forms = [plain, unescaped, *(_INDENT.sub("", form) for form in (plain, unescaped))]
+    forms += [unicodedata.normalize(form, plain) for form in ("NFC", "NFD")]
+    yield from (form for form in dict.fromkeys(forms) if form != text)
+
+
+def _unescaped(escaped: re.Match[str]) -> str:
+    # Half a pair of UTF-16 stays as it is.
+    return str(json.loads(f'"{escaped[0]}"'))
 
 
 def _choose(engine: BlendEngine, matches: Sequence[Match]) -> list[str | None]:

@@ -12,7 +12,7 @@ from langchain_core.runnables.config import run_in_executor
 from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, ValidationError
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, EngineConfig
-from cacheblend_rag.chunk import Segment
+from cacheblend_rag.chunk import Chunk, Segment
 from cacheblend_rag.engine import StopStrings
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.stops import acut_pieces, cut_pieces
@@ -158,6 +158,9 @@ class BlendModel(AnswersTogether, DecodingFields):
             segments += (
                 self._catalog.split(self.engine, part, self.min_chunk_chars) if isinstance(part, str) else [part]
             )
+        if not any(isinstance(segment, Chunk) for segment in segments):
+            text = "".join(part for part in segments if isinstance(part, str))
+            self._catalog.look_closer(self.engine, text, self.min_chunk_chars)
         return BlendPrompt(segments=segments)
 
     def _call(self, prompt: BlendPrompt, stop: Sequence[str] | None, kwargs: Mapping[str, Any]) -> Call:

@@ -46,7 +46,7 @@ class SearchesInner(VectorStore):
     def __init__(self, inner: VectorStore, divides: frozenset[str] | None = None) -> None:
         self.inner = inner
         self._divides = divides
-        self._warned: set[str] = set()
+        self._warned: dict[str, object] = {}
 
     similarity_search = _through("similarity_search")
     asimilarity_search = _through("asimilarity_search")
@@ -83,10 +83,11 @@ class SearchesInner(VectorStore):
         given = [arguments[name] for name in _FILTERS if arguments.get(name) is not None]
         if self._divides is None or not given:
             return
-        for key in _keys(given):
-            if key in self._divides or key in self._warned:
+        mine = object()
+        for key in dict.fromkeys(_keys(given)):
+            # One call, which threads cannot get between.
+            if key in self._divides or self._warned.setdefault(key, mine) is not mine:
                 continue
-            self._warned.add(key)
             logger.warning(
                 "a search filters by %s, which is not declared as a boundary. The KV of a chunk carries traces of its document, "
                 "so an answer from chunks that a reader may see can reveal something of other chunks of the same document, "

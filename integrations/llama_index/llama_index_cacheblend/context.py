@@ -15,11 +15,12 @@ from llama_index.core.prompts import BasePromptTemplate, ChatPromptTemplate, Pro
 from llama_index.core.schema import NodeWithScore
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk, FixedText, Segment, text_hash
+from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import PromptTooLongError
 from llama_index_cacheblend.llm import BlendLLM
 from llama_index_cacheblend.nodes import SEPARATOR
 from llama_index_cacheblend.pml import PMLPromptTemplate
-from llama_index_cacheblend.sources import annotate
+from llama_index_cacheblend.sources import annotate, warn_of_other_texts
 
 __all__ = ["ContextPrompt", "ModelResponse", "Rounds", "make_context_prompt"]
 
@@ -254,6 +255,8 @@ class Rounds:
         The answer so far, as it was read from what the model wrote.
     sources : sequence of NodeWithScore
         Copies of the source nodes, to be annotated with what the report says of them; none where nobody asked for that.
+    engine : BlendEngine or None
+        The engine that answers.
     """
 
     query_str: str
@@ -265,6 +268,7 @@ class Rounds:
     dropped: list[Chunk] = field(default_factory=list)
     last: str | BaseModel | None = None
     sources: Sequence[NodeWithScore] = ()
+    engine: BlendEngine | None = None
 
     def refine(self, prompt: ContextPrompt, response: ModelResponse, answer: str | BaseModel) -> None:
         """Go on to the chunks that the last prompt left over."""
@@ -284,6 +288,8 @@ class Rounds:
         self._fill(self.earlier_calls.pop(), [*self.dropped, *self.chunks])
 
     def _fill(self, report: dict[str, Any], dropped: Sequence[Chunk]) -> None:
+        if self.engine is not None:
+            warn_of_other_texts(self.engine, [*self.earlier_calls, report])
         self.report.update(report, dropped=[chunk.id for chunk in dropped], earlier_calls=self.earlier_calls)
         annotate(self.sources, self.report)
 

@@ -96,7 +96,7 @@ class Boundary:
                 f'boundary={keys!r} must be a list of the names of metadata, as in boundary=["tenant"]; leave it out for none'
             )
         self._keys = tuple(keys)
-        self._declared = {*keys, *_DOCUMENT_KEYS}
+        self._declared: dict[str, object] = dict.fromkeys([*keys, *_DOCUMENT_KEYS])
 
     def document(self, node: BaseNode) -> str | None:
         """Return the name of a node's document for the engine; None for a node of none.
@@ -113,8 +113,11 @@ class Boundary:
 
     def watch(self, filters: MetadataFilters | None) -> None:
         """Warn, once for each key, of filters on metadata that divide no document."""
-        for key in set(_filter_keys(filters)) - self._declared if filters is not None else ():
-            self._declared.add(key)
+        mine = object()
+        for key in set(_filter_keys(filters)) if filters is not None else ():
+            # One call, which threads cannot get between.
+            if self._declared.setdefault(key, mine) is not mine:
+                continue
             logger.warning(
                 "a query is filtered by %r: a chunk's KV carries traces of what precedes it in its document, even of chunks that "
                 "this filter hides from the reader. Use BlendVectorStore(boundary=[%r]), which divides documents where it "

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from llama_index.core.schema import NodeWithScore
 
-__all__ = ["ATTENTION_KEY", "STATUS_KEY", "annotate", "copies"]
+from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.report import OTHER_TEXT
+
+__all__ = ["ATTENTION_KEY", "STATUS_KEY", "annotate", "copies", "warn_of_other_texts"]
+
+logger = logging.getLogger(__name__)
 
 ATTENTION_KEY = "blend_attention"
 """The share of the answer's attention that went to a node, 0 to 1."""
@@ -49,3 +56,22 @@ def annotate(nodes: Sequence[NodeWithScore], report: dict[str, Any]) -> None:
             metadata[STATUS_KEY] = "the model's window had no room for it"
         else:
             metadata[STATUS_KEY] = report.get("fallback_reason") or "it has no text"
+
+
+_warned_of: WeakKeyDictionary[BlendEngine, object] = WeakKeyDictionary()
+
+
+def warn_of_other_texts(engine: BlendEngine, calls: Iterable[dict[str, Any]]) -> None:
+    """Warn, once for each engine, of nodes that the model is shown otherwise than they were stored."""
+    others = [chunk["id"] for call in calls for chunk in call.get("chunks", ()) if chunk["reason"] == OTHER_TEXT]
+    mine = object()
+    # One call, which threads cannot get between.
+    if others and _warned_of.setdefault(engine, mine) is mine:
+        logger.warning(
+            "the model is shown another text of node %s than the one whose KV is stored, so its KV is computed for the question: "
+            "a postprocessor, a template or the metadata have changed it since. Say what the model is shown, and call "
+            "warm_index(index) once: BlendVectorStore(store, engine=llm.engine, text_of=lambda node: "
+            "postprocessor.postprocess_nodes([NodeWithScore(node=node.model_copy())])[0].node.get_content("
+            "MetadataMode.LLM)) (this warning is not repeated)",
+            others[0],
+        )

@@ -286,7 +286,9 @@ class BlendSynthesizer(BaseSynthesizer):
             else node_chunks(each.node for each in blend_nodes)
         )
         report = {} if blend_report is None else blend_report
-        return Rounds(query_str, chunks, values, prev_response, report, sources=blend_sources)
+        return Rounds(
+            query_str, chunks, values, prev_response, report, sources=blend_sources, engine=self._model.engine
+        )
 
     def _prompt(self, rounds: Rounds) -> ContextPrompt | None:
         """Return the prompt of the next call; None where the answer so far leaves no room for any chunk that is left.
