@@ -146,20 +146,23 @@ class StoreReadOnlyError(StoreError):
 class RemoteUnavailableError(StoreError, OSError):
     """A remote tier cannot be reached, does not answer in time, or refuses; its chunks are misses until it is back.
 
-    It is an OSError because it is what a byte source raises when its bytes cannot be read. A `ChunkReadError` that has one as its
-    ``__cause__`` says nothing against the stored bytes.
+    It is an OSError because it is what a byte source raises when its bytes cannot be read.
     """
 
 
 class ChunkReadError(StoreError):
-    """The stored KV of a chunk is missing or damaged.
+    """The stored KV of a chunk is missing, damaged, or not to be read here and now.
 
     Attributes
     ----------
     key : str
-        The store key of the chunk, so that the caller can discard it and compute the chunk anew.
+        The store key of the chunk, so that the caller can compute the chunk anew.
+    damaged : bool
+        Whether the stored bytes are at fault, so that nobody can read them and they are to be discarded. They are not where a
+        remote tier does not answer, where another version of this library wrote them, or where the document has changed.
     """
 
-    def __init__(self, key: str, reason: str) -> None:
+    def __init__(self, key: str, reason: str, *, damaged: bool = True) -> None:
         super().__init__(f"stored KV {key[:12]}… cannot be read: {reason}; it will be computed again")
         self.key = key
+        self.damaged = damaged

@@ -133,10 +133,10 @@ def whole_plan(
 def make_plan(blend: BlendConfig, layout: PromptLayout, num_layers: int, ratio: float) -> Plan:
     """Return how a prompt is blended at a ratio, after `whole_plan` had nothing against it."""
     selector = make_selector(blend.selector)
-    if blend.recompute_ratio == 0 or not layout.chunks:
-        # Nothing is asked for, or nothing left to choose from: no selector is to spend anything on it.
-        return Plan(FixedSelection(layout.candidate_rows[:0]), selector.name, ratio)
     budget = min(round(ratio * layout.context_tokens), layout.candidate_rows.numel())
+    if budget == 0:
+        # No selector is to spend anything on choosing nothing, nor to put fresh KV in the place of what chunks remember.
+        return Plan(FixedSelection(layout.candidate_rows[:0]), selector.name, ratio)
     return Plan(selector.begin(SelectionTask(layout, num_layers, budget)), selector.name, ratio)
 
 

@@ -70,7 +70,7 @@ class ChunkSupply:
     tiers : dict of (str, str or None)
         Where it is read from; None for a miss.
     unreadable : set of str
-        The chunks whose stored KV turned out damaged.
+        The chunks whose stored KV could not be read.
     fates : dict of (str, str or None)
         What became of KV that was not stored, where that is known.
     encoded : dict of (str, ChunkKV)

@@ -103,10 +103,11 @@ class Runner:
                         return forward(None, {"input_ids": ids, **self._unblended(run.prompt.places)})
                     return self._forward(run, self._decoder, readers, headroom, ids, forward)
                 except ChunkReadError as error:
-                    # Damaged KV is a miss: it is dropped, and the next round encodes the chunk anew.
+                    # What cannot be read is a miss: the next round encodes the chunk anew.
                     logger.warning("%s", error)
                     run.kv.unreadable.add(error.key)
-                    self._supply.discard(error.key)
+                    if error.damaged:
+                        self._supply.discard(error.key)
 
     def encode_misses(self, runs: Sequence[PromptRun]) -> None:
         """Encode in one go the chunks of several prompts that have no stored KV, each once, and hand it to those prompts.

@@ -231,7 +231,7 @@ class KVSupply:
         keys = list(missing)
         gone = [key for key in keys if key not in found]
         if gone:
-            raise ChunkReadError(gone[0], "its document was changed just now")
+            raise ChunkReadError(gone[0], "its document was changed just now", damaged=False)
         targets = [missing[key][0].target(found[key].context) for key in keys]
         for batch in self.encode(targets, until=until) if keys else ():
             for index, kv in batch:

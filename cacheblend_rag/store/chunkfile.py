@@ -45,7 +45,7 @@ from cacheblend_rag.codec import (
     pack_kv,
     unpack_layer,
 )
-from cacheblend_rag.errors import ChunkReadError, StoreError
+from cacheblend_rag.errors import ChunkReadError, RemoteUnavailableError, StoreError
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.store.base import KVReader
 
@@ -287,7 +287,7 @@ class ChunkFile(KVReader):
         metadata = header["__metadata__"]
         if metadata["format"] != _FORMAT:
             raise ChunkReadError(
-                self.key, f"it is in the format {metadata['format']!r:.80}; this version reads {_FORMAT!r}"
+                self.key, f"it is in the format {metadata['format']!r:.80}; this version reads {_FORMAT!r}", damaged=False
             )
         if metadata["key"] != self.key:
             raise ChunkReadError(self.key, f"the file belongs to key {metadata['key'][:12]}…")
@@ -300,6 +300,7 @@ class ChunkFile(KVReader):
             raise ChunkReadError(
                 self.key,
                 f"it is packed by the codec {min(unknown)!r:.80}; this version knows {', '.join(codec_names())}",
+                damaged=False,
             )
         packed_bytes = sum(layer.nbytes for layer in layers)
         self.kv_bytes = sum(layer.key_form.nbytes + layer.value_form.nbytes for layer in layers)
@@ -318,7 +319,9 @@ class ChunkFile(KVReader):
         try:
             return self._source.read_into(view, offset)
         except OSError as error:
-            raise ChunkReadError(self.key, f"its bytes cannot be read: {error.strerror or error}") from error
+            away = isinstance(error, RemoteUnavailableError)
+            reason = f"its bytes cannot be read: {error.strerror or error}"
+            raise ChunkReadError(self.key, reason, damaged=not away) from error
 
 
 @dataclass(frozen=True, slots=True)

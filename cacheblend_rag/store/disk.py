@@ -91,7 +91,10 @@ class DiskTier:
                     return None
                 entry = now
             except ChunkReadError as error:
-                self._lose(key, entry, str(error))
+                if error.damaged:
+                    self._lose(key, entry, str(error))
+                else:
+                    _log.warning("%s", error)
                 return None
             else:
                 self.touch(key)

@@ -217,15 +217,16 @@ class KVStore(ABC):
             self._device.prolong(key, expires_at)
 
     def discard(self, key: str) -> None:
-        """Drop the KV under `key`, damaged or not wanted any more; names stay.
+        """Drop the KV under `key`, damaged or not wanted any more, where it is opened from; names stay.
 
+        A remote tier's is dropped where nothing is held here: damage here says nothing against what other machines read.
         Where the store is not writable, this object does not open it again.
         """
-        self._check()
+        [held_s] = self.lifetimes([key])
         self._waiting.drop(key=key)
         self._discard(key)
         self._drop_copies([key])
-        if self._offsite:
+        if self._offsite and held_s is None:
             self._offsite.drop([key])
 
     def release(self, keys: Sequence[str]) -> None:

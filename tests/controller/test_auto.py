@@ -104,6 +104,17 @@ def test_a_chunk_that_stands_twice_is_loaded_twice(engine: BlendEngine, monkeypa
     assert [None if readers is None else len(readers) for readers in asked] == [None, 7]
 
 
+def test_nothing_of_what_chunks_remember_is_recomputed(engine: BlendEngine) -> None:
+    """Not even the keys and values of the check layer, which would be those of chunks that do not remember."""
+    pieces = [Chunk(words(30, 40 + seed), f"p{seed}", document="d") for seed in range(3)]
+    engine.add(pieces)
+    shuffled = prompt([pieces[2], pieces[0], pieces[1]])
+    found = engine.prefill(shuffled)
+    reused = engine.prefill(shuffled, blend=engine.blend.replace(recompute_ratio=0))
+    assert found.report.charged_ratio == reused.report.charged_ratio == 0
+    torch.testing.assert_close(found.logits, reused.logits, rtol=0, atol=0)
+
+
 def test_the_quality_floor_holds_for_one_call(engine: BlendEngine) -> None:
     report = engine.prefill(prompt(CHUNKS), blend=engine.blend.replace(quality_ratio=0.4)).report
     assert 0.4 <= report.recompute_ratio < 1

@@ -11,9 +11,10 @@ from typing import Any
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.store.chunkfile import ByteSource, EncodedChunk
 from cacheblend_rag.store.remote.base import RemoteSettings, RemoteTier
 
-__all__ = ["RemoteSettings", "RemoteTier", "open_remote", "shown_url"]
+__all__ = ["ByteSource", "EncodedChunk", "RemoteSettings", "RemoteTier", "open_remote", "shown_url"]
 
 # Valkey speaks the same protocol.
 _REDIS = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss"}

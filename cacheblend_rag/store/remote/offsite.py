@@ -58,9 +58,11 @@ class Offsite:
         except ChunkReadError as error:
             if isinstance(error.__cause__, RemoteUnavailableError):
                 self._tell(error.__cause__)
-            else:
+            elif error.damaged:
                 _log.warning("remote KV is dropped: %s", error)
                 self.drop([key])
+            else:
+                _log.warning("remote KV is left alone: %s", error)
             return None
         self._recovered()
         return file

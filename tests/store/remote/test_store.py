@@ -7,17 +7,19 @@ import logging
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.errors import ChunkReadError
+from cacheblend_rag.errors import ChunkReadError, RemoteUnavailableError
 from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import KVStore, open_store
+from cacheblend_rag.store.chunkfile import ByteSource
 from cacheblend_rag.store.remote import RemoteTier, open_remote
 from tests.families import tiny_model, tiny_tokenizer, words
 from tests.store.kit import files_of, key_of, make_kv, read, record, same
@@ -138,6 +140,88 @@ def test_an_engine_without_a_folder_shares_what_it_computes(opener: Opener) -> N
     store = opened(None, opener())
     with BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=store) as other:
         assert other.prefill(BlendPrompt("Read this:", chunks, "What?")).report.hits == 2
+    store.close()
+
+
+class Cut:
+    """A remote tier that goes away between the head of a chunk and its layers."""
+
+    def __init__(self, tier: RemoteTier) -> None:
+        self.tier = tier
+        self.dropped: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tier, name)
+
+    def open(self, key: str) -> ByteSource | None:
+        source = self.tier.open(key)
+        return source and CutSource(source)
+
+    def drop(self, keys: Iterable[str]) -> None:
+        self.dropped += keys
+
+
+class CutSource:
+    def __init__(self, source: ByteSource) -> None:
+        self.source, self.tier, self.size = source, source.tier, source.size
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        if offset:
+            raise RemoteUnavailableError("the line is cut")
+        return self.source.read_into(view, offset)
+
+
+def test_what_cannot_be_reached_while_it_is_read_is_not_removed_for_others(opener: Opener) -> None:
+    chunk = Chunk(words(20, 0), "n0")
+    prompt = BlendPrompt("Read this:", [chunk], "What?")
+    store = opened(None, opener())
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=store) as engine:
+        engine.add([chunk])
+        engine.flush()
+        expected = engine.prefill(prompt)
+    store.close()
+    cut = Cut(opener())
+    store = opened(None, cut)
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=store) as other:
+        found = other.prefill(prompt)
+    store.close()
+    assert [each.reason for each in found.report.chunks] == ["its stored KV could not be read"]
+    torch.testing.assert_close(found.logits, expected.logits)
+    assert cut.dropped == []
+
+
+def test_damage_on_this_machine_says_nothing_against_the_remote_copy(tmp_path: Path, opener: Opener) -> None:
+    store = opened(tmp_path / "one", opener(), ram_bytes=0)
+    store.put(key_of(1), make_kv(1))
+    store.name("ns", [record("n1", 1)])
+    store.flush()
+    store.discard(key_of(1))
+    reader = store.open(key_of(1))
+    assert reader is not None and reader.tier not in ("ram", "disk")
+    assert same(read(reader), make_kv(1))
+    store.close()
+
+
+def test_what_another_version_wrote_is_a_miss_and_stays(
+    tmp_path: Path, opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("cacheblend_rag.store.chunkfile._FORMAT", "cacheblend-rag chunk kv 99")
+        newer = opened(tmp_path / "one", opener(), ram_bytes=0)
+        newer.put(key_of(1), make_kv(1))
+        newer.name("ns", [record("n1", 1)])
+        newer.flush()
+        newer.close()
+    written = files_of(tmp_path / "one")
+    tier = opener()
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        store = opened(folder, tier, ram_bytes=0)
+        assert store.open(key_of(1)) is None
+        assert tier.holds([key_of(1)]) == [True]
+        assert files_of(tmp_path / "one") == written
+    store.put(key_of(1), make_kv(1))
+    reader = store.open(key_of(1))
+    assert reader is not None and same(read(reader), make_kv(1))
     store.close()
 
 
