@@ -69,8 +69,8 @@ class ChunkSupply:
         Whether it was stored when the call came.
     tiers : dict of (str, str or None)
         Where it is read from; None for a miss.
-    unreadable : set of str
-        The chunks whose stored KV could not be read.
+    unreadable : dict of (str, bool)
+        What could not be read, and whether that is because it is damaged. What is not stays stored, and is not opened again.
     fates : dict of (str, str or None)
         What became of KV that was not stored, where that is known.
     encoded : dict of (str, ChunkKV)
@@ -81,7 +81,7 @@ class ChunkSupply:
 
     hits: dict[str, bool] = field(default_factory=dict)
     tiers: dict[str, str | None] = field(default_factory=dict)
-    unreadable: set[str] = field(default_factory=set)
+    unreadable: dict[str, bool] = field(default_factory=dict)
     fates: dict[str, Fate | Literal["unsupported"] | None] = field(default_factory=dict)
     encoded: dict[str, ChunkKV] = field(default_factory=dict)
     contexts: dict[str, NamedTarget] = field(default_factory=dict)

@@ -105,7 +105,7 @@ class Runner:
                 except ChunkReadError as error:
                     # What cannot be read is a miss: the next round encodes the chunk anew.
                     logger.warning("%s", error)
-                    run.kv.unreadable.add(error.key)
+                    run.kv.unreadable[error.key] = error.damaged
                     if error.damaged:
                         self._supply.discard(error.key)
 

@@ -260,7 +260,7 @@ class KVSupply:
             if computed is not None:
                 reader, tier = RamReader(computed), None
             else:
-                reader = self._store.open(chunk.key)
+                reader = self._open(run, chunk.key)
                 if reader is not None and (
                     reader.num_layers != self.num_kv_layers or not self._assembler.is_of(reader, chunk)
                 ):
@@ -339,7 +339,7 @@ class KVSupply:
         """
         started = time.perf_counter()
         computed = run.kv.encoded.get(head.key)
-        reader: KVReader | None = RamReader(computed) if computed is not None else self._store.open(head.key)
+        reader: KVReader | None = RamReader(computed) if computed is not None else self._open(run, head.key)
         if reader is not None and (reader.num_layers, reader.start, reader.token_ids) != (
             self.num_kv_layers,
             0,
@@ -369,6 +369,9 @@ class KVSupply:
             logger.warning("the store could not be written: %s", error)
             # So that the next prompt need not compute and say it again.
             self._store.cache(head.key, exactly, **owner)
+
+    def _open(self, run: PromptRun, key: str) -> KVReader | None:
+        return None if run.kv.unreadable.get(key) is False else self._store.open(key)
 
     def discard(self, key: str) -> None:
         """Drop stored KV that is damaged or not what it is stored for; it is a miss from now on."""

@@ -217,16 +217,15 @@ class KVStore(ABC):
             self._device.prolong(key, expires_at)
 
     def discard(self, key: str) -> None:
-        """Drop the KV under `key`, damaged or not wanted any more, where it is opened from; names stay.
+        """Drop the KV under `key`, damaged or not wanted any more; names stay.
 
-        A remote tier's is dropped where nothing is held here: damage here says nothing against what other machines read.
         Where the store is not writable, this object does not open it again.
         """
-        [held_s] = self.lifetimes([key])
+        self._check()
         self._waiting.drop(key=key)
         self._discard(key)
         self._drop_copies([key])
-        if self._offsite and held_s is None:
+        if self._offsite:
             self._offsite.drop([key])
 
     def release(self, keys: Sequence[str]) -> None:

@@ -190,18 +190,6 @@ def test_what_cannot_be_reached_while_it_is_read_is_not_removed_for_others(opene
     assert cut.dropped == []
 
 
-def test_damage_on_this_machine_says_nothing_against_the_remote_copy(tmp_path: Path, opener: Opener) -> None:
-    store = opened(tmp_path / "one", opener(), ram_bytes=0)
-    store.put(key_of(1), make_kv(1))
-    store.name("ns", [record("n1", 1)])
-    store.flush()
-    store.discard(key_of(1))
-    reader = store.open(key_of(1))
-    assert reader is not None and reader.tier not in ("ram", "disk")
-    assert same(read(reader), make_kv(1))
-    store.close()
-
-
 def test_what_another_version_wrote_is_a_miss_and_stays(
     tmp_path: Path, opener: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
