@@ -269,7 +269,7 @@ class KVSupply:
                         chunk.key[:12],
                     )
                     self.discard(chunk.key)
-                    run.kv.unreadable.add(chunk.key)
+                    run.kv.unreadable[chunk.key] = True
                     reader = None
                 tier = None if reader is None else reader.tier
             found[chunk.key], run.kv.tiers[chunk.key] = reader, tier
