@@ -287,7 +287,9 @@ class ChunkFile(KVReader):
         metadata = header["__metadata__"]
         if metadata["format"] != _FORMAT:
             raise ChunkReadError(
-                self.key, f"it is in the format {metadata['format']!r:.80}; this version reads {_FORMAT!r}", damaged=False
+                self.key,
+                f"it is in the format {metadata['format']!r:.80}; this version reads {_FORMAT!r}",
+                damaged=False,
             )
         if metadata["key"] != self.key:
             raise ChunkReadError(self.key, f"the file belongs to key {metadata['key'][:12]}…")
