@@ -13,7 +13,7 @@ from reprlib import Repr
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
-from pydantic import Field, ValidationError, field_serializer, field_validator
+from pydantic import Field, SecretStr, ValidationError, field_serializer, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from cacheblend_rag.errors import ConfigError
@@ -35,7 +35,8 @@ _Settings = TypeVar("_Settings", bound="_Base")
 class _Base(BaseSettings):
     """Base of both kinds of settings; frozen, and an unknown name is an error."""
 
-    model_config = SettingsConfigDict(env_prefix=_PREFIX, extra="forbid", frozen=True)
+    # A message shows the inputs that may be seen; pydantic's own, in a traceback, would show all of them.
+    model_config = SettingsConfigDict(env_prefix=_PREFIX, extra="forbid", frozen=True, hide_input_in_errors=True)
 
     kinds: ClassVar[dict[str, type[_Base]]] = {}
     """The class that has each setting, by the setting's name."""
@@ -207,7 +208,8 @@ class EngineConfig(_Base):
     remote : str, optional
         The URL of a remote tier below RAM and disk: Redis, Valkey, or the folder of an fsspec filesystem
         (``redis://host:6379/0``, ``s3://bucket/prefix``). It gets a copy of what is stored and keeps it when there is no more
-        room here; machines that share it share the KV.
+        room here; machines that share it share the KV. The
+        attribute is a pydantic `SecretStr`: no dump of the settings shows a password in it.
     conversation_bytes : int
         Maximum bytes of KV that all conversations of an engine together keep from turn to turn, in the memory in which the model
         computes; the least recently used is forgotten first.
@@ -241,7 +243,7 @@ class EngineConfig(_Base):
     disk_bytes: int | None = Field(default=None, ge=0)
     ram_codec: _Codec = "native"
     disk_codec: _Codec = "native"
-    remote: str | None = Field(default=None, repr=False)
+    remote: SecretStr | None = None
     conversation_bytes: int = Field(default=1024**3, ge=0)
     guard_rate: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
     guard_action: Literal["report", "raise", "full"] = "report"

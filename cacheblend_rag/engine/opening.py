@@ -260,6 +260,6 @@ def open_engine_store(
         disk_bytes=config.disk_bytes,
         ram_codec=config.ram_codec,
         disk_codec=config.disk_codec,
-        remote=config.remote,
+        remote=None if config.remote is None else config.remote.get_secret_value(),
         write_back_bytes=tuning.write_back_bytes,
     )

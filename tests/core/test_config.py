@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cacheblend_rag import BlendConfig, EngineConfig
 from cacheblend_rag.errors import ConfigError
@@ -79,8 +83,25 @@ def test_replacing_checks_again_and_settings_are_frozen() -> None:
 def test_no_message_shows_the_password_of_a_remote_tier(values: dict[str, object]) -> None:
     with pytest.raises(ConfigError) as caught:
         EngineConfig(**values)
-    assert "hunter2" not in str(caught.value)
-    assert "hunter2" not in repr(EngineConfig(remote="redis://user:hunter2@host"))
+    assert "hunter2" not in "".join(traceback.format_exception(caught.value))
+
+
+@given(st.text(st.characters(categories=["L", "N"]), min_size=8))
+def test_no_dump_of_the_settings_shows_the_password_of_a_remote_tier(password: str) -> None:
+    url = f"redis://user:{password}@host/0"
+    config = EngineConfig(remote=url).replace(ram_bytes=0)
+    dumps = [
+        config,
+        config.model_dump(),
+        config.model_dump(mode="json"),
+        config.model_dump_json(),
+        dict(config),
+        vars(config),
+    ]
+    for dump in dumps:
+        assert password not in str(dump) + repr(dump)
+    assert config.remote is not None and config.remote.get_secret_value() == url
+    assert EngineConfig(**config.model_dump()) == config == pickle.loads(pickle.dumps(config))
 
 
 def test_an_unknown_codec_is_refused_at_once() -> None:
