@@ -14,7 +14,7 @@ import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -56,6 +56,8 @@ _DELETE_GROUP = 1000
 _FILE_BYTES_PER_LAYER = 512
 # A character that no tokenizer treats specially and no template contains.
 _CONTEXT = "\ue000"
+
+_PARTS = frozenset({"library.json", "warm.lock", "chroma", "kv"})
 
 _T = TypeVar("_T")
 
@@ -102,6 +104,8 @@ def open_chroma(folder: Path) -> Iterator[Client]:
         return StoreError(f"Chroma in {chroma} failed: {reason}; if it is damaged, remove that folder and warm again")
 
     try:
+        # Chroma's files hold the passages, and are as open as the folder.
+        _make_private(folder / "chroma")
         settings = Settings(anonymized_telemetry=False)
         client = cast("Client", chromadb.PersistentClient(str(folder / "chroma"), settings=settings))
     except Exception as error:
@@ -159,7 +163,10 @@ class LibrarySettings:
         """Write the settings, replacing earlier ones at once."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            replace_text(folder / "library.json", json.dumps(asdict(self), indent=2) + "\n")
+            # Not where somebody keeps other things too.
+            if _PARTS.issuperset(os.listdir(folder)):
+                _make_private(folder)
+            replace_text(folder / "library.json", json.dumps(asdict(self), indent=2) + "\n", private=True)
         except OSError as error:
             raise ConfigError(f"folder {folder} cannot be written: {error.strerror}") from error
 
@@ -384,6 +391,13 @@ class Library:
         moved = [each.id for each in passages if each.id in shown and shown[each.id][1] != each.position]
         if moved:
             self._passages.update(ids=moved, metadatas=[places[id] for id in moved])
+
+
+def _make_private(folder: Path) -> None:
+    """Close a folder, made if it is not there, to other users; one that this user may not change stays as it is."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with suppress(OSError):
+        folder.chmod(0o700)
 
 
 @contextmanager

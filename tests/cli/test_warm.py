@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import re
 import shlex
 import sys
@@ -62,6 +63,22 @@ def test_the_second_time_nothing_is_encoded(warm: Any, run: Command, store: Path
     second = warm()
     assert (second["encoded"], second["unchanged"], second["removed"]) == (0, 8, 0)
     assert second["kv_bytes"] == first["kv_bytes"] > 0
+
+
+def test_other_users_cannot_read_a_store(warm: Any, store: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        warm()
+        # As an earlier version left them.
+        for folder in (store, store / "chroma"):
+            assert folder.stat().st_mode & 0o777 == 0o700
+            folder.chmod(0o755)
+        warm()
+    finally:
+        os.umask(before)
+    for folder in (store, store / "chroma", store / "kv"):
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert (store / "library.json").stat().st_mode & 0o077 == 0
 
 
 def test_what_was_changed_or_removed_is_replaced_or_deleted(
