@@ -146,7 +146,8 @@ def test_a_name_that_leaves_its_document_while_a_miss_is_looked_up_is_not_encode
     report = engine.prefill(BlendPrompt("t5", ["d-1", "d-2"], "t6 t7")).report
     assert [chunk.reason for chunk in report.chunks] == [
         None,
-        "its document was changed just now, so it is computed like text",
+        "its KV was evicted: dropped for room, or because its time was over; its document was changed just now, so "
+        "it is computed like text",
     ]
     engine.flush()
     assert engine.store.holds([record.key]) == [False]
