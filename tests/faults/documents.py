@@ -18,12 +18,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag.errors import UnknownChunkError
 from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import check_store
 from tests.core.documents.naive import Library, Rows, small_model
@@ -142,8 +144,10 @@ def use_until_killed(scene: Scene, worker: int, turn: int) -> None:
         elif deed == "ask":
             known = [each for each in engine.document(document) if chance.random() < 0.5]
             known = [record.id for record in engine.records(known) if record is not None]
-            if known:
-                engine.prefill(BlendPrompt("t5 t6", known, "t7 t8"))
+            # The other may have deleted one of them since.
+            with suppress(UnknownChunkError):
+                if known:
+                    engine.prefill(BlendPrompt("t5 t6", known, "t7 t8"))
         elif deed == "evict":
             [record] = engine.records([id])
             if record is not None:

@@ -47,7 +47,7 @@ def stories(count: int, splitter: RecursiveCharacterTextSplitter) -> Iterator[tu
 
 
 @pytest.mark.parametrize(
-    "count", [40, pytest.param(400, marks=[pytest.mark.full, pytest.mark.timeout(1800)])], ids=["sampled", "all"]
+    "count", [24, pytest.param(400, marks=[pytest.mark.full, pytest.mark.timeout(1800)])], ids=["sampled", "all"]
 )
 def test_chunks_that_remember_answer_better_than_full_prefill_of_them(count: int) -> None:
     llm = ChatBlend(model="reference", max_tokens=48, temperature=0)
