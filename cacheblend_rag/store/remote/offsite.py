@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import threading
+import time
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import wait
+from contextlib import suppress
 from dataclasses import dataclass
 from logging import getLogger
 
@@ -20,6 +23,9 @@ __all__ = ["Offsite"]
 _log = getLogger(__name__)
 
 _MOST_WAITING_BYTES = 256 * 1024 * 1024
+# What a tier that does not answer is asked for, and how often: first, and at least.
+_NO_KEY = "0" * 32
+_FIRST_PROBE_S, _LAST_PROBE_S = 0.1, 2.0
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -31,9 +37,10 @@ class _Upload:
 class Offsite:
     """Reads from a remote tier, and writes to it in the background, packed by `codec`.
 
-    A remote tier that fails is a miss and one warning an outage. What could not be removed there is removed when it answers
-    again, as long as this object lives. At most `waiting_bytes` wait to be uploaded, or a single chunk of any size; what does not
-    fit is not uploaded, nor is an upload that fails tried again, since the KV is held here.
+    A remote tier that fails is a miss and one warning an outage: from the first failure on nobody asks it but a thread, until
+    it answers. What could not be removed there is removed then, as long as this object lives. At most `waiting_bytes` wait to be
+    uploaded, or a single chunk of any size; what does not fit is not uploaded, nor is an upload that fails tried again, since
+    the KV is held here.
     """
 
     def __init__(self, tier: RemoteTier, codec: Codec, waiting_bytes: int = _MOST_WAITING_BYTES) -> None:
@@ -44,39 +51,37 @@ class Offsite:
         self._undropped: set[str] = set()
         self.is_out = False
         self._uploads_fail = False
+        self._closed = False
+        self._mender: threading.Thread | None = None
 
     def open(self, key: str) -> ChunkFile | None:
         """Return what is held under `key`, its head verified, or None."""
-        if key in self._undropped:
+        if key in self._undropped or self._is_left_alone():
             return None
         try:
             source = self._tier.open(key)
-            file = None if source is None else ChunkFile(source, key)
+            return None if source is None else ChunkFile(source, key)
         except RemoteUnavailableError as error:
             self._tell(error)
-            return None
         except ChunkReadError as error:
             if isinstance(error.__cause__, RemoteUnavailableError):
                 self._tell(error.__cause__)
             elif error.damaged:
                 _log.warning("remote KV is dropped: %s", error)
-                self.drop([key])
+                self.drop_later([key])
             else:
                 _log.warning("remote KV is left alone: %s", error)
-            return None
-        self._recovered()
-        return file
+        return None
 
     def holds(self, keys: Sequence[str]) -> list[bool]:
         """Return for each key whether something is held under it; False where the tier does not answer."""
-        if not keys:
-            return []
+        if not keys or self._is_left_alone():
+            return [False] * len(keys)
         try:
             found = self._tier.holds(keys)
         except RemoteUnavailableError as error:
             self._tell(error)
             return [False] * len(keys)
-        self._recovered()
         return [there and key not in self._undropped for key, there in zip(keys, found, strict=True)]
 
     def put(self, key: str, kv: ChunkKV | PackedKV) -> None:
@@ -87,21 +92,22 @@ class Offsite:
         self._uploads.offer(_Upload(key, kv), min(kv.nbytes, self._uploads.limit_bytes))
 
     def drop(self, keys: Iterable[str]) -> None:
-        """Remove what is held under the keys, for all machines."""
+        """Remove what is held under the keys, for all machines; where the tier does not answer, as soon as it does."""
         with self._lock:
             self._undropped.update(keys)
             gone = set(self._undropped)
-        if not gone:
+        if not gone or self._is_left_alone():
             return
-        # What is on its way arrives first, or it would put back what is removed.
-        wait(self._uploads.cancel(lambda upload: upload.key in gone))
         try:
-            self._tier.drop(sorted(gone))
+            self._remove(gone)
         except RemoteUnavailableError as error:
             self._tell(error)
-            return
+
+    def drop_later(self, keys: Iterable[str]) -> None:
+        """Do what `drop` does in the background; until then nothing is read from there under these keys."""
         with self._lock:
-            self._undropped.difference_update(gone)
+            self._undropped.update(keys)
+        self._mend_later()
 
     def flush(self) -> None:
         """Wait until nothing waits to be uploaded; what could not be was told as a warning."""
@@ -110,7 +116,10 @@ class Offsite:
     def close(self) -> None:
         """Upload what waits, remove what is still to be removed, and release connections."""
         self._uploads.close()
-        self.drop(())
+        self._closed = True
+        if self._undropped:
+            with suppress(RemoteUnavailableError):
+                self._remove(set(self._undropped))
         if self._undropped:
             _log.warning(
                 "%d deleted chunks are still held by %s, which does not answer; they expire there if it has a time to live",
@@ -119,16 +128,53 @@ class Offsite:
             )
         self._tier.close()
 
+    def _is_left_alone(self) -> bool:
+        if self.is_out:
+            # The thread of a parent does not run in its child.
+            self._mend_later()
+        return self.is_out
+
     def _tell(self, error: RemoteUnavailableError) -> None:
         with self._lock:
             was_out, self.is_out = self.is_out, True
         if not was_out:
-            _log.warning("%s; its KV counts as not stored until it answers again", error)
+            _log.warning("%s; its KV counts as not stored, and nothing is uploaded, until it answers again", error)
+        self._mend_later()
 
-    def _recovered(self) -> None:
-        self.is_out = False
-        if self._undropped:
-            self.drop(())
+    def _mend_later(self) -> None:
+        with self._lock:
+            if not self._closed and (self._mender is None or not self._mender.is_alive()):
+                self._mender = threading.Thread(target=self._mend, name="cacheblend-remote", daemon=True)
+                self._mender.start()
+
+    def _mend(self) -> None:
+        """Ask the tier until it answers, and remove what is to be removed."""
+        wait_s = _FIRST_PROBE_S if self.is_out else 0.0
+        while not self._closed:
+            time.sleep(wait_s)
+            with self._lock:
+                gone = set(self._undropped)
+                if not gone and not self.is_out:
+                    self._mender = None
+                    return
+            try:
+                if gone:
+                    self._remove(gone)
+                else:
+                    self._tier.holds([_NO_KEY])
+            except RemoteUnavailableError as error:
+                self._tell(error)
+                wait_s = min(max(2 * wait_s, _FIRST_PROBE_S), _LAST_PROBE_S)
+            else:
+                self.is_out, wait_s = False, 0.0
+                _log.debug("remote tier %s answers", self._tier.location)
+
+    def _remove(self, keys: Collection[str]) -> None:
+        # What is on its way arrives first, or it would put back what is removed.
+        wait(self._uploads.cancel(lambda upload: upload.key in keys))
+        self._tier.drop(sorted(keys))
+        with self._lock:
+            self._undropped.difference_update(keys)
 
     def _upload(self, upload: _Upload) -> None:
         fails = False
@@ -136,7 +182,9 @@ class Offsite:
             self._tier.put(upload.key, encode_chunk(upload.key, pack_kv(upload.kv, self._codec)))
         except StoreError as error:
             fails = isinstance(error, RemoteUnavailableError)
-            if not (fails and self._uploads_fail):
+            # One that refuses to be written is still read.
+            self.holds([_NO_KEY])
+            if not self.is_out and not (fails and self._uploads_fail):
                 _log.warning("chunk KV %s… was not uploaded: %s", upload.key[:12], error)
         except Exception:
             _log.exception("the upload of chunk KV %s… failed in a way that is not foreseen", upload.key[:12])

@@ -257,15 +257,54 @@ def test_a_deletion_that_could_not_reach_it_is_made_up_for(tmp_path: Path, redis
         redis_server.signal(signal.SIGCONT)
     other = open_remote(redis_server.url())
     assert other.holds([key_of(1)]) == [True]
-    # Whatever reaches it next removes it first.
-    for _ in range(100):
-        store.holds([key_of(2)])
-        if other.holds([key_of(1)]) == [False]:
-            break
-        time.sleep(0.01)
-    assert other.holds([key_of(1)]) == [False]
+    eventually(lambda: other.holds([key_of(1)]) == [False])
     store.close()
     other.close()
+
+
+def eventually(is_so: Callable[[], bool]) -> None:
+    until = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("fault", ["stopped", "killed"])
+def test_only_the_first_waits_for_a_server_that_does_not_answer(
+    redis_server: RedisServer, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = open_remote(redis_server.url(), read_timeout_s=0.3, back_off_s=0.01, max_back_off_s=0.02)
+    store = opened(None, tier)
+    store.put(key_of(1), make_kv(1))
+    store.flush()
+    store.close()
+    tier = open_remote(redis_server.url(), read_timeout_s=0.3, back_off_s=0.01, max_back_off_s=0.02)
+    store = opened(None, tier)
+    assert store.holds([key_of(1)]) == [True]
+    redis_server.signal(signal.SIGSTOP if fault == "stopped" else signal.SIGKILL)
+    waited = []
+    with caplog.at_level(logging.WARNING):
+        for number in range(30):
+            started = time.monotonic()
+            calls: list[Callable[[], object]] = [
+                lambda: store.open(key_of(1)),
+                lambda: store.holds([key_of(1)]),
+                lambda: store.discard(key_of(2)),
+            ]
+            calls[number % 3]()
+            waited.append(time.monotonic() - started)
+            time.sleep(0.02)
+        assert store.fates([key_of(1)]) == {key_of(1): "unreachable"}
+    assert waited[0] < 0.6 and max(waited[1:]) < 0.1
+    assert len(caplog.messages) == 1
+    if fault == "stopped":
+        redis_server.signal(signal.SIGCONT)
+        eventually(lambda: (reader := store.open(key_of(1))) is not None and same(read(reader), make_kv(1)))
+    else:
+        redis_server.kill()
+        redis_server.start()
+        eventually(lambda: store.fates([key_of(1)]) == {})
+    store.close()
 
 
 @pytest.mark.parametrize("turns", [6, pytest.param(60, marks=[pytest.mark.full, pytest.mark.timeout(900)])])

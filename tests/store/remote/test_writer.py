@@ -98,7 +98,7 @@ def test_an_outage_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
         put(store, *range(5))
         store.close()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "was not uploaded" in caplog.text and "hunter2" not in caplog.text
+    assert "nothing is uploaded" in caplog.text and "hunter2" not in caplog.text
 
 
 def test_the_thread_survives_what_is_not_foreseen(
