@@ -361,10 +361,10 @@ class Library:
         if budget_bytes is None or decoder is None:
             return group
         room = budget_bytes - self._engine.store.stats().disk_bytes
-        known = self._engine.records([passage.id for passage in group])
+        held = self._engine.store.holds([passage.id for passage in group])
         separator = self._engine.config.separator
-        for number, (passage, record) in enumerate(zip(group, known, strict=True)):
-            if record is not None and self._engine.store.holds([record.key])[0]:
+        for number, (passage, is_held) in enumerate(zip(group, held, strict=True)):
+            if is_held:
                 continue
             # Behind each passage the KV of what follows it is kept.
             texts = [text for text in (passage.text, separator) if text]

@@ -37,6 +37,7 @@ from cacheblend_rag.engine.prompt import AssembledPrompt
 from cacheblend_rag.engine.request import PromptRun, Request, Timings, make_report
 from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.engine.supply import KVSupply
+from cacheblend_rag.engine.tenant import TenantStore
 from cacheblend_rag.engine.watch import LayerWatcher, WatchedForward, WatchedPrefill, last_logits
 from cacheblend_rag.errors import ConfigError, PromptError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache
@@ -71,7 +72,7 @@ class BlendEngine:
     blend : BlendConfig, optional
         How prompts are blended unless a call says otherwise; by default the environment's settings.
     store : KVStore, str, Path or None
-        Where KV is kept: a folder, your own store, or None for this process's RAM.
+        Where KV is kept: a folder, a store that you opened (`open_store`), or None for this process's RAM.
     tenant : str, optional
         Who owns the KV; a shorthand for the setting of that name, over which it takes precedence.
     tuning : Tuning, optional
@@ -83,6 +84,8 @@ class BlendEngine:
         What `from_pretrained` was given, or else the model's own name.
     metrics : EngineMetrics
         What the engine has done, for Prometheus.
+    store : TenantStore
+        What this engine's tenant has in the store.
     namespace : str
         Digest of the model, tokenizer, encoding prefix and tenant (`config.tenant`): engines with the same one share KV.
     window : int or None
@@ -130,27 +133,28 @@ class BlendEngine:
             self.model, strict=self.config.strict, self_check=self.tuning.self_check
         )
         self.check_blend(self.blend)
-        self.store = open_engine_store(store, self.config, self.tuning, self.decoder)
-        self._owns_store = self.store is not store
+        self._store = open_engine_store(store, self.config, self.tuning, self.decoder)
+        self._owns_store = self._store is not store
         with ExitStack() as undo:
             if self._owns_store:
                 # Nobody could close it if the rest fails.
-                undo.callback(self.store.close)
+                undo.callback(self._store.close)
             self._weights = WeightsWatch(self.model)
-            identity = engine_identity(model, tokenizer, private=self.store.is_private)
-            self._assembler = Assembler(tokenizer, self.store, identity, self.window, self.decoder, self.config)
+            identity = engine_identity(model, tokenizer, private=self._store.is_private)
+            self._assembler = Assembler(tokenizer, self._store, identity, self.window, self.decoder, self.config)
             self.namespace = self._assembler.namespace
-            self._supply = KVSupply(model, self.decoder, self.store, self._assembler, self.config, self.tuning)
-            self._ingest = Ingest(self._assembler, self._supply, self.store, self.decoder, self.config)
+            self.store = TenantStore(self._store, self.config.tenant or "", self.namespace)
+            self._supply = KVSupply(model, self.decoder, self._store, self._assembler, self.config, self.tuning)
+            self._ingest = Ingest(self._assembler, self._supply, self._store, self.decoder, self.config)
             self._supply.on_late = self._ingest.encode_later
-            self._kept = KeptTurns(self.store, self.namespace, self.config.conversation_bytes)
-            self._prefetcher = Prefetcher(self.store, self.tuning.threads)
-            self.schemas = Schemas(self._assembler, self._ingest, self.store, self._prefetcher)
+            self._kept = KeptTurns(self._store, self.namespace, self.config.conversation_bytes)
+            self._prefetcher = Prefetcher(self._store, self.tuning.threads)
+            self.schemas = Schemas(self._assembler, self._ingest, self._store, self._prefetcher)
             self._runner = Runner(
                 model,
                 self.decoder,
                 self.unsupported_reason,
-                self.store,
+                self._store,
                 self._supply,
                 self.config,
                 self.blend,
@@ -235,9 +239,9 @@ class BlendEngine:
                 self._closed = True
                 self._kept.close()
                 if self._owns_store:
-                    self.store.close()
+                    self._store.close()
                 else:
-                    self.store.settle()
+                    self._store.settle()
 
     def check_blend(self, blend: BlendConfig) -> BlendConfig:
         """Return the settings that a call uses: the engine's own, except those that the call sets.
@@ -361,7 +365,7 @@ class BlendEngine:
         """
         self._check_open()
         self._ingest.jobs.flush()
-        self.store.flush()
+        self._store.flush()
 
     def estimate(self, chunks: Iterable[Chunk]) -> WarmEstimate:
         """Estimate what `add` would cost, by encoding the longest new chunk once to measure the time; nothing is stored.
@@ -394,7 +398,7 @@ class BlendEngine:
         """
         self._check_open()
         gone = _id_list(ids)
-        known = self.store.forget(self.namespace, gone)
+        known = self._store.forget(self.namespace, gone)
         self._kept.refresh()
         return known
 
@@ -405,12 +409,12 @@ class BlendEngine:
     def document(self, document: str) -> list[str]:
         """Return the ids of a document's chunks in the order in which they are read; none if it is unknown."""
         self._check_open()
-        return self.store.names.document(self.namespace, document)
+        return self._store.names.document(self.namespace, document)
 
     def places(self, ids: Sequence[str]) -> list[str | None]:
         """Return the document that each chunk is a piece of; None if the chunk is encoded alone, or unknown."""
         self._check_open()
-        return self.store.names.documents(self.namespace, _id_list(ids))
+        return self._store.names.documents(self.namespace, _id_list(ids))
 
     def prefetch(self, ids: Iterable[str]) -> Prefetch:
         """Begin to read the KV of chunks that are likely to be needed soon, and return at once.
@@ -430,7 +434,7 @@ class BlendEngine:
             Can be waited for or cancelled; it need not be kept.
         """
         self._check_open()
-        records = self.store.names.lookup(self.namespace, _id_list(ids))
+        records = self._store.names.lookup(self.namespace, _id_list(ids))
         return self._prefetcher.begin(record.key for record in records if record is not None)
 
     def pin(self, ids: Iterable[str]) -> None:
@@ -444,7 +448,7 @@ class BlendEngine:
             If more would be pinned than `disk_bytes`.
         """
         self._check_open()
-        self.store.pin(self.namespace, _id_list(ids))
+        self._store.pin(self.namespace, _id_list(ids))
 
     def unpin(self, ids: Iterable[str]) -> None:
         """Let the KV of these chunks be evicted again.
@@ -455,33 +459,33 @@ class BlendEngine:
             If an id is unknown; nothing is unpinned then.
         """
         self._check_open()
-        self.store.unpin(self.namespace, _id_list(ids))
+        self._store.unpin(self.namespace, _id_list(ids))
 
     def contains(self, id: str) -> bool:
         """Whether a chunk of this id is known; its KV may be evicted, and is then computed again when it is needed."""
         self._check_open()
-        return self.store.names.lookup(self.namespace, [id])[0] is not None
+        return self._store.names.lookup(self.namespace, [id])[0] is not None
 
     def ids(self) -> list[str]:
         """Return the ids of all known chunks of this model, without parts of loaded schemas and heads of prompts."""
         self._check_open()
-        return [id for id in self.store.names.ids(self.namespace) if _reserved(id) is None]
+        return [id for id in self._store.names.ids(self.namespace) if _reserved(id) is None]
 
     def heads(self) -> list[str]:
         """Return the names under which the KV of prompts' fixed heads (`FixedText`) is kept; `delete` takes them."""
         self._check_open()
-        return [id for id in self.store.names.ids(self.namespace) if _reserved(id) == HEAD_PREFIX]
+        return [id for id in self._store.names.ids(self.namespace) if _reserved(id) == HEAD_PREFIX]
 
     def records(self, ids: Sequence[str]) -> list[NodeRecord | None]:
         """Return what is known of each id: its tokens and the digest of its text; None where the id is unknown."""
         self._check_open()
-        return self.store.names.lookup(self.namespace, _id_list(ids))
+        return self._store.names.lookup(self.namespace, _id_list(ids))
 
     @property
     def revision(self) -> int:
         """A number that every added, replaced or deleted chunk raises, in any process; equal numbers mean no change."""
         self._check_open()
-        return self.store.names.revision()
+        return self._store.names.revision()
 
     def changes(self, since: int | None = None) -> NameChanges:
         """Return which chunks are known, or which of them were added, replaced or deleted since an earlier call.
@@ -497,7 +501,7 @@ class BlendEngine:
             The names, without those that `ids` leaves out.
         """
         self._check_open()
-        changes = self.store.names.changes(self.namespace, since)
+        changes = self._store.names.changes(self.namespace, since)
         names = [each for each in changes.names if each[1] is None or _reserved(each[1]) is None]
         waiting = {id: digest for id, digest in changes.waiting.items() if _reserved(id) is None}
         return replace(changes, names=names, waiting=waiting)

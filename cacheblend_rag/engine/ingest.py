@@ -333,13 +333,13 @@ class Ingest:
                 del part
 
     def _store_and_name(self, batch: Batch, naming: _Naming, ttl_s: float | None) -> None:
-        evictions = self._store.evictions
+        evictions = self._store.evictions()
         for text, kv in batch:
             self._put(text.key, kv, [target.lives_s for target in text.names])
         # Named only now: a process that dies before leaves KV without a name, which the next run finds.
         self._name(naming.ready(text for text, _ in batch), ttl_s)
         # Until it had its own name, KV could lose the last of its others. What made room for the batch's own is not put again.
-        if self._store.evictions != evictions:
+        if self._store.evictions() != evictions:
             return
         held = self._store.holds([text.key for text, _ in batch])
         for (text, kv), there in zip(batch, held, strict=True):

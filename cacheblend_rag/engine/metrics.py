@@ -38,7 +38,7 @@ class EngineMetrics:
     Parameters
     ----------
     stats : callable
-        Returns the store's figures; called when the registry is read.
+        Returns the figures of what the engine's tenant has in the store; called when the registry is read.
     guard : callable, optional
         Returns the online guard's figures; called when the registry is read.
 

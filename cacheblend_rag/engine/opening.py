@@ -241,11 +241,17 @@ def open_engine_store(
 
     Raises
     ------
+    ConfigError
+        If `store` is none of these.
     StoreError
         If the folder cannot be used.
     """
-    if not isinstance(store, str | Path | None):
+    if isinstance(store, KVStore):
         return store
+    if not isinstance(store, str | Path | None):
+        raise ConfigError(
+            f"store is a {type(store).__name__}; give a folder, or what open_store returned, which several engines may share"
+        )
     devices = [torch.device("cpu")] if decoder is None else decoder.devices
     by_default = any(device.type == "cuda" for device in devices)
     device_bytes = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ __all__ = [
     "OpenProbe",
     "StoreStats",
     "TierProbe",
+    "count_of",
     "latest",
     "part_of",
 ]
@@ -211,10 +213,7 @@ class NameChanges:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """Figures of a store.
-
-    The figures of one tenant are `nodes`, `entries`, `ram_bytes`, `disk_bytes` and `device_bytes`; the others are the whole
-    store's.
+    """Figures of a store, or of what one tenant has in it.
 
     Attributes
     ----------
@@ -251,6 +250,11 @@ class StoreStats:
     device_bytes: int = 0
     ram_evictions: int = 0
     device_evictions: int = 0
+
+
+def count_of(counts: Counter[str], tenant: str | None) -> int:
+    """Return what was counted for a tenant, or for all."""
+    return counts.total() if tenant is None else counts[tenant]
 
 
 def latest(one: float | None, other: float | None) -> float | None:

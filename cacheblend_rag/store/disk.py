@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from logging import getLogger
@@ -56,7 +56,7 @@ class DiskTier:
         self.read_only = read_only or self.folder.read_only
         self.limit_bytes = limit_bytes
         self.clock = clock or StoreClock()
-        self.evictions = 0
+        self.evicted: Counter[str] = Counter()
         self._clock_saved_at = 0.0
         self._lock = ForkSafeLock()
         self._touched: OrderedDict[str, None] = OrderedDict()
@@ -154,7 +154,7 @@ class DiskTier:
             part.remove()
         self._discarded.discard(key)
         self._damaged.discard(key)
-        self.evictions += len(dropped.keys)
+        self.evicted.update(dropped.tenants)
         self._unlink(dropped.files)
         return dropped.keys
 

@@ -37,12 +37,14 @@ class Entry:
 
 @dataclass(slots=True)
 class Dropped:
-    """What a transaction dropped: keys without KV now, and files to be removed, then settled with `Index.settle`.
+    """What a transaction dropped: keys without KV now, whose entries those were, and files to be removed, then settled with
+    `Index.settle`.
 
     `pinned` are the keys that pinned names lead to since then.
     """
 
     keys: list[str] = field(default_factory=list)
+    tenants: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     pinned: list[str] = field(default_factory=list)
 
@@ -70,10 +72,13 @@ class Index:
         query = f"SELECT key, {_COLUMNS} FROM entries WHERE key > ? ORDER BY key LIMIT 1000"
         return ((key, _entry(row)) for key, *row in self.database.in_batches(query, ""))
 
-    def pinned_bytes(self) -> int:
-        """Return the size of the files that may not be evicted."""
+    def pinned_bytes(self, tenant: str | None = None) -> int:
+        """Return the size of the files that may not be evicted, or of those of one tenant."""
+        query = "SELECT ifnull(sum(bytes), 0) FROM entries WHERE pinned = 1 AND tenant = ?"
         with self.database.read() as connection:
-            return counter(connection, "pinned_bytes")
+            if tenant is None:
+                return counter(connection, "pinned_bytes")
+            return int(connection.execute(query, (tenant,)).fetchone()[0])
 
     def tenants(self) -> list[str]:
         """Return the tenants that have entries or names; "" stands for what has no tenant."""
@@ -114,6 +119,7 @@ class Index:
             if row is not None:
                 drop_entries(connection, [key], dropped)
                 dropped.keys.clear()
+                dropped.tenants.clear()
             _insert(connection, key, entry)
             expired = "SELECT key FROM entries WHERE expires_at <= ? AND key != ? ORDER BY expires_at LIMIT ?"
             old = [row[0] for row in connection.execute(expired, (now, key, _EXPIRED_A_TIME))]
@@ -256,12 +262,13 @@ def counter(connection: sqlite3.Connection, name: str) -> int:
 def drop_entries(connection: sqlite3.Connection, keys: Iterable[str], dropped: Dropped) -> None:
     """Drop entries, and add them to `dropped`."""
     for key in keys:
-        row = connection.execute("SELECT file FROM entries WHERE key = ?", (key,)).fetchone()
+        row = connection.execute("SELECT file, tenant FROM entries WHERE key = ?", (key,)).fetchone()
         if row is not None:
             connection.execute("INSERT OR REPLACE INTO removals VALUES (?)", (row[0],))
             connection.execute("DELETE FROM entries WHERE key = ?", (key,))
             dropped.keys.append(key)
             dropped.files.append(row[0])
+            dropped.tenants.append(str(row[1]))
 
 
 def _entry(row: Sequence[Any]) -> Entry:
@@ -295,8 +302,8 @@ def _make_room(connection: sqlite3.Connection, key: str, limit_bytes: int, dropp
     oldest.close()
     if over > 0:
         raise StoreFullError(
-            f"pinned KV takes {counter(connection, 'pinned_bytes')} bytes of the store's budget of {limit_bytes} (disk_bytes), "
-            f"which leaves {over} bytes too few; unpin some, or raise the budget"
+            f"pinned KV leaves too little of the store's budget of {limit_bytes} bytes (disk_bytes); unpin some, or raise the "
+            "budget"
         )
     drop_entries(connection, victims, dropped)
 

@@ -13,7 +13,7 @@ from cacheblend_rag.codec import PackedKV
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.reading import ReadingRules
-from cacheblend_rag.store.base import Fate, KVReader, NodeRecord, StoreStats, TierProbe
+from cacheblend_rag.store.base import Fate, KVReader, NodeRecord, StoreStats, TierProbe, count_of
 from cacheblend_rag.store.chunkfile import ChunkFile
 from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.device import DeviceTier, PromotingReader, ResidentKV, device_probe
@@ -74,10 +74,9 @@ class KVStore(ABC):
         self.names = Names(index, clock.now, self._waiting)
         self._closed = False
 
-    @property
     @abstractmethod
-    def evictions(self) -> int:
-        """Entries dropped for room since the store was opened, as `stats` has it; cheap."""
+    def evictions(self, tenant: str | None = None) -> int:
+        """Return how many entries were dropped for room since the store was opened, as `stats` has it; cheap."""
 
     def probes(self) -> list[TierProbe]:
         """Return what puts chunks into each tier only to measure how fast they are read."""
@@ -305,20 +304,20 @@ class KVStore(ABC):
         """Return the store's figures, or one tenant's."""
         self._follow()
         entries, nbytes, names = self._index.share(tenant)
-        waiting, waiting_bytes = self._waiting.size
+        waiting, waiting_bytes = self._waiting.size(tenant)
         return StoreStats(
             nodes=names,
             entries=entries,
             ram_bytes=self._ram.nbytes(tenant),
             disk_bytes=nbytes,
-            evictions=self.evictions,
-            pinned_bytes=self._index.pinned_bytes(),
+            evictions=self.evictions(tenant),
+            pinned_bytes=self._index.pinned_bytes(tenant),
             waiting=waiting,
             waiting_bytes=waiting_bytes,
-            unwritten=self._waiting.refused,
+            unwritten=count_of(self._waiting.refused, tenant),
             device_bytes=self._device.nbytes(tenant),
-            ram_evictions=self._ram.evictions,
-            device_evictions=self._device.evictions,
+            ram_evictions=self._ram.evictions(tenant),
+            device_evictions=self._device.evictions(tenant),
         )
 
     def close(self) -> None:

@@ -190,11 +190,11 @@ class Names:
                 "UPDATE nodes SET pinned = ?1 WHERE namespace = ?2 AND id = ?3 AND pinned != ?1",
                 ((pinned, namespace, node) for node in nodes),
             )
-            taken = counter(connection, "pinned_bytes")
-            if pinned and limit_bytes is not None and taken > limit_bytes:
+            # How much of it is another tenant's is not for this one to know.
+            if pinned and limit_bytes is not None and counter(connection, "pinned_bytes") > limit_bytes:
                 raise StoreFullError(
-                    f"pinned KV would take {taken} bytes, more than the store's budget of {limit_bytes} (disk_bytes); "
-                    "pin fewer chunks, or raise the budget"
+                    f"pinned KV would take more than the store's budget of {limit_bytes} bytes (disk_bytes); pin fewer chunks, "
+                    "or raise the budget"
                 )
         return list(keys.values())
 
@@ -364,7 +364,8 @@ def _own(connection: sqlite3.Connection, namespace: str, tenant: str, keys: Iter
         connection.execute("INSERT INTO namespaces VALUES (?, ?)", (namespace, tenant))
         owner = tenant
     if owner != tenant:
-        raise StoreError(f"the names of {namespace[:40]!r} belong to tenant {owner!r}, not to {tenant!r}")
+        # Whose they are is not for this tenant to know.
+        raise StoreError(f"the names of {namespace[:40]!r} do not belong to tenant {tenant!r}; give its own namespace")
     if tenant:
         # An index that was made anew from the files does not know whose they are.
         connection.executemany(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ import torch
 
 from cacheblend_rag.codec import Codec, PackedKV, PackedLayer, make_codec, pack_kv, unpack_layer
 from cacheblend_rag.kv import KV, ChunkKV, LayerKV
-from cacheblend_rag.store.base import KVReader, OpenProbe, latest
+from cacheblend_rag.store.base import KVReader, OpenProbe, count_of, latest
 from cacheblend_rag.store.locks import ForkSafeLock
 
 __all__ = ["Cached", "LRUCache", "RamReader", "RamTier", "ram_probe"]
@@ -46,7 +46,7 @@ class LRUCache(Generic[AnyKV]):
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
-        self.evictions = 0
+        self._evicted: Counter[str] = Counter()
         self._lock = ForkSafeLock()
         self._entries: OrderedDict[str, Cached[AnyKV]] = OrderedDict()
         self._used_bytes = 0
@@ -137,10 +137,14 @@ class LRUCache(Generic[AnyKV]):
         with self._lock:
             return sorted(self._pinned)
 
-    def pinned_bytes(self) -> int:
-        """Return the bytes that are never dropped for room."""
+    def pinned_bytes(self, tenant: str | None = None) -> int:
+        """Return the bytes that are never dropped for room, or those of one tenant."""
         with self._lock:
-            return self._kept_bytes()
+            return self._kept_bytes(tenant)
+
+    def evictions(self, tenant: str | None = None) -> int:
+        """Return how many were dropped for room, or how many of one tenant's."""
+        return count_of(self._evicted, tenant)
 
     def clear(self) -> None:
         """Forget everything, and what was pinned."""
@@ -173,13 +177,14 @@ class LRUCache(Generic[AnyKV]):
             return False
         while self._used_bytes + self._reserved_bytes + nbytes > self.limit_bytes:
             oldest = next(key for key in self._entries if key not in self._pinned)
+            self._evicted[self._entries[oldest].tenant] += 1
             self._drop(oldest)
             self._dropped.append(oldest)
-            self.evictions += 1
         return True
 
-    def _kept_bytes(self) -> int:
-        return sum(self._entries[key].nbytes for key in self._pinned if key in self._entries)
+    def _kept_bytes(self, tenant: str | None = None) -> int:
+        kept = [self._entries[key] for key in self._pinned if key in self._entries]
+        return sum(entry.nbytes for entry in kept if tenant in (None, entry.tenant))
 
     def _drop(self, key: str) -> None:
         entry = self._entries.pop(key, None)

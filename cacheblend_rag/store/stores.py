@@ -9,7 +9,7 @@ from functools import partial
 from cacheblend_rag.codec import PackedKV, pack_kv
 from cacheblend_rag.errors import StoreError, StoreFullError
 from cacheblend_rag.kv import ChunkKV
-from cacheblend_rag.store.base import Fate, KVReader, StoreStats, TierProbe, latest
+from cacheblend_rag.store.base import Fate, KVReader, StoreStats, TierProbe, count_of, latest
 from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.database import Database
 from cacheblend_rag.store.device import DeviceReader, DeviceTier
@@ -32,9 +32,8 @@ class MemoryStore(KVStore):
         self.is_private = offsite is None
         self._evictions_seen = 0
 
-    @property
-    def evictions(self) -> int:
-        return self._ram.evictions
+    def evictions(self, tenant: str | None = None) -> int:
+        return self._ram.evictions(tenant)
 
     def open(self, key: str) -> KVReader | None:
         self._check(key)
@@ -49,7 +48,7 @@ class MemoryStore(KVStore):
 
     def stats(self, tenant: str | None = None) -> StoreStats:
         figures = super().stats(tenant)
-        return replace(figures, entries=len(self._ram.keys(tenant)), pinned_bytes=self._ram.pinned_bytes())
+        return replace(figures, entries=len(self._ram.keys(tenant)), pinned_bytes=self._ram.pinned_bytes(tenant))
 
     def _put(self, key: str, kv: ChunkKV, tenant: str, expires_at: float | None) -> None:
         held = self._ram.peek(key)
@@ -93,7 +92,7 @@ class MemoryStore(KVStore):
         return dict.fromkeys(self._ram.dropped_lately(keys), "evicted")
 
     def _follow(self) -> None:
-        evictions = self._ram.evictions
+        evictions = self._ram.evictions()
         if evictions != self._evictions_seen:
             self._evictions_seen = evictions
             self._device.drop(set(self._device.keys()).difference(self._ram.keys()))
@@ -122,9 +121,8 @@ class FolderStore(KVStore):
         self._disk = disk
         self._deletions_seen = self._index.deletions()
 
-    @property
-    def evictions(self) -> int:
-        return self._disk.evictions
+    def evictions(self, tenant: str | None = None) -> int:
+        return count_of(self._disk.evicted, tenant)
 
     def probes(self) -> list[TierProbe]:
         return super().probes() + ([] if self._disk.read_only else [partial(disk_probe, self._disk)])

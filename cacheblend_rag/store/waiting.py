@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -79,12 +80,6 @@ class WorkQueue(Generic[Item]):
             executor = self._executor
         executor.shutdown()
 
-    @property
-    def size(self) -> tuple[int, int]:
-        """How many items wait, and their bytes."""
-        with self._locked():
-            return len(self._waiting), self._bytes
-
     @contextmanager
     def _locked(self) -> Iterator[None]:
         with self._lock:
@@ -140,14 +135,15 @@ class WriteBack(WorkQueue[Computed]):
 
     Attributes
     ----------
-    refused : int
-        Chunks for which there was no room.
+    refused : Counter of str
+        Chunks for which there was no room, by their tenants.
     changes : int
         A number that grows with every name that begins to wait, or is given up.
     """
 
     def __init__(self, write: Callable[[Computed], None], limit_bytes: int) -> None:
-        self.refused = self.changes = 0
+        self.refused: Counter[str] = Counter()
+        self.changes = 0
         self._write = write
         self._error: StoreError | None = None
         super().__init__(self._try_to_write, limit_bytes, "cacheblend-write-back")
@@ -159,8 +155,8 @@ class WriteBack(WorkQueue[Computed]):
                 self.changes += len(chunk.records)
             return True
         with self._locked():
-            self.refused += 1
-            is_first = self.refused == 1
+            self.refused[chunk.tenant] += 1
+            is_first = self.refused.total() == 1
         if is_first:
             _log.warning(
                 "KV of misses is computed faster than it is written, and what has no room in write_back_bytes=%d is not stored "
@@ -168,6 +164,12 @@ class WriteBack(WorkQueue[Computed]):
                 self.limit_bytes,
             )
         return False
+
+    def size(self, tenant: str | None = None) -> tuple[int, int]:
+        """Return how many chunks wait, and their bytes, or those of one tenant."""
+        with self._locked():
+            waiting = [nbytes for chunk, (nbytes, _) in self._waiting.items() if tenant in (None, chunk.tenant)]
+        return len(waiting), sum(waiting)
 
     def find(self, key: str) -> Computed | None:
         """Return what waits under `key`, or None."""

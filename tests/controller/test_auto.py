@@ -126,7 +126,7 @@ def test_a_fixed_ratio_is_an_order(engine: BlendEngine) -> None:
 
 
 def test_misses_are_encoded_and_blended(engine: BlendEngine) -> None:
-    engine.store.clear()
+    engine._store.clear()
     report = engine.prefill(prompt(CHUNKS)).report
     assert (report.hits, report.misses, report.fallback_reason) == (0, 6, None)
     again = engine.prefill(prompt(CHUNKS)).report
@@ -200,20 +200,20 @@ def test_every_tier_of_the_store_is_measured(tmp_path: Path) -> None:
         assert [cost.tier for cost in profile.loads] == ["ram", "disk"]
         assert all(cost.per_byte_s + cost.per_read_s > 0 for cost in profile.loads)
         # The store holds what it held.
-        assert engine.store.stats().entries == len(CHUNKS)
+        assert engine._store.stats().entries == len(CHUNKS)
 
 
 def test_a_tier_that_was_never_measured_is_said_once(engine: BlendEngine, caplog: pytest.LogCaptureFixture) -> None:
     class Elsewhere(RamReader):
         tier = "attic"
 
-    opened = engine.store.open
+    opened = engine._store.open
 
     def open_elsewhere(key: str) -> KVReader | None:
         reader = opened(key)
         return Elsewhere(reader._kv) if isinstance(reader, RamReader) else reader
 
-    engine.store.open = open_elsewhere  # type: ignore[method-assign]
+    engine._store.open = open_elsewhere  # type: ignore[method-assign]
     for _ in range(2):
         assert engine.prefill(prompt(CHUNKS)).report.hits == 6
     assert caplog.text.count("loading from tier 'attic'") == 1
@@ -288,6 +288,6 @@ def test_a_turn_of_a_conversation_survives_damaged_kv(path: Path, tmp_path: Path
         # The store is asked before the conversation here; what the conversation has is a hit all the same.
         again = engine.records(["n1"])[0]
         assert again is not None
-        engine.store.discard(again.key)
+        engine._store.discard(again.key)
         result = engine.prefill(BlendPrompt(segments=segments), conversation=conversation)
         assert (result.report.hits, result.report.misses) == (5, 0)

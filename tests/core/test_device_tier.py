@@ -61,7 +61,7 @@ def test_answers_are_those_without_it(
             for prompt, logits in zip(PROMPTS, wanted, strict=True):
                 result = engine.prefill(prompt)
                 assert torch.equal(result.logits, logits)
-                assert engine.store.stats().device_bytes <= some_room
+                assert engine._store.stats().device_bytes <= some_room
                 used = {chunk.tier for chunk in result.report.chunks}
                 assert used <= {"device", "ram", "disk"}
             assert engine.generate(PROMPTS[0], 8).text == text
@@ -69,8 +69,8 @@ def test_answers_are_those_without_it(
                 assert used == {"device"}
                 assert result.report.load_bytes == 0
             else:
-                assert engine.store.stats().device_bytes > 0
-                assert engine.store.stats().device_evictions > 0
+                assert engine._store.stats().device_bytes > 0
+                assert engine._store.stats().device_evictions > 0
 
 
 def test_deletions_and_updates_reach_it(make: Make) -> None:
@@ -78,15 +78,15 @@ def test_deletions_and_updates_reach_it(make: Make) -> None:
         engine.add(CHUNKS)
         assert tiers(engine) == ["ram"] * 4
         assert tiers(engine) == ["device"] * 4
-        held = engine.store.stats().device_bytes
+        held = engine._store.stats().device_bytes
         engine.delete(["n0"])
         engine.add([Chunk(words(9, 77), "n1")])
         gone = sum(len(engine.tokenizer(CHUNKS[n].text)["input_ids"]) for n in (0, 1)) / 79
-        assert engine.store.stats().device_bytes == pytest.approx(held * (1 - gone), rel=0.01)
+        assert engine._store.stats().device_bytes == pytest.approx(held * (1 - gone), rel=0.01)
         fresh = engine.prefill(BlendPrompt("t5", CHUNKS[:2], "t6")).report
         assert (fresh.hits, fresh.misses) == (0, 2)
-        engine.store.clear()
-        assert engine.store.stats().device_bytes == 0
+        engine._store.clear()
+        assert engine._store.stats().device_bytes == 0
 
 
 def test_figures(make: Make) -> None:
@@ -99,7 +99,7 @@ def test_figures(make: Make) -> None:
             return engine.metrics.registry.get_sample_value(f"cacheblend_{name}", labels)
 
         assert figure("chunks_total", tier="device") == 4
-        assert figure("store_bytes", tier="device") == engine.store.stats().device_bytes > 0
+        assert figure("store_bytes", tier="device") == engine._store.stats().device_bytes > 0
         assert figure("store_copies_dropped_total", tier="device") == 0
 
 
@@ -143,12 +143,12 @@ def test_it_is_measured_like_any_tier(make: Make, tmp_path: Path) -> None:
 
 def test_how_much_by_default(make: Make) -> None:
     with make() as engine:
-        assert engine.store._device.limit_bytes == 0  # type: ignore[attr-defined]
+        assert engine._store._device.limit_bytes == 0  # type: ignore[attr-defined]
         with pytest.raises(ConfigError, match="device_bytes is fixed when an engine is made"):
             BlendConfig(device_bytes=5)
-        assert not engine.store._ram._page_locked  # type: ignore[attr-defined]
+        assert not engine._store._ram._page_locked  # type: ignore[attr-defined]
     with make(page_locked=True) as engine:
-        assert engine.store._ram._page_locked  # type: ignore[attr-defined]
+        assert engine._store._ram._page_locked  # type: ignore[attr-defined]
     assert spare_bytes([torch.device("cpu")]) == 0
     with pytest.raises(ConfigError, match="device_bytes"):
         EngineConfig(device_bytes=-1)
@@ -160,8 +160,8 @@ def test_on_a_cuda_device(make: Make, threads: int) -> None:
     model = tiny_model("llama").to("cuda")  # type: ignore[arg-type]
     settings = engine_settings(strict=True, load_threads=threads)
     with BlendEngine(model, tiny_tokenizer(), **settings) as engine:
-        assert engine.store._device.limit_bytes > 0  # type: ignore[attr-defined]
-        assert engine.store._ram._page_locked  # type: ignore[attr-defined]
+        assert engine._store._device.limit_bytes > 0  # type: ignore[attr-defined]
+        assert engine._store._ram._page_locked  # type: ignore[attr-defined]
         engine.add(CHUNKS)
         first, second = engine.prefill(PROMPTS[0]), engine.prefill(PROMPTS[0])
         assert [chunk.tier for chunk in second.report.chunks] == ["device"] * 4
@@ -169,6 +169,6 @@ def test_on_a_cuda_device(make: Make, threads: int) -> None:
         torch.testing.assert_close(first.logits, second.logits)
         assert all(
             each.layer.keys.is_cuda
-            for kv in engine.store._device._entries.values()
+            for kv in engine._store._device._entries.values()
             for each in kv.layers  # type: ignore[attr-defined]
         )

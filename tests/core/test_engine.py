@@ -44,7 +44,7 @@ def _prompt(chunks: list[Chunk], seed: int = 50) -> BlendPrompt:
 def test_every_pattern_of_hits_and_misses_gives_the_same_logits(engine: BlendEngine) -> None:
     wanted = None
     for pattern in itertools.product([True, False], repeat=4):
-        engine.store.clear()
+        engine._store.clear()
         engine.add([chunk for chunk, hit in zip(CHUNKS, pattern, strict=True) if hit])
         result = engine.prefill(_prompt(CHUNKS))
         assert [chunk.hit for chunk in result.report.chunks] == list(pattern)
@@ -70,7 +70,7 @@ def test_chunks_in_reverse_order_blend(engine: BlendEngine) -> None:
 def test_the_same_chunk_twice_in_one_prompt(engine: BlendEngine) -> None:
     result = engine.prefill(_prompt([CHUNKS[0], CHUNKS[1], CHUNKS[0]]))
     assert (result.report.hits, result.report.misses) == (0, 3)
-    assert engine.store.stats().entries == 2
+    assert engine._store.stats().entries == 2
     again = engine.prefill(_prompt([CHUNKS[0], CHUNKS[1], CHUNKS[0]]))
     assert again.report.hits == 3
     assert (again.logits - result.logits).abs().max() < TOLERANCE
@@ -84,7 +84,7 @@ def test_adding_the_same_does_nothing_and_another_text_replaces(engine: BlendEng
     assert old is not None
     changed = engine.add([Chunk(words(9, 99), "n0")])
     assert (changed.encoded, changed.tokens) == (1, 9)
-    assert engine.store.holds([old.key]) == [False]
+    assert engine._store.holds([old.key]) == [False]
     assert sorted(engine.ids()) == ["n0", "n1", "n2", "n3"]
 
 
@@ -94,11 +94,11 @@ def test_two_names_of_one_text_share_its_kv_until_the_last_is_deleted(engine: Bl
     assert engine.delete(["c"]) == 1
     record = engine.records(["a"])[0]
     assert record is not None
-    assert engine.store.stats().entries == 1
+    assert engine._store.stats().entries == 1
     assert engine.delete(["a", "unknown"]) == 1
-    assert engine.store.holds([record.key]) == [True]
+    assert engine._store.holds([record.key]) == [True]
     assert engine.delete(["b"]) == 1
-    assert engine.store.holds([record.key]) == [False]
+    assert engine._store.holds([record.key]) == [False]
     assert not engine.contains("b")
 
 
@@ -358,7 +358,7 @@ def test_evicted_kv_is_a_miss_and_not_an_error() -> None:
     one = 22 * 6 * 2 * 2 * 8 * 4
     with BlendEngine(model, tiny_tokenizer(), **engine_settings(ram_bytes=int(2.5 * one))) as engine:
         engine.add(CHUNKS)
-        assert engine.store.stats().entries < 4
+        assert engine._store.stats().entries < 4
         result = engine.prefill(BlendPrompt("t5", ["n0", "n1", "n2", "n3"], "t6"))
         assert result.report.hits + result.report.misses == 4
         assert result.report.misses > 0
@@ -397,16 +397,16 @@ def test_a_chunk_deleted_while_it_is_encoded_is_not_kept(engine: BlendEngine, mo
     engine.add(CHUNKS[:1])
     record = engine.records(["n0"])[0]
     assert record is not None
-    engine.store.discard(record.key)
-    put_later = engine.store.put_later
+    engine._store.discard(record.key)
+    put_later = engine._store.put_later
 
     def delete_then_put(key: str, kv: ChunkKV, *arguments: Any, **options: Any) -> bool:
         engine.delete(["n0"])
         return put_later(key, kv, *arguments, **options)
 
-    monkeypatch.setattr(engine.store, "put_later", delete_then_put)
+    monkeypatch.setattr(engine._store, "put_later", delete_then_put)
     assert engine.prefill(BlendPrompt("t5", ["n0"], "t6")).report.misses == 1
-    assert engine.store.holds([record.key]) == [False]
+    assert engine._store.holds([record.key]) == [False]
 
 
 def test_the_revision_tells_of_every_change_of_names(tmp_path: Path) -> None:
@@ -416,7 +416,7 @@ def test_the_revision_tells_of_every_change_of_names(tmp_path: Path) -> None:
             lambda: engine.add(CHUNKS),
             lambda: engine.add([Chunk("t9", "n0")]),
             lambda: engine.delete(["n1"]),
-            lambda: engine.store.clear(),
+            lambda: engine._store.clear(),
         ):
             change()
             seen.append(engine.revision)
@@ -449,7 +449,7 @@ def test_a_miss_with_an_id_is_named_and_one_without_stays_in_ram(tmp_path: Path)
             engine.prefill(BlendPrompt("t5", [chunk], "t6"))
         assert engine.delete(["n0"]) == 1
     with BlendEngine(engine.model, engine.tokenizer, **settings, store=tmp_path / "kv") as after:
-        assert after.store.stats().entries == 0
+        assert after._store.stats().entries == 0
         assert not list((tmp_path / "kv").rglob("*.safetensors"))
 
 

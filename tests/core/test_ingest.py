@@ -42,7 +42,7 @@ def engine() -> Iterator[BlendEngine]:
 
 def held(engine: BlendEngine) -> dict[str, bool]:
     records = engine.records(engine.ids())
-    return {record.id: engine.store.holds([record.key])[0] for record in records if record is not None}
+    return {record.id: engine._store.holds([record.key])[0] for record in records if record is not None}
 
 
 def test_a_job_tells_how_far_it_is_and_what_it_did(engine: BlendEngine) -> None:
@@ -71,7 +71,7 @@ def test_what_was_encoded_in_the_background_is_what_add_encodes() -> None:
         other.flush()
         for id in one.ids():
             mine, its = (
-                engine.store.open(record.key)
+                engine._store.open(record.key)
                 for engine in (one, other)
                 for record in engine.records([id])
                 if record is not None
@@ -135,35 +135,35 @@ def test_of_two_adds_of_one_id_the_last_counts(engine: BlendEngine) -> None:
     texts = {record.id: len(record.token_ids) for record in engine.records(["n0", "n1"]) if record is not None}
     assert texts == {"n0": 9, "n1": 7}
     assert all(held(engine).values())
-    assert engine.store.stats().entries == 2
+    assert engine._store.stats().entries == 2
 
 
 def test_a_chunk_deleted_while_it_is_stored_is_not_kept(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    put = engine.store.put
+    put = engine._store.put
 
     def delete_then_put(key: str, kv: ChunkKV, **options: Any) -> None:
         engine.delete(["n1"])
         put(key, kv, **options)
 
-    monkeypatch.setattr(engine.store, "put", delete_then_put)
+    monkeypatch.setattr(engine._store, "put", delete_then_put)
     engine.add([CHUNKS[1], Chunk(CHUNKS[2].text)], background=True).result()
     # What has no name cannot have been deleted.
-    assert engine.store.stats().entries == 1
+    assert engine._store.stats().entries == 1
     assert engine.ids() == []
 
 
 def test_a_text_that_has_another_name_outlives_its_deleted_one(
     engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put = engine.store.put
+    put = engine._store.put
 
     def share_then_put(key: str, kv: ChunkKV, **options: Any) -> None:
-        monkeypatch.setattr(engine.store, "put", put)
+        monkeypatch.setattr(engine._store, "put", put)
         engine.add([Chunk(CHUNKS[0].text, "twin")])
         engine.delete(["n0"])
         put(key, kv, **options)
 
-    monkeypatch.setattr(engine.store, "put", share_then_put)
+    monkeypatch.setattr(engine._store, "put", share_then_put)
     engine.add(CHUNKS[:1], background=True).result()
     assert held(engine) == {"twin": True}
 
@@ -171,13 +171,13 @@ def test_a_text_that_has_another_name_outlives_its_deleted_one(
 def test_kv_that_loses_a_name_before_it_has_its_own_is_stored_again(
     engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = engine.store.name
+    name = engine._store.name
 
     def release_then_name(namespace: str, records: list[object], **options: Any) -> None:
-        engine.store.release([record.key for record in records])  # type: ignore[attr-defined]
+        engine._store.release([record.key for record in records])  # type: ignore[attr-defined]
         name(namespace, records, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(engine.store, "name", release_then_name)
+    monkeypatch.setattr(engine._store, "name", release_then_name)
     engine.add(CHUNKS)
     assert all(held(engine).values())
 
@@ -213,11 +213,11 @@ def test_after_any_interleaving_the_store_holds_what_a_dictionary_would(steps: l
         assert held(engine) == dict.fromkeys(wanted, True)
         keys = {record.id: record.key for record in engine.records(list(wanted)) if record is not None}
         assert keys == {id: engine._assembler.key(engine._assembler.tokenize(text)) for id, text in wanted.items()}
-        assert engine.store.stats().entries == len(set(wanted.values()))
+        assert engine._store.stats().entries == len(set(wanted.values()))
 
 
 def test_errors_come_out_of_the_job_and_of_one_flush(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    put = engine.store.put
+    put = engine._store.put
     failing = engine._assembler.record(CHUNKS[2]).key
 
     def fail(key: str, kv: ChunkKV, **options: Any) -> None:
@@ -225,7 +225,7 @@ def test_errors_come_out_of_the_job_and_of_one_flush(engine: BlendEngine, monkey
             raise StoreFullError("no room")
         put(key, kv, **options)
 
-    monkeypatch.setattr(engine.store, "put", fail)
+    monkeypatch.setattr(engine._store, "put", fail)
     job = engine.add(CHUNKS[:4], background=True)
     after = engine.add(CHUNKS[4:], background=True)
     with pytest.raises(StoreFullError, match="no room"):
@@ -238,7 +238,7 @@ def test_errors_come_out_of_the_job_and_of_one_flush(engine: BlendEngine, monkey
     assert held(engine) == {"n0": False, "n1": False, "n2": False, "n3": True, "n4": True, "n5": True}
     with pytest.raises(StoreFullError, match="no room"):
         engine.add(CHUNKS[:4])
-    monkeypatch.setattr(engine.store, "put", put)
+    monkeypatch.setattr(engine._store, "put", put)
     engine.add(CHUNKS)
     assert all(held(engine).values())
 
@@ -336,7 +336,7 @@ def test_on_second_use_a_chunk_is_encoded_when_it_is_retrieved_again(tmp_path: P
         assert engine.prefill(BlendPrompt("t5", ["n0"], "t6")).report.hits == 1
         engine.delete(["n0"])
         assert not engine.contains("n0")
-        assert engine.store.stats().entries == 0
+        assert engine._store.stats().entries == 0
         assert engine.add(CHUNKS[3:], background=True).result().unchanged == 3
 
 
@@ -345,7 +345,7 @@ def test_on_second_use_texts_without_an_id_stay_in_ram(tmp_path: Path) -> None:
         prompt = BlendPrompt("t5", [Chunk(CHUNKS[0].text)], "t6")
         reports = [engine.prefill(prompt).report for _ in range(3)]
         assert [(report.hits, report.misses) for report in reports] == [(0, 1), (0, 1), (1, 0)]
-        assert engine.store.stats().disk_bytes == 0
+        assert engine._store.stats().disk_bytes == 0
 
 
 def test_when_chunks_are_encoded_is_settled_with_the_engine() -> None:
@@ -389,7 +389,7 @@ def test_no_error_of_storing_is_forgotten(
         yield from encode(targets[:1], **options)
         raise KeyError
 
-    monkeypatch.setattr(engine.store, "put", fail)
+    monkeypatch.setattr(engine._store, "put", fail)
     for count in (1, 2):
         with pytest.raises(StoreFullError, match="late"):
             engine.add(CHUNKS[:count])

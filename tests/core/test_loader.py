@@ -339,9 +339,9 @@ def test_the_pipeline_changes_no_answer(stored: BlendEngine, tmp_path: Path, sel
     in_ram = open_store(tmp_path / "kv", 10**8)
     wanted = None
     for store, threads, ahead, pipeline in (
-        (stored.store, 1, 1, False),
-        (stored.store, 1, 1, True),
-        (stored.store, 4, 3, True),
+        (stored._store, 1, 1, False),
+        (stored._store, 1, 1, True),
+        (stored._store, 4, 3, True),
         (in_ram, 2, 2, True),
         (in_ram, 4, 1, True),
         (in_ram, 1, 1, False),

@@ -44,7 +44,7 @@ def test_counts(engine: BlendEngine) -> None:
     assert value(engine, "output_tokens_total") == 5
     assert value(engine, "ttft_seconds_count") == 4
     assert value(engine, "store_names") == 2
-    assert value(engine, "store_bytes", tier="ram") == engine.store.stats().ram_bytes > 0
+    assert value(engine, "store_bytes", tier="ram") == engine._store.stats().ram_bytes > 0
     assert b"cacheblend_ttft_seconds_bucket" in generate_latest(engine.metrics.registry)
 
 

@@ -90,7 +90,7 @@ def test_a_queue_that_is_full_counts_each(caplog: pytest.LogCaptureFixture) -> N
         return lambda: [queue.put(Computed(key_of(1), kv, "space", "", [], [], None)) for _ in range(20)]
 
     assert warnings_of(caplog, make) == [1] * ROUNDS
-    assert [queue.refused for queue in queues] == [20 * THREADS] * ROUNDS
+    assert [queue.refused.total() for queue in queues] == [20 * THREADS] * ROUNDS
     for queue in queues:
         queue.close()
 

@@ -51,7 +51,7 @@ def test_what_was_prefetched_is_read_from_ram(open_engine: Open) -> None:
     begun = engine.prefetch(["n2", "unknown", "n0", "n2"])
     assert begun.chunks == 2
     assert begun.wait(60)
-    assert engine.store.stats().ram_bytes > 0
+    assert engine._store.stats().ram_bytes > 0
     assert _tiers(engine) == ["ram", "disk", "ram", "disk"]
     assert engine.prefetch(NAMES).wait(60)
     assert _tiers(engine) == ["ram"] * 4
@@ -62,7 +62,7 @@ def test_what_was_prefetched_is_on_the_device_where_that_has_room(open_engine: O
     assert engine.prefetch(NAMES[:2]).wait(60)
     assert _tiers(engine)[:2] == ["device"] * 2
     # From RAM too, from which a device tier without room has had nothing.
-    engine.store.discard(engine.records(["n0"])[0].key)  # type: ignore[union-attr]
+    engine._store.discard(engine.records(["n0"])[0].key)  # type: ignore[union-attr]
     engine.add(CHUNKS[:1])
     assert engine.prefetch(NAMES[:1]).wait(60)
     assert _tiers(engine)[0] == "device"

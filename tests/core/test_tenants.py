@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, EngineConfig
-from cacheblend_rag.errors import ConfigError, StoreError, UnknownChunkError
+from cacheblend_rag.errors import ConfigError, StoreError, StoreFullError, UnknownChunkError
 from cacheblend_rag.lab.settings import engine_settings
-from cacheblend_rag.store import check_store, open_store
+from cacheblend_rag.store import KVStore, StoreStats, check_store, open_store
 from tests.families import tiny_model, tiny_tokenizer, words
 from tests.store.kit import files_of
 
@@ -48,21 +49,24 @@ def test_what_one_tenant_removes_is_its_own(pair: tuple[BlendEngine, BlendEngine
     for engine in pair:
         # One without a name too.
         engine.add([*CHUNKS, Chunk(words(9, 9))])
-    assert one.store.tenants() == ["acme", "globex"]
-    shares = [one.store.stats(tenant) for tenant in ("acme", "globex", "")]
+    store = open_store(tmp_path, 0)
+    assert store.tenants() == ["acme", "globex"]
+    shares = [one.store.stats(), two.store.stats(), store.stats("")]
     assert [(share.nodes, share.entries) for share in shares] == [(2, 3), (2, 3), (0, 0)]
     assert shares[0].disk_bytes == shares[1].disk_bytes
-    assert shares[0].disk_bytes + shares[1].disk_bytes == one.store.stats().disk_bytes
-    assert (shares[0].ram_bytes > 0, shares[1].ram_bytes) == (True, 0)
+    assert shares[0].disk_bytes + shares[1].disk_bytes == store.stats().disk_bytes
+    assert shares[0].ram_bytes == shares[1].ram_bytes > 0
+    assert one.store.holds(["a", "x", "b"]) == [True, False, True]
     assert one.delete(["a", "b"]) == 2
     assert sorted(two.ids()) == ["a", "b"]
     assert two.prefill(BlendPrompt("t1", CHUNKS, "t2")).report.hits == 2
-    two.store.clear("acme")
-    assert one.store.stats("acme").entries == 0
-    assert two.store.stats("globex").entries == 3
-    two.store.clear("")
-    one.store.clear("globex")
+    one.store.clear()
+    assert one.store.stats().entries == 0
+    assert two.store.stats().entries == 3
+    store.clear("")
+    store.clear("globex")
     assert two.ids() == []
+    store.close()
     assert files_of(tmp_path) == []
     assert check_store(tmp_path).is_clean
 
@@ -72,8 +76,11 @@ def test_no_tenant_is_as_it_always_was(pair: tuple[BlendEngine, BlendEngine], tm
     with BlendEngine(one.model, tiny_tokenizer(), store=tmp_path) as nobody:
         assert nobody.add(CHUNKS).encoded == 2
         assert not one.contains("a")
-        nobody.store.clear("acme")
+        one.store.clear()
         assert nobody.contains("a")
+        one.add(CHUNKS)
+        nobody.store.clear()
+        assert one.contains("a") and not nobody.contains("a")
         assert nobody.namespace not in (one.namespace, pair[1].namespace)
 
 
@@ -84,6 +91,7 @@ def test_ram_is_shared_out_as_well() -> None:
     ]
     for engine in engines:
         engine.add(CHUNKS)
+        assert engine.store.stats().entries == 2
     assert [store.stats(name).entries for name in ("acme", "globex")] == [2, 2]
     store.clear("acme")
     assert [store.stats(name).entries for name in ("acme", "globex")] == [0, 2]
@@ -101,8 +109,9 @@ def test_a_tenants_name_leads_nowhere(tmp_path: Path, name: str) -> None:
         assert engine.prefill(BlendPrompt("t1", ["/etc/passwd"], "t2")).report.hits == 1
         for key in ("../../escaped", "/etc/passwd", "..", "ab/../../../x"):
             with pytest.raises(StoreError, match="not a store key"):
-                engine.store.open(key)
-        assert engine.store.tenants() == [name]
+                engine._store.open(key)
+    with closing(open_store(folder, 0)) as store:
+        assert store.tenants() == [name]
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["store"]
     assert all(len(path.parent.name) == 2 for path in files_of(folder))
     assert check_store(folder).is_clean
@@ -128,6 +137,55 @@ def test_a_namespace_has_one_owner(tmp_path: Path) -> None:
         engine.add(CHUNKS)
         record = engine.records(["a"])[0]
         assert record is not None
-        with pytest.raises(StoreError, match="belong to tenant 'acme', not to 'globex'"):
+        with pytest.raises(StoreError, match="do not belong to tenant 'globex'"):
             store.name(engine.namespace, [record], tenant="globex")
     store.close()
+
+
+@pytest.mark.parametrize("in_folder", [False, True])
+def test_no_figure_of_an_engine_is_another_tenants(tmp_path: Path, in_folder: bool) -> None:
+    model, tokenizer = tiny_model("llama"), tiny_tokenizer()
+    with BlendEngine(model, tokenizer, store=tmp_path / "other") as other:
+        other.add(CHUNKS)
+        nbytes, file_bytes = other.store.stats().ram_bytes, other.store.stats().disk_bytes
+    place = tmp_path / "kv" if in_folder else None
+    store = open_store(place, 2 * nbytes, 3 * file_bytes, device_bytes=nbytes)
+    one, two = (BlendEngine(model, tokenizer, store=store, tenant=name) for name in ("acme", "globex"))
+    one.add([Chunk(words(9, 1), "mine")])
+    one.pin(["mine"])
+
+    def figures(engine: BlendEngine) -> tuple[StoreStats, dict[str, float]]:
+        samples = [each for metric in engine.metrics.registry.collect() for each in metric.samples]
+        return engine.store.stats(), {f"{each.name}{each.labels}": each.value for each in samples}
+
+    before = figures(one)
+    assert (before[0].nodes, before[0].entries, before[0].evictions) == (1, 1, 0)
+    assert before[0].pinned_bytes == (before[0].disk_bytes or before[0].ram_bytes) > 0
+    for number in range(8):
+        two.add([Chunk(words(20, number), f"n{number}")])
+        two.prefill(BlendPrompt("t1", [f"n{number}"], "t2"))
+    two.pin([f"n{number}" for number in range(8)])
+    with pytest.raises(StoreFullError) as caught:
+        two.add([Chunk(words(20, number), f"n{number}") for number in range(8)])
+    assert str(before[0].pinned_bytes) not in str(caught.value)
+    theirs = two.store.stats()
+    assert min(theirs.evictions, theirs.ram_evictions, theirs.device_evictions, theirs.pinned_bytes) > 0
+    assert figures(one) == before
+    store.close()
+
+
+def test_no_engine_hands_out_its_store(pair: tuple[BlendEngine, BlendEngine]) -> None:
+    one, two = pair
+
+    def reachable(part: object, depth: int) -> Iterator[object]:
+        """Yield what public attributes of our objects lead to."""
+        yield part
+        if depth and type(part).__module__.startswith("cacheblend_rag"):
+            for name, value in getattr(part, "__dict__", {}).items():
+                if not name.startswith("_"):
+                    yield from reachable(value, depth - 1)
+
+    found = list(reachable(one, 3))
+    assert not [part for part in found if isinstance(part, KVStore)]
+    with pytest.raises(ConfigError, match="store is a TenantStore; give a folder, or what open_store returned"):
+        BlendEngine(one.model, one.tokenizer, store=two.store)  # type: ignore[arg-type]

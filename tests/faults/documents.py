@@ -151,7 +151,7 @@ def use_until_killed(scene: Scene, worker: int, turn: int) -> None:
         elif deed == "evict":
             [record] = engine.records([id])
             if record is not None:
-                engine.store.discard(record.key)
+                engine._store.discard(record.key)
 
 
 def whose(id: str) -> int | None:

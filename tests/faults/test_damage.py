@@ -130,7 +130,7 @@ def test_index_of_documents(tmp_path: Path, count: int) -> None:
         # One is always missing, and has to be encoded.
         [missing] = engine.records(["d1-2"])
         assert missing is not None
-        engine.store.discard(missing.key)
+        engine._store.discard(missing.key)
         ids = engine.ids()
         keys = {record.id: record.key for record in engine.records(ids) if record is not None}
         rules = engine._assembler.rules

@@ -104,7 +104,7 @@ def test_a_deleted_document_is_no_longer_reused(store: BlendVectorStore) -> None
     reports = Reports()
     chain.invoke({"context": documents, "input": QUESTION}, {"callbacks": [reports]})
     assert reports.hits == [3]
-    assert store.engine.store.stats().entries == 3
+    assert store.engine._store.stats().entries == 3
 
 
 PROMPTS = {

@@ -115,7 +115,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.engine is not None
         [record] = self.engine.records([id])
         if record is not None:
-            self.engine.store.discard(record.key)
+            self.engine._store.discard(record.key)
 
     @rule()
     def reopen(self) -> None:
@@ -143,12 +143,12 @@ class StoreMachine(RuleBasedStateMachine):
             assert record is not None
             assert record.token_ids + record.separator == reading.ids
             assert ROWS.is_right(self.engine, record.key, reading), id
-        assert self.engine.store.stats().entries <= len({(each.context, each.ids) for each in readings.values()})
+        assert self.engine._store.stats().entries <= len({(each.context, each.ids) for each in readings.values()})
 
     def teardown(self) -> None:
         if self.engine is not None:
             self.engine.delete(self.engine.ids())
-            assert self.engine.store.stats().entries == 0
+            assert self.engine._store.stats().entries == 0
             self.engine.close()
             assert check_store(self.folder).problems == []
         shutil.rmtree(self.folder)

@@ -106,7 +106,7 @@ def test_deleting_forgets(store: BlendVectorStore, chunks: dict[str, str]) -> No
     store.delete(["goat", "house"])
     store.engine.delete(["foreign"])
     assert agree(store, {id: chunks[id] for id in ("mara", "works")})
-    assert store.engine.store.stats().entries == 2
+    assert store.engine._store.stats().entries == 2
 
 
 def test_deleting_by_criteria_forgets_what_is_gone(
@@ -286,11 +286,11 @@ def kept(store: BlendVectorStore) -> set[str]:
     engine.flush()
     records = [record for record in engine.records(engine.ids()) if record is not None]
     keys = list({record.key for record in records})
-    assert engine.store.stats().entries == sum(engine.store.holds(keys))
+    assert engine._store.stats().entries == sum(engine._store.holds(keys))
     warm(store)
     engine.flush()
-    assert all(engine.store.holds(keys))
-    assert engine.store.stats().entries == len(keys)
+    assert all(engine._store.holds(keys))
+    assert engine._store.stats().entries == len(keys)
     documents = Inventory(store.inner).documents()
     assert {document.id: text_hash(document.page_content) for document in documents} == {
         record.id: record.text_hash for record in records
@@ -344,8 +344,8 @@ def test_texts_added_in_the_background_are_encoded_by_the_flush(
     store.flush()
     assert agree(store, {second: "another text"} | {id: chunks[id] for id in rest})
     records = [record for record in engine.records(engine.ids()) if record is not None]
-    assert all(engine.store.holds([record.key for record in records]))
-    assert engine.store.stats().entries == len({record.key for record in records})
+    assert all(engine._store.holds([record.key for record in records]))
+    assert engine._store.stats().entries == len({record.key for record in records})
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])

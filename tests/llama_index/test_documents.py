@@ -80,7 +80,7 @@ def keys(engine: BlendEngine, nodes: Sequence[BaseNode]) -> Keys:
     records = engine.records([node.node_id for node in nodes])
     found = {(node.ref_doc_id or "", node.get_content()): r.key for node, r in zip(nodes, records, strict=True) if r}
     assert len(found) == len(nodes)
-    assert all(engine.store.holds(list(found.values())))
+    assert all(engine._store.holds(list(found.values())))
     return found
 
 
@@ -155,12 +155,12 @@ def test_a_changed_document_is_read_again_and_no_other(
         name: key for name, key in before.items() if name[0] != "d1"
     }
     gone = set(before.values()) - set(after.values())
-    assert (len(gone) > 4) == (changed == "front") and not any(engine.store.holds(list(gone)))
+    assert (len(gone) > 4) == (changed == "front") and not any(engine._store.holds(list(gone)))
     index.delete_ref_doc("d1", delete_from_docstore=True)
     assert engine.document("d1") == []
     rest = {name: key for name, key in after.items() if name[0] != "d1"}
     assert keys(engine, nodes_in(index)) == rest
-    assert engine.store.stats().entries == len(rest)
+    assert engine._store.stats().entries == len(rest)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -185,7 +185,7 @@ def test_pipelines_with_workers_and_a_docstore(chroma: ChromaVectorStore, make_e
         documents = [Document(text=text, id_=name) for name, text in now.items()]
         pipeline.run(documents=documents, num_workers=2)
         assert keys(engine, nodes_in(index)) == at_once(make_engine(), documents, parser)
-        assert engine.store.stats().entries == len(set(keys(engine, nodes_in(index)).values()))
+        assert engine._store.stats().entries == len(set(keys(engine, nodes_in(index)).values()))
 
 
 def test_an_index_that_was_there_already(
@@ -231,7 +231,7 @@ def test_levels_of_a_hierarchy_and_parents_from_a_docstore(
     assert (report["hits"], report["misses"]) == (len(found), 0)
     index.delete_ref_doc("d0")
     # What is left is the template's own words before the nodes.
-    assert llm.engine.ids() == [] and llm.engine.store.stats().entries == len(llm.engine.heads())
+    assert llm.engine.ids() == [] and llm.engine._store.stats().entries == len(llm.engine.heads())
 
 
 def test_sentences_are_read_in_order_and_windows_alone(make_engine: MakeEngine) -> None:

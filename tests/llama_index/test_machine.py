@@ -258,15 +258,15 @@ class IndexMachine(RuleBasedStateMachine):
         assert not nodes or {id: record.key for id, record in records.items()} == anew
         # No text that nobody stands for has KV.
         keys = {record.key for record in records.values()}
-        alone = {line for line in LINES if self.engine.store.holds([self._key(line)]) == [True]}
+        alone = {line for line in LINES if self.engine._store.holds([self._key(line)]) == [True]}
         assert {line for line in alone if self._key(line) not in keys} <= self.in_ram
-        held = sum(self.engine.store.holds(list(keys)))
+        held = sum(self.engine._store.holds(list(keys)))
         # The template's own words before the nodes are nobody's text.
         others = len(self.in_ram) + len(self.engine.heads())
-        assert held <= self.engine.store.stats().entries <= held + others
+        assert held <= self.engine._store.stats().entries <= held + others
         # What was encoded behind something that is gone is a miss; all that was retrieved since has KV.
         assert all(
-            self.engine.store.holds([record.key]) == [True]
+            self.engine._store.holds([record.key]) == [True]
             for id, record in records.items()
             if self.context == "none" or self.live.get(id, ("", ""))[1] == self.names[id].text
         )

@@ -63,8 +63,8 @@ class Waits(BaseNodePostprocessor):
 
 
 def test_kv_comes_to_ram_while_postprocessors_work(disk_llm: BlendLLM, index: VectorStoreIndex) -> None:
-    assert disk_llm.engine.store.stats().ram_bytes == 0
-    waits = Waits(ram_bytes=lambda: disk_llm.engine.store.stats().ram_bytes)
+    assert disk_llm.engine._store.stats().ram_bytes == 0
+    waits = Waits(ram_bytes=lambda: disk_llm.engine._store.stats().ram_bytes)
     engine = RetrieverQueryEngine(
         BlendRetriever(index.as_retriever(similarity_top_k=5), disk_llm),
         BlendSynthesizer(llm=disk_llm),
@@ -89,10 +89,10 @@ def test_it_retrieves_what_the_other_one_does(form: str, disk_llm: BlendLLM, ind
     assert shown(fetching) == shown(plain)
     names = [name for name, _ in shown(plain)]
     assert disk_llm.engine.prefetch(names[:2]).wait(60)
-    one_chunk = disk_llm.engine.store.stats().ram_bytes / 2
+    one_chunk = disk_llm.engine._store.stats().ram_bytes / 2
     # Only two of the four: the third costs as much again, more or less.
     assert disk_llm.engine.prefetch(names).wait(60)
-    assert disk_llm.engine.store.stats().ram_bytes > 2.5 * one_chunk
+    assert disk_llm.engine._store.stats().ram_bytes > 2.5 * one_chunk
 
 
 def test_what_it_does_not_know_is_the_retrievers(disk_llm: BlendLLM, index: VectorStoreIndex) -> None:

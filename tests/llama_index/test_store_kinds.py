@@ -112,7 +112,7 @@ def known(engine: BlendEngine) -> set[str]:
     """Ids that the engine knows, each with its KV."""
     engine.flush()
     records = [record for record in engine.records(engine.ids()) if record is not None]
-    assert all(engine.store.holds([record.key for record in records]))
+    assert all(engine._store.holds([record.key for record in records]))
     return set(engine.ids())
 
 
@@ -132,11 +132,11 @@ async def test_every_way_to_add_and_delete(
     await call(store, "add", some_nodes(embedding))
     await call(store, "clear")
     assert await held(store, asynchronous) == known(engine) == set()
-    assert engine.store.stats().entries == 0
+    assert engine._store.stats().entries == 0
     await call(store, "add", some_nodes(embedding)[:1])
     await call(store, "add", some_nodes(embedding, ["Another text."]))
     assert await held(store, asynchronous) == known(engine) == {IDS[0]}
-    assert engine.store.stats().entries == 1
+    assert engine._store.stats().entries == 1
     if kind != "simple":
         nodes = await store.aget_nodes([IDS[0]]) if asynchronous else store.get_nodes([IDS[0]])
         assert [node.get_content() for node in nodes] == ["Another text."]
@@ -187,7 +187,7 @@ async def test_documents_of_an_index(
         assert (report["hits"], report["misses"]) == (len(texts), 0)
         assert await held(store, asynchronous) == known(store.engine)
         # The template's own words before the nodes have KV too.
-        assert store.engine.store.stats().entries == len(texts) + len(store.engine.heads())
+        assert store.engine._store.stats().entries == len(texts) + len(store.engine.heads())
 
 
 @pytest.mark.parametrize("strategy", list(DocstoreStrategy))
@@ -216,7 +216,7 @@ async def test_pipeline(
     if strategy == DocstoreStrategy.UPSERTS:
         live |= {node.node_id for node in nodes if node.ref_doc_id == "short"}
     assert await held(store, asynchronous) == known(store.engine) == live
-    assert store.engine.store.stats().entries == len(live)
+    assert store.engine._store.stats().entries == len(live)
 
 
 # Forks of asynchronous pipelines: from Python 3.12 on they are warned of in a process with threads, which is LlamaIndex's choice.
@@ -360,9 +360,9 @@ def test_kv_stays_while_another_node_or_tenant_has_the_text(
         store.add([twice[0], twice[2]])
     [key] = {record.key for record in ours.engine.records(ours.engine.ids()) if record is not None}
     ours.delete_nodes([IDS[0]])
-    assert ours.engine.store.holds([key]) == [True]
+    assert ours.engine._store.holds([key]) == [True]
     ours.delete_nodes([IDS[2]])
-    assert ours.engine.store.holds([key]) == [False]
+    assert ours.engine._store.holds([key]) == [False]
     assert known(theirs.engine) == {IDS[0], IDS[2]}
     ours.engine.close()
     theirs.engine.close()

@@ -66,7 +66,7 @@ def held(store: BlendVectorStore) -> set[str]:
 def known(engine: BlendEngine, misses: Collection[str] = ()) -> set[str]:
     """Ids that the engine knows, all but these with their KV."""
     records = [record for record in engine.records(engine.ids()) if record is not None]
-    held = engine.store.holds([record.key for record in records])
+    held = engine._store.holds([record.key for record in records])
     assert {record.id for record, there in zip(records, held, strict=True) if not there} == set(misses)
     return set(engine.ids())
 
@@ -110,7 +110,7 @@ async def test_deleting_forgets(
     await call("clear")
     assert held(store) == known(engine) == set()
     await call("clear")
-    assert not any(engine.store.holds(list(keys.values())))
+    assert not any(engine._store.holds(list(keys.values())))
     if asynchronous:
         await store.async_add(some_nodes(embedding))
         result = await store.aquery(VectorStoreQuery(query_embedding=[1.0] * 64, similarity_top_k=99))
@@ -147,7 +147,7 @@ async def test_a_new_text_under_an_old_id_replaces_text_and_kv(
     assert len(nodes) == 5
     assert nodes["n0"].get_content() == "Mara Lindell was born in Lisbon."
     assert new.text_hash == text_hash(nodes["n0"].get_content(MetadataMode.LLM))
-    assert engine.store.holds([old.key, new.key]) == [False, True]
+    assert engine._store.holds([old.key, new.key]) == [False, True]
 
 
 def test_the_same_nodes_again_are_not_encoded_again(
@@ -379,7 +379,7 @@ def test_nodes_added_in_the_background_are_encoded_by_the_flush(
     store.delete("d1")
     store.flush()
     assert held(store) == known(engine) == {"n0", "n2", "n4"}
-    assert engine.store.stats().entries == 3
+    assert engine._store.stats().entries == 3
 
 
 def test_nodes_that_the_inner_store_refuses_are_not_encoded_in_the_background(
@@ -395,7 +395,7 @@ def test_nodes_that_the_inner_store_refuses_are_not_encoded_in_the_background(
         store.add(some_nodes(embedding))
     store.flush()
     assert engine.ids() == []
-    assert engine.store.stats().entries == 0
+    assert engine._store.stats().entries == 0
 
 
 def test_adding_searches_nothing(

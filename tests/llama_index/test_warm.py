@@ -221,7 +221,7 @@ def test_what_is_gone_is_pruned_on_request(index: VectorStoreIndex, llm: BlendLL
     assert warm_index(index, engine=llm.engine).nodes == 4
     assert len(llm.engine.ids()) == 5
     assert warm_index(index, engine=llm.engine, prune=True).pruned == 1
-    assert len(llm.engine.ids()) == llm.engine.store.stats().entries == 4
+    assert len(llm.engine.ids()) == llm.engine._store.stats().entries == 4
     with pytest.raises(ConfigError, match="only a part"):
         warm_index(index, engine=llm.engine, prune=True, nodes=[])
 

@@ -65,7 +65,7 @@ def with_adapters(model: PreTrainedModel, *names: str) -> Any:
 
 def hits(model: PreTrainedModel, folder: Path) -> int:
     with BlendEngine(model, tiny_tokenizer(), store=folder, **engine_settings(strict=True)) as engine:
-        engine.store.flush()
+        engine._store.flush()
         return engine.prefill(PROMPT).report.hits
 
 

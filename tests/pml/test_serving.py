@@ -42,7 +42,7 @@ def wait_for_ram(engine: BlendEngine, id: str) -> None:
     [record] = engine.records([id])
     assert record is not None
     until = time.monotonic() + 60
-    while (reader := engine.store.open(record.key)) is None or reader.tier != "ram":
+    while (reader := engine._store.open(record.key)) is None or reader.tier != "ram":
         assert time.monotonic() < until
         time.sleep(0.01)
 
@@ -131,11 +131,11 @@ def test_changing_one_module_of_twenty_encodes_one() -> None:
         assert (after.encoded, after.unchanged, after.removed) == (1, 19, 0)
         fewer = Schema("twenty", schema(4).children[:19])
         assert engine.load_schema(fewer).removed == 1
-        assert len(engine.store.names.ids(engine.namespace)) == 19 and engine.ids() == []
+        assert len(engine._store.names.ids(engine.namespace)) == 19 and engine.ids() == []
         with pytest.raises(ConfigError, match="give the chunk another id"):
             engine.add([Chunk("t3", "pml/twenty/m0")])
         assert engine.unload_schema("twenty") == 19
-        assert engine.store.names.ids(engine.namespace) == []
+        assert engine._store.names.ids(engine.namespace) == []
         with pytest.raises(ConfigError, match="no schema 'twenty'"):
             engine.unload_schema("twenty")
 

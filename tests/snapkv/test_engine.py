@@ -105,7 +105,7 @@ def test_every_pattern_of_hits_and_misses_keeps_the_same(engine: BlendEngine) ->
     prompt = BlendPrompt(words(4, 50), CHUNKS, words(6, 51))
     answers = set()
     for pattern in itertools.product([True, False], repeat=3):
-        engine.store.clear()
+        engine._store.clear()
         engine.add([chunk for chunk, hit in zip(CHUNKS, pattern, strict=True) if hit])
         result = engine.generate(prompt, 10, blend=config, do_sample=False)
         assert result.report.hits == sum(pattern)

@@ -135,7 +135,7 @@ def test_what_no_document_leads_to_is_collected(documents: Path) -> None:
     with BlendEngine(small_model(), tiny_tokenizer(), **engine_settings(self_check=False), store=documents) as engine:
         # As if the process that encoded it had died before it was named.
         kv = make_kv(1)
-        engine.store.put(key_of(1), kv)
+        engine._store.put(key_of(1), kv)
         engine.delete(["d-1"])
     report = collect_garbage(documents, unnamed_age_s=0.0)
     assert report.unnamed == 1

@@ -219,4 +219,4 @@ def test_without_room_to_wait_the_answer_waits(tmp_path: Path) -> None:
     with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings, store=tmp_path) as engine:
         engine.prefill(BlendPrompt("t1", [Chunk(words(20, 1), "a")], "t2"))
         assert len(files_of(tmp_path)) == 1
-        assert engine.store.stats().waiting == 0
+        assert engine._store.stats().waiting == 0

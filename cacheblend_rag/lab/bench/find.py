@@ -175,7 +175,7 @@ class FindBench(Bench[FindSetting, FindRow]):
         for start in range(0, len(self.texts), _ROWS_AT_ONCE):
             texts = self.texts[start : start + _ROWS_AT_ONCE]
             ids: Sequence[Sequence[int]] = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
-            engine.store.name(
+            engine._store.name(
                 engine.namespace,
                 [
                     NodeRecord(str(start + number), _key(start + number), text_hash(text), tuple(tokens))

@@ -138,7 +138,7 @@ class TTFTBench(RoundsBench[TTFTSetting, _Method, "tuple[float, BlendReport | No
         # Over the same stores, engines that load each layer when it is asked for.
         for label in dict.fromkeys(each for each in setting.tiers if each.endswith(NO_PIPELINE)):
             other = self._engines[label.removesuffix(NO_PIPELINE)]
-            self._engines[label] = engine(other.store, engine_settings(settings_of(other), pipeline=False))
+            self._engines[label] = engine(other._store, engine_settings(settings_of(other), pipeline=False))
         words = RandomWords(tokenizer, setting.seed)
         chunks = words.chunks(setting.chunks, setting.chunk_tokens)
         question = words.text(setting.question_tokens)
@@ -171,7 +171,7 @@ class TTFTBench(RoundsBench[TTFTSetting, _Method, "tuple[float, BlendReport | No
         self._prompts[_GAPLESS] = prompt
         for tier, engine in self._engines.items():
             settings = engine_settings(settings_of(engine), separator=separator)
-            gapless = BlendEngine(engine.model, engine.tokenizer, store=engine.store, **settings)
+            gapless = BlendEngine(engine.model, engine.tokenizer, store=engine._store, **settings)
             self._gapless[tier] = self.closing.enter_context(gapless)
             if not tier.startswith("disk"):
                 gapless.add(pieces)

@@ -198,7 +198,7 @@ def _answers(engine: BlendEngine) -> Iterator[tuple[str, float]]:
     worst = 0.0
     for missing in (["n1"], ["n0", "n2"], ["n0", "n1", "n2"]):
         for key in _keys(engine, missing):
-            engine.store.discard(key)
+            engine._store.discard(key)
         worst = max(worst, _distance(engine.prefill(prompt, blend=some).logits, hits))
         engine.flush()
     yield "hits and misses", worst

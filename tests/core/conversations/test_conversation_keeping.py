@@ -146,13 +146,13 @@ def test_a_deletion_is_looked_up_once_for_all_conversations(
     for conversation in conversations:
         first_turn(engine, conversation)
     lookups: list[list[str]] = []
-    lookup = engine.store.names.lookup
+    lookup = engine._store.names.lookup
 
     def counting(namespace: str, ids: Sequence[str]) -> list[Any]:
         lookups.append(list(ids))
         return lookup(namespace, ids)
 
-    monkeypatch.setattr(engine.store.names, "lookup", counting)
+    monkeypatch.setattr(engine._store.names, "lookup", counting)
     engine.delete(["n4", "n1"])
     assert [sorted(ids) for ids in lookups] == [["n0", "n1"]]
     assert [conversation.tokens for conversation in conversations] == [UP_TO_THE_SECOND_CHUNK] * 4

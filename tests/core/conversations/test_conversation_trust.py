@@ -158,7 +158,7 @@ def test_what_the_conversation_has_is_a_hit_whatever_the_store_has(make_engine: 
     for name in ("n1", "n2"):
         record = engine.records([name])[0]
         assert record is not None
-        engine.store.discard(record.key)
+        engine._store.discard(record.key)
     report = engine.prefill(chat_prompt(CHUNKS[:2], ids_of(words(5, 1)), words(6, 2)), conversation=conversation).report
     assert (report.hits, report.misses) == (2, 0)
     assert [(chunk.hit, chunk.tier, chunk.reason) for chunk in report.chunks] == [(True, "conversation", None)] * 2

@@ -185,7 +185,7 @@ def test_every_turn_is_what_a_naive_reference_makes_of_it(
             naive.forget(name)
             assert conversation.tokens == len(naive.ids)
             engine.add([CHUNKS[deleted]])
-    engine.store.clear()
+    engine._store.clear()
 
 
 def test_history_behind_another_context_is_blended_like_chunks(make_engine: MakeEngine) -> None:

@@ -191,7 +191,7 @@ class Rows:
 
     def distance(self, engine: BlendEngine, key: str, reading: Reading) -> float | None:
         """Return how far stored KV is from what it should be, of each layer's largest value; None where none is stored."""
-        reader = engine.store.open(key)
+        reader = engine._store.open(key)
         if reader is None:
             return None
         assert engine.model is self.model

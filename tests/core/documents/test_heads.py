@@ -132,7 +132,7 @@ def test_a_model_that_cannot_be_blended_keeps_nothing(make: MakeEngine) -> None:
     for _ in range(2):
         assert engine.prefill(asking()).report.head_tokens == 0
     assert engine.heads() == []
-    assert engine.store.stats().entries == 0
+    assert engine._store.stats().entries == 0
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
@@ -362,13 +362,13 @@ def test_it_is_there_after_a_restart_and_for_its_tenant_alone(make: MakeEngine, 
     assert two.prefill(asking()).report.head_tokens == 0
     two.flush()
     assert not set(one.heads()) & set(two.heads())
-    assert [one.store.stats(tenant).entries for tenant in ("acme", "globex")] == [3, 3]
+    assert [one._store.stats(tenant).entries for tenant in ("acme", "globex")] == [3, 3]
     one.close()
     again = make(store=tmp_path, tenant="acme")
     result = again.prefill(asking())
     assert result.report.head_tokens == HEAD_TOKENS
     assert same(result.logits, again.prefill(asking(fixed=False)).logits)
-    again.store.clear("acme")
+    again._store.clear("acme")
     assert again.heads() == []
     assert again.prefill(asking(fixed=False)).report.head_tokens == 0
     assert len(two.heads()) == 1
@@ -391,7 +391,7 @@ def test_it_is_no_chunk(make: MakeEngine, tmp_path: Path) -> None:
         engine.add([Chunk("t5", name)])
     # The same tokens as a chunk are another entry.
     engine.add([Chunk(HEAD, "chunk")])
-    assert engine.store.stats().entries == 2
+    assert engine._store.stats().entries == 2
     assert engine.contains(name)
     assert engine.delete(["chunk"]) == 1
     assert engine.prefill(asking()).report.head_tokens == HEAD_TOKENS
@@ -422,9 +422,9 @@ def test_it_expires(make: MakeEngine, tmp_path: Path, monkeypatch: pytest.Monkey
     engine.flush()
     [record] = engine.records(engine.heads())
     assert record is not None
-    [life] = engine.store.lifetimes([record.key])
+    [life] = engine._store.lifetimes([record.key])
     assert life is not None and 90 < life <= 100
-    clock = engine.store._clock  # type: ignore[attr-defined]
+    clock = engine._store._clock  # type: ignore[attr-defined]
     now = clock.now()
     monkeypatch.setattr(clock, "now", lambda: now + 101)
     assert engine.prefill(asking()).report.head_tokens == 0
@@ -461,7 +461,7 @@ def test_no_codec_takes_anything_from_it(make: MakeEngine, tmp_path: Path, tiers
             assert same(result.logits, own_logits(engine, prompt))
         [record] = engine.records(engine.heads())
         assert record is not None
-        reader = engine.store.open(record.key)
+        reader = engine._store.open(record.key)
         assert reader is not None and (reader.codec, reader.start) == ("exact", 0)
 
 
@@ -489,7 +489,7 @@ def test_where_nothing_can_be_written_it_is_kept_in_memory(
     def refuse(*_: object, **__: object) -> bool:
         raise StoreReadOnlyError("it may not be written")
 
-    monkeypatch.setattr(engine.store, "put_later", refuse)
+    monkeypatch.setattr(engine._store, "put_later", refuse)
     for taken in (0, HEAD_TOKENS, HEAD_TOKENS):
         assert engine.prefill(asking()).report.head_tokens == taken
     assert sum("could not be written" in record.message for record in caplog.records) == 1

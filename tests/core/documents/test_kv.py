@@ -81,7 +81,7 @@ def check_documents(engine: BlendEngine, shapes: list[tuple[list[int], list[int]
                 assert distance(engine, f"{text.name}-{number}", context, separator) < TOLERANCE
     finally:
         engine.delete(engine.ids())
-    assert engine.store.stats().entries == 0
+    assert engine._store.stats().entries == 0
 
 
 def test_learned_positions_are_encoded_alone() -> None:
@@ -98,15 +98,15 @@ def test_what_is_gone_is_not_remembered() -> None:
     assert engine.document("d") == ["d-0", "d-2", "d-3"]
     # What stood in front of it is still held, what stood behind it is a miss.
     keys = [record.key for record in engine.records(["d-0", "d-2", "d-3"]) if record is not None]
-    assert engine.store.holds(keys) == [True, False, False]
-    assert engine.store.stats().entries == 1
+    assert engine._store.holds(keys) == [True, False, False]
+    assert engine._store.stats().entries == 1
     engine.add([text.chunk(2), text.chunk(3)])
     there = [0, 2, 3]
     for number in there:
         assert distance(engine, f"d-{number}", text.context(number, there)) < TOLERANCE
     assert engine.delete_document("d") == 3
     assert engine.ids() == []
-    assert engine.store.stats().entries == 0
+    assert engine._store.stats().entries == 0
 
 
 def test_an_addition_encodes_what_it_displaces() -> None:
@@ -117,7 +117,7 @@ def test_an_addition_encodes_what_it_displaces() -> None:
     assert (result.encoded, result.named) == (3, 1)
     for number in range(4):
         assert distance(engine, f"d-{number}", text.context(number, range(4))) < TOLERANCE
-    assert engine.store.stats().entries == 4
+    assert engine._store.stats().entries == 4
     assert engine.add(text.chunks).unchanged == 4
 
 

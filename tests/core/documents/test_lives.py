@@ -45,12 +45,12 @@ def make_engine(tmp_path: Path, time: Time) -> Iterator[MakeEngine]:
     yield make
     for engine in engines:
         engine.close()
-        engine.store.close()
+        engine._store.close()
 
 
 def held(engine: BlendEngine) -> list[bool]:
     keys = [record.key for record in engine.records(engine.document("d")) if record is not None]
-    return engine.store.holds(keys)
+    return engine._store.holds(keys)
 
 
 def test_kv_lives_no_longer_than_what_it_was_encoded_behind(make_engine: MakeEngine, time: Time) -> None:
@@ -119,7 +119,7 @@ def test_what_another_process_has_changed_meanwhile_leaves_nothing(
     engine.add(TEXT.chunks[2:])
     assert engine.document("d") == ["d-1", "d-2", "d-3"]
     assert held(engine) == [False] * 3
-    assert engine.store.stats().entries == 0
+    assert engine._store.stats().entries == 0
     monkeypatch.undo()
     engine.add(TEXT.chunks[1:])
     for number in (1, 2, 3):
@@ -134,15 +134,15 @@ def test_a_name_that_leaves_its_document_while_a_miss_is_looked_up_is_not_encode
     engine.add(TEXT.chunks)
     [record] = engine.records(["d-2"])
     assert record is not None
-    engine.store.discard(record.key)
-    lookup = engine.store.names.lookup
+    engine._store.discard(record.key)
+    lookup = engine._store.names.lookup
 
     def overtaken(*arguments: Any) -> Any:
         found = lookup(*arguments)
         other.delete(["d-2"])
         return found
 
-    monkeypatch.setattr(engine.store.names, "lookup", overtaken)
+    monkeypatch.setattr(engine._store.names, "lookup", overtaken)
     report = engine.prefill(BlendPrompt("t5", ["d-1", "d-2"], "t6 t7")).report
     assert [chunk.reason for chunk in report.chunks] == [
         None,
@@ -150,7 +150,7 @@ def test_a_name_that_leaves_its_document_while_a_miss_is_looked_up_is_not_encode
         "it is computed like text",
     ]
     engine.flush()
-    assert engine.store.holds([record.key]) == [False]
+    assert engine._store.holds([record.key]) == [False]
 
 
 @pytest.mark.parametrize("disk", [True, False])
@@ -163,9 +163,9 @@ def test_a_pin_follows_the_name_to_its_new_key(make_engine: MakeEngine, tmp_path
     many = [Text.of(f"e{number}", [9, 9], [0], number) for number in range(20)]
     for text in many:
         engine.add(text.chunks)
-    assert engine.store.evictions
+    assert engine._store.evictions()
     assert distance(engine, "d-2", TEXT.context(2, range(3))) < TOLERANCE
     # The old key's KV is gone, and its room is given back.
-    assert engine.store.stats().pinned_bytes > 0
+    assert engine._store.stats().pinned_bytes > 0
     engine.unpin(["d-2"])
-    assert engine.store.stats().pinned_bytes == 0
+    assert engine._store.stats().pinned_bytes == 0

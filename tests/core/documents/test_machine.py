@@ -130,7 +130,7 @@ class DocumentMachine(RuleBasedStateMachine):
 
     def end(self, engine: BlendEngine) -> None:
         engine.close()
-        engine.store.close()
+        engine._store.close()
 
     def readings(self) -> dict[str, Reading]:
         return self.library.readings(self.now)
@@ -228,7 +228,7 @@ class DocumentMachine(RuleBasedStateMachine):
     def evict(self, second: bool, id: str) -> None:
         [record] = self.engines[second].records([id])
         if record is not None:
-            self.engines[second].store.discard(record.key)
+            self.engines[second]._store.discard(record.key)
 
     @rule(second=st.booleans(), ids=SOME_IDS, pinned=st.booleans())
     def pin(self, second: bool, ids: list[str], pinned: bool) -> None:
@@ -271,10 +271,10 @@ class DocumentMachine(RuleBasedStateMachine):
                 # Equal text behind equal text is one entry, and nothing else is.
                 assert keys.setdefault(name, record.key) == record.key
                 assert rows().is_right(engine, record.key, reading), id
-                if engine.store.holds([record.key])[0]:
+                if engine._store.holds([record.key])[0]:
                     assert self.now < self.lives[name], id
             assert len(set(keys.values())) == len(keys)
-            stats = engine.store.stats()
+            stats = engine._store.stats()
             assert stats.nodes == len(readings)
             assert stats.entries <= len(keys)
             by_key = {record.key: record.id for record in engine.records(ids) if record is not None}
@@ -298,7 +298,7 @@ class DocumentMachine(RuleBasedStateMachine):
             if self.engines:
                 assert check_store(self.folder).problems == []
                 self.engines[0].delete(self.engines[0].ids())
-                stats = self.engines[1].store.stats()
+                stats = self.engines[1]._store.stats()
                 assert (stats.nodes, stats.entries, stats.disk_bytes, stats.ram_bytes) == (0, 0, 0, 0)
                 assert list((self.folder / "kv").glob("*/*")) == []
         finally:

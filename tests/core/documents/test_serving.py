@@ -38,7 +38,7 @@ def open_engine(tmp_path: Path) -> Iterator[OpenEngine]:
 
 
 def held(engine: BlendEngine) -> list[bool]:
-    return engine.store.holds([record.key for record in engine.records(IDS) if record is not None])
+    return engine._store.holds([record.key for record in engine.records(IDS) if record is not None])
 
 
 def assert_right(engine: BlendEngine, numbers: list[int], there: list[int]) -> None:
@@ -49,7 +49,7 @@ def assert_right(engine: BlendEngine, numbers: list[int], there: list[int]) -> N
 def evict(engine: BlendEngine, *ids: str) -> None:
     for record in engine.records(list(ids)):
         assert record is not None
-        engine.store.discard(record.key)
+        engine._store.discard(record.key)
 
 
 def ask(engine: BlendEngine, *ids: str, **values: Any) -> Any:
@@ -137,7 +137,7 @@ def test_a_document_that_is_deleted_while_it_waits_is_not_stored(open_engine: Op
         engine.delete(["d-1"])
     engine.flush()
     assert held(engine) == [False] * 3
-    assert engine.store.stats().entries == 0
+    assert engine._store.stats().entries == 0
 
 
 def test_second_use_stores_the_slices_of_what_was_retrieved_twice(open_engine: OpenEngine) -> None:
@@ -172,7 +172,7 @@ def test_in_the_background(open_engine: OpenEngine) -> None:
     engine.flush()
     assert held(engine) == [True] * 4
     assert_right(engine, [0, 1, 2, 3], [0, 1, 2, 3])
-    assert engine.store.stats().entries == 4
+    assert engine._store.stats().entries == 4
 
 
 def test_estimates_count_what_is_displaced(open_engine: OpenEngine) -> None:
@@ -192,12 +192,12 @@ def test_prefetching_brings_the_kv_of_the_context_there_is(open_engine: OpenEngi
     engine = open_engine(ram_bytes=10**7)
     assert engine.prefetch(["d-2", "d-3"]).wait(60)
     assert [chunk.tier for chunk in ask(engine, "d-1", "d-2").report.chunks] == ["disk", "ram"]
-    before = engine.store.stats().ram_bytes
+    before = engine._store.stats().ram_bytes
     assert before
     open_engine().delete(["d-0"])
     # Another process has changed the document: nothing in RAM is of use any more.
     assert engine.prefetch(["d-2", "d-3"]).wait(60)
-    assert engine.store.stats().ram_bytes == 0
+    assert engine._store.stats().ram_bytes == 0
     assert ask(engine, "d-1", "d-2").report.misses == 2
 
 
@@ -208,14 +208,14 @@ def test_a_tenant_has_documents_of_its_own(tmp_path: Path, open_engine: OpenEngi
     engines["acme"].delete(["d-1"])
     assert engines["acme"].document("d") == ["d-0", "d-2", "d-3"]
     assert engines["umbrella"].document("d") == IDS
-    engines[None].store.clear("acme")
+    engines[None]._store.clear("acme")
     assert (engines["acme"].document("d"), engines["acme"].ids()) == ([], [])
     for name in (None, "umbrella"):
         assert_right(engines[name], [0, 1, 2, 3], [0, 1, 2, 3])
     assert len(files_of(tmp_path / "store")) == 8
     engines["acme"].add([TEXT.chunk(2)])
     assert_right(engines["acme"], [2], [2])
-    engines["umbrella"].store.clear()
+    engines["umbrella"]._store.clear()
     assert [engine.document("d") for engine in engines.values()] == [[], [], []]
     assert check_store(tmp_path / "store").is_clean
 

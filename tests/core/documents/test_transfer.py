@@ -38,7 +38,7 @@ def open_engine(tmp_path: Path) -> Iterator[OpenEngine]:
     yield open_one
     for engine in engines:
         engine.close()
-        engine.store.close()
+        engine._store.close()
 
 
 def move(tmp_path: Path, source: str, target: str, ids: list[str] | None = None) -> None:
@@ -49,7 +49,7 @@ def move(tmp_path: Path, source: str, target: str, ids: list[str] | None = None)
 
 def held(engine: BlendEngine) -> list[bool]:
     keys = [record.key for record in engine.records(engine.document("d")) if record is not None]
-    return engine.store.holds(keys)
+    return engine._store.holds(keys)
 
 
 def assert_right(engine: BlendEngine, there: list[int], separator: tuple[int, ...] = ()) -> None:
@@ -73,7 +73,7 @@ def test_a_document_comes_whole(tmp_path: Path, open_engine: OpenEngine, separat
     engine.add([TEXT.chunk(0), TEXT.chunk(1), TEXT.chunk(3)])
     [record] = engine.records(["d-1"])
     assert record is not None
-    engine.store.discard(record.key)
+    engine._store.discard(record.key)
     move(tmp_path, "s", "t")
     there = open_engine("t", separator=separator)
     assert there.records(["d-0", "d-1", "d-3"]) == engine.records(["d-0", "d-1", "d-3"])
@@ -149,7 +149,7 @@ def test_lives_come_along_and_end_with_those_in_front(tmp_path: Path, open_engin
         move(tmp_path, "s", name)
         target = open_engine(name)
         keys = [record.key for record in target.records(["d-0", "d-1", "d-2"]) if record is not None]
-        lives = target.store.lifetimes(keys)
+        lives = target._store.lifetimes(keys)
         assert [life is not None for life in lives] == [True] * 3
         for life, end in zip(lives, ends, strict=True):
             assert life is not None
@@ -158,7 +158,7 @@ def test_lives_come_along_and_end_with_those_in_front(tmp_path: Path, open_engin
         target.add([TEXT.chunk(3)])
         [record] = target.records(["d-3"])
         assert record is not None
-        [life] = target.store.lifetimes([record.key])
+        [life] = target._store.lifetimes([record.key])
         assert life is not None
         assert life <= min(end for end in ends if end is not None) + 1
 

@@ -88,7 +88,7 @@ def distance(engine: BlendEngine, id: str, context: Sequence[int], separator: Se
     """Return how far a stored chunk's KV is from what it should be, relative to each layer's largest value."""
     [record] = engine.records([id])
     assert record is not None
-    reader = engine.store.open(record.key)
+    reader = engine._store.open(record.key)
     assert reader is not None, f"{id} has no KV"
     ids = (*record.token_ids, *separator)
     assert reader.token_ids == ids
