@@ -6,8 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import NamedTuple
+from itertools import accumulate, chain, pairwise
 
 __all__ = ["Context", "Member", "Place", "ReadingRules", "contexts", "in_order", "overlap", "relinked", "whole_text"]
 
@@ -68,11 +67,29 @@ class ReadingRules:
     separator: tuple[int, ...] = ()
 
 
-class Context(NamedTuple):
-    """Context that a chunk is encoded behind: the number of the chunk that it begins with, in reading order, and its tokens."""
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Context that a chunk is encoded behind, a part of its document's text.
+
+    Attributes
+    ----------
+    first : int
+        The number of the chunk that it begins with, in reading order.
+    text : tuple of int
+        The tokens of the document, which the contexts of all its chunks share.
+    begin, end : int
+        Which of them it has.
+    """
 
     first: int
-    token_ids: tuple[int, ...]
+    text: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Its tokens."""
+        return self.text[self.begin : self.end]
 
 
 def in_order(members: Sequence[Member]) -> list[Member]:
@@ -114,9 +131,28 @@ def overlap(before: Place, after: Place) -> int:
     """Return how many characters of `before` are read again at the beginning of `after`, which stands behind it."""
     if before.start is not None and after.start is not None:
         return max(0, before.start + before.length - after.start)
-    most = min(len(before.text), len(after.text))
-    sizes = range(most, _LEAST_OVERLAP - 1, -1)
-    return next((size for size in sizes if before.text.endswith(after.text[:size])), 0)
+    tail = before.text[-len(after.text) :] if after.text else ""
+    begin = tail.find(after.text[:_LEAST_OVERLAP]) if len(after.text) >= _LEAST_OVERLAP else -1
+    size = 0 if begin < 0 else _border(after.text, tail[begin:])
+    return size if size >= _LEAST_OVERLAP else 0
+
+
+def _border(text: str, tail: str) -> int:
+    """Return how many characters `text` begins with that `tail`, which is no longer, ends with (Knuth, Morris and Pratt)."""
+    # For each beginning of the text the longest shorter one that it ends with.
+    shorter = [0, 0]
+    size = 0
+    for letter in text[1 : len(tail)]:
+        while size and text[size] != letter:
+            size = shorter[size]
+        size += text[size] == letter
+        shorter.append(size)
+    size = 0
+    for letter in tail:
+        while size and text[size] != letter:
+            size = shorter[size]
+        size += text[size] == letter
+    return size
 
 
 def contexts(members: Sequence[Member], rules: ReadingRules) -> list[Context]:
@@ -141,18 +177,16 @@ def contexts(members: Sequence[Member], rules: ReadingRules) -> list[Context]:
     # What each chunk leaves for those behind it.
     pieces = [_left(before, after, rules.separator) for before, after in pairwise(members)]
     sizes = [len(member.token_ids) + len(rules.separator) for member in members]
+    text = tuple(chain.from_iterable(pieces))
+    ends = list(accumulate(map(len, pieces), initial=0))
     found: list[Context] = []
-    context: tuple[int, ...] = ()
-    begin = 0
-    for number, size in enumerate(sizes):
-        if number:
-            context += pieces[number - 1]
-        if rules.limit is not None and begin < number and len(context) + size > rules.limit:
+    first = 0
+    for number, (size, end) in enumerate(zip(sizes, ends, strict=False)):
+        if rules.limit is not None and end - ends[first] + size > rules.limit:
             most = min(rules.limit // 2, rules.limit - size)
-            while begin < number and len(context) > most:
-                context = context[len(pieces[begin]) :]
-                begin += 1
-        found.append(Context(begin, context))
+            while first < number and end - ends[first] > most:
+                first += 1
+        found.append(Context(first, text, ends[first], end))
     return found
 
 

@@ -21,6 +21,7 @@ from cacheblend_rag.errors import ConfigError, PromptError, StoreError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.model import Decoder
 from cacheblend_rag.store import KVStore, NamedTarget, NodeRecord
+from cacheblend_rag.store.base import earliest
 
 __all__ = ["Ingest", "WarmEstimate"]
 
@@ -359,9 +360,9 @@ class Ingest:
             for target in text.names:
                 now = left.get(target.record.id, target.lives_s)
                 if missed:
-                    lives.append(_shorter(now, self._ttl_s))
+                    lives.append(earliest(now, self._ttl_s))
                 elif now is not None or target.lives_s is None:
-                    lives.append(_shorter(now, target.lives_s))
+                    lives.append(earliest(now, target.lives_s))
             if lives:
                 self._put(text.key, kv, lives)
         # Deleted or replaced while it was encoded.
@@ -410,8 +411,3 @@ class Ingest:
             any(not target.record.id or known[target.record.id] == target.record for target in text.names)
             for text in texts
         ]
-
-
-def _shorter(one: float | None, other: float | None) -> float | None:
-    """Return the shorter of two lives, of which None never ends."""
-    return min((life for life in (one, other) if life is not None), default=None)

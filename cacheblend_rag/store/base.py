@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from cacheblend_rag.kv import ChunkKV, LayerKV
-from cacheblend_rag.reading import Place
+from cacheblend_rag.reading import Context, Place
 
 __all__ = [
     "Fate",
@@ -23,6 +23,7 @@ __all__ = [
     "StoreStats",
     "TierProbe",
     "count_of",
+    "earliest",
     "latest",
     "part_of",
 ]
@@ -167,8 +168,8 @@ class NamedTarget:
     ----------
     record : NodeRecord
         What is recorded of the chunk, or will be, with the key that its KV has in its context.
-    context : tuple of int
-        Its context's tokens, without the encoding prefix.
+    behind : Context or None
+        Its context, without the encoding prefix; None where it has none.
     lives_s : float or None
         Seconds left of the shortest time to live in its context, its own included; None where none ends.
     is_changed : bool
@@ -178,10 +179,15 @@ class NamedTarget:
     """
 
     record: NodeRecord
-    context: tuple[int, ...] = ()
+    behind: Context | None = None
     lives_s: float | None = None
     is_changed: bool = False
     document: str | None = None
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """The tokens of its context."""
+        return () if self.behind is None else self.behind.token_ids
 
     def placed(self, record: NodeRecord) -> NamedTarget:
         """Return the same with the place of the record that was handed in, for it to be recorded."""
@@ -255,6 +261,11 @@ class StoreStats:
 def count_of(counts: Counter[str], tenant: str | None) -> int:
     """Return what was counted for a tenant, or for all."""
     return counts.total() if tenant is None else counts[tenant]
+
+
+def earliest(one: float | None, other: float | None) -> float | None:
+    """Return the earlier of two times at which something expires, or the shorter of two lives; None is never."""
+    return other if one is None or (other is not None and other < one) else one
 
 
 def latest(one: float | None, other: float | None) -> float | None:

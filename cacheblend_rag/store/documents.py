@@ -6,14 +6,15 @@ import sqlite3
 import zlib
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from logging import getLogger
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cacheblend_rag.keys import chunk_key, context_digest
+from cacheblend_rag.keys import chunk_key, context_digests
 from cacheblend_rag.reading import Member, Place, ReadingRules, contexts, in_order, relinked, whole_text
-from cacheblend_rag.store.base import NamedTarget, NodeRecord, latest
+from cacheblend_rag.store.base import NamedTarget, NodeRecord, earliest, latest
 from cacheblend_rag.store.chunkfile import pack_tokens, unpack_tokens
 
 __all__ = ["Drafts", "NamedPiece", "document_of", "is_sound", "record_checksum"]
@@ -49,7 +50,7 @@ class _Draft:
     @property
     def arrivals(self) -> int:
         """The number of the next piece that comes."""
-        return max((piece.arrival for piece in self.pieces.values()), default=-1) + 1
+        return next((piece.arrival for piece in reversed(self.pieces.values())), -1) + 1
 
     @property
     def members(self) -> list[Member]:
@@ -181,14 +182,21 @@ class Drafts:
                 None if piece.expires_at is None or piece.expires_at <= self.now else piece.expires_at - self.now
                 for piece in pieces
             ]
-            for number, (first, context) in enumerate(contexts(members, draft.rules)):
-                piece, member = pieces[number], members[number]
-                separator = draft.rules.separator
-                key = chunk_key(self._namespace, member.token_ids + separator, None, context_digest(context))
+            read = contexts(members, draft.rules)
+            text = read[0].text if read else ()
+            digests = context_digests(text, ((context.begin, context.end) for context in read))
+            separator = draft.rules.separator
+            first, shortest = 0, None
+            for number, (piece, member, context, digest) in enumerate(zip(pieces, members, read, digests, strict=True)):
+                key = chunk_key(self._namespace, member.token_ids + separator, None, digest)
                 record = NodeRecord(member.id, key, piece.text_hash, member.token_ids, separator)
-                known = [life for life in lives[first : number + 1] if life is not None]
+                if context.first == first:
+                    shortest = earliest(shortest, lives[number])
+                else:
+                    first = context.first
+                    shortest = reduce(earliest, lives[first : number + 1])
                 is_new = piece.is_changed or key != piece.key
-                found[member.id] = NamedTarget(record, context, min(known, default=None), is_new, draft.name)
+                found[member.id] = NamedTarget(record, context, shortest, is_new, draft.name)
         return found
 
     def save(self, targets: Mapping[str, NamedTarget], recorded: Container[str] = ()) -> list[str]:
