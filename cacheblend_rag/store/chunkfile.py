@@ -292,7 +292,7 @@ class ChunkFile(KVReader):
                 damaged=False,
             )
         if metadata["key"] != self.key:
-            raise ChunkReadError(self.key, f"the file belongs to key {metadata['key'][:12]}…")
+            raise ChunkReadError(self.key, f"the file belongs to key {metadata['key']!s:.12}…")
         self._checksums = metadata["checksums"].split(",") if metadata["checksums"] else []
         self._body = body
         self._layers = layers = _layers(header, len(self._checksums), metadata)

@@ -217,8 +217,8 @@ class StoreFolder:
         try:
             mark = json.loads((self.path / _MARK).read_text(encoding="utf-8"))
         except FileNotFoundError:
-            self._check_empty()
-            return False
+            # Another process may have made the store since.
+            return self._has_mark() and self._is_marked()
         except NotADirectoryError:
             raise StoreError(f"{self.path} is a file; a store needs a folder") from None
         except ValueError:
@@ -238,18 +238,20 @@ class StoreFolder:
             )
         return True
 
-    def _check_empty(self) -> None:
+    def _has_mark(self) -> bool:
+        """Return whether there is a mark; StoreError if there are only other files."""
         try:
             foreign = sorted(set(os.listdir(self.path)) - _MAKING)
         except FileNotFoundError:
-            return
+            return False
         except OSError as error:
             raise StoreError(f"folder {self.path} cannot be read: {error}") from error
-        if foreign:
+        if foreign and _MARK not in foreign:
             shown = ", ".join(foreign[:3]) + (", …" if len(foreign) > 3 else "")
             raise StoreError(
                 f"folder {self.path} is not a store and holds other files ({shown}); give an empty or a new folder"
             )
+        return bool(foreign)
 
 
 def existing_folder(location: str | Path) -> StoreFolder:

@@ -50,8 +50,8 @@ def test_any_prompt_blends_as_the_dense_reference(
         exact = spans[0][1] - spans[0][0] if spans[0][0] == 1 else 0
         keep = min(round(budget / 100 * context), context - exact)
         assert result.report.recomputed_tokens == keep
-        # At ratio 0 layer 0 is not computed in full either.
-        rows, checks = (None, {1: keep}) if budget else (torch.tensor([], dtype=torch.int64), None)
+        # Where nothing is recomputed layer 0 is not computed in full either.
+        rows, checks = (None, {1: keep}) if keep else (torch.tensor([], dtype=torch.int64), None)
         wanted = dense_blend(_MODEL, ids, spans, [1], recomputed=rows, checks=checks)
     else:
         with torch.no_grad():
