@@ -26,6 +26,7 @@ from cacheblend_rag.errors import ConfigError, PromptError, StoreFullError
 from cacheblend_rag.lab.settings import engine_settings
 from langchain_cacheblend import BlendLLM, BlendRetriever, BlendVectorStore, warm
 from langchain_cacheblend.inventory import Inventory
+from langchain_cacheblend.search import SearchesInner
 
 INNER: dict[str, Callable[[Embeddings], VectorStore]] = {
     "chroma": lambda embedding: Chroma(
@@ -395,12 +396,23 @@ def test_warming_in_the_background(embedding: Embeddings, engine: BlendEngine, c
     assert kept(store) == set(chunks.values())
 
 
+class Unlisted(SearchesInner):
+    """A store of a kind that we do not know, which cannot list what it has."""
+
+    def get_by_ids(self, ids: Any, /) -> list[Document]:
+        return self.inner.get_by_ids(ids)
+
+    @classmethod
+    def from_texts(cls, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
 def test_a_store_that_cannot_list_its_documents_is_given_their_ids(
     embedding: Embeddings, engine: BlendEngine, chunks: dict[str, str]
 ) -> None:
-    inner = BlendVectorStore(InMemoryVectorStore(embedding), engine=engine)  # any store of a kind that we do not know
-    inner.inner.add_documents([Document(text, id=id) for id, text in chunks.items()])
-    store = BlendVectorStore(inner, engine=engine)
+    listed = InMemoryVectorStore(embedding)
+    listed.add_documents([Document(text, id=id) for id, text in chunks.items()])
+    store = BlendVectorStore(Unlisted(listed), engine=engine)
     with pytest.raises(ConfigError, match="ids="):
         warm(store)
     assert warm(store, ids=list(chunks)).encoded == 4
@@ -452,6 +464,8 @@ def test_wrong_objects_are_refused_before_anything_is_stored(embedding: Embeddin
     assert not inner.store
     with pytest.raises(ConfigError, match=r"llm\.engine"):
         BlendVectorStore(inner, engine="reference")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"already; use it as it is, or .*BlendVectorStore\(store.inner, ...\)"):
+        BlendVectorStore(BlendVectorStore(inner, engine=engine), engine=engine)
     with pytest.raises(ConfigError, match="takes a BlendVectorStore, and this is a InMemoryVectorStore"):
         warm(inner)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"a single Document, 'A text\.'"):

@@ -208,16 +208,26 @@ def test_an_index_that_was_there_already(
     assert warm_index(index, engine=engine).unchanged == result.encoded == result.nodes
 
 
+@pytest.mark.parametrize("how", ["add", "add later", "warm"])
 def test_levels_of_a_hierarchy_and_parents_from_a_docstore(
-    chroma: ChromaVectorStore, llm: BlendLLM, embedding: WordEmbedding
+    chroma: ChromaVectorStore, llm: BlendLLM, embedding: WordEmbedding, how: str
 ) -> None:
     parser = HierarchicalNodeParser.from_defaults(chunk_sizes=[160, 80, 40], chunk_overlap=0)
     nodes = parser.get_nodes_from_documents([Document(text=text_of("Mara", 30), id_="d0")])
     leaves = get_leaf_nodes(nodes)
-    context = StorageContext.from_defaults(vector_store=BlendVectorStore(chroma, engine=llm.engine))
-    context.docstore.add_documents(nodes)
-    index = VectorStoreIndex(leaves, storage_context=context, embed_model=embedding)
-    assert warm_index(index, nodes=nodes).unchanged == len(leaves)
+    docstore = SimpleDocumentStore()
+    docstore.add_documents(nodes)
+    parents = None if how == "warm" else docstore
+    store = BlendVectorStore(chroma, engine=llm.engine, parents=parents)
+    context = StorageContext.from_defaults(vector_store=store, docstore=docstore)
+    at_first = leaves[:3] if how == "add later" else leaves
+    index = VectorStoreIndex(at_first, storage_context=context, embed_model=embedding)
+    index.insert_nodes(leaves[len(at_first) :])
+    if how == "warm":
+        assert warm_index(index, nodes=nodes).unchanged == len(leaves)
+    else:
+        result = warm_index(index, prune=True)
+        assert (result.nodes, result.unchanged, result.pruned) == (len(nodes), len(nodes), 0)
     roots = [node.node_id for node in nodes if node.parent_node is None]
     assert llm.engine.document("d0") == roots and len(roots) > 1
     readings = llm.engine.places([node.node_id for node in nodes])
@@ -232,6 +242,17 @@ def test_levels_of_a_hierarchy_and_parents_from_a_docstore(
     index.delete_ref_doc("d0")
     # What is left is the template's own words before the nodes.
     assert llm.engine.ids() == [] and llm.engine._store.stats().entries == len(llm.engine.heads())
+
+
+def test_parents_that_the_docstore_lacks_are_said(make_engine: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:
+    nodes = HierarchicalNodeParser.from_defaults(chunk_sizes=[160, 40])([Document(text=text_of("Mara"), id_="d0")])
+    leaves = get_leaf_nodes(nodes)
+    for node in leaves:
+        node.embedding = [1.0]
+    engine = make_engine()
+    BlendVectorStore(SimpleVectorStore(), engine=engine, parents=SimpleDocumentStore()).add(leaves)
+    assert sorted(engine.ids()) == sorted(node.node_id for node in leaves)
+    assert "add all nodes to the docstore before their leaves" in caplog.text
 
 
 def test_sentences_are_read_in_order_and_windows_alone(make_engine: MakeEngine) -> None:

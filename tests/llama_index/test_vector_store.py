@@ -309,6 +309,11 @@ def test_progress(
 def test_only_vector_stores_are_wrapped(engine: BlendEngine, chroma: ChromaVectorStore) -> None:
     with pytest.raises(ConfigError, match="ChromaVectorStore"):
         BlendVectorStore(chroma.client, engine=engine)
+    store = BlendVectorStore(chroma, engine=engine)
+    with pytest.raises(ConfigError, match=r"already; use it as it is, or .*BlendVectorStore\(store.inner, ...\)"):
+        BlendVectorStore(store, engine=engine)
+    with pytest.raises(ConfigError, match="parents is a StorageContext; give a docstore"):
+        BlendVectorStore(chroma, engine=engine, parents=StorageContext.from_defaults())  # type: ignore[arg-type]
 
 
 def test_the_engine_is_the_models_or_that_of_the_settings(

@@ -64,7 +64,8 @@ class BlendVectorStore(SearchesInner):
     Raises
     ------
     ConfigError
-        If `engine` is not a `BlendEngine`, or `context`, `boundary` or `document_keys` are invalid.
+        If `inner` is a `BlendVectorStore` already, `engine` is not a `BlendEngine`, or `context`, `boundary` or
+        `document_keys` are invalid.
     """
 
     def __init__(
@@ -78,6 +79,10 @@ class BlendVectorStore(SearchesInner):
         document_keys: Sequence[str] = DOCUMENT_KEYS,
         name: str | None = None,
     ) -> None:
+        if isinstance(inner, BlendVectorStore):
+            raise ConfigError(
+                "inner is a BlendVectorStore already; use it as it is, or wrap what is in it: BlendVectorStore(store.inner, ...)"
+            )
         check_engine(engine)
         self.engine = engine
         self.background = background

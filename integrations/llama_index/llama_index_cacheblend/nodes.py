@@ -8,7 +8,9 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from llama_index.core.schema import BaseNode, MetadataMode, NodeRelationship, RelatedNodeInfo
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.schema import BaseNode, MetadataMode, NodeRelationship, NodeWithScore, RelatedNodeInfo
+from llama_index.core.storage.docstore.types import BaseDocumentStore
 from llama_index.core.vector_stores.types import MetadataFilters
 
 from cacheblend_rag.chunk import Chunk, text_hash
@@ -24,6 +26,7 @@ __all__ = [
     "TextOf",
     "llm_text",
     "node_chunks",
+    "parents_of",
     "placed",
 ]
 
@@ -32,8 +35,10 @@ logger = logging.getLogger(__name__)
 SEPARATOR = "\n\n"
 """What stands between two nodes in a prompt, as in LlamaIndex's compact mode."""
 
-TextOf = Callable[[BaseNode], str | None]
-"""Returns what the language model is shown of a node, metadata included; empty or None for a node that has no text."""
+TextOf = Callable[[BaseNode], str | None] | BaseNodePostprocessor
+"""Returns what the language model is shown of a node, metadata included; empty or None for a node that has no text. Or the
+postprocessor that changes a node's text, as `MetadataReplacementPostProcessor` does for sentence windows.
+"""
 
 Progress = Callable[[int, int], None]
 """Called with the number of finished nodes, and of all."""
@@ -57,7 +62,7 @@ def node_chunks(nodes: Iterable[BaseNode], text_of: TextOf = llm_text) -> list[C
     ----------
     nodes : iterable of BaseNode
         The nodes.
-    text_of : callable, optional
+    text_of : callable or BaseNodePostprocessor, optional
         What the language model is shown of a node, if a postprocessor changes it; space around it does not count.
 
     Raises
@@ -69,7 +74,7 @@ def node_chunks(nodes: Iterable[BaseNode], text_of: TextOf = llm_text) -> list[C
     for node in nodes:
         name = getattr(text_of, "__name__", type(text_of).__name__)
         try:
-            text = text_of(node)
+            text = _text_after(text_of, node) if isinstance(text_of, BaseNodePostprocessor) else text_of(node)
         except Exception as error:
             raise ConfigError(
                 f"what the language model is shown of node {node.node_id!r} cannot be read: {name} raised {error!r}"
@@ -82,6 +87,41 @@ def node_chunks(nodes: Iterable[BaseNode], text_of: TextOf = llm_text) -> list[C
         if text and text.strip():
             chunks.append(Chunk(text.strip(), node.node_id))
     return chunks
+
+
+def _text_after(postprocessor: BaseNodePostprocessor, node: BaseNode) -> str:
+    """Return the text of a node as the language model is shown it behind a postprocessor."""
+    # Postprocessors change the node that they are given.
+    left = postprocessor.postprocess_nodes([NodeWithScore(node=node.model_copy(deep=True))])
+    if len(left) != 1:
+        raise ConfigError(f"it leaves {len(left)} nodes of one; text_of takes what changes the text of a node")
+    return llm_text(left[0].node)
+
+
+def parents_of(nodes: Iterable[BaseNode], docstore: BaseDocumentStore) -> list[BaseNode]:
+    """Return what a docstore has of the nodes above these, up to those that have no parent.
+
+    Parents that are not there are named in a warning: LlamaIndex's `AutoMergingRetriever` could not find them either.
+    """
+    parents: list[BaseNode] = []
+    missing: list[str] = []
+    seen: set[str] = set()
+    level = list(nodes)
+    while level:
+        named = dict.fromkeys(_related(node, NodeRelationship.PARENT) for node in level)
+        wanted = [node_id for node_id in named if node_id is not None and node_id not in seen]
+        seen.update(wanted)
+        level = docstore.get_nodes(wanted, raise_error=False)
+        missing += set(wanted).difference(node.node_id for node in level)
+        parents += level
+    if missing:
+        logger.warning(
+            "%d parents of nodes, %r for one, are not in the docstore, so they are not encoded; add all nodes to the docstore "
+            "before their leaves are added to the index",
+            len(missing),
+            missing[0],
+        )
+    return parents
 
 
 class Boundary:
@@ -191,6 +231,11 @@ class NodeEncoder:
     """
 
     def __init__(self, engine: BlendEngine, text_of: TextOf | None = None, boundary: Boundary | None = None) -> None:
+        if not (text_of is None or callable(text_of) or isinstance(text_of, BaseNodePostprocessor)):
+            raise ConfigError(
+                f"text_of={text_of!r} must be a postprocessor, as MetadataReplacementPostProcessor(target_metadata_key=...), or "
+                "a function that returns what the language model is shown of a node"
+            )
         self.engine = engine
         self.text_of = llm_text if text_of is None else text_of
         self.boundary = boundary

@@ -70,8 +70,7 @@ def warn_of_other_texts(engine: BlendEngine, calls: Iterable[dict[str, Any]]) ->
         logger.warning(
             "the model is shown another text of node %s than the one whose KV is stored, so its KV is computed for the question: "
             "a postprocessor, a template or the metadata have changed it since. Say what the model is shown, and call "
-            "warm_index(index) once: BlendVectorStore(store, engine=llm.engine, text_of=lambda node: "
-            "postprocessor.postprocess_nodes([NodeWithScore(node=node.model_copy())])[0].node.get_content("
-            "MetadataMode.LLM)) (this warning is not repeated)",
+            "warm_index(index) once: BlendVectorStore(store, engine=llm.engine, text_of=postprocessor) (this warning is not "
+            "repeated)",
             others[0],
         )

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.schema import BaseNode
+from llama_index.core.storage.docstore.types import BaseDocumentStore
 from llama_index.core.vector_stores.types import (
     BasePydanticVectorStore,
     MetadataFilters,
@@ -22,7 +23,7 @@ from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from llama_index_cacheblend.inventory import Inventory, Wanted
 from llama_index_cacheblend.llm import BlendLLM, find_engine
-from llama_index_cacheblend.nodes import Boundary, NodeEncoder, TextOf
+from llama_index_cacheblend.nodes import Boundary, NodeEncoder, TextOf, parents_of
 
 __all__ = ["BlendVectorStore"]
 
@@ -50,9 +51,13 @@ class BlendVectorStore(BasePydanticVectorStore):
     background : bool
         Whether nodes are added before they are encoded, which then happens in the background and without a bar; `flush`
         waits for it.
-    text_of : callable, optional
-        What the language model is shown of a node, if a postprocessor changes it after retrieval (a sentence window, for
-        example); by default its text and metadata as LlamaIndex writes them. Nodes shown otherwise are encoded alone.
+    text_of : BaseNodePostprocessor or callable, optional
+        The postprocessor that changes what the language model is shown of a node, `MetadataReplacementPostProcessor` for
+        sentence windows, or a function that returns it; by default a node's text and metadata as LlamaIndex writes them. Nodes
+        shown otherwise are encoded alone.
+    parents : BaseDocumentStore, optional
+        Where `AutoMergingRetriever` finds the nodes that it merges others into. The parents of nodes that are added are then
+        encoded with them, and forgotten with their document.
     context : {"document", "none"}
         "none" encodes every node alone, for texts whose readers differ from node to node. By default as the engine is set.
     boundary : sequence of str
@@ -62,7 +67,7 @@ class BlendVectorStore(BasePydanticVectorStore):
     Raises
     ------
     ConfigError
-        If `inner` is not a vector store of LlamaIndex, there is no engine, or `context` or `boundary` cannot be used.
+        If `inner` is not a vector store of LlamaIndex or wraps one already, there is no engine, or an option cannot be used.
     """
 
     stores_text: bool = True
@@ -71,6 +76,7 @@ class BlendVectorStore(BasePydanticVectorStore):
     _encoder: NodeEncoder = PrivateAttr()
     _show_progress: bool = PrivateAttr()
     _background: bool = PrivateAttr()
+    _parents: BaseDocumentStore | None = PrivateAttr()
     _inventory: Inventory = PrivateAttr()
 
     def __init__(
@@ -81,6 +87,7 @@ class BlendVectorStore(BasePydanticVectorStore):
         show_progress: bool = False,
         background: bool = False,
         text_of: TextOf | None = None,
+        parents: BaseDocumentStore | None = None,
         context: Literal["document", "none"] = "document",
         boundary: Sequence[str] = (),
     ) -> None:
@@ -88,6 +95,12 @@ class BlendVectorStore(BasePydanticVectorStore):
             raise ConfigError(
                 f"inner is a {type(inner).__name__}; give a LlamaIndex vector store, as ChromaVectorStore(chroma_collection=...)"
             )
+        if isinstance(inner, BlendVectorStore):
+            raise ConfigError(
+                "inner is a BlendVectorStore already; use it as it is, or wrap what is in it: BlendVectorStore(store.inner, ...)"
+            )
+        if not isinstance(parents, BaseDocumentStore | None):
+            raise ConfigError(f"parents is a {type(parents).__name__}; give a docstore, as storage_context.docstore")
         found = find_engine(engine)
         if context not in ("document", "none"):
             raise ConfigError(f'unknown context={context!r}; give "document" or "none"')
@@ -97,6 +110,7 @@ class BlendVectorStore(BasePydanticVectorStore):
         self._inner = inner
         self._show_progress = show_progress
         self._background = background
+        self._parents = parents
         self._inventory = Inventory(inner)
         self._encoder = NodeEncoder(found, text_of, None if alone else divided)
 
@@ -125,6 +139,10 @@ class BlendVectorStore(BasePydanticVectorStore):
         """What computes the KV, and knows what the language model is shown of a node."""
         return self._encoder
 
+    def with_parents(self, nodes: Sequence[BaseNode]) -> list[BaseNode]:
+        """Return nodes, and behind them those above them, where a docstore has these."""
+        return [*nodes, *([] if self._parents is None else parents_of(nodes, self._parents))]
+
     def __getstate__(self) -> Any:
         # LlamaIndex's own would leave out what cannot be copied, the engine first of all, and say so only later.
         raise ConfigError(
@@ -152,7 +170,7 @@ class BlendVectorStore(BasePydanticVectorStore):
         """
         nodes = list(nodes)
         node_ids = [node.node_id for node in nodes]
-        self._encode(nodes)
+        encoded = self._encode(nodes)
         try:
             held = self._inventory.find(Wanted(node_ids=node_ids))
             # Where nobody can say what is there, all are deleted first if that is possible. Whatever keeps the store from
@@ -164,16 +182,16 @@ class BlendVectorStore(BasePydanticVectorStore):
                 self._inner.delete_nodes(node_ids=held)
             added = self._inner.add(nodes, **kwargs)
         except BaseException:
-            self.engine.delete(node_ids)
+            self.engine.delete([node.node_id for node in encoded])
             raise
-        self._inventory.note(nodes)
+        self._inventory.note(encoded)
         return added
 
     async def async_add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
         """Do what `add` does."""
         nodes = list(nodes)
         node_ids = [node.node_id for node in nodes]
-        await asyncio.to_thread(self._encode, nodes)
+        encoded = await asyncio.to_thread(self._encode, nodes)
         try:
             held = await self._inventory.afind(Wanted(node_ids=node_ids))
             if held is None:
@@ -183,9 +201,9 @@ class BlendVectorStore(BasePydanticVectorStore):
                 await self._inner.adelete_nodes(node_ids=held)
             added = await self._inner.async_add(nodes, **kwargs)
         except BaseException:
-            await asyncio.to_thread(self.engine.delete, node_ids)
+            await asyncio.to_thread(self.engine.delete, [node.node_id for node in encoded])
             raise
-        self._inventory.note(nodes)
+        self._inventory.note(encoded)
         return added
 
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
@@ -293,7 +311,9 @@ class BlendVectorStore(BasePydanticVectorStore):
         if self._encoder.boundary is not None:
             self._encoder.boundary.watch(query.filters)
 
-    def _encode(self, nodes: Sequence[BaseNode]) -> None:
+    def _encode(self, nodes: Sequence[BaseNode]) -> list[BaseNode]:
+        """Encode nodes and those above them; return both."""
+        encoded = self.with_parents(nodes)
         hidden = self._background or not self._show_progress
         with tqdm(desc="Encoding chunks", unit="chunk", disable=hidden) as bar:
 
@@ -301,7 +321,8 @@ class BlendVectorStore(BasePydanticVectorStore):
                 bar.total = total
                 bar.update(finished - bar.n)
 
-            self._encoder.encode(nodes, progress=None if hidden else show, background=self._background)
+            self._encoder.encode(encoded, progress=None if hidden else show, background=self._background)
+        return encoded
 
     def _forget(self, found: Sequence[str] | None, remembered: Sequence[str] = ()) -> list[str]:
         """Forget the KV of nodes that are about to be deleted; return their ids.

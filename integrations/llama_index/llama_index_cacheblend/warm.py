@@ -166,11 +166,11 @@ def warm_index(
         The index.
     engine : BlendEngine or BlendLLM, optional
         Where the KV is computed and kept; by default that of the index's `BlendVectorStore`, or else of ``Settings.llm``.
-    text_of : callable, optional
-        What the language model is shown of a node, where a postprocessor changes it after retrieval; by default what the index's
-        `BlendVectorStore` was given, or else the node's text and metadata as LlamaIndex writes them.
+    text_of : BaseNodePostprocessor or callable, optional
+        The postprocessor that changes what the language model is shown of a node, or a function that returns it; by default what
+        the index's `BlendVectorStore` was given, or else the node's text and metadata as LlamaIndex writes them.
     nodes : sequence of BaseNode, optional
-        The nodes to encode, instead of all of the index: parents that a docstore keeps, for example.
+        The nodes to encode, instead of all of the index and the parents that its `BlendVectorStore` knows of.
     progress : callable, optional
         Called with the number of finished nodes and of all, batch after batch.
     show_progress : bool
@@ -198,7 +198,10 @@ def warm_index(
             "prune drops what is not in the index, but nodes are only a part of it; leave out one of the two"
         )
     encoder = _encoder(index, text_of, None if engine is None else find_engine(engine))
+    store = getattr(index, "vector_store", None)
     found = _nodes(index) if nodes is None else list(nodes)
+    if nodes is None and isinstance(store, BlendVectorStore):
+        found = store.with_parents(found)
     pruned = 0
     if prune:
         pruned = encoder.engine.delete(set(encoder.engine.ids()) - {node.node_id for node in found})
@@ -216,7 +219,6 @@ def warm_index(
 
             parts.append(encoder.encode(batch, progress=None if background else show, background=background))
             start += len(batch)
-    store = getattr(index, "vector_store", None)
     if isinstance(store, BlendVectorStore) and store.engine is encoder.engine:
         store.remember(found)
 
