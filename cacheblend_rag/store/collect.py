@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -77,13 +78,15 @@ def collect_garbage(
     # Opening removes what killed processes left.
     with existing_store(location, clock=clock) as tier:
         before = _index_bytes(tier)
-        while count := _remove(tier, tier.index.drop_expired(tier.clock.now(), _AT_ONCE), report):
+        now = tier.clock.now()
+        while count := _remove(tier, tier.deleting(lambda: tier.index.drop_expired(now, _AT_ONCE)), report):
             report.expired += count
         if unnamed_age_s is not None:
             added_before = tier.clock.now() - unnamed_age_s
             keys = (key for key, _ in tier.index.entries())
             while batch := list(islice(keys, _AT_ONCE)):
-                report.unnamed += _remove(tier, tier.index.drop_nameless(batch, added_before), report)
+                drop = partial(tier.index.drop_nameless, batch, added_before)
+                report.unnamed += _remove(tier, tier.deleting(drop), report)
         for path in tier.folder.files():
             if tier.folder.is_file_name(path.name) and tier.is_orphan(path):
                 report.orphans += 1

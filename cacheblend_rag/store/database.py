@@ -207,20 +207,29 @@ class Database:
             return deed(connection)
 
     def tidy(self) -> None:
-        """Give unused room back to the disk, if there is much of it and nobody is in the way."""
+        """Give unused room back to the disk, if there is much of it, nobody is in the way and the disk has room for that."""
         with self.read() as connection:
             pages = int(connection.execute("PRAGMA page_count").fetchone()[0])
             free = int(connection.execute("PRAGMA freelist_count").fetchone()[0])
+        self.shorten_log(vacuum=free * 4 > pages and free > _TIDY_PAGES)
+
+    def shorten_log(self, vacuum: bool = False) -> int:
+        """Bring the log into the database, if nobody is in the way and the disk has room for that; return the bytes freed."""
+        if self._path is None:
+            return 0
+        log = self._path.with_name(self._path.name + "-wal")
+        before = _size(log)
         with self._write_lock, _translated(self._path):
             connection = self._connection("writer")
             connection.execute("PRAGMA busy_timeout=1000")
             try:
-                if free * 4 > pages and free > _TIDY_PAGES:
+                if vacuum:
                     connection.execute("VACUUM")
                 connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             except sqlite3.OperationalError as error:
-                if "locked" not in str(error) and "busy" not in str(error):
+                if not any(word in str(error) for word in ("locked", "busy", "full")):
                     raise
+        return before - _size(log)
 
     def before_fork(self) -> None:
         """Close the connections to a file; what lives in memory is simply copied by the fork."""
@@ -333,6 +342,10 @@ def _translated(path: Path | None) -> Iterator[None]:
             )
             raise StoreError(f"index {where} is damaged ({text}){how}") from error
         raise StoreError(f"index {where}: {text}") from error
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _is_full(path: Path) -> bool:

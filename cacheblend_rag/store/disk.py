@@ -19,7 +19,7 @@ from cacheblend_rag.store.base import Fate, KVReader, OpenProbe
 from cacheblend_rag.store.chunkfile import ChunkFile, EncodedChunk, encode_chunk
 from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.database import Database
-from cacheblend_rag.store.folder import Part, StoreFolder, existing_folder, valid_key
+from cacheblend_rag.store.folder import RESERVE_BYTES, Part, StoreFolder, existing_folder, is_out_of_room, valid_key
 from cacheblend_rag.store.index import Dropped, Entry, Index
 from cacheblend_rag.store.locks import ForkSafeLock
 
@@ -33,10 +33,14 @@ Result = TypeVar("Result")
 _TOUCHES_KEPT = 256
 _TOUCH_S = 1.0
 _CLOCK_SAVED_S = 60.0
+# How often room is made for one write: what another program fills is not worth the whole store.
+_ROOM_MADE = 3
 
 
 class DiskTier:
     """Chunk KV in a folder, up to a given number of bytes; the least recently used is dropped first.
+
+    Where the disk itself is full, so much is dropped as is to be written, what no name leads to first.
 
     A file is written and synced outside its place, given its entry, and then brought to its place; its name is never used again.
     A file that is dropped loses its entry first, and in the same transaction is noted as one to be removed. Whoever opens the
@@ -58,6 +62,7 @@ class DiskTier:
         self.clock = clock or StoreClock()
         self.evicted: Counter[str] = Counter()
         self._clock_saved_at = 0.0
+        self._told_full = False
         self._lock = ForkSafeLock()
         self._touched: OrderedDict[str, None] = OrderedDict()
         self._touched_at = time.monotonic()
@@ -70,7 +75,12 @@ class DiskTier:
             self.index = Index(self.database)
         else:
             with self.folder.opening():
-                self.database = self.deleting(lambda: Database(self.folder.index_path))
+                try:
+                    self.database = Database(self.folder.index_path)
+                except StoreFullError:
+                    if not self.folder.give_up_reserve():
+                        raise
+                    self.database = Database(self.folder.index_path)
                 self.index = Index(self.database)
                 self._recover()
         self.clock.load(self.database)
@@ -134,19 +144,21 @@ class DiskTier:
             raise StoreFullError(
                 f"a chunk of {encoded.nbytes} bytes exceeds the store's budget of {self.limit_bytes} bytes (disk_bytes)"
             )
-        self.flush()
+        self.flush(wait=False)
         if time.monotonic() - self._clock_saved_at > _CLOCK_SAVED_S:
             # Seldom, since only while nobody has the store open does its time hang on what was written down.
             self._clock_saved_at = time.monotonic()
-            self.clock.save(self.database)
+            self._save_clock()
         name = self.folder.new_file_name(key)
         entry = Entry(name, encoded.nbytes, encoded.digest, tenant, now, expires_at)
-        part = self.folder.write(name, encoded.buffers)
+        part = self.with_room(lambda: self.folder.write(name, encoded.buffers), encoded.nbytes, key)
         try:
-            dropped = self.index.add(key, entry, held, self.limit_bytes, now, wanted)
+            dropped = self.with_room(
+                lambda: self.index.add(key, entry, held, self.limit_bytes, now, wanted), spared=key
+            )
             if name not in dropped.files:
                 try:
-                    self.folder.settle(name)
+                    self.with_room(lambda: self.folder.settle(name), spared=key)
                 except BaseException:
                     self.discard(key)
                     raise
@@ -183,13 +195,49 @@ class DiskTier:
         else:
             self.remove(self.deleting(lambda: self.index.drop([key])))
 
+    def with_room(self, write: Callable[[], Result], nbytes: int = 0, spared: str = "") -> Result:
+        """Run what writes so many bytes, and where the disk is full drop other KV than `spared` first; see `drop_for_room`."""
+        wanted_bytes = nbytes + RESERVE_BYTES
+        for _ in range(_ROOM_MADE):
+            try:
+                return write()
+            except StoreFullError as error:
+                if not is_out_of_room(error):
+                    raise
+                dropped = Dropped()
+                if self._shorten_log() < wanted_bytes:
+                    dropped = self.deleting(lambda: self.index.drop_for_room(wanted_bytes, spared))
+                    if not dropped.keys:
+                        raise
+                    self.evicted.update(dropped.tenants)
+                    self._tell_full()
+                self.remove(dropped)
+        return write()
+
+    def _tell_full(self) -> None:
+        with self._lock:
+            is_first, self._told_full = not self._told_full, True
+        if is_first:
+            _log.warning(
+                "the disk of %s is full, so KV is dropped for room: what no name leads to first, then what was used least "
+                "recently; free some, or give the store a byte budget (disk_bytes) (this warning is not repeated; the store's "
+                "figures count it)",
+                self.folder.path,
+            )
+
+    def _shorten_log(self) -> int:
+        """Give up the room set aside, and bring the index's log, which may be most of a small disk, into the index."""
+        self.folder.give_up_reserve()
+        return self.database.shorten_log()
+
     def deleting(self, delete: Callable[[], Result]) -> Result:
         """Run what a full disk must not prevent, deleting above all; it may take the room set aside for that."""
         try:
             return delete()
-        except StoreFullError:
-            if not self.folder.give_up_reserve():
+        except StoreFullError as error:
+            if not is_out_of_room(error):
                 raise
+            self._shorten_log()
             return delete()
 
     def remove(self, dropped: Dropped) -> None:
@@ -251,11 +299,14 @@ class DiskTier:
         """Write what is left to write and release files and connections."""
         if not self.read_only:
             self.flush()
-            try:
-                self.clock.save(self.database)
-            except StoreError as error:
-                _log.debug("the store's time was not written: %s", error)
+            self._save_clock()
         self.database.close()
+
+    def _save_clock(self) -> None:
+        try:
+            self.clock.save(self.database)
+        except StoreError as error:
+            _log.debug("the store's time was not written: %s", error)
 
     def _verified(self, key: str, entry: Entry) -> ChunkFile:
         try:

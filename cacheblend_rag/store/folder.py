@@ -27,7 +27,7 @@ from typing import TypeVar
 
 from cacheblend_rag.errors import StoreError, StoreFormatError, StoreFullError, StoreReadOnlyError
 
-__all__ = ["StoreFolder", "Part", "existing_folder", "storing", "valid_key"]
+__all__ = ["RESERVE_BYTES", "Part", "StoreFolder", "existing_folder", "is_out_of_room", "storing", "valid_key"]
 
 Result = TypeVar("Result")
 
@@ -38,7 +38,7 @@ _MARK = "store.json"
 _MAKING = {"store.lock", "store.json.tmp"}
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
-_RESERVE_BYTES = 128 * 1024
+RESERVE_BYTES = 128 * 1024
 _KEY = re.compile(r"[0-9a-f]{8,128}")
 _FILE = re.compile(r"[0-9a-f]{8,128}\.[0-9a-f]{16}\.safetensors")
 
@@ -65,6 +65,11 @@ def storing(path: Path) -> Iterator[None]:
                 f"store folder {path} is not writable ({error.strerror}); it can only be read"
             ) from error
         raise StoreError(f"store folder {path} cannot be written: {error}") from error
+
+
+def is_out_of_room(error: StoreFullError) -> bool:
+    """Return whether the disk is full, and not a byte budget, nor a file as large as it may be."""
+    return error.__cause__ is not None and getattr(error.__cause__, "errno", None) != errno.EFBIG
 
 
 class StoreFolder:
@@ -118,7 +123,7 @@ class StoreFolder:
             return
         try:
             with open(reserve, "wb", opener=_private) as file:
-                file.write(bytes(_RESERVE_BYTES))
+                file.write(bytes(RESERVE_BYTES))
         except OSError:
             reserve.unlink(missing_ok=True)
 

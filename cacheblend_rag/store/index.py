@@ -171,6 +171,17 @@ class Index:
         )
         return self._drop_chosen(query, [(key, before) for key in keys])
 
+    def drop_for_room(self, nbytes: int, spared: str) -> Dropped:
+        """Drop so many bytes: what no name leads to first, then the least recently used, but none that is pinned nor `spared`."""
+        nameless = "AND NOT EXISTS (SELECT 1 FROM nodes WHERE nodes.key = entries.key)"
+        dropped = Dropped()
+        with self.database.write() as connection:
+            for condition in (nameless, ""):
+                victims, nbytes = _oldest(connection, spared, nbytes, condition)
+                drop_entries(connection, victims, dropped)
+            _forget_old_deletions(connection)
+        return dropped
+
     def clear(self, tenant: str | None = None) -> Dropped:
         """Drop all entries and all names, or those of one tenant."""
         dropped = Dropped()
@@ -292,20 +303,25 @@ def _insert(connection: sqlite3.Connection, key: str, entry: Entry) -> None:
 
 def _make_room(connection: sqlite3.Connection, key: str, limit_bytes: int, dropped: Dropped) -> None:
     """Drop the least recently used entries, but none that is pinned nor `key`, until all together have at most `limit_bytes`."""
-    over = counter(connection, "entry_bytes") - limit_bytes
-    victims = []
-    query = "SELECT key, bytes FROM entries WHERE pinned = 0 AND key != ? ORDER BY last_used"
-    oldest = connection.execute(query, (key,))
-    while over > 0 and (victim := oldest.fetchone()) is not None:
-        victims.append(victim[0])
-        over -= victim[1]
-    oldest.close()
+    victims, over = _oldest(connection, key, counter(connection, "entry_bytes") - limit_bytes)
     if over > 0:
         raise StoreFullError(
             f"pinned KV leaves too little of the store's budget of {limit_bytes} bytes (disk_bytes); unpin some, or raise the "
             "budget"
         )
     drop_entries(connection, victims, dropped)
+
+
+def _oldest(connection: sqlite3.Connection, spared: str, nbytes: int, condition: str = "") -> tuple[list[str], int]:
+    """Return the keys of the least recently used entries of so many bytes that may be dropped, and the bytes still wanting."""
+    victims = []
+    query = f"SELECT key, bytes FROM entries WHERE pinned = 0 AND key != ? {condition} ORDER BY last_used"
+    oldest = connection.execute(query, (spared,))
+    while nbytes > 0 and (victim := oldest.fetchone()) is not None:
+        victims.append(victim[0])
+        nbytes -= victim[1]
+    oldest.close()
+    return victims, nbytes
 
 
 def _forget_old_deletions(connection: sqlite3.Connection) -> None:

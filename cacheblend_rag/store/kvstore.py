@@ -210,7 +210,7 @@ class KVStore(ABC):
         """Let KV that is held live for that long from now at least."""
         self._check()
         expires_at = self._expires_at(ttl_s)
-        self._index.prolong(keys, expires_at)
+        self._with_room(lambda: self._index.prolong(keys, expires_at))
         for key in keys:
             self._ram.prolong(key, expires_at)
             self._device.prolong(key, expires_at)
@@ -247,7 +247,8 @@ class KVStore(ABC):
         """
         records = list(records)
         if records:
-            self._drop(self.names.record(namespace, records, tenant, rules, self._expires_at(ttl_s)))
+            expires_at = self._expires_at(ttl_s)
+            self._drop(self._with_room(lambda: self.names.record(namespace, records, tenant, rules, expires_at)))
 
     def forget(self, namespace: str, ids: Sequence[str]) -> int:
         """Remove names, and drop KV that loses its last name; return how many names there were."""
@@ -270,7 +271,7 @@ class KVStore(ABC):
         """
         self._check()
         self.settle()
-        self._ram.pin(self.names.pin(namespace, ids, True, self._limit_bytes))
+        self._ram.pin(self._with_room(lambda: self.names.pin(namespace, ids, True, self._limit_bytes)))
 
     def unpin(self, namespace: str, ids: Sequence[str]) -> None:
         """Let the KV of these names be dropped for room again.
@@ -282,7 +283,7 @@ class KVStore(ABC):
         """
         self._check()
         self.settle()
-        self.names.pin(namespace, ids, False)
+        self._deleting(lambda: self.names.pin(namespace, ids, False))
         self._unpin_copies()
 
     def clear(self, tenant: str | None = None) -> None:
@@ -367,6 +368,9 @@ class KVStore(ABC):
 
     def _deleting(self, delete: Callable[[], Result]) -> Result:
         return delete()
+
+    def _with_room(self, write: Callable[[], Result]) -> Result:
+        return write()
 
     def _drop(self, dropped: Dropped) -> None:
         """Have every tier follow what a transaction has dropped."""

@@ -220,6 +220,9 @@ class FolderStore(KVStore):
     def _deleting(self, delete: Callable[[], Result]) -> Result:
         return self._disk.deleting(delete)
 
+    def _with_room(self, write: Callable[[], Result]) -> Result:
+        return self._disk.with_room(write)
+
     def _drop(self, dropped: Dropped) -> None:
         super()._drop(dropped)
         self._disk.remove(dropped)

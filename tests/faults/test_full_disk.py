@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import resource
+import signal
 import subprocess
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.errors import StoreFullError
+from cacheblend_rag.errors import StoreError, StoreFullError
 from cacheblend_rag.lab.settings import engine_settings
-from cacheblend_rag.store import check_store
+from cacheblend_rag.store import StoreClock, check_store, collect_garbage
 from tests.families import tiny_model, tiny_tokenizer, words
 
 
@@ -32,24 +37,107 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_full_disk(disk: Path) -> None:
+@pytest.fixture
+def engine(disk: Path) -> Iterator[BlendEngine]:
     settings = engine_settings(recompute_ratio=0.3, ram_bytes=0, encode_batch_tokens=64)
-    chunks = [Chunk(id=str(number), text=words(60, number)) for number in range(2_000)]
     with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings, store=disk / "store") as engine:
-        engine.add(chunks[:4])
-        prompt = BlendPrompt(words(3, 10_000), ["0", "1", "2", "3"], words(5, 10_001))
-        undisturbed = engine.prefill(prompt)
-        with pytest.raises(StoreFullError, match="no space left"):
-            engine.add(chunks)
-        stored = engine.ids()
-        assert 4 < len(stored) < len(chunks)
-        again = engine.prefill(prompt)
-        assert again.report.hits == 4
-        torch.testing.assert_close(again.logits, undisturbed.logits, atol=0, rtol=0)
-        # Chunks that cannot be stored are answered from all the same.
-        mixed = engine.prefill(BlendPrompt(words(3, 10_000), ["0", chunks[-1]], words(5, 10_001)))
-        assert (mixed.report.hits, mixed.report.misses) == (1, 1)
-        # A full disk does not keep anything from being deleted, and then there is room again.
-        assert engine.delete(stored[4:]) == len(stored) - 4
-        assert engine.add(chunks[4:12]).encoded == 8
+        yield engine
     assert check_store(disk / "store").problems == []
+
+
+def fill(disk: Path) -> Path:
+    """Leave no room at all, as another program does."""
+    other = disk / "other"
+    with suppress(OSError), open(other, "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    return other
+
+
+def chunk(number: int) -> Chunk:
+    return Chunk(id=str(number), text=words(60, number))
+
+
+def test_what_was_used_last_stays(disk: Path, engine: BlendEngine, caplog: pytest.LogCaptureFixture) -> None:
+    engine.add([chunk(number) for number in range(4)])
+    prompt = BlendPrompt(words(3, 10_000), ["0", "1", "2", "3"], words(5, 10_001))
+    undisturbed = engine.prefill(prompt)
+    engine.pin(["0", "1"])
+    with caplog.at_level(logging.WARNING):
+        assert engine.add([chunk(number) for number in range(4, 150)]).encoded == 146
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and "is full" in caplog.text
+    stats = engine.store.stats()
+    assert stats.nodes == 150 and 10 < stats.entries == 150 - stats.evictions
+    held = engine.store.holds(engine.ids())
+    assert held[:2] == [True, True] and held[-1]
+    again = engine.prefill(prompt)
+    assert again.report.hits >= 2
+    torch.testing.assert_close(again.logits, undisturbed.logits, atol=1e-4, rtol=0)
+    engine.flush()
+    # Nothing was lost but KV, which is there again.
+    assert engine.prefill(prompt).report.hits == 4
+    assert engine.delete(engine.ids()) == 150
+    assert not list((disk / "store" / "kv").glob("*/*"))
+
+
+def test_what_no_name_leads_to_goes_first(disk: Path, engine: BlendEngine) -> None:
+    named = [chunk(number) for number in range(4)]
+    engine.add(named)
+    # As a killed ingestion leaves them, used more recently than what is named.
+    engine.add([Chunk(words(60, number)) for number in range(4, 60)])
+    engine.add([chunk(number) for number in range(60, 64)])
+    assert engine.store.stats().evictions > 0
+    assert engine.store.holds(engine.ids()) == [True] * 8
+
+
+def test_another_program_fills_the_disk(disk: Path, engine: BlendEngine) -> None:
+    engine.add([chunk(number) for number in range(20)])
+    fill(disk)
+    assert engine.add([chunk(20)]).encoded == 1
+    assert engine.prefill(BlendPrompt(words(3, 1), [chunk(20), chunk(21)], words(5, 2))).report.hits == 1
+    engine.flush()
+    assert engine.contains("21")
+    fill(disk)
+    assert engine.delete(["20"]) == 1
+    engine._store.discard(engine.records(["19"])[0].key)  # type: ignore[union-attr]
+    fill(disk)
+    report = collect_garbage(disk / "store", 0.0, StoreClock(wall=lambda: time.time() + 10**6))
+    assert report.unnamed == 0
+    assert engine.delete(engine.ids()) == 21
+
+
+def test_garbage_is_collected_on_a_full_disk(disk: Path, engine: BlendEngine) -> None:
+    engine.add([Chunk(words(60, number)) for number in range(8)])
+    fill(disk)
+    assert collect_garbage(disk / "store", 0.0).unnamed == 8
+    assert not list((disk / "store" / "kv").glob("*/*"))
+
+
+def test_pinned_kv_is_not_dropped(disk: Path, engine: BlendEngine) -> None:
+    engine.add([chunk(number) for number in range(8)])
+    engine.pin(engine.ids())
+    other = fill(disk)
+    # The first may find room in the index's log.
+    with suppress(StoreFullError):
+        engine.add([chunk(8)])
+        engine.pin(["8"])
+    fill(disk)
+    with pytest.raises(StoreFullError, match="no space left"):
+        engine.add([chunk(9)])
+    assert engine.store.stats().evictions == 0
+    other.unlink()
+    assert engine.add([chunk(9)]).encoded == 1
+
+
+def test_a_file_that_may_not_be_so_large_costs_no_other(disk: Path, engine: BlendEngine) -> None:
+    engine.add([chunk(number) for number in range(8)])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(StoreError):
+            engine.add([chunk(8)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert engine.store.stats().evictions == 0

@@ -58,10 +58,12 @@ def fill(disk: Path) -> Path:
 
 
 def put_until_full(store: KVStore, first: int, tokens: int) -> int:
-    """Put chunks until there is an error; return the number of the one that was refused."""
+    """Put pinned chunks until there is an error; return the number of the one that was refused."""
+    store.name("pinned", [record(f"n{number}", number) for number in range(first, 200)])
+    store.pin("pinned", [f"n{number}" for number in range(first, 200)])
     number = first
     with pytest.raises(StoreFullError, match="no space left on the disk"):  # noqa: PT012 - which one is refused is the result
-        for number in range(first, 256):
+        for number in range(first, 200):
             store.put(key_of(number), make_kv(number, tokens))
     return number
 
@@ -158,6 +160,7 @@ def test_disk_full_to_the_last_byte(small_disk: Path) -> None:
     for number in range(3):
         store.put(key_of(number), make_kv(number))
     store.name("ns", [record("n1", 1)])
+    store.pin("ns", ["n1"])
     ballast = fill(small_disk)
     put_until_full(store, 3, tokens=6)
     reader = store.open(key_of(1))
