@@ -181,7 +181,8 @@ def test_windows_begin_at_chunks_and_read_half_again_at_most(sizes: list[int], l
     records = [engine._assembler.record(chunk) for chunk in text.chunks]
     members = [Member(record.id, record.token_ids, record.place) for record in records if record.place is not None]
     window = 0
-    for number, (first, context) in enumerate(contexts(members, rules)):
+    for number, found in enumerate(contexts(members, rules)):
+        first, context = found.first, found.token_ids
         size = text.cuts[number][1] - text.cuts[number][0]
         whole, left_out = text.context(number, range(len(sizes))), text.context(first, range(len(sizes)))
         assert context == whole[len(left_out) :]
