@@ -201,23 +201,23 @@ def _estimate(
         ("passages", len(passages)),
         ("to encode", cost.chunks),
         ("tokens", cost.tokens),
-        ("KV", say_bytes(cost.kv_bytes)),
-        ("KV a token", say_bytes(cost.kv_bytes / cost.tokens) if cost.tokens else None),
+        ("KV", say_bytes(cost.disk_bytes)),
+        ("KV a token", say_bytes(cost.disk_bytes / cost.tokens) if cost.tokens else None),
         ("time for the KV", say_seconds(cost.seconds)),
         ("KV held already", say_bytes(held_bytes)),
         ("free on disk", say_bytes(free_bytes)),
     ]
     show_table(f"warming {store} for {model} would take", ("", ""), lines)
-    if cost.kv_bytes > free_bytes:
+    if cost.disk_bytes > free_bytes:
         typer.echo("this does not fit on the disk", err=True)
-    if budget_bytes is not None and held_bytes + cost.kv_bytes > budget_bytes:
+    if budget_bytes is not None and held_bytes + cost.disk_bytes > budget_bytes:
         typer.echo(f"this exceeds the budget of {say_bytes(budget_bytes)}; warming would stop before it does", err=True)
     row = {
         "passages": len(passages),
         "to_encode": cost.chunks,
         "tokens": cost.tokens,
-        "kv_bytes": cost.kv_bytes,
-        "bytes_per_token": cost.kv_bytes // cost.tokens if cost.tokens else None,
+        "kv_bytes": cost.disk_bytes,
+        "bytes_per_token": cost.disk_bytes // cost.tokens if cost.tokens else None,
         "seconds": cost.seconds,
         "held_bytes": held_bytes,
         "free_bytes": free_bytes,

@@ -2,10 +2,10 @@
 
 from cacheblend_rag.engine.background import AddJob, AddResult
 from cacheblend_rag.engine.conversation import Conversation
+from cacheblend_rag.engine.cost import WarmEstimate
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PrefillResult, StopStrings
 from cacheblend_rag.engine.guard import GuardStatus
-from cacheblend_rag.engine.ingest import WarmEstimate
 from cacheblend_rag.engine.prefetch import Prefetch
 from cacheblend_rag.engine.watch import WatchedPrefill
 

@@ -23,10 +23,11 @@ from cacheblend_rag.controller import Profile, check_selector
 from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.background import AddJob, AddResult, Feed
 from cacheblend_rag.engine.conversation import Conversation, Turn
+from cacheblend_rag.engine.cost import WarmEstimate
 from cacheblend_rag.engine.decode import check_options, decode
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PrefillResult
 from cacheblend_rag.engine.guard import Guard, GuardOrder
-from cacheblend_rag.engine.ingest import Ingest, WarmEstimate
+from cacheblend_rag.engine.ingest import Ingest
 from cacheblend_rag.engine.kept import KeptTurns
 from cacheblend_rag.engine.many import Many, options_of_each
 from cacheblend_rag.engine.markup import SCHEMA_PREFIX, LoadedSchema, Schemas
@@ -368,9 +369,9 @@ class BlendEngine:
         self._store.flush()
 
     def estimate(self, chunks: Iterable[Chunk]) -> WarmEstimate:
-        """Estimate what `add` would cost, by encoding the longest new chunk once to measure the time; nothing is stored.
+        """Estimate what `add` would cost, by encoding a few of the new chunks, for a few seconds; nothing is stored.
 
-        With ``encode_on="second_use"`` that is nothing.
+        With ``encode_on="second_use"`` that is nothing. Chunks that cannot be served are left out.
 
         Parameters
         ----------
@@ -380,7 +381,7 @@ class BlendEngine:
         Returns
         -------
         WarmEstimate
-            What is not stored yet, in chunks, tokens, bytes of KV as `disk_codec` packs it, and seconds.
+            What is not stored yet: its `chunks` and `tokens`, and what they would take, `ram_bytes`, `disk_bytes` and `seconds`.
         """
         self._check_open()
         return self._ingest.estimate(_chunk_list(chunks))

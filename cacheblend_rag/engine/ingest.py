@@ -7,15 +7,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from cacheblend_rag.chunk import Chunk
-from cacheblend_rag.codec import make_codec, pack_kv
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.encode import Target
 from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.background import AddJob, AddResult, Jobs
+from cacheblend_rag.engine.cost import WarmEstimate, estimate_cost
 from cacheblend_rag.engine.supply import KVSupply
 from cacheblend_rag.errors import ConfigError, PromptError, StoreError
 from cacheblend_rag.kv import ChunkKV
@@ -23,21 +23,9 @@ from cacheblend_rag.model import Decoder
 from cacheblend_rag.store import KVStore, NamedTarget, NodeRecord
 from cacheblend_rag.store.base import earliest
 
-__all__ = ["Ingest", "WarmEstimate"]
+__all__ = ["Ingest"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class WarmEstimate:
-    """Cost of encoding some chunks: how many are not stored yet, their tokens, the approximate size of their KV on disk in bytes,
-    packed with the codec `disk_codec`, and seconds.
-    """
-
-    chunks: int
-    tokens: int
-    kv_bytes: int
-    seconds: float
 
 
 class _Text:
@@ -154,9 +142,10 @@ class Ingest:
         self._decoder = decoder
         self._tenant = config.tenant or ""
         self._ttl_s = config.ttl_s
-        self._disk_codec = make_codec(config.disk_codec)
+        self._config = config
         # Of a model without blending no KV is ever missing, nor where it is not computed before it is needed.
         self._encodes = decoder is not None and config.encode_on != "second_use"
+        self._has_told = False
         self.jobs = Jobs()
 
     def add(
@@ -215,19 +204,9 @@ class Ingest:
 
     def estimate(self, chunks: Iterable[Chunk]) -> WarmEstimate:
         """Say what `add` would cost; see `BlendEngine.estimate`."""
-        texts = self._todo(chunks, self._ttl_s).texts
-        tokens = sum(text.num_tokens for text in texts)
-        if self._decoder is None or not texts:
-            return WarmEstimate(len(texts), tokens, 0, 0.0)
-        longest = max(texts, key=lambda text: text.num_tokens)
-        sample = replace(longest.target, token_ids=longest.target.token_ids[: longest.num_tokens], context=())
-        started = time.perf_counter()
-        [[(_, kv)]] = self._supply.encode([sample])
-        packed_bytes = pack_kv(kv, self._disk_codec).nbytes
-        computed = self._supply.num_tokens([text.target for text in texts])
-        seconds = (time.perf_counter() - started) * computed / longest.num_tokens
-        kept = sum(len(text.target.token_ids) for text in texts)
-        return WarmEstimate(len(texts), tokens, round(packed_bytes * kept / longest.num_tokens), seconds)
+        todo = self._todo(chunks, self._ttl_s, on_refused=lambda chunk, error: None, is_trial=True)
+        tokens = sum(text.num_tokens for text in todo.texts)
+        return estimate_cost([text.target for text in todo.texts], tokens, self._supply, self._store, self._config)
 
     def _todo(
         self,
@@ -235,8 +214,12 @@ class Ingest:
         ttl_s: float | None,
         progress: Callable[[int, int], None] | None = None,
         on_refused: Callable[[Chunk, PromptError], None] | None = None,
+        is_trial: bool = False,
     ) -> _Todo:
-        """Tokenise chunks and find out which are not stored exactly so, and whose KV is there all the same."""
+        """Tokenise chunks and find out which are not stored exactly so, and whose KV is there all the same.
+
+        A trial forgets nothing.
+        """
         # What was met as a miss is written first, so that it is not computed again.
         self._store.settle()
         records: list[NodeRecord] = []
@@ -252,7 +235,7 @@ class Ingest:
                     raise
                 on_refused(chunk, error)
                 refused += [] if chunk.id is None else [chunk.id]
-        if refused:
+        if refused and not is_trial:
             self._store.forget(self._namespace, refused)
         targets = self._store.names.rehearse(self._namespace, records, rules=self._assembler.rules, ttl_s=ttl_s)
         given = targets[: len(records)]
@@ -291,6 +274,7 @@ class Ingest:
             deleted, replaced or encoded for a prompt meanwhile is left out.
         """
         encoded = tokens = chunks = 0
+        started = time.perf_counter()
         storing = Future[None]()
         storing.set_result(None)
         todo.job.tell()
@@ -316,7 +300,23 @@ class Ingest:
                     logger.warning("an earlier batch could not be stored either: %s", late)
                 raise
         todo.job.advance(chunks)
+        if encoded and todo.changed and not self._has_told:
+            self._has_told = True
+            self._tell(encoded, tokens, time.perf_counter() - started)
         return AddResult(encoded, todo.changed, todo.unchanged, tokens)
+
+    def _tell(self, encoded: int, tokens: int, seconds: float) -> None:
+        """Log what encoding cost."""
+        held, folder = self._store.stats(), self._store.path
+        where, size = ("RAM", held.ram_bytes) if folder is None else (folder, held.disk_bytes)
+        logger.info(
+            "%d chunks of %d tokens encoded in %.1f s; the store in %s now has %.1f MB of KV (told once for each engine)",
+            encoded,
+            tokens,
+            seconds,
+            where,
+            size / 1e6,
+        )
 
     def _computed(self, todo: _Todo, given_up: Callable[[], bool] | None) -> Iterator[Batch]:
         """Compute the KV of texts batch by batch; see `_encode`."""

@@ -162,13 +162,11 @@ def test_an_estimate_leaves_nothing_behind(warm: Any, store: Path) -> None:
     row = warm("--estimate")
     assert not store.exists()
     assert row["to_encode"] == row["passages"] == 8
-    # 4 layers of 2 heads of 8 numbers of 4 bytes, keys and values; behind each passage that of a line break is kept.
-    assert row["kv_bytes"] == (row["tokens"] + row["passages"]) * 4 * 2 * 8 * 4 * 2 > 0
     assert row["bytes_per_token"] == row["kv_bytes"] // row["tokens"]
     assert row["seconds"] > 0
     done = warm()
     assert done["tokens"] == row["tokens"]
-    assert row["kv_bytes"] <= done["kv_bytes"] <= row["kv_bytes"] + 8 * 2048
+    assert row["kv_bytes"] == pytest.approx(done["kv_bytes"], rel=0.1)
     again = warm("--estimate")
     assert (again["to_encode"], again["tokens"], again["kv_bytes"], again["bytes_per_token"]) == (0, 0, 0, None)
 
@@ -177,9 +175,8 @@ def test_an_estimate_counts_what_the_codec_makes_of_it(warm: Any, store: Path, m
     native = warm("--estimate")["kv_bytes"]
     monkeypatch.setenv("CACHEBLEND_DISK_CODEC", "int8")
     row = warm("--estimate")
-    assert native * 0.25 < row["kv_bytes"] < native * 0.6
-    # Most passages are shorter than the one that was tried, and beside the KV each file has a head.
-    assert 0.5 * row["kv_bytes"] < warm()["kv_bytes"] < 1.5 * row["kv_bytes"] + 8 * 4096
+    assert native * 0.25 < row["kv_bytes"] < native * 0.8
+    assert row["kv_bytes"] == pytest.approx(warm()["kv_bytes"], rel=0.1)
 
 
 def test_a_budget_stops_before_it_is_exceeded(

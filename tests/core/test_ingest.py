@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 import subprocess
 import sys
 import threading
@@ -305,6 +306,22 @@ def test_no_thread_is_left_behind(engine: BlendEngine) -> None:
     engine.close()
     gc.collect()
     assert ours() == []
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_first_ingestion_says_what_it_cost(
+    tmp_path: Path, background: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "cacheblend_rag.engine.ingest")
+    with make(tmp_path / "kv") as engine:
+        engine.generate(BlendPrompt("t5", [Chunk(words(9, 70))], "t6"), 1)
+        assert not any("encoded in" in message for message in caplog.messages)
+        caplog.clear()
+        for chunks in (CHUNKS[:4], CHUNKS):
+            engine.add(chunks, background=background)
+            engine.flush()
+        [said] = caplog.messages
+    assert re.match(rf"4 chunks of 54 tokens encoded in .* s; the store in {tmp_path}/kv now has 0.\d MB of KV", said)
 
 
 def test_on_second_use_a_chunk_is_encoded_when_it_is_retrieved_again(tmp_path: Path) -> None:

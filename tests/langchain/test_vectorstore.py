@@ -22,9 +22,10 @@ from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.chunk import text_hash
+from cacheblend_rag.engine import WarmEstimate
 from cacheblend_rag.errors import ConfigError, PromptError, StoreFullError
 from cacheblend_rag.lab.settings import engine_settings
-from langchain_cacheblend import BlendLLM, BlendRetriever, BlendVectorStore, warm
+from langchain_cacheblend import BlendLLM, BlendRetriever, BlendVectorStore, estimate, warm
 from langchain_cacheblend.inventory import Inventory
 from langchain_cacheblend.search import SearchesInner
 
@@ -387,6 +388,36 @@ def test_warming_encodes_what_a_store_has(store: BlendVectorStore, chunks: dict[
     warm(store, lambda document: f"<{document.page_content}>")
     records = store.engine.records(list(chunks))
     assert [record and record.text_hash for record in records] == [text_hash(f"<{text}>") for text in chunks.values()]
+
+
+@pytest.mark.parametrize("codec", ["native", "int8"])
+def test_an_estimate_says_what_an_ingestion_takes(
+    tiny: Any, tokenizer: Any, embedding: Embeddings, chunks: dict[str, str], tmp_path: Path, codec: str
+) -> None:
+    documents = [
+        Document(" ".join(list(chunks.values())[:size] * size), metadata={"source": source})
+        for source in "abcde"
+        for size in range(1, 5)
+    ]
+    settings = engine_settings(self_check=False, disk_codec=codec)
+    with BlendEngine(tiny, tokenizer, store=tmp_path / "kv", **settings) as engine:
+        store = BlendVectorStore(InMemoryVectorStore(embedding), engine=engine)
+        # One that the model cannot take is left out, as it is when it is added.
+        before = estimate(store, [*documents, Document("word " * 3000), Document(" ")])
+        assert estimate(store, documents).tokens == before.tokens
+        assert (engine.ids(), engine.store.stats().entries) == ([], 0)
+        assert estimate(store).chunks == 0
+        store.add_documents(documents)
+        held = engine.store.stats()
+        assert before.chunks == held.entries
+        assert before.disk_bytes == pytest.approx(held.disk_bytes, rel=0.1)
+        assert before.ram_bytes == pytest.approx(held.ram_bytes, rel=0.01)
+        assert before.seconds > 0
+        assert estimate(store) == WarmEstimate(0, 0)
+        engine.delete(engine.ids())
+        assert estimate(store).disk_bytes == pytest.approx(held.disk_bytes, rel=0.1)
+    with pytest.raises(ConfigError, match="estimate takes a BlendVectorStore, and this is a InMemoryVectorStore"):
+        estimate(store.inner)  # type: ignore[arg-type]
 
 
 def test_warming_in_the_background(embedding: Embeddings, engine: BlendEngine, chunks: dict[str, str]) -> None:

@@ -7,15 +7,18 @@ from typing import Any
 
 import pytest
 from llama_index.core import Document, Settings, StorageContext, SummaryIndex, VectorStoreIndex
+from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import TextNode
 from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.core.vector_stores.types import BasePydanticVectorStore
 from llama_index.vector_stores.chroma import ChromaVectorStore
+from transformers import LlamaForCausalLM
 
 from cacheblend_rag import BlendEngine, Chunk
+from cacheblend_rag.engine import WarmEstimate
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.lab.settings import engine_settings
-from llama_index_cacheblend import BlendLLM, BlendSynthesizer, BlendVectorStore, warm_index
+from llama_index_cacheblend import BlendLLM, BlendSynthesizer, BlendVectorStore, estimate, warm_index
 
 from .conftest import FACTS, WordEmbedding
 
@@ -249,3 +252,44 @@ def test_kv_of_a_folder_is_there_in_the_next_process(index: VectorStoreIndex, ma
     assert warm_index(index, engine=first.engine).encoded == 5
     first.engine.close()
     assert warm_index(index, engine=make_llm(store=tmp_path).engine).unchanged == 5
+
+
+@pytest.mark.parametrize("codec", ["native", "int8"])
+def test_an_estimate_says_what_an_ingestion_takes(
+    model: LlamaForCausalLM, tokenizer: Any, chroma: ChromaVectorStore, tmp_path: Path, codec: str
+) -> None:
+    documents = [Document(text=" ".join(FACTS[: size + 1]) * (2 + 3 * size), id_=f"d{size}") for size in range(5)]
+    splitter = SentenceSplitter(chunk_size=64, chunk_overlap=0)
+    settings = engine_settings(self_check=False, disk_codec=codec)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        BlendEngine(model, tokenizer, store=tmp_path / "kv", **settings) as engine,
+    ):
+        patch.setattr(Settings, "_transformations", [splitter])
+        store = BlendVectorStore(chroma, engine=engine)
+        before = estimate(store, documents)
+        assert estimate(store, splitter(documents)).tokens == before.tokens
+        assert (engine.ids(), engine.store.stats().entries) == ([], 0)
+        assert estimate(store).chunks == 0
+        index = VectorStoreIndex.from_documents(
+            documents, StorageContext.from_defaults(vector_store=store), embed_model=WordEmbedding()
+        )
+        held = engine.store.stats()
+        assert before.chunks == held.entries > 15
+        assert before.disk_bytes == pytest.approx(held.disk_bytes, rel=0.1)
+        assert before.ram_bytes == pytest.approx(held.ram_bytes, rel=0.01)
+        assert before.seconds > 0
+        assert estimate(index) == estimate(store, documents) == WarmEstimate(0, 0)
+        # As without a store: an index that is there, and nothing of it is encoded.
+        engine.delete(engine.ids())
+        assert estimate(index).disk_bytes == pytest.approx(held.disk_bytes, rel=0.1)
+        bare = VectorStoreIndex.from_vector_store(chroma, embed_model=WordEmbedding())
+        assert estimate(bare, engine=engine).tokens == before.tokens
+
+
+def test_an_estimate_needs_nodes_to_look_at(llm: BlendLLM) -> None:
+    store = BlendVectorStore(SimpleVectorStore(), engine=llm.engine)
+    with pytest.raises(ConfigError, match="give the index, or the nodes"):
+        estimate(store)
+    too_long = TextNode(text="word " * 3000, id_="long")
+    assert estimate(store, [TextNode(text=" "), too_long, TextNode(text="A text.")]).chunks == 1

@@ -3,6 +3,7 @@
 from langchain_cacheblend.chain import create_blend_documents_chain
 from langchain_cacheblend.chat import ChatBlend
 from langchain_cacheblend.documents import documents_to_blocks
+from langchain_cacheblend.estimate import estimate
 from langchain_cacheblend.llm import BlendLLM
 from langchain_cacheblend.pml import PMLPromptTemplate
 from langchain_cacheblend.retriever import BlendRetriever
@@ -16,5 +17,6 @@ __all__ = [
     "PMLPromptTemplate",
     "create_blend_documents_chain",
     "documents_to_blocks",
+    "estimate",
     "warm",
 ]

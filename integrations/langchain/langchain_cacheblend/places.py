@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 from langchain_core.documents import Document
@@ -76,6 +77,12 @@ class DocumentPlaces:
     def divides(self) -> frozenset[str] | None:
         """Metadata keys that no document has two values of; None if no text knows of another, so that all are."""
         return frozenset((*self._keys, *self._boundary, _ROW)) if self._remembers else None
+
+    def copy(self) -> DocumentPlaces:
+        """Return one that knows as much, and may learn what this one is not to know."""
+        other = copy(self)
+        other._sources = {name: replace(source) for name, source in self._sources.items()}
+        return other
 
     def chunks(self, ids: Sequence[str], texts: Sequence[str], metadatas: Sequence[Mapping[str, Any]]) -> list[Chunk]:
         """Return a chunk for each text, none of which is empty; of several with one id for the last."""

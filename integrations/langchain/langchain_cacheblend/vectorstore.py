@@ -22,7 +22,7 @@ from langchain_cacheblend.places import DOCUMENT_KEYS, DocumentPlaces
 from langchain_cacheblend.retriever import BlendVectorStoreRetriever
 from langchain_cacheblend.search import SearchesInner
 
-__all__ = ["BlendVectorStore", "warm"]
+__all__ = ["BlendVectorStore", "warm", "wrapped"]
 
 logger = logging.getLogger(__name__)
 
@@ -398,10 +398,7 @@ def warm(
     ConfigError
         If the store is not a `BlendVectorStore`, cannot list its documents, or documents have no ids.
     """
-    if not isinstance(store, BlendVectorStore):
-        raise ConfigError(
-            f"warm takes a BlendVectorStore, and this is a {type(store).__name__}; wrap it: BlendVectorStore(store, engine=...)"
-        )
+    wrapped(store, "warm")
     documents = store.places.in_reading_order(store._inventory.documents(ids))
     nameless = sum(not document.id for document in documents)
     if nameless:
@@ -413,6 +410,15 @@ def warm(
     if text_of is not None:
         texts = [text_of(document) for document in documents]
     return store.encode([str(document.id) for document in documents], texts, metadatas, progress)
+
+
+def wrapped(store: Any, caller: str) -> None:
+    """See that a store is one of ours."""
+    if not isinstance(store, BlendVectorStore):
+        raise ConfigError(
+            f"{caller} takes a BlendVectorStore, and this is a {type(store).__name__}; wrap it: "
+            "BlendVectorStore(store, engine=...)"
+        )
 
 
 def _warn_of(chunk: Chunk, refusal: PromptError) -> None:

@@ -1,6 +1,7 @@
 """LlamaIndex answers from chunks whose KV was computed when they were stored."""
 
 from llama_index_cacheblend.chat import BlendCondensePlusContextChatEngine, BlendContextChatEngine
+from llama_index_cacheblend.estimate import estimate
 from llama_index_cacheblend.install import install, uninstall
 from llama_index_cacheblend.llm import BlendLLM
 from llama_index_cacheblend.pml import PMLPromptTemplate
@@ -19,6 +20,7 @@ __all__ = [
     "PMLPromptTemplate",
     "WarmJob",
     "WarmResult",
+    "estimate",
     "install",
     "uninstall",
     "warm_index",

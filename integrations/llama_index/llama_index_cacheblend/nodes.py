@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field, replace
 
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
@@ -14,7 +15,7 @@ from llama_index.core.storage.docstore.types import BaseDocumentStore
 from llama_index.core.vector_stores.types import MetadataFilters
 
 from cacheblend_rag.chunk import Chunk, text_hash
-from cacheblend_rag.engine import AddJob, AddResult, BlendEngine
+from cacheblend_rag.engine import AddJob, AddResult, BlendEngine, WarmEstimate
 from cacheblend_rag.errors import ConfigError, PromptError, StoreError
 
 __all__ = [
@@ -267,6 +268,12 @@ class NodeEncoder:
             chunks = [chunk for chunk in chunks if chunk.id not in failed]
             return EncodedNodes(None, without_text, failed | self._not_stored(chunks, error))
         return EncodedNodes(done, without_text, failed)
+
+    def estimate(self, nodes: Sequence[BaseNode]) -> WarmEstimate:
+        """Say what encoding nodes would cost; see `BlendEngine.estimate`."""
+        # What reading them teaches is forgotten again.
+        chunks, _ = copy(self)._read(nodes)
+        return self.engine.estimate(chunks)
 
     def _read(self, nodes: Sequence[BaseNode]) -> tuple[list[Chunk], dict[str, str]]:
         """Return the nodes' chunks, and the nodes of which none can be made, and why."""

@@ -10,6 +10,7 @@ from typing import Any, Literal, overload
 from llama_index.core.indices.base import BaseIndex
 from llama_index.core.schema import BaseNode
 from llama_index.core.vector_stores.simple import SimpleVectorStore
+from llama_index.core.vector_stores.types import BasePydanticVectorStore
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from cacheblend_rag.engine import AddJob, AddResult, BlendEngine
@@ -19,7 +20,7 @@ from llama_index_cacheblend.llm import BlendLLM, find_engine
 from llama_index_cacheblend.nodes import Boundary, EncodedNodes, NodeEncoder, Progress, TextOf
 from llama_index_cacheblend.vector_store import BlendVectorStore
 
-__all__ = ["WarmJob", "WarmResult", "warm_index"]
+__all__ = ["WarmJob", "WarmResult", "encoder_of", "nodes_of", "store_of", "warm_index"]
 
 # Nodes that are handed over at once: so many are tokenised before the first of them is encoded.
 _BATCH = 256
@@ -197,9 +198,9 @@ def warm_index(
         raise ConfigError(
             "prune drops what is not in the index, but nodes are only a part of it; leave out one of the two"
         )
-    encoder = _encoder(index, text_of, None if engine is None else find_engine(engine))
-    store = getattr(index, "vector_store", None)
-    found = _nodes(index) if nodes is None else list(nodes)
+    encoder = encoder_of(index, text_of, None if engine is None else find_engine(engine))
+    store = store_of(index)
+    found = nodes_of(index) if nodes is None else list(nodes)
     if nodes is None and isinstance(store, BlendVectorStore):
         found = store.with_parents(found)
     pruned = 0
@@ -240,8 +241,16 @@ def warm_index(
     return sum_up([part.done for part in parts if isinstance(part.done, AddResult)])
 
 
-def _encoder(index: BaseIndex[Any], text_of: TextOf | None, engine: BlendEngine | None) -> NodeEncoder:
-    store = getattr(index, "vector_store", None)
+def store_of(source: BaseIndex[Any] | BlendVectorStore) -> BasePydanticVectorStore | None:
+    """Return the vector store that an index has, or that is given; None of an index without one."""
+    return source if isinstance(source, BlendVectorStore) else getattr(source, "vector_store", None)
+
+
+def encoder_of(
+    source: BaseIndex[Any] | BlendVectorStore, text_of: TextOf | None, engine: BlendEngine | None
+) -> NodeEncoder:
+    """Return what encodes the nodes of an index or a store."""
+    store = store_of(source)
     if isinstance(store, BlendVectorStore):
         if text_of is None and (engine is None or engine is store.engine):
             return store.encoder
@@ -264,16 +273,18 @@ def _batches(nodes: Sequence[BaseNode]) -> Iterator[list[BaseNode]]:
         yield batch
 
 
-def _nodes(index: BaseIndex[Any]) -> list[BaseNode]:
+def nodes_of(source: BaseIndex[Any] | BlendVectorStore) -> list[BaseNode]:
     """Return the nodes of an index as a retriever would: those of a vector store that keeps nodes, or else of the docstore."""
-    store = getattr(index, "vector_store", None)
+    store = store_of(source)
     inner = store.inner if isinstance(store, BlendVectorStore) else store
     if inner is not None and inner.stores_text:
         try:
             return Inventory(inner).nodes()
         except NotImplementedError:
             pass
-    struct: Any = index.index_struct
+    if isinstance(source, BlendVectorStore):
+        raise ConfigError(f"{type(inner).__name__} cannot list its nodes; give the index, or the nodes")
+    struct: Any = source.index_struct
     node_ids: Any = getattr(struct, "nodes_dict", None) or getattr(struct, "nodes", None)
     node_ids = node_ids or getattr(struct, "node_ids", ())
     if isinstance(node_ids, dict):
@@ -284,4 +295,4 @@ def _nodes(index: BaseIndex[Any]) -> list[BaseNode]:
         raise ConfigError(
             f"{type(inner).__name__} cannot list its nodes; pass them, as in warm_index(index, nodes=[...])"
         )
-    return index.docstore.get_nodes(list(node_ids), raise_error=False)
+    return source.docstore.get_nodes(list(node_ids), raise_error=False)

@@ -180,7 +180,7 @@ def test_estimates_count_what_is_displaced(open_engine: OpenEngine) -> None:
     engine.add([TEXT.chunk(0), TEXT.chunk(2), TEXT.chunk(3)])
     estimate = engine.estimate([TEXT.chunk(1)])
     assert (estimate.chunks, estimate.tokens) == (3, 9 + 7 + 8)
-    assert estimate.kv_bytes > 0
+    assert estimate.disk_bytes > estimate.ram_bytes > 0
     assert estimate.seconds > 0
     assert engine.document("d") == ["d-0", "d-2", "d-3"]
     assert engine.add([TEXT.chunk(1)]).encoded == estimate.chunks
