@@ -11,16 +11,24 @@ from contextlib import ExitStack
 from importlib.metadata import version
 from typing import Any
 
-from llama_index.core.chat_engine import CondensePlusContextChatEngine, ContextChatEngine
+from llama_index.core.base.base_query_engine import BaseQueryEngine
+from llama_index.core.chat_engine import (
+    CondensePlusContextChatEngine,
+    CondenseQuestionChatEngine,
+    ContextChatEngine,
+    SimpleChatEngine,
+)
 from llama_index.core.indices.knowledge_graph.retrievers import KGTableRetriever, KnowledgeGraphRAGRetriever
 from llama_index.core.indices.property_graph import BasePGRetriever, PGRetriever
 from llama_index.core.indices.struct_store.sql_retriever import NLSQLRetriever
-from llama_index.core.query_engine import RetrieverQueryEngine
+from llama_index.core.query_engine import CustomQueryEngine, RetrieverQueryEngine
 from llama_index.core.response_synthesizers import factory
 from llama_index.core.response_synthesizers.base import BaseSynthesizer
 
 from cacheblend_rag.errors import ConfigError
 from llama_index_cacheblend.chat import BlendCondensePlusContextChatEngine, BlendContextChatEngine
+from llama_index_cacheblend.llm import BlendLLM
+from llama_index_cacheblend.report import Calls
 from llama_index_cacheblend.retriever import BlendRetriever
 from llama_index_cacheblend.synthesizer import BlendSynthesizer
 
@@ -45,6 +53,17 @@ CHAT_ENGINES: dict[type, type] = {
 }
 """LlamaIndex's chat engines, and what blends in their place."""
 
+_CHAT = "chat achat stream_chat astream_chat".split()
+_REPORTED: dict[type, list[str]] = {
+    BaseSynthesizer: ["synthesize", "asynthesize"],
+    BaseQueryEngine: ["query", "aquery"],
+    CustomQueryEngine: ["query", "aquery"],
+    **dict.fromkeys(
+        [SimpleChatEngine, ContextChatEngine, CondenseQuestionChatEngine, CondensePlusContextChatEngine], _CHAT
+    ),
+}
+"""What returns the responses that carry a report, whatever the response mode."""
+
 _installed: ExitStack | None = None
 """Undoes what `install` did."""
 
@@ -60,6 +79,9 @@ def install() -> None:
     refuses retrievers whose nodes are written anew for each query, as those of knowledge graphs are.
 
     The chat modes "context", "condense_plus_context" and "best" of ``index.as_chat_engine`` take ``response_mode="blend"``, too.
+
+    What a `BlendLLM` answers carries its report as ``response.metadata["blend"]`` from then on, in every response mode, query
+    engine and chat engine of LlamaIndex.
 
     Raises
     ------
@@ -79,6 +101,9 @@ def install() -> None:
             _replace(original, ours)
             for theirs, our_engine in CHAT_ENGINES.items():
                 _patch(undo, theirs, "from_defaults", _or_ours(theirs, our_engine))
+            for owner, names in _REPORTED.items():
+                for name in names:
+                    _patch(undo, owner, name, _reporting(vars(owner)[name], is_async=name.startswith("a")))
             _patch(undo, RetrieverQueryEngine, "from_args", _refusing(vars(RetrieverQueryEngine)["from_args"].__func__))
             _installed = undo.pop_all()
 
@@ -117,6 +142,7 @@ def _check() -> None:
         (BaseSynthesizer, "synthesize", synthesize),
         (BaseSynthesizer, "asynthesize", synthesize),
         *((engine, "from_defaults", "retriever chat_history memory llm") for engine in CHAT_ENGINES),
+        *((owner, name, "self") for owner, names in _REPORTED.items() for name in names),
     ]
     for owner, name, names in replaced:
         # What it defines itself, since that is what is replaced.
@@ -162,6 +188,24 @@ def _or_ours(theirs: type, ours: Any) -> classmethod[Any, Any, Any]:
         return original(cls, *args, **kwargs)
 
     return classmethod(from_defaults)
+
+
+def _reporting(original: Callable[..., Any], is_async: bool) -> Callable[..., Any]:
+    """Return a method whose responses carry the report of what a `BlendLLM` was asked."""
+
+    @functools.wraps(original)
+    def report(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with Calls() as calls:
+            response = original(self, *args, **kwargs)
+        return calls.complete(response, isinstance(getattr(self, "_llm", None), BlendLLM))
+
+    @functools.wraps(original)
+    async def areport(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with Calls() as calls:
+            response = await original(self, *args, **kwargs)
+        return calls.complete(response, isinstance(getattr(self, "_llm", None), BlendLLM))
+
+    return areport if is_async else report
 
 
 def _refusing(original: Callable[..., RetrieverQueryEngine]) -> classmethod[RetrieverQueryEngine, Any, Any]:

@@ -30,12 +30,13 @@ from llama_index.core.types import BaseOutputParser, PydanticProgramMode
 
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig, EngineConfig
-from cacheblend_rag.engine import BlendEngine, BlendStream, Conversation
+from cacheblend_rag.engine import BlendEngine, BlendStream, Conversation, GenerationResult
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.pml import prompt_in
 from cacheblend_rag.stops import cut_at_stop
 from llama_index_cacheblend.messages import Make, R, aresponses, as_chat, as_completion, render_messages, responses
 from llama_index_cacheblend.nodes import SEPARATOR
+from llama_index_cacheblend.report import ModelCall, watching
 from llama_index_cacheblend.structured import JSONAnswers
 
 __all__ = ["BlendLLM", "blend_llm", "find_engine"]
@@ -221,12 +222,12 @@ class BlendLLM(JSONAnswers):
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
         """Continue `prompt` piece by piece; the last response carries the token usage."""
-        return responses(*self._stream(self._worded(prompt, formatted), kwargs), as_completion)
+        return responses(*self._stream(self._worded(prompt, formatted), kwargs, as_completion))
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """Answer chat messages piece by piece; the last response carries the token usage."""
-        return responses(*self._stream(messages, kwargs), as_chat)
+        return responses(*self._stream(messages, kwargs, as_chat))
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
@@ -241,14 +242,14 @@ class BlendLLM(JSONAnswers):
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         """Do what `stream_complete` does."""
-        stream, stops = await asyncio.to_thread(self._stream, self._worded(prompt, formatted), kwargs)
-        return aresponses(stream, stops, as_completion)
+        return aresponses(
+            *await asyncio.to_thread(self._stream, self._worded(prompt, formatted), kwargs, as_completion)
+        )
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """Do what `stream_chat` does."""
-        stream, stops = await asyncio.to_thread(self._stream, messages, kwargs)
-        return aresponses(stream, stops, as_chat)
+        return aresponses(*await asyncio.to_thread(self._stream, messages, kwargs, as_chat))
 
     def _written(self, messages: Sequence[ChatMessage]) -> str:
         assert self.messages_to_prompt is not None
@@ -272,21 +273,37 @@ class BlendLLM(JSONAnswers):
 
     def _answer(self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any], make: Make[R]) -> R:
         arguments, stops = self._request(given, kwargs)
+        make = self._watched(arguments, make)
         result = self._engine.generate(**arguments)
         return make(cut_at_stop(result.text, stops), None, result)
 
     async def _aanswer(self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any], make: Make[R]) -> R:
         # A stream, because a stream can be ended from outside.
-        stream, stops = await asyncio.to_thread(self._stream, given, kwargs)
+        stream, stops, make = await asyncio.to_thread(self._stream, given, kwargs, make)
         try:
             result = await stream.aresult()
         finally:
             stream.close()
         return make(cut_at_stop(result.text, stops), None, result)
 
-    def _stream(self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any]) -> tuple[BlendStream, list[str]]:
+    def _stream(
+        self, given: str | Sequence[ChatMessage], kwargs: dict[str, Any], make: Make[R]
+    ) -> tuple[BlendStream, list[str], Make[R]]:
         arguments, stops = self._request(given, kwargs)
-        return self._engine.stream(**arguments), stops
+        make = self._watched(arguments, make)
+        return self._engine.stream(**arguments), stops, make
+
+    def _watched(self, arguments: dict[str, Any], make: Make[R]) -> Make[R]:
+        """Return what makes a call's responses and tells those who watch what the call has cost, when its answer is whole."""
+        watchers = watching(ModelCall(self._engine, arguments["prompt"], arguments["blend"]))
+
+        def made(text: str, delta: str | None, result: GenerationResult | None) -> R:
+            if result is not None:
+                for each in watchers:
+                    each.end(result.report.to_dict())
+            return make(text, delta, result)
+
+        return made
 
 
 def _stop_list(stop: str | Sequence[str] | None) -> list[str]:

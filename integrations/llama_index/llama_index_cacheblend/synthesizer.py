@@ -35,6 +35,7 @@ from cacheblend_rag.errors import ConfigError, PromptTooLongError
 from llama_index_cacheblend.context import ContextPrompt, ModelResponse, Rounds, make_context_prompt
 from llama_index_cacheblend.llm import BlendLLM, blend_llm
 from llama_index_cacheblend.nodes import node_chunks
+from llama_index_cacheblend.report import REPORT_KEY, AnswerReport
 from llama_index_cacheblend.sources import copies
 from llama_index_cacheblend.structured import AnswerParser, asking_for, check_mode
 
@@ -51,11 +52,11 @@ class BlendSynthesizer(BaseSynthesizer):
     """Answers from retrieved nodes whose KV is stored.
 
     The model is given the prompt that LlamaIndex's compact mode gives it. ``response.metadata["blend"]`` holds the `BlendReport`
-    as a dictionary, together with ``dropped``, the ids of the nodes for which there was no room, and ``earlier_calls``,
-    the reports of the calls before the last if the answer was refined. For a stream it is filled when the stream ends, and it is
-    None if nothing was retrieved. With ``source_attention`` in the settings, source nodes are copies whose metadata have
-    ``blend_attention``, the share of the answer's attention that went to the node, and ``blend_status``, why it was not blended
-    if it was not.
+    as a dictionary that prints as a few lines, together with ``dropped``, the ids of the nodes for which there was no room, and
+    ``earlier_calls``, the reports of the calls before the last if the answer was refined. For a stream it is filled when the
+    stream ends, and it is None if nothing was retrieved. With ``source_attention`` in the settings, source nodes are copies whose
+    metadata have ``blend_attention``, the share of the answer's attention that went to the node, and ``blend_status``, why it was
+    not blended if it was not.
 
     Parameters
     ----------
@@ -175,14 +176,18 @@ class BlendSynthesizer(BaseSynthesizer):
 
     def _asked(self, nodes: Sequence[NodeWithScore], others: Sequence[NodeWithScore]) -> dict[str, Any]:
         """Return the arguments of LlamaIndex's `synthesize`, and beside them those of `get_response`."""
-        asked: dict[str, Any] = {"nodes": list(nodes), "additional_source_nodes": list(others), "blend_report": {}}
+        asked: dict[str, Any] = {
+            "nodes": list(nodes),
+            "additional_source_nodes": list(others),
+            "blend_report": AnswerReport(),
+        }
         if self._tells_sources:
             asked |= {"nodes": copies(nodes), "additional_source_nodes": copies(others)}
             asked["blend_sources"] = [*asked["nodes"], *asked["additional_source_nodes"]]
         return asked | {"blend_nodes": asked["nodes"]}
 
     def _finished(self, response: RESPONSE_TYPE, asked: dict[str, Any]) -> RESPONSE_TYPE:
-        response.metadata = {**(response.metadata or {}), "blend": asked["blend_report"] if asked["nodes"] else None}
+        response.metadata = {**(response.metadata or {}), REPORT_KEY: asked["blend_report"] if asked["nodes"] else None}
         return response
 
     @dispatcher.span

@@ -1,0 +1,144 @@
+"""What an answer cost: the model's calls behind it, and the report that its response carries."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncGenerator, Generator
+from contextlib import aclosing, closing
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, fields
+from typing import Any
+
+from llama_index.core.base.response.schema import AsyncStreamingResponse, StreamingResponse
+from llama_index.core.chat_engine.types import StreamingAgentChatResponse
+
+from cacheblend_rag.chunk import BlendPrompt
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.report import BlendReport
+
+__all__ = ["REPORT_KEY", "AnswerReport", "Calls", "ModelCall", "watching"]
+
+REPORT_KEY = "blend"
+"""Where a response's metadata hold the report."""
+
+_END = object()
+
+
+class AnswerReport(dict[str, Any]):
+    """The `BlendReport` of an answer's last call as a dictionary, which prints as lines that people read.
+
+    ``earlier_calls`` are the reports of the calls before it, ``dropped`` the ids of the nodes for which there was no room. It is
+    empty until the answer is whole.
+    """
+
+    def __str__(self) -> str:
+        if not self:
+            return "no report: the answer is not finished"
+        lines = []
+        for call in [*self["earlier_calls"], self]:
+            lines.append(str(BlendReport(**{each.name: call[each.name] for each in fields(BlendReport)})))
+            lines += [f"  {chunk['id']}: {chunk['reason']}" for chunk in call["chunks"] if chunk["reason"]]
+        if self["dropped"]:
+            lines.append(f"no room for {', '.join(map(str, self['dropped']))}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCall:
+    """One call of a `BlendLLM`: its engine, its prompt, and the settings of the call over the engine's."""
+
+    engine: BlendEngine
+    prompt: BlendPrompt
+    blend: BlendConfig | None
+
+
+class Calls:
+    """The calls of every `BlendLLM` that are made within a ``with`` block, also in the tasks that it begins.
+
+    Attributes
+    ----------
+    made : list of ModelCall
+        The calls, in the order in which they began.
+    report : AnswerReport
+        Filled when a call ends, with all that have ended; the last of them is the answer's.
+    """
+
+    def __init__(self) -> None:
+        self.made: list[ModelCall] = []
+        self.report = AnswerReport()
+        self._ended: list[dict[str, Any]] = []
+        self._lock = threading.Lock()
+        self._token: Token[tuple[Calls, ...]] | None = None
+        self._all: tuple[Calls, ...] = ()
+
+    def __enter__(self) -> Calls:
+        self._all = (*_watching.get(), self)
+        self._token = _watching.set(self._all)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        assert self._token is not None
+        _watching.reset(self._token)
+
+    def end(self, report: dict[str, Any]) -> None:
+        """Take the report of a call that has ended."""
+        with self._lock:
+            self._ended.append(report)
+            self.report.update(report, dropped=[], earlier_calls=self._ended[:-1])
+
+    def complete(self, response: Any, is_ours: bool) -> Any:
+        """Put the report into a response that has none yet, if the model that was asked is ours.
+
+        A stream is read as within the block, since much of it is only computed then.
+        """
+        if isinstance(response, StreamingResponse):
+            response.response_gen = self._pieces(response.response_gen)
+        elif isinstance(response, AsyncStreamingResponse):
+            response.response_gen = self._apieces(response.response_gen)
+        kinds = (StreamingResponse, AsyncStreamingResponse, StreamingAgentChatResponse)
+        will_ask = isinstance(response, kinds) and bool(response.source_nodes)
+        metadata = getattr(response, "metadata", None) or {}
+        if REPORT_KEY in metadata or not (self.made or is_ours):
+            return response
+        # A chat engine over a query engine keeps that one's response.
+        asked = [getattr(source.raw_output, "metadata", None) or {} for source in getattr(response, "sources", ())]
+        own = self.report if self.made or will_ask else None
+        report = next((each[REPORT_KEY] for each in asked if REPORT_KEY in each), own)
+        response.metadata = {**metadata, REPORT_KEY: report}
+        return response
+
+    def _pieces(self, stream: Generator[str, None, None]) -> Generator[str, None, None]:
+        with closing(stream):
+            while True:
+                token = _watching.set(self._all)
+                try:
+                    piece: Any = next(stream, _END)
+                finally:
+                    _watching.reset(token)
+                if piece is _END:
+                    return
+                yield piece
+
+    async def _apieces(self, stream: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+        async with aclosing(stream):
+            while True:
+                token = _watching.set(self._all)
+                try:
+                    piece: Any = await anext(stream, _END)
+                finally:
+                    _watching.reset(token)
+                if piece is _END:
+                    return
+                yield piece
+
+
+_watching: ContextVar[tuple[Calls, ...]] = ContextVar("cacheblend_watching", default=())
+
+
+def watching(call: ModelCall) -> tuple[Calls, ...]:
+    """Tell those who watch that a call begins; return them, to be told of its end."""
+    watchers = _watching.get()
+    for each in watchers:
+        each.made.append(call)
+    return watchers
