@@ -75,7 +75,7 @@ check: lint  ## lint, and the tests in two processes, sampled where a count is l
 .PHONY: check-all
 check-all: lint  ## lint, and the tests at full counts in two processes; writes tests/check-all.txt
 	( $(BIN)/python -m pytest -m "not full" -n 2 --dist loadfile -q -rN \
-		&& $(BIN)/python -m pytest -m full -n 2 --dist load -q -rN --durations=20 ) 2>&1 \
+		&& $(BIN)/python -m pytest -m full -n 2 --dist worksteal -q -rN --durations=20 ) 2>&1 \
 		| sed 's|$(CURDIR)|.|g' | tee tests/check-all.txt
 
 .PHONY: docs
