@@ -200,7 +200,8 @@ class EngineConfig(_Base):
     ram_bytes : int
         Maximum bytes of KV that the RAM tier holds.
     disk_bytes : int, optional
-        Maximum bytes of KV that the disk tier holds; no limit by default.
+        Maximum bytes of KV that the disk tier holds; by default half of the disk's free space at any time, what the tier holds
+        counted as free.
     ram_codec : str
         How KV is kept in RAM: "native" (in the model's dtype), "float32", "float16", "bfloat16", "int8", "int4" or "int2".
     disk_codec : str

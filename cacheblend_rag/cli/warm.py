@@ -208,8 +208,9 @@ def _estimate(
         ("free on disk", say_bytes(free_bytes)),
     ]
     show_table(f"warming {store} for {model} would take", ("", ""), lines)
-    if cost.disk_bytes > free_bytes:
-        typer.echo("this does not fit on the disk", err=True)
+    limit_bytes = engine.config.disk_bytes or (free_bytes + held_bytes) // 2
+    if held_bytes + cost.disk_bytes > limit_bytes:
+        typer.echo(f"the store keeps at most {say_bytes(limit_bytes)} on this disk (disk_bytes)", err=True)
     if budget_bytes is not None and held_bytes + cost.disk_bytes > budget_bytes:
         typer.echo(f"this exceeds the budget of {say_bytes(budget_bytes)}; warming would stop before it does", err=True)
     row = {

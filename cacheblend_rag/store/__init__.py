@@ -67,7 +67,7 @@ def open_store(
     ram_bytes : int
         Maximum bytes of KV in RAM; with a folder, RAM holds copies of what was used last.
     disk_bytes : int, optional
-        Maximum bytes of KV on disk; no limit by default.
+        Maximum bytes of KV on disk; by default half of the disk's free space, what the store holds counted as free.
     ram_codec, disk_codec : str
         How KV is packed when it enters RAM, and when it is written to disk (`cacheblend_rag.codec.codec_names`). KV already
         stored is read whatever its codec.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 import time
 from collections import Counter, OrderedDict
@@ -38,7 +39,7 @@ _ROOM_MADE = 3
 
 
 class DiskTier:
-    """Chunk KV in a folder, up to a given number of bytes; the least recently used is dropped first.
+    """Chunk KV in a folder, up to a given number of bytes, or half of the disk; the least recently used is dropped first.
 
     Where the disk itself is full, so much is dropped as is to be written, what no name leads to first.
 
@@ -62,7 +63,7 @@ class DiskTier:
         self.clock = clock or StoreClock()
         self.evicted: Counter[str] = Counter()
         self._clock_saved_at = 0.0
-        self._told_full = False
+        self._told: set[str] = set()
         self._lock = ForkSafeLock()
         self._touched: OrderedDict[str, None] = OrderedDict()
         self._touched_at = time.monotonic()
@@ -140,9 +141,10 @@ class DiskTier:
                 # Otherwise another process or thread has just dropped it.
                 _log.warning("stored KV %s… is damaged and will be replaced: %s", key[:12], flaw)
         encoded = kv if isinstance(kv, EncodedChunk) else encode_chunk(key, pack_kv(kv, self.codec))
-        if self.limit_bytes is not None and encoded.nbytes > self.limit_bytes:
+        limit_bytes = self._share_bytes(encoded.nbytes) if self.limit_bytes is None else self.limit_bytes
+        if encoded.nbytes > limit_bytes:
             raise StoreFullError(
-                f"a chunk of {encoded.nbytes} bytes exceeds the store's budget of {self.limit_bytes} bytes (disk_bytes)"
+                f"a chunk of {encoded.nbytes} bytes exceeds the store's budget of {limit_bytes} bytes (disk_bytes)"
             )
         self.flush(wait=False)
         if time.monotonic() - self._clock_saved_at > _CLOCK_SAVED_S:
@@ -153,9 +155,7 @@ class DiskTier:
         entry = Entry(name, encoded.nbytes, encoded.digest, tenant, now, expires_at)
         part = self.with_room(lambda: self.folder.write(name, encoded.buffers), encoded.nbytes, key)
         try:
-            dropped = self.with_room(
-                lambda: self.index.add(key, entry, held, self.limit_bytes, now, wanted), spared=key
-            )
+            dropped = self.with_room(lambda: self.index.add(key, entry, held, limit_bytes, now, wanted), spared=key)
             if name not in dropped.files:
                 try:
                     self.with_room(lambda: self.folder.settle(name), spared=key)
@@ -167,6 +167,14 @@ class DiskTier:
         self._discarded.discard(key)
         self._damaged.discard(key)
         self.evicted.update(dropped.tenants)
+        if dropped.for_room:
+            self._warn_once(
+                "the KV in %s has reached its budget of %.3g GB, so what was used least recently is dropped, and computed again "
+                "when it is needed; disk_bytes sets another budget, by default half of the disk's free space (this warning is "
+                "not repeated; the store's figures count it)",
+                self.folder.path,
+                limit_bytes / 1e9,
+            )
         self._unlink(dropped.files)
         return dropped.keys
 
@@ -210,20 +218,29 @@ class DiskTier:
                     if not dropped.keys:
                         raise
                     self.evicted.update(dropped.tenants)
-                    self._tell_full()
+                    self._warn_once(
+                        "the disk of %s is full, so KV is dropped for room: what no name leads to first, then what was used "
+                        "least recently; free some, or give the store a smaller byte budget (disk_bytes) (this warning is not "
+                        "repeated; the store's figures count it)",
+                        self.folder.path,
+                    )
                 self.remove(dropped)
         return write()
 
-    def _tell_full(self) -> None:
+    def _share_bytes(self, nbytes: int) -> int:
+        """Return the budget where none was given: half of the disk's free space, what is held counted as free.
+
+        What is held is not dropped because others filled the disk, and there is always room for one chunk of `nbytes`.
+        """
+        held_bytes = self.index.held_bytes()
+        return max((shutil.disk_usage(self.folder.path).free + held_bytes) // 2, held_bytes, nbytes)
+
+    def _warn_once(self, message: str, *values: object) -> None:
         with self._lock:
-            is_first, self._told_full = not self._told_full, True
+            is_first = message not in self._told
+            self._told.add(message)
         if is_first:
-            _log.warning(
-                "the disk of %s is full, so KV is dropped for room: what no name leads to first, then what was used least "
-                "recently; free some, or give the store a byte budget (disk_bytes) (this warning is not repeated; the store's "
-                "figures count it)",
-                self.folder.path,
-            )
+            _log.warning(message, *values)
 
     def _shorten_log(self) -> int:
         """Give up the room set aside, and bring the index's log, which may be most of a small disk, into the index."""

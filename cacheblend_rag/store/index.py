@@ -40,13 +40,14 @@ class Dropped:
     """What a transaction dropped: keys without KV now, whose entries those were, and files to be removed, then settled with
     `Index.settle`.
 
-    `pinned` are the keys that pinned names lead to since then.
+    `pinned` are the keys that pinned names lead to since then; `for_room` says whether the byte budget had no room for some.
     """
 
     keys: list[str] = field(default_factory=list)
     tenants: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     pinned: list[str] = field(default_factory=list)
+    for_room: bool = False
 
 
 class Index:
@@ -80,6 +81,11 @@ class Index:
                 return counter(connection, "pinned_bytes")
             return int(connection.execute(query, (tenant,)).fetchone()[0])
 
+    def held_bytes(self) -> int:
+        """Return the size of all files."""
+        with self.database.read() as connection:
+            return counter(connection, "entry_bytes")
+
     def tenants(self) -> list[str]:
         """Return the tenants that have entries or names; "" stands for what has no tenant."""
         with self.database.read() as connection:
@@ -101,7 +107,7 @@ class Index:
         key: str,
         entry: Entry,
         replaced: Entry | None,
-        limit_bytes: int | None,
+        limit_bytes: int,
         now: float = 0.0,
         wanted: Callable[[sqlite3.Connection], bool] | None = None,
     ) -> Dropped:
@@ -124,8 +130,7 @@ class Index:
             expired = "SELECT key FROM entries WHERE expires_at <= ? AND key != ? ORDER BY expires_at LIMIT ?"
             old = [row[0] for row in connection.execute(expired, (now, key, _EXPIRED_A_TIME))]
             drop_entries(connection, old, dropped)
-            if limit_bytes is not None:
-                _make_room(connection, key, limit_bytes, dropped)
+            _make_room(connection, key, limit_bytes, dropped)
             _forget_old_deletions(connection)
         return dropped
 
@@ -310,6 +315,7 @@ def _make_room(connection: sqlite3.Connection, key: str, limit_bytes: int, dropp
             "budget"
         )
     drop_entries(connection, victims, dropped)
+    dropped.for_room = bool(victims)
 
 
 def _oldest(connection: sqlite3.Connection, spared: str, nbytes: int, condition: str = "") -> tuple[list[str], int]:

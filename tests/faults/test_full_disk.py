@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import resource
+import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,14 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def engine(disk: Path) -> Iterator[BlendEngine]:
-    settings = engine_settings(recompute_ratio=0.3, ram_bytes=0, encode_batch_tokens=64)
+    """An engine whose budget is the whole disk."""
+    with engine_on(disk, disk_bytes=10**9) as engine:
+        yield engine
+
+
+@contextmanager
+def engine_on(disk: Path, **changes: int) -> Iterator[BlendEngine]:
+    settings = engine_settings(recompute_ratio=0.3, ram_bytes=0, encode_batch_tokens=64, **changes)
     with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings, store=disk / "store") as engine:
         yield engine
     assert check_store(disk / "store").problems == []
@@ -78,6 +86,31 @@ def test_what_was_used_last_stays(disk: Path, engine: BlendEngine, caplog: pytes
     assert engine.prefill(prompt).report.hits == 4
     assert engine.delete(engine.ids()) == 150
     assert not list((disk / "store" / "kv").glob("*/*"))
+
+
+def test_by_default_half_of_the_disk_stays_free(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    free_bytes = shutil.disk_usage(disk).free
+    with caplog.at_level(logging.WARNING), engine_on(disk) as engine:
+        assert engine.add([chunk(number) for number in range(80)]).encoded == 80
+        held = engine.store.stats()
+        assert held.disk_bytes < free_bytes / 2 < 1.2 * held.disk_bytes
+        assert (held.nodes, held.entries) == (80, 80 - held.evictions)
+        there = dict(zip(engine.store.holds(engine.ids()), engine.ids(), strict=True))
+        prompt = BlendPrompt(words(3, 10_000), [there[False], there[True]], words(5, 10_001))
+        assert [chunk.hit for chunk in engine.prefill(prompt).report.chunks] == [False, True]
+        engine.flush()
+    [warning] = caplog.messages
+    assert "has reached its budget" in warning and "disk_bytes sets another" in warning
+    # What is held stays, whoever fills the disk, and makes room for what is new.
+    other = fill(disk)
+    with engine_on(disk) as engine:
+        assert engine.store.stats().entries == held.entries
+        assert engine.prefill(prompt).report.hits == 2
+        engine.add([chunk(150)])
+        assert engine.contains("150") and engine.store.stats().entries <= held.entries
+        other.unlink()
+        engine.add([chunk(number) for number in range(151, 160)])
+        assert engine.store.stats().entries > held.entries - 4
 
 
 def test_what_no_name_leads_to_goes_first(disk: Path, engine: BlendEngine) -> None:

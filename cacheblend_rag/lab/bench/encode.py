@@ -80,7 +80,6 @@ class EncodeBench(Bench[EncodeSetting, EncodeRow]):
         words = RandomWords(self._tokenizer, setting.seed)
         prefix = words.token_ids(setting.prefix_tokens)
         self._settings = setting.engine_settings(
-            disk_bytes=None,
             encode_batch_tokens=setting.batch_tokens,
             encoding_prefix=tuple(prefix),
             context_tokens=setting.context_tokens,
