@@ -363,12 +363,7 @@ class KVSupply:
         # Whatever codec the tiers keep chunks in, these rows stand for computed ones.
         exactly = pack_kv(kv, EXACT)
         owner: dict[str, Any] = {"tenant": self._tenant, "ttl_s": self._config.ttl_s}
-        try:
-            self._store.put_later(head.key, exactly, self._namespace, [head.record], **owner)
-        except StoreError as error:
-            logger.warning("the store could not be written: %s", error)
-            # So that the next prompt need not compute and say it again.
-            self._store.cache(head.key, exactly, **owner)
+        _quietly(self._store.put_later, head.key, exactly, self._namespace, [head.record], **owner)
 
     def _open(self, run: PromptRun, key: str) -> KVReader | None:
         return None if run.kv.unreadable.get(key) is False else self._store.open(key)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from cacheblend_rag.codec import make_codec
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.store.base import Fate, KVReader, NameChanges, NamedTarget, NodeRecord, StoreStats
 from cacheblend_rag.store.check import CheckReport, check_store
 from cacheblend_rag.store.clock import StoreClock
@@ -56,6 +57,7 @@ def open_store(
     device_bytes: int = 0,
     devices: Sequence[torch.device] = (torch.device("cpu"),),
     page_locked: bool = False,
+    lock_timeout_s: float = 60.0,
 ) -> KVStore:
     """Open a chunk KV store, making it if there is none.
 
@@ -86,6 +88,8 @@ def open_store(
         The device of each layer; the last one also serves all further layers.
     page_locked : bool
         Whether RAM holds KV in page-locked memory, from which a CUDA device copies without the processor.
+    lock_timeout_s : float
+        How long what changes the store waits for another process that writes; after that it is an error. Answers never wait.
 
     Returns
     -------
@@ -95,7 +99,7 @@ def open_store(
     Raises
     ------
     ConfigError
-        If a codec is unknown.
+        If a codec is unknown, or `lock_timeout_s` is not a number of seconds.
     StoreFormatError
         If the folder was written in a format that this version does not read. Nothing is changed in it.
     StoreReadOnlyError
@@ -103,11 +107,13 @@ def open_store(
     StoreError
         If `location` is anything but a store or an empty folder.
     """
+    if not isinstance(lock_timeout_s, int | float) or not 0 <= lock_timeout_s <= 10**6:
+        raise ConfigError(f"lock_timeout_s={lock_timeout_s!r} must be a number of seconds from 0 upwards")
     ram, codec = RamTier(ram_bytes, make_codec(ram_codec), page_locked), make_codec(disk_codec)
     device = DeviceTier(device_bytes, devices)
     tier = open_remote(remote) if isinstance(remote, str) else remote
     offsite = None if tier is None else Offsite(tier, codec)
     if location is None:
         return MemoryStore(ram, device, clock or StoreClock(), offsite)
-    disk = DiskTier(Path(location).expanduser(), disk_bytes, codec, clock)
+    disk = DiskTier(Path(location).expanduser(), disk_bytes, codec, clock, lock_timeout_s=lock_timeout_s)
     return FolderStore(disk, ram, device, offsite, write_back_bytes)

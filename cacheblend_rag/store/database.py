@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sqlite3
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +22,8 @@ __all__ = ["Database"]
 
 Result = TypeVar("Result")
 
-_BUSY_S = 60.0
+# How long a look-up in a hurry waits: a writer is in nobody's way but for moments.
+_HURRY_S = 0.1
 # Fewer unused pages than this, of 4 KiB each, are left for what is written next.
 _TIDY_PAGES = 256
 # The inner pages of an index of a million entries; its leaves are left to the system's page cache, which all processes share.
@@ -128,8 +132,11 @@ class Database:
     the locks not, would lock too little and lose what it writes when the parent closes.
     """
 
-    def __init__(self, path: Path | None, read_only: bool = False) -> None:
+    def __init__(self, path: Path | None, read_only: bool = False, lock_timeout_s: float = 60.0) -> None:
         self._path = path
+        self._lock_timeout_s = lock_timeout_s
+        # Threads that do not wait for those who write.
+        self._hurry = threading.local()
         self.read_only = read_only
         self._read_lock = ForkSafeLock()
         # In memory there is but one connection.
@@ -138,18 +145,28 @@ class Database:
         self._closed = False
         self._finalizer = weakref.finalize(self, _disconnect, self._connections)
         tell_before_fork(self)
-        if not read_only:
+        # One that is made is opened without writing: its disk may be full, or another process writing.
+        if not read_only and not self._is_made():
             with self.write() as connection:
                 _check_version(connection, path)
                 for statement in _statements(_SCHEMA):
                     connection.execute(statement)
                 connection.execute(f"PRAGMA user_version = {_VERSION}")
 
+    def _is_made(self) -> bool:
+        """Return whether everything is there; StoreFormatError where it is of another version."""
+        with self.read() as connection:
+            _check_version(connection, self._path)
+            names = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
+        return names.issuperset(re.findall(r"IF NOT EXISTS (\w+)", _SCHEMA))
+
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
         """Give the reading connection to one thread at a time."""
         with self._read_lock, _translated(self._path):
-            yield self._connection("writer" if self._path is None else "reader")
+            connection = self._connection("writer" if self._path is None else "reader")
+            self._set_patience(connection, _HURRY_S if self._is_hurrying else self._lock_timeout_s)
+            yield connection
 
     def in_batches(self, query: str, after: Any) -> Iterator[Any]:
         """Yield the rows of a query that begins after its first column's value `after`, reading a limited number at a time."""
@@ -183,13 +200,16 @@ class Database:
             raise StoreReadOnlyError(
                 f"store folder {self._path and self._path.parent} is not writable; it can only be read"
             )
-        if not self._write_lock.acquire(blocking=wait):
-            raise StoreError("another thread writes to the index")
+        wait = self._path is None or (wait and not self._is_hurrying)
+        patience_s = self._lock_timeout_s if wait else 0.0
+        until = time.monotonic() + patience_s
+        if not self._write_lock.acquire(timeout=patience_s):
+            raise StoreError(f"index {self._path} is locked: another thread is writing to it")
         try:
             with _translated(self._path):
                 connection = self._connection("writer")
                 connection.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
-                connection.execute(f"PRAGMA busy_timeout={int(_BUSY_S * 1000) if wait else 0}")
+                self._set_patience(connection, max(until - time.monotonic(), 0.0))
                 connection.execute("BEGIN IMMEDIATE")
                 try:
                     yield connection
@@ -200,6 +220,23 @@ class Database:
                     raise
         finally:
             self._write_lock.release()
+
+    @contextmanager
+    def hurrying(self) -> Iterator[None]:
+        """Have what this thread writes be an error where another process or thread is writing, and not wait for it."""
+        before, self._hurry.on = self._is_hurrying, True
+        try:
+            yield
+        finally:
+            self._hurry.on = before
+
+    @property
+    def _is_hurrying(self) -> bool:
+        return getattr(self._hurry, "on", False)
+
+    def _set_patience(self, connection: sqlite3.Connection, patience_s: float) -> None:
+        if self._path is not None:
+            connection.execute(f"PRAGMA busy_timeout={int(patience_s * 1000)}")
 
     def transact(self, deed: Callable[[sqlite3.Connection], Result]) -> Result:
         """Run a transaction, and return what it returns."""
@@ -267,7 +304,7 @@ def _disconnect(connections: dict[str, sqlite3.Connection]) -> None:
 
 
 def _connect(path: Path | None) -> sqlite3.Connection:
-    connection = sqlite3.connect(path or ":memory:", timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+    connection = sqlite3.connect(path or ":memory:", timeout=_HURRY_S, isolation_level=None, check_same_thread=False)
     if path is not None:
         try:
             connection.execute("PRAGMA journal_mode=WAL")
@@ -282,7 +319,7 @@ def _connect(path: Path | None) -> sqlite3.Connection:
 def _connect_read_only(path: Path) -> sqlite3.Connection:
     def attempt(options: str) -> sqlite3.Connection:
         uri = f"file:{quote(str(path.absolute()))}?{options}"
-        connection = sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+        connection = sqlite3.connect(uri, uri=True, timeout=_HURRY_S, isolation_level=None, check_same_thread=False)
         try:
             connection.execute("SELECT 1 FROM counters").fetchone()
             _check_version(connection, path)
@@ -332,6 +369,8 @@ def _translated(path: Path | None) -> Iterator[None]:
             raise StoreFullError(
                 f"no space left on the disk of {where}; free some, or give the store a byte budget (disk_bytes)"
             ) from error
+        if "locked" in text:
+            raise StoreError(f"index {where} is locked: another process has been writing to it for too long") from error
         if "readonly" in text:
             raise StoreReadOnlyError(f"index {where} is not writable; the store can only be read") from error
         if "malformed" in text or "not a database" in text:

@@ -55,6 +55,7 @@ class DiskTier:
         codec: Codec | None = None,
         clock: StoreClock | None = None,
         read_only: bool = False,
+        lock_timeout_s: float = 60.0,
     ) -> None:
         self.codec = codec or make_codec("native")
         self.folder = StoreFolder(path)
@@ -72,18 +73,19 @@ class DiskTier:
         # Those found damaged, until they are written again.
         self._damaged: set[str] = set()
         if self.read_only:
-            self.database = Database(self.folder.index_path, read_only=True)
+            self.database = Database(self.folder.index_path, read_only=True, lock_timeout_s=lock_timeout_s)
             self.index = Index(self.database)
         else:
-            with self.folder.opening():
+            with self.folder.opening(lock_timeout_s):
                 try:
-                    self.database = Database(self.folder.index_path)
+                    self.database = Database(self.folder.index_path, lock_timeout_s=lock_timeout_s)
                 except StoreFullError:
                     if not self.folder.give_up_reserve():
                         raise
-                    self.database = Database(self.folder.index_path)
+                    self.database = Database(self.folder.index_path, lock_timeout_s=lock_timeout_s)
                 self.index = Index(self.database)
-                self._recover()
+                with self.database.hurrying():
+                    self._recover()
         self.clock.load(self.database)
 
     def find(self, key: str) -> tuple[ChunkFile, Entry] | None:
@@ -198,10 +200,11 @@ class DiskTier:
 
     def discard(self, key: str) -> None:
         """Drop the KV under `key`; in a folder that is not writable, never open it again."""
-        if self.read_only:
-            self._discarded.add(key)
-        else:
+        # Not opened again even if it cannot be dropped now; what is put in its place replaces it.
+        self._discarded.add(key)
+        if not self.read_only:
             self.remove(self.deleting(lambda: self.index.drop([key])))
+            self._discarded.discard(key)
 
     def with_room(self, write: Callable[[], Result], nbytes: int = 0, spared: str = "") -> Result:
         """Run what writes so many bytes, and where the disk is full drop other KV than `spared` first; see `drop_for_room`."""
@@ -316,7 +319,8 @@ class DiskTier:
         """Write what is left to write and release files and connections."""
         if not self.read_only:
             self.flush()
-            self._save_clock()
+            with self.database.hurrying():
+                self._save_clock()
         self.database.close()
 
     def _save_clock(self) -> None:

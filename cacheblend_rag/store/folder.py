@@ -20,6 +20,7 @@ import os
 import re
 import secrets
 import shlex
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -89,12 +90,12 @@ class StoreFolder:
             raise StoreReadOnlyError(f"folder {path} is neither a store nor writable; choose a writable folder")
 
     @contextmanager
-    def opening(self) -> Iterator[None]:
-        """Make the folder's parts, alone among all processes; what runs inside is alone too."""
+    def opening(self, lock_timeout_s: float = 60.0) -> Iterator[None]:
+        """Make the folder's parts, alone among all processes, if they let it; what runs inside is alone too."""
         with storing(self.path):
             fd = os.open(self.path / "store.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            self._wait_for(fd, lock_timeout_s)
             with storing(self.path):
                 if not self._is_marked():
                     mark = self.path / "store.json.tmp"
@@ -115,6 +116,18 @@ class StoreFolder:
             yield
         finally:
             os.close(fd)
+
+    def _wait_for(self, fd: int, timeout_s: float) -> None:
+        until = time.monotonic() + timeout_s
+        while True:
+            try:
+                return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise StoreError(
+                        f"another process has been opening the store in {self.path} for more than {timeout_s:g} s; end it"
+                    ) from None
+                time.sleep(0.005)
 
     def keep_reserve(self) -> None:
         """Set room aside for deleting, if there is any."""

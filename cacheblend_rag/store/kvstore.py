@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -70,6 +71,7 @@ class KVStore(ABC):
         self._device = device
         self._offsite = offsite
         self._waiting = WriteBack(self._write, write_back_bytes)
+        self._writes_at_once = not write_back_bytes
         self._index = index
         self.names = Names(index, clock.now, self._waiting)
         self._closed = False
@@ -146,10 +148,19 @@ class KVStore(ABC):
         """
         self._check(key)
         chunk = Computed(key, kv, namespace, tenant, list(records), list(known), self._expires_at(ttl_s))
-        if self._waiting.limit_bytes:
-            return self._waiting.put(chunk)
-        self._write(chunk)
-        return True
+        if self._writes_at_once:
+            try:
+                self._write(chunk)
+                self._waiting.try_again()
+                return True
+            except StoreError:
+                if not self._waiting.limit_bytes:
+                    raise
+        return self._waiting.put(chunk)
+
+    def hurrying(self) -> AbstractContextManager[None]:
+        """Have what this thread does in a ``with`` block wait for nobody who writes; what it cannot do then is an error."""
+        return self._index.database.hurrying()
 
     def settle(self) -> None:
         """Wait until everything that waited to be written is, or has failed to be."""
@@ -175,7 +186,8 @@ class KVStore(ABC):
     def holds(self, keys: Sequence[str], *, durable: bool = False) -> list[bool]:
         """Return for each key whether its KV is held; with `durable` what waits to be written does not count."""
         self._check()
-        waiting = [not durable and self._waiting.find(key) is not None for key in keys]
+        now = self._clock.now()
+        waiting = [not durable and self._waiting.find(key, now) is not None for key in keys]
         held = [waits or here for waits, here in zip(waiting, self._hold(keys), strict=True)]
         if self._offsite and not all(held):
             elsewhere = iter(self._offsite.holds([key for key, here in zip(keys, held, strict=True) if not here]))
@@ -201,7 +213,7 @@ class KVStore(ABC):
         now = self._clock.now()
         lives: list[float | None] = []
         for key in keys:
-            held = self._waiting.find(key) or self._index.entry(key) or self._ram.peek(key)
+            held = self._waiting.find(key, now) or self._index.entry(key) or self._ram.peek(key)
             end = math.inf if held is None or held.expires_at is None else held.expires_at
             lives.append(None if held is None or end <= now else end - now)
         return lives
@@ -218,14 +230,16 @@ class KVStore(ABC):
     def discard(self, key: str) -> None:
         """Drop the KV under `key`, damaged or not wanted any more; names stay.
 
-        Where the store is not writable, this object does not open it again.
+        Where the store cannot be written, this object does not open it again.
         """
         self._check()
         self._waiting.drop(key=key)
-        self._discard(key)
-        self._drop_copies([key])
-        if self._offsite:
-            self._offsite.drop([key])
+        try:
+            self._discard(key)
+        finally:
+            self._drop_copies([key])
+            if self._offsite:
+                self._offsite.drop_later([key])
 
     def release(self, keys: Sequence[str]) -> None:
         """Drop the KV under those of the keys that no name maps to."""
@@ -442,7 +456,7 @@ class KVStore(ABC):
         named = None if self._closed else self.names.leading_to(key)
         if self._closed or (named is None and was_named):
             return
-        if named is None or not self._waiting.limit_bytes:
+        if named is None or self._writes_at_once:
             self._ram.put(key, kv)
         else:
             namespace, tenant, ids = named

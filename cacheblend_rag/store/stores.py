@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from cacheblend_rag.codec import PackedKV, pack_kv
-from cacheblend_rag.errors import StoreError, StoreFullError
+from cacheblend_rag.errors import StoreError, StoreFullError, StoreReadOnlyError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store.base import Fate, KVReader, StoreStats, TierProbe, count_of, latest
 from cacheblend_rag.store.clock import StoreClock
@@ -103,7 +103,7 @@ class FolderStore(KVStore):
 
     KV is dropped on disk first and in memory second, and what was put or read whole is checked against the index once it is in
     memory. So no deletion, by this process or another, leaves a copy. At most `write_back_bytes` of KV wait to be written; with 0
-    `put_later` is as durable as `put`.
+    `put_later` is as durable as `put`, and only what cannot be written waits, at most as much as RAM holds.
     """
 
     def __init__(
@@ -114,8 +114,8 @@ class FolderStore(KVStore):
         offsite: Offsite | None = None,
         write_back_bytes: int = 0,
     ) -> None:
-        # What is not writable does not wait: putting it says so by an error.
-        super().__init__(disk.index, disk.clock, ram, device, offsite, 0 if disk.read_only else write_back_bytes)
+        super().__init__(disk.index, disk.clock, ram, device, offsite, write_back_bytes or ram.limit_bytes)
+        self._writes_at_once = not write_back_bytes and not disk.read_only
         self.path = None if disk.read_only else disk.folder.path
         self._limit_bytes = disk.limit_bytes
         self._disk = disk
@@ -130,10 +130,10 @@ class FolderStore(KVStore):
     def open(self, key: str) -> KVReader | None:
         self._check(key)
         self._follow()
-        waiting = self._waiting.find(key)
+        now = self._clock.now()
+        waiting = self._waiting.find(key, now)
         if waiting is not None:
             return RamReader(waiting.kv)
-        now = self._clock.now()
         resident = self._device.get(key, now)
         if resident is not None:
             self._disk.touch(key)
@@ -157,6 +157,8 @@ class FolderStore(KVStore):
         self._keep(key, packed, tenant, expires_at)
 
     def _write(self, chunk: Computed) -> None:
+        if self._disk.read_only:
+            raise StoreReadOnlyError(f"store folder {self._disk.folder.path} is not writable; it can only be read")
         wanted = partial(name_computed, chunk)
         self._drop_copies(self._disk.put(chunk.key, chunk.kv, chunk.tenant, chunk.expires_at, wanted))
         self._keep(chunk.key, chunk.kv, chunk.tenant, chunk.expires_at)

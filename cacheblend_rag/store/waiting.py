@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from logging import getLogger
 from typing import Generic, TypeVar
 
 from cacheblend_rag.codec import PackedKV
-from cacheblend_rag.errors import StoreError
+from cacheblend_rag.errors import StoreError, StoreFullError, StoreReadOnlyError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.store.base import NodeRecord
+from cacheblend_rag.store.folder import is_out_of_room
 from cacheblend_rag.store.locks import ForkSafeLock
 
 __all__ = ["Computed", "WorkQueue", "WriteBack"]
@@ -22,6 +24,9 @@ __all__ = ["Computed", "WorkQueue", "WriteBack"]
 _log = getLogger(__name__)
 
 Item = TypeVar("Item")
+
+# What could not be written is tried again with the next that comes after so long.
+_RETRY_S = 2.0
 
 
 class WorkQueue(Generic[Item]):
@@ -33,14 +38,14 @@ class WorkQueue(Generic[Item]):
     Parameters
     ----------
     work : callable
-        What is done with each item; it may not raise.
+        What is done with each item; it may not raise. An item for which it returns True stays, and can be tried again.
     limit_bytes : int
         Maximum bytes that may wait, what is being worked on included.
     thread_name : str
         What the thread is called.
     """
 
-    def __init__(self, work: Callable[[Item], None], limit_bytes: int, thread_name: str) -> None:
+    def __init__(self, work: Callable[[Item], bool | None], limit_bytes: int, thread_name: str) -> None:
         self.limit_bytes = limit_bytes
         self._work = work
         self._thread_name = thread_name
@@ -48,8 +53,11 @@ class WorkQueue(Generic[Item]):
         self._begin()
 
     def offer(self, item: Item, nbytes: int) -> bool:
-        """Have an item worked on; return False if too much is waiting."""
+        """Have an item worked on; return False if too much is waiting. For room, what stays goes first."""
         with self._locked():
+            for old in self._staying():
+                if self._bytes + nbytes > self.limit_bytes:
+                    self._remove(old)
             if self._bytes + nbytes > self.limit_bytes:
                 return False
             self._waiting[item] = nbytes, self._executor.submit(self._run, item)
@@ -67,6 +75,13 @@ class WorkQueue(Generic[Item]):
         """Take out the items that are chosen, except those being worked on, which are returned."""
         with self._locked():
             return self._cancel(chosen)
+
+    def try_again(self) -> None:
+        """Have what stays worked on again."""
+        # After `close` nothing is.
+        with self._locked(), suppress(RuntimeError):
+            for item in self._staying():
+                self._waiting[item] = self._waiting[item][0], self._executor.submit(self._run, item)
 
     def settle(self) -> None:
         """Wait until everything that waits now is worked on."""
@@ -94,18 +109,25 @@ class WorkQueue(Generic[Item]):
         self._executor = ThreadPoolExecutor(1, self._thread_name)
 
     def _run(self, item: Item) -> None:
+        stays: bool | None = False
         try:
-            self._work(item)
+            stays = self._work(item)
         finally:
-            with self._lock:
-                self._bytes -= self._waiting.pop(item)[0]
+            if not stays:
+                with self._lock:
+                    self._remove(item)
+
+    def _staying(self) -> list[Item]:
+        return [item for item, (_, future) in self._waiting.items() if future.done()]
+
+    def _remove(self, item: Item) -> None:
+        self._bytes -= self._waiting.pop(item)[0]
 
     def _cancel(self, chosen: Callable[[Item], bool]) -> list[Future[None]]:
         running = []
-        for item, (nbytes, future) in [each for each in self._waiting.items() if chosen(each[0])]:
+        for item, (_, future) in [each for each in self._waiting.items() if chosen(each[0])]:
             if future.cancel():
-                del self._waiting[item]
-                self._bytes -= nbytes
+                self._remove(item)
             else:
                 running.append(future)
         return running
@@ -133,6 +155,9 @@ class Computed:
 class WriteBack(WorkQueue[Computed]):
     """KV of misses that waits to be written to a folder. It can be read, and its names are known, as if it were written.
 
+    What cannot be written, because the folder is full, locked, not writable or gone, stays, the oldest going first when there is
+    no room: it is tried again with what comes later, by `flush`, and by `close`.
+
     Attributes
     ----------
     refused : Counter of str
@@ -146,13 +171,17 @@ class WriteBack(WorkQueue[Computed]):
         self.changes = 0
         self._write = write
         self._error: StoreError | None = None
+        # Since the last success: when writing failed last, and why what stays could not be written.
+        self._failed_at: float | None = None
+        self._stays_for: StoreError | None = None
         super().__init__(self._try_to_write, limit_bytes, "cacheblend-write-back")
 
     def put(self, chunk: Computed) -> bool:
         """Have a chunk written; return False, and count it, if the queue is full."""
         if self.offer(chunk, chunk.kv.nbytes):
             with self._locked():
-                self.changes += len(chunk.records)
+                # Others may have gone for room.
+                self.changes += 1 + len(chunk.records)
             return True
         with self._locked():
             self.refused[chunk.tenant] += 1
@@ -171,9 +200,12 @@ class WriteBack(WorkQueue[Computed]):
             waiting = [nbytes for chunk, (nbytes, _) in self._waiting.items() if tenant in (None, chunk.tenant)]
         return len(waiting), sum(waiting)
 
-    def find(self, key: str) -> Computed | None:
-        """Return what waits under `key`, or None."""
-        return next((chunk for chunk in self.items() if chunk.key == key and not chunk.cancelled), None)
+    def find(self, key: str, now: float) -> Computed | None:
+        """Return what waits under `key` and has not expired, or None."""
+        for chunk in self.items():
+            if chunk.key == key and not chunk.cancelled and (chunk.expires_at is None or chunk.expires_at > now):
+                return chunk
+        return None
 
     def records(self, namespace: str) -> dict[str, NodeRecord]:
         """Return the records that wait with their KV, by id."""
@@ -192,6 +224,7 @@ class WriteBack(WorkQueue[Computed]):
                     chunk.known = [node for node in chunk.known if node not in gone]
                     chunk.cancelled = not chunk.records and not chunk.known
             self.changes += len(found)
+            self._tidy()
         return found
 
     def drop(self, key: str | None = None, tenant: str | None = None) -> None:
@@ -201,13 +234,18 @@ class WriteBack(WorkQueue[Computed]):
                 if key in (None, chunk.key) and tenant in (None, chunk.tenant):
                     chunk.cancelled = True
                     self.changes += len(chunk.records)
+            self._tidy()
 
     def flush(self) -> None:
-        """Wait until everything is written or has failed to be, and raise the first error since the last time."""
+        """Wait until everything is written or has failed to be; raise the first error since the last time, or why some stays.
+
+        That a folder is read-only is no error: it was said when the first came to stay.
+        """
+        self.try_again()
         self.settle()
         with self._locked():
-            error, self._error = self._error, None
-        if error is not None:
+            error, self._error = self._error or self._stays_for, None
+        if error is not None and not isinstance(error, StoreReadOnlyError):
             raise error
 
     def _begin(self) -> None:
@@ -215,12 +253,43 @@ class WriteBack(WorkQueue[Computed]):
         self.changes += 1
         self._error = None
 
-    def _try_to_write(self, chunk: Computed) -> None:
+    def close(self) -> None:
+        self.try_again()
+        super().close()
+
+    def try_again(self) -> None:
+        self._failed_at = None
+        super().try_again()
+
+    def _tidy(self) -> None:
+        for chunk in self._staying():
+            if chunk.cancelled:
+                self._remove(chunk)
+
+    def _try_to_write(self, chunk: Computed) -> bool:
+        """Write a chunk; return whether it stays."""
+        failed_at = self._failed_at
+        if failed_at is not None and time.monotonic() - failed_at < _RETRY_S:
+            return not chunk.cancelled
         try:
             if not chunk.cancelled:
                 self._write(chunk)
         except Exception as caught:
-            _log.warning("the KV of a miss was not stored: %s", caught)
+            # A chunk larger than a budget never fits.
+            stays = isinstance(caught, StoreError) and not (
+                isinstance(caught, StoreFullError) and not is_out_of_room(caught)
+            )
+            if self._stays_for is None or not stays:
+                kept = "it is kept in memory, and written as soon as that can be done" if stays else "it is lost"
+                _log.warning("the KV of a miss was not stored: %s; %s", caught, kept)
             error = caught if isinstance(caught, StoreError) else StoreError(f"KV was not written: {caught!r}")
             with self._lock:
-                self._error = self._error or error
+                if stays:
+                    self._failed_at, self._stays_for = time.monotonic(), error
+                else:
+                    self._error = self._error or error
+            return stays and not chunk.cancelled
+        self._stays_for = None
+        if failed_at is not None:
+            self.try_again()
+        return False

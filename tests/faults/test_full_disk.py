@@ -6,7 +6,6 @@ import logging
 import resource
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,22 +19,14 @@ from cacheblend_rag.errors import StoreError, StoreFullError
 from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import StoreClock, check_store, collect_garbage
 from tests.families import tiny_model, tiny_tokenizer, words
+from tests.store.kit import fill, small_disk
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """Return a folder on a file system of 3 MB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)], capture_output=True, text=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.strip()}")
-    try:
+    with small_disk(tmp_path / "disk", 3 * 2**20) as folder:
         yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 @pytest.fixture
@@ -51,15 +42,6 @@ def engine_on(disk: Path, **changes: int) -> Iterator[BlendEngine]:
     with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings, store=disk / "store") as engine:
         yield engine
     assert check_store(disk / "store").problems == []
-
-
-def fill(disk: Path) -> Path:
-    """Leave no room at all, as another program does."""
-    other = disk / "other"
-    with suppress(OSError), open(other, "wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
-    return other
 
 
 def chunk(number: int) -> Chunk:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import multiprocessing
 import random
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from cacheblend_rag.kv import ChunkKV, LayerKV
@@ -81,3 +85,50 @@ def run(target: Callable[..., None], *arguments: Any) -> None:
     process = start(target, *arguments)
     process.join(60)
     assert process.exitcode == 0
+
+
+@contextmanager
+def writing_elsewhere(folder: Path) -> Iterator[None]:
+    """Have another process write to the index of a store without end."""
+    command = (
+        "import sqlite3, sys; "
+        "connection = sqlite3.connect(sys.argv[1], isolation_level=None); "
+        "connection.execute('BEGIN IMMEDIATE'); print('begun', flush=True); sys.stdin.read()"
+    )
+    arguments = [sys.executable, "-c", command, str(folder / "index.sqlite")]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stdout.readline() == "begun\n"
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+@contextmanager
+def small_disk(folder: Path, nbytes: int) -> Iterator[Path]:
+    """Mount a file system in memory; skip the test where that is not allowed."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(folder)]
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def remount(folder: Path, how: str) -> None:
+    """Mount a file system again, "ro" or "rw"."""
+    subprocess.run(["mount", "-o", f"remount,{how}", str(folder)], check=True)
+
+
+def fill(folder: Path) -> Path:
+    """Leave no byte free, as another program does; return the file that takes the room."""
+    other = folder / "ballast"
+    with suppress(OSError), open(other, "wb", buffering=0) as file:
+        for size in (4096, 512):
+            with suppress(OSError):
+                while True:
+                    file.write(bytes(size))
+    return other

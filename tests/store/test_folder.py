@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
@@ -17,7 +16,8 @@ import pytest
 from cacheblend_rag.errors import StoreError, StoreFormatError, StoreFullError
 from cacheblend_rag.store import KVStore, check_store, open_store
 from tests.store import workers
-from tests.store.kit import files_of, key_of, make_kv, read, record, run, same
+from tests.store.kit import files_of, fill, key_of, make_kv, read, record, run, same
+from tests.store.kit import small_disk as mounted_disk
 
 NOBODY = 65534
 
@@ -36,25 +36,8 @@ def open_folder() -> Iterator[Path]:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Give a disk of one megabyte."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1M", "tmpfs", str(disk)], capture_output=True, text=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", "--lazy", str(disk)], check=True)
-
-
-def fill(disk: Path) -> Path:
-    """Leave no byte free."""
-    path = disk / "ballast"
-    with open(path, "wb", buffering=0) as ballast:
-        with contextlib.suppress(OSError):
-            while True:
-                ballast.write(bytes(512))
-    return path
+    with mounted_disk(tmp_path / "disk", 2**20) as disk:
+        yield disk
 
 
 def put_until_full(store: KVStore, first: int, tokens: int) -> int:

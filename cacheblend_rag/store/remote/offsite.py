@@ -32,6 +32,7 @@ _FIRST_PROBE_S, _LAST_PROBE_S = 0.1, 2.0
 class _Upload:
     key: str
     kv: ChunkKV | PackedKV
+    drops_first: bool
 
 
 class Offsite:
@@ -87,9 +88,11 @@ class Offsite:
     def put(self, key: str, kv: ChunkKV | PackedKV) -> None:
         """Have KV uploaded in the background, in place of what waits under its key; it is kept in memory until then."""
         with self._lock:
+            # Damaged bytes would be taken for what is put: whether that is there already is judged by its size.
+            drops_first = key in self._undropped
             self._undropped.discard(key)
         self._uploads.cancel(lambda upload: upload.key == key)
-        self._uploads.offer(_Upload(key, kv), min(kv.nbytes, self._uploads.limit_bytes))
+        self._uploads.offer(_Upload(key, kv, drops_first), min(kv.nbytes, self._uploads.limit_bytes))
 
     def drop(self, keys: Iterable[str]) -> None:
         """Remove what is held under the keys, for all machines; where the tier does not answer, as soon as it does."""
@@ -179,6 +182,8 @@ class Offsite:
     def _upload(self, upload: _Upload) -> None:
         fails = False
         try:
+            if upload.drops_first:
+                self._tier.drop([upload.key])
             self._tier.put(upload.key, encode_chunk(upload.key, pack_kv(upload.kv, self._codec)))
         except StoreError as error:
             fails = isinstance(error, RemoteUnavailableError)

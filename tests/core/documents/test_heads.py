@@ -486,13 +486,13 @@ def test_where_nothing_can_be_written_it_is_kept_in_memory(
     engine = make(store=tmp_path)
     engine.add(CHUNKS)
 
-    def refuse(*_: object, **__: object) -> bool:
+    def refuse(_: object) -> None:
         raise StoreReadOnlyError("it may not be written")
 
-    monkeypatch.setattr(engine._store, "put_later", refuse)
+    monkeypatch.setattr(engine._store._waiting, "_write", refuse)
     for taken in (0, HEAD_TOKENS, HEAD_TOKENS):
         assert engine.prefill(asking()).report.head_tokens == taken
-    assert sum("could not be written" in record.message for record in caplog.records) == 1
+    assert sum("kept in memory" in record.message for record in caplog.records) == 1
 
 
 def test_only_a_second_use_is_kept_where_chunks_wait_for_one_too(make: MakeEngine) -> None:
