@@ -224,6 +224,31 @@ def test_what_has_no_meaning_is_refused_in_a_call_as_when_the_model_is_made(
             kind(engine=engine, **options)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("model_id", "gpt2", "give model"),
+        ("repo_id", "gpt2", "give model"),
+        ("pipeline_kwargs", {"max_new_tokens": 10}, "give max_tokens, temperature"),
+        ("pipeline", object(), r"engine=BlendEngine\(pipeline.model"),
+        ("llm", object(), "give the name of its model as model"),
+        ("device", 0, r"engine_config=EngineConfig\(device=...\)|settings of EngineConfig"),
+        ("device_map", "auto", "give model_kwargs={'device_map': ...}"),
+        ("task", "text-generation", "text is always generated"),
+    ],
+)
+def test_words_of_hugging_faces_classes_are_answered_with_ours(
+    engine: BlendEngine, name: str, value: Any, said: str
+) -> None:
+    for kind in (ChatBlend, BlendLLM):
+        with pytest.raises(ConfigError, match=rf"{name}.*({said})"):
+            kind(engine=engine, **{name: value})
+        with pytest.raises(ConfigError, match=rf"{name}.*({said})"):
+            kind(engine=engine).invoke("Who?", **{name: value})
+    with pytest.raises(ConfigError, match=r"unknown parameter max_new_tokens \(give max_tokens\)"):
+        ChatBlend(engine=engine, max_new_tokens=10)
+
+
 def test_settings_of_the_engine_among_the_options_are_shown_their_place(engine: BlendEngine) -> None:
     with pytest.raises(ConfigError, match=r"blend_config=BlendConfig\(\.\.\.\)"):
         ChatBlend(engine=engine, recompute_ratio=0.2)

@@ -160,6 +160,37 @@ def test_bad_options_of_a_call(llm: BlendLLM) -> None:
             llm.complete("Mara", **options)
 
 
+HUGGING_FACE = {
+    "tokenizer_name": ("reference", "the model brings its tokenizer"),
+    "tokenizer_kwargs": ({"max_length": 64}, "the model brings its tokenizer"),
+    "tokenizer_outputs_to_remove": (["token_type_ids"], "gives the model what it takes"),
+    "device_map": ("auto", r"give model_kwargs=\{'device_map': ...\}"),
+    "context_window": (4096, "the model's own is used"),
+    "generate_kwargs": ({"top_k": 5}, "give generation_kwargs"),
+    "max_tokens": (64, "give max_new_tokens"),
+    "stopping_ids": ([2], "give generation_kwargs="),
+    "query_wrapper_prompt": ("<{query_str}>", "give completion_to_prompt"),
+}
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_arguments_of_other_models_are_answered_with_ours(llm: BlendLLM, name: str) -> None:
+    value, said = HUGGING_FACE[name]
+    with pytest.raises(ConfigError, match=rf"no {name} \(.*{said}"):
+        BlendLLM(engine=llm.engine, **{name: value})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=rf"no {name} \(.*{said}"):
+        llm.complete("Mara", **{name: value})
+
+
+def test_all_arguments_that_there_are_not_are_said_at_once(llm: BlendLLM) -> None:
+    with pytest.raises(
+        ConfigError, match=r"BlendLLM\(model='a/b'\) to load it. BlendLLM has no tokenizer_name .*, no device_map"
+    ):
+        BlendLLM(model_name="a/b", tokenizer_name="a/b", device_map="auto")
+    with pytest.raises(ConfigError, match=r"no temprature .*go into generation_kwargs.*did you mean temperature"):
+        BlendLLM(engine=llm.engine, temprature=1.0)
+
+
 def test_ready_made_objects(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, llm: BlendLLM) -> None:
     own = BlendLLM(model, tokenizer=tokenizer, blend_config=BlendConfig(recompute_ratio=1.0), max_new_tokens=12)
     assert own.engine.blend.recompute_ratio == 1.0

@@ -25,6 +25,7 @@ __all__ = [
     "check_options",
     "explain",
     "generation_options",
+    "hinted",
     "stop_strings",
     "with_objects",
 ]
@@ -39,6 +40,24 @@ _KNOWN = frozenset(GenerationConfig().to_dict()) | {
     "prefix_allowed_tokens_fn",
     "stopping_criteria",
     "synced_gpus",
+}
+
+
+# What LangChain's Hugging Face classes call it, and what it is here.
+_ELSEWHERE = {
+    "backend": "the model runs in this process, by transformers",
+    "batch_size": "give max_concurrency in the config of batch()",
+    "device": "give engine_config=EngineConfig(device=...)",
+    "device_map": "give model_kwargs={'device_map': ...}",
+    "llm": "give the name of its model as model, instead of ChatHuggingFace and HuggingFacePipeline",
+    "max_new_tokens": "give max_tokens",
+    "model_id": "give model",
+    "model_name": "give model",
+    "pipeline": "give the name of its model as model, or engine=BlendEngine(pipeline.model, pipeline.tokenizer)",
+    "pipeline_kwargs": "give max_tokens, temperature, top_p and top_k themselves, and others as generation_kwargs",
+    "repo_id": "give model",
+    "task": "text is always generated",
+    "tokenizer": "the model brings its tokenizer; for another, give engine=BlendEngine(model, tokenizer)",
 }
 
 
@@ -149,9 +168,14 @@ def check_options(options: Iterable[str]) -> None:
         )
     if unknown:
         raise ConfigError(
-            f"unknown option {', '.join(unknown)}; give those of transformers' generate, or "
+            f"unknown option {hinted(unknown)}; give those of transformers' generate, or "
             "max_tokens, temperature, top_p, top_k, stop, timeout and blend_config"
         )
+
+
+def hinted(names: Iterable[str]) -> str:
+    """Return names, with what to give instead of those that LangChain's Hugging Face classes have."""
+    return ", ".join(f"{name} ({_ELSEWHERE[name]})" if name in _ELSEWHERE else name for name in names)
 
 
 def generation_options(*layers: Mapping[str, Any]) -> dict[str, Any]:

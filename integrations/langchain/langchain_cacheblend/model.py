@@ -26,6 +26,7 @@ from langchain_cacheblend.calls import (
     check_options,
     explain,
     generation_options,
+    hinted,
     stop_strings,
     with_objects,
 )
@@ -108,7 +109,7 @@ class BlendModel(AnswersTogether, DecodingFields):
         unknown = sorted(fields.keys() - type(self).model_fields.keys())
         if unknown:
             raise ConfigError(
-                f"unknown parameter {', '.join(unknown)} of {type(self).__name__}; generate's options go into "
+                f"unknown parameter {hinted(unknown)} of {type(self).__name__}; generate's options go into "
                 "generation_kwargs, settings into engine_config=EngineConfig(...) and blend_config=BlendConfig(...)"
             )
         check_options(fields.get("generation_kwargs") or {})

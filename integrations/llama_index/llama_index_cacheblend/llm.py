@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from llama_index.core.settings import Settings
 from llama_index.core.types import BaseOutputParser, PydanticProgramMode
 
 from cacheblend_rag.chunk import BlendPrompt
-from cacheblend_rag.config import BlendConfig, EngineConfig
+from cacheblend_rag.config import BlendConfig, EngineConfig, did_you_mean
 from cacheblend_rag.engine import BlendEngine, BlendStream, Conversation, GenerationResult
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.pml import prompt_in
@@ -40,6 +41,21 @@ from llama_index_cacheblend.report import ModelCall, watching
 from llama_index_cacheblend.structured import JSONAnswers
 
 __all__ = ["BlendLLM", "blend_llm", "find_engine"]
+
+# What other language models of LlamaIndex call it, HuggingFaceLLM first of all, and what it is here.
+_ELSEWHERE = {
+    "context_window": "the model's own is used; a prompt_helper makes prompts shorter",
+    "device": "give config=EngineConfig(device=...)",
+    "device_map": "give model_kwargs={'device_map': ...}",
+    "generate_kwargs": "give generation_kwargs",
+    "max_tokens": "give max_new_tokens",
+    "model_id": "give model",
+    "query_wrapper_prompt": "messages go through the tokenizer's chat template; without one, give completion_to_prompt",
+    "stopping_ids": "give generation_kwargs={'eos_token_id': [...]}, or stop with strings",
+    "tokenizer_kwargs": "the model brings its tokenizer; for another, give objects: model=..., tokenizer=...",
+    "tokenizer_name": "the model brings its tokenizer; for another, give objects: model=..., tokenizer=...",
+    "tokenizer_outputs_to_remove": "the engine gives the model what it takes",
+}
 
 
 class BlendLLM(JSONAnswers):
@@ -119,15 +135,19 @@ class BlendLLM(JSONAnswers):
         callback_manager: CallbackManager | None = None,
         output_parser: BaseOutputParser | None = None,
         pydantic_program_mode: PydanticProgramMode = PydanticProgramMode.DEFAULT,
+        **unknown: Any,
     ) -> None:
+        if model is None and engine is None and model_name is not None:
+            others = f". {_no_arguments(unknown)}" if unknown else ""
+            raise ConfigError(
+                f"model_name only says what a model is called in logs; give BlendLLM(model={model_name!r}) to load it{others}"
+            )
+        if unknown:
+            raise ConfigError(_no_arguments(unknown))
         stops = _stop_list(stop)
         _decoding_options(temperature, stops, generation_kwargs or {})
         if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens={max_new_tokens!r} must be a whole number from 1 upwards")
-        if model is None and engine is None and model_name is not None:
-            raise ConfigError(
-                f"model_name only says what a model is called in logs; give BlendLLM(model={model_name!r}) to load it"
-            )
         computing = _make_engine(
             model, engine, config, blend_config, tokenizer=tokenizer, store=store, model_kwargs=model_kwargs
         )
@@ -316,6 +336,8 @@ def _stop_list(stop: str | Sequence[str] | None) -> list[str]:
 
 def _decoding_options(temperature: float, stops: Sequence[str], others: dict[str, Any]) -> dict[str, Any]:
     """Return options of transformers' ``generate``; `others`, by their own names, win."""
+    if foreign := _ELSEWHERE.keys() & others.keys():
+        raise ConfigError(_no_arguments(sorted(foreign)))
     if not math.isfinite(temperature) or temperature < 0:
         raise ConfigError(f"temperature={temperature!r} must be a finite number from 0 (greedy) upwards")
     options: dict[str, Any] = {"do_sample": temperature > 0}
@@ -324,6 +346,14 @@ def _decoding_options(temperature: float, stops: Sequence[str], others: dict[str
     if stops:
         options["stop_strings"] = list(stops)
     return options | others
+
+
+def _no_arguments(names: Iterable[str]) -> str:
+    """Return what to give instead of arguments that there are not."""
+    known = inspect.signature(BlendLLM.__init__).parameters
+    generic = "options of transformers' generate go into generation_kwargs"
+    said = [f"no {name} ({_ELSEWHERE.get(name, generic)}){did_you_mean(name, known)}" for name in names]
+    return f"BlendLLM has {', '.join(said)}"
 
 
 def blend_llm(llm: Any) -> BlendLLM:
