@@ -271,10 +271,12 @@ def _chunk_report(run: PromptRun, chunk: PromptChunk, recomputed: torch.Tensor) 
 
 def _why_missed(run: PromptRun, chunk: PromptChunk) -> str:
     fate = "damaged" if chunk.key in run.kv.unreadable else run.kv.fates.get(chunk.key)
-    if fate is not None:
+    note = None if chunk.computed else chunk.note
+    # Of a text that no name leads to it says more that it was not added than what became of its KV.
+    if fate is not None and (fate != "evicted" or note is None):
         return _FATES[fate]
-    if chunk.computed is None and chunk.note is not None:
-        return chunk.note
+    if note is not None:
+        return note
     return "its KV is not computed yet, or not since its document has changed"
 
 

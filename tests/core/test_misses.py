@@ -101,6 +101,14 @@ def test_each_miss_says_why_and_no_hit_does(kinds: list[str], enabled: bool) -> 
         assert others == kinds.count("changed")
 
 
+def test_of_a_text_that_was_replaced_or_deleted_that_is_said_and_not_that_its_kv_is_gone(tmp_path: Path) -> None:
+    with open_engine(tmp_path) as engine:
+        engine.add(CHUNKS[:2])
+        engine.add([Chunk(words(9, 30), "n0")])
+        engine.delete(["n1"])
+        assert ask(engine, *CHUNKS[:2]) == {"n0": OTHER, "n1": NEVER}
+
+
 def test_a_folder_tells_evicted_damaged_and_expired_apart_from_unknown(tmp_path: Path) -> None:
     now = [1000.0]
     store = open_store(tmp_path, 0, clock=StoreClock(lambda: now[0], lambda: now[0]))
