@@ -36,7 +36,7 @@ ENGINE_FLOOR = FLOOR_OF["engine"]
 FRAMEWORKS = ("llama_index", "langchain", "langgraph", "langsmith", "chromadb", "sentence_transformers")
 
 # What a framework package may import of `cacheblend_rag`, besides the package itself.
-DOOR = ("engine", "pml", *FLOORS[0])
+DOOR = ("engine", "pml", "calibration", *FLOORS[0])
 INTEGRATIONS = {
     "llama_index_cacheblend": ROOT / "integrations" / "llama_index" / "llama_index_cacheblend",
     "langchain_cacheblend": ROOT / "integrations" / "langchain" / "langchain_cacheblend",

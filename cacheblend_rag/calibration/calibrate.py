@@ -16,7 +16,7 @@ from cacheblend_rag.engine.watch import FirstLogits, TokenDistribution
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.selection import make_selector
 
-__all__ = ["DEFAULT_RATIOS", "Calibration", "CalibrationRow", "calibrate"]
+__all__ = ["DEFAULT_RATIOS", "Calibration", "CalibrationRow", "calibrate", "check_count", "checked_ratios"]
 
 DEFAULT_RATIOS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.25, 0.4, 0.6)
 
@@ -117,6 +117,7 @@ def calibrate(
     prompts: Sequence[BlendPrompt],
     *,
     answers: Sequence[str | None] = (),
+    blend: BlendConfig | None = None,
     selector: str | None = None,
     ratios: Sequence[float] = DEFAULT_RATIOS,
     agreement: float = 0.95,
@@ -143,8 +144,10 @@ def calibrate(
         Prompts as they will be asked: retrieved chunks and a question.
     answers : sequence of (str or None), optional
         The right answer to each prompt, where it is known.
+    blend : BlendConfig, optional
+        Settings of the calls over the engine's; by default the engine's alone.
     selector : str, optional
-        The selector; by default the engine's.
+        The selector; by default that of the settings.
     ratios : sequence of float
         The ratios to try, from 0 to below 1.
     agreement : float
@@ -169,8 +172,11 @@ def calibrate(
         If the model cannot be blended.
     """
     say = progress or (lambda text: None)
-    ladder = _checked(engine, ratios, agreement, confidence)
-    blend = engine.blend if selector is None else engine.blend.replace(selector=selector)
+    if engine.unsupported_reason is not None:
+        raise UnsupportedModelError(f"{engine.unsupported_reason}; there is nothing to calibrate")
+    ladder = checked_ratios(ratios, agreement, confidence)
+    blend = engine.blend if blend is None else engine.check_blend(blend)
+    blend = blend if selector is None else blend.replace(selector=selector)
     name = make_selector(blend.selector).name
     if name in ("full", "none"):
         raise ConfigError(
@@ -184,13 +190,7 @@ def calibrate(
         if _is_blended(engine, prompt, blend):
             ready.append((prompt, answer))
     skipped = len(prompts) - len(ready)
-    needed = least_questions(agreement, each_confidence)
-    if len(ready) < needed:
-        left_out = f" ({skipped} more are prefilled in full at any ratio)" if skipped else ""
-        raise ConfigError(
-            f"{len(ready)} questions{left_out} cannot show an agreement of {agreement:g} with a confidence of {confidence:g} "
-            f"over {len(ladder)} ratios even if all answers agree; give at least {needed}, or ask for less"
-        )
+    needed = check_count(len(ready), skipped, ladder, agreement, confidence)
     asked = list(_references(engine, ready, blend.replace(enabled=False), max_new_tokens, say))
     references = [each for each in asked if each.is_met_by(each.text)]
     if len(references) < needed:
@@ -218,9 +218,8 @@ def calibrate(
     return Calibration(name, agreement, confidence, len(references), skipped, tuple(rows), ratio, reason)
 
 
-def _checked(engine: BlendEngine, ratios: Sequence[float], agreement: float, confidence: float) -> list[float]:
-    if engine.unsupported_reason is not None:
-        raise UnsupportedModelError(f"{engine.unsupported_reason}; there is nothing to calibrate")
+def checked_ratios(ratios: Sequence[float], agreement: float, confidence: float) -> list[float]:
+    """Return the ratios in order, each once; `ConfigError` if a setting of a calibration has no meaning."""
     if not 0 < agreement < 1:
         raise ConfigError(
             f"agreement={agreement!r} must be above 0 and below 1: no sample shows that all answers agree"
@@ -231,6 +230,18 @@ def _checked(engine: BlendEngine, ratios: Sequence[float], agreement: float, con
     if not ladder or not all(0 <= ratio < 1 for ratio in ladder):
         raise ConfigError(f"ratios={tuple(ratios)} must be numbers from 0 to below 1, one at least")
     return ladder
+
+
+def check_count(questions: int, skipped: int, ladder: Sequence[float], agreement: float, confidence: float) -> int:
+    """Return how many questions a calibration needs at least; `ConfigError` if there are fewer."""
+    needed = least_questions(agreement, 1 - (1 - confidence) / len(ladder))
+    if questions < needed:
+        left_out = f" ({skipped} more are prefilled in full at any ratio)" if skipped else ""
+        raise ConfigError(
+            f"{questions} questions{left_out} cannot show an agreement of {agreement:g} with a confidence of {confidence:g} "
+            f"over {len(ladder)} ratios even if all answers agree; give at least {needed}, or ask for less"
+        )
+    return needed
 
 
 def _is_blended(engine: BlendEngine, prompt: BlendPrompt, blend: BlendConfig) -> bool:

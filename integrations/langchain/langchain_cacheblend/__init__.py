@@ -1,5 +1,6 @@
 """cacheblend-rag for LangChain: ordinary chains, answered by blended prefill."""
 
+from langchain_cacheblend.calibrate import calibrate
 from langchain_cacheblend.chain import create_blend_documents_chain
 from langchain_cacheblend.chat import ChatBlend
 from langchain_cacheblend.documents import documents_to_blocks
@@ -15,6 +16,7 @@ __all__ = [
     "BlendVectorStore",
     "ChatBlend",
     "PMLPromptTemplate",
+    "calibrate",
     "create_blend_documents_chain",
     "documents_to_blocks",
     "estimate",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +15,7 @@ from pydantic import BaseModel, Field, ValidationError
 from transformers import GenerationConfig, StoppingCriteria
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, BlendReport, GenerationResult
+from cacheblend_rag.calibration import ModelCall
 from cacheblend_rag.errors import AnswerTimeoutError, ConfigError
 from cacheblend_rag.stops import cut_at_stop
 
@@ -21,11 +24,13 @@ __all__ = [
     "Call",
     "Deadline",
     "DecodingFields",
+    "calls_made",
     "check_engine",
     "check_options",
     "explain",
     "generation_options",
     "hinted",
+    "note_call",
     "stop_strings",
     "with_objects",
 ]
@@ -171,6 +176,27 @@ def check_options(options: Iterable[str]) -> None:
             f"unknown option {hinted(unknown)}; give those of transformers' generate, or "
             "max_tokens, temperature, top_p, top_k, stop, timeout and blend_config"
         )
+
+
+_calls_made: ContextVar[list[ModelCall] | None] = ContextVar("cacheblend_calls_made", default=None)
+
+
+@contextmanager
+def calls_made() -> Iterator[list[ModelCall]]:
+    """Gather the calls of every model of ours that are made within a ``with`` block, in threads and tasks of its runs too."""
+    calls: list[ModelCall] = []
+    token = _calls_made.set(calls)
+    try:
+        yield calls
+    finally:
+        _calls_made.reset(token)
+
+
+def note_call(call: ModelCall) -> None:
+    """Tell who gathers calls of this one."""
+    calls = _calls_made.get()
+    if calls is not None:
+        calls.append(call)
 
 
 def hinted(names: Iterable[str]) -> str:

@@ -12,6 +12,7 @@ from langchain_core.runnables.config import run_in_executor
 from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, ValidationError
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, EngineConfig
+from cacheblend_rag.calibration import ModelCall
 from cacheblend_rag.chunk import Chunk, Segment
 from cacheblend_rag.engine import StopStrings
 from cacheblend_rag.errors import ConfigError
@@ -27,6 +28,7 @@ from langchain_cacheblend.calls import (
     explain,
     generation_options,
     hinted,
+    note_call,
     stop_strings,
     with_objects,
 )
@@ -185,6 +187,7 @@ class BlendModel(AnswersTogether, DecodingFields):
         criteria += [deadline] if deadline is not None else []
         if criteria:
             options["stopping_criteria"] = with_objects(options, "stopping_criteria", *criteria)
+        note_call(ModelCall(self.engine, prompt, blend))
         return Call(prompt, ends, options | {"blend": blend, "wait_s": timeout}, deadline)
 
     # How it is answered

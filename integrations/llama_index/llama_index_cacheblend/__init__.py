@@ -1,5 +1,6 @@
 """LlamaIndex answers from chunks whose KV was computed when they were stored."""
 
+from llama_index_cacheblend.calibrate import calibrate
 from llama_index_cacheblend.chat import BlendCondensePlusContextChatEngine, BlendContextChatEngine
 from llama_index_cacheblend.estimate import estimate
 from llama_index_cacheblend.install import install, uninstall
@@ -20,6 +21,7 @@ __all__ = [
     "PMLPromptTemplate",
     "WarmJob",
     "WarmResult",
+    "calibrate",
     "estimate",
     "install",
     "uninstall",

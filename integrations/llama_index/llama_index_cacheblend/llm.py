@@ -29,6 +29,7 @@ from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.settings import Settings
 from llama_index.core.types import BaseOutputParser, PydanticProgramMode
 
+from cacheblend_rag.calibration import ModelCall
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig, EngineConfig, did_you_mean
 from cacheblend_rag.engine import BlendEngine, BlendStream, Conversation, GenerationResult
@@ -37,7 +38,7 @@ from cacheblend_rag.pml import prompt_in
 from cacheblend_rag.stops import cut_at_stop
 from llama_index_cacheblend.messages import Make, R, aresponses, as_chat, as_completion, render_messages, responses
 from llama_index_cacheblend.nodes import SEPARATOR
-from llama_index_cacheblend.report import ModelCall, watching
+from llama_index_cacheblend.report import watching
 from llama_index_cacheblend.structured import JSONAnswers
 
 __all__ = ["BlendLLM", "blend_llm", "find_engine"]

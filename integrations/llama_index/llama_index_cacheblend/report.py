@@ -6,18 +6,16 @@ import threading
 from collections.abc import AsyncGenerator, Generator
 from contextlib import aclosing, closing
 from contextvars import ContextVar, Token
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 from llama_index.core.base.response.schema import AsyncStreamingResponse, StreamingResponse
 from llama_index.core.chat_engine.types import StreamingAgentChatResponse
 
-from cacheblend_rag.chunk import BlendPrompt
-from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.calibration import ModelCall
 from cacheblend_rag.report import BlendReport
 
-__all__ = ["REPORT_KEY", "AnswerReport", "Calls", "ModelCall", "watching"]
+__all__ = ["REPORT_KEY", "AnswerReport", "Calls", "watching"]
 
 REPORT_KEY = "blend"
 """Where a response's metadata hold the report."""
@@ -42,15 +40,6 @@ class AnswerReport(dict[str, Any]):
         if self["dropped"]:
             lines.append(f"no room for {', '.join(map(str, self['dropped']))}")
         return "\n".join(lines)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelCall:
-    """One call of a `BlendLLM`: its engine, its prompt, and the settings of the call over the engine's."""
-
-    engine: BlendEngine
-    prompt: BlendPrompt
-    blend: BlendConfig | None
 
 
 class Calls:

@@ -1,0 +1,60 @@
+"""Calibration of a chain: its own prompts, under its model's settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from langchain_core.documents import Document
+from langchain_core.embeddings import Embeddings
+from langchain_core.output_parsers import StrOutputParser
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.runnables import RunnableLambda, RunnablePassthrough
+from langchain_core.vectorstores import InMemoryVectorStore
+
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt
+from cacheblend_rag import calibrate as calibrate_prompts
+from cacheblend_rag.errors import ConfigError
+from langchain_cacheblend import BlendLLM, BlendVectorStore, ChatBlend, calibrate
+
+QUESTIONS = ["Who lives there?", "Where is the goat?", "Who bakes bread?", "When does the ferry leave?"]
+ASKED: dict[str, Any] = {"ratios": (0.0, 0.5), "agreement": 0.3, "confidence": 0.6, "max_new_tokens": 6}
+
+
+@pytest.mark.parametrize("kind", [ChatBlend, pytest.param(BlendLLM, marks=pytest.mark.full)])
+def test_it_finds_what_the_prompts_themselves_show(
+    engine: BlendEngine, embedding: Embeddings, chunks: dict[str, str], kind: Any
+) -> None:
+    store = BlendVectorStore(InMemoryVectorStore(embedding), engine=engine)
+    store.add_documents([Document(text, id=id) for id, text in chunks.items()])
+    blend = BlendConfig(selector="boundary")
+    llm = kind(engine=engine, blend_config=blend, max_tokens=6)
+    prompts: list[BlendPrompt] = []
+
+    def remember(value: Any) -> Any:
+        prompts.append(llm.blend_prompt(value))
+        return value
+
+    found_texts = store.as_retriever(search_kwargs={"k": 2}) | (
+        lambda found: "\n\n".join(each.page_content for each in found)
+    )
+    template = ChatPromptTemplate.from_template("{context}\n\nQuestion: {question}")
+    chain = {"context": found_texts, "question": RunnablePassthrough()} | template | RunnableLambda(remember) | llm
+    found = calibrate(chain | StrOutputParser(), QUESTIONS, **ASKED)
+    assert (found.questions, found.skipped, found.selector) == (4, 0, "boundary")
+    assert len(prompts) == 4
+    expected = calibrate_prompts(engine, prompts, blend=blend, **ASKED)
+    assert found.recompute_ratio == expected.recompute_ratio
+    assert [row.agreement for row in found.rows] == [row.agreement for row in expected.rows]
+
+
+def test_what_cannot_be_calibrated_is_said(engine: BlendEngine) -> None:
+    def ask(question: str) -> str:
+        raise AssertionError(question)
+
+    with pytest.raises(ConfigError, match=r"4 questions cannot show an agreement of 0.95"):
+        calibrate(RunnableLambda(ask), QUESTIONS)
+    with pytest.raises(ConfigError, match="chain is a function; give a chain"):
+        calibrate(ask, QUESTIONS)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="none of 4 questions was answered by blending chunks"):
+        calibrate(ChatBlend(engine=engine, max_tokens=2), QUESTIONS, **ASKED)
