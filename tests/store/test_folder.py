@@ -116,7 +116,7 @@ def test_a_store_half_made(tmp_path: Path) -> None:
 
 
 def test_full_disk(small_disk: Path) -> None:
-    store = open_store(small_disk / "s", 0)
+    store = open_store(small_disk / "s", 0, 10**9)
     store.name("ns", [record("n0", 0)])
     number = put_until_full(store, 0, tokens=150)
     assert number > 5
@@ -139,7 +139,7 @@ def test_full_disk(small_disk: Path) -> None:
 
 
 def test_disk_full_to_the_last_byte(small_disk: Path) -> None:
-    store = open_store(small_disk / "s", 0)
+    store = open_store(small_disk / "s", 0, 10**9)
     for number in range(3):
         store.put(key_of(number), make_kv(number))
     store.name("ns", [record("n1", 1)])
@@ -152,25 +152,25 @@ def test_disk_full_to_the_last_byte(small_disk: Path) -> None:
     ballast.unlink()
     store.put(key_of(9), make_kv(9))
     store.close()
-    open_store(small_disk / "s", 0).close()
+    open_store(small_disk / "s", 0, 10**9).close()
     assert check_store(small_disk / "s").is_clean
 
 
 def test_full_at_the_start(small_disk: Path) -> None:
     ballast = fill(small_disk)
     with pytest.raises(StoreFullError):
-        open_store(small_disk / "s", 0)
+        open_store(small_disk / "s", 0, 10**9)
     ballast.unlink()
-    open_store(small_disk / "s", 0).close()
+    open_store(small_disk / "s", 0, 10**9).close()
     assert check_store(small_disk / "s").is_clean
 
 
 def test_full_store_is_opened(small_disk: Path) -> None:
-    store = open_store(small_disk / "s", 0)
+    store = open_store(small_disk / "s", 0, 10**9)
     store.put(key_of(1), make_kv(1))
     store.close()
     fill(small_disk)
-    store = open_store(small_disk / "s", 0)
+    store = open_store(small_disk / "s", 0, 10**9)
     reader = store.open(key_of(1))
     assert reader is not None
     assert same(read(reader), make_kv(1))
