@@ -25,7 +25,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,6 +55,10 @@ _FORMAT = "cacheblend-rag chunk kv 2"
 _DIGEST_BYTES = 16
 # One read fetches the whole head of a quantised chunk of about a thousand tokens in fifty layers; longer heads take a second.
 _HEAD_GUESS_BYTES = 32 * 1024
+# Many times what any model's take; what a file says beyond is not even read.
+_LONGEST_HEADER_BYTES = 4 * 1024**2
+_MOST_TOKENS = 2 * 1024**2
+_PIECE_BYTES = 1024**2
 # Of 2 bits a number, float32.
 _MOST_UNPACKED = 16
 
@@ -90,9 +94,9 @@ def _digest_of(data: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class EncodedChunk:
-    """A chunk's file, not yet written: its bytes in order, which share memory with the KV, its header digest, and its size."""
+    """A chunk's file, not yet written: its bytes in order, which may be gone through again, its header digest, and its size."""
 
-    buffers: list[memoryview]
+    buffers: Iterable[memoryview]
     digest: bytes
     nbytes: int
 
@@ -236,28 +240,34 @@ class ChunkFile(KVReader):
         begin, nbytes = layer.begin, layer.nbytes
         buffer = torch.empty(nbytes, dtype=torch.uint8)
         view = buffer.numpy().data
-        count = self._read(view, self._body + begin)
-        if count < nbytes:
-            raise ChunkReadError(self.key, f"layer {index} ends after {count} of {nbytes} bytes")
-        if xxhash.xxh3_64_hexdigest(view) != self._checksums[index]:
-            raise ChunkReadError(self.key, f"layer {index} does not match its checksum")
+        self._read_all(view, self._body + begin, f"layer {index} ends too early")
+        self._check(index, xxhash.xxh3_64_hexdigest(view))
         parts = {
             name: _cut(buffer, tensor["data_offsets"][0] - begin, tensor) for name, tensor in layer.tensors.items()
         }
         return PackedLayer(layer.codec, layer.key_form, layer.value_form, parts)
 
     def verify(self) -> None:
-        """Read every layer."""
-        for index in range(self.num_layers):
-            self.packed_layer(index)
+        """Read every layer, a piece at a time."""
+        longest_bytes = max((layer.nbytes for layer in self._layers), default=0)
+        buffer = memoryview(bytearray(min(longest_bytes, _PIECE_BYTES)))
+        for index, layer in enumerate(self._layers):
+            checksum = xxhash.xxh3_64()
+            place, end = self._body + layer.begin, self._body + layer.begin + layer.nbytes
+            while place < end:
+                view = buffer[: end - place]
+                self._read_all(view, place, f"layer {index} ends too early")
+                checksum.update(view)
+                place += len(view)
+            self._check(index, checksum.hexdigest())
 
     def _read_head(self) -> None:
         size = self._source.size
         data = self._read_exactly(0, min(size, _HEAD_GUESS_BYTES))
         length = int.from_bytes(data[:8], "little")
         # The digest tells whether this length, and everything after it, is what was written; until then it is only a guess.
-        if len(data) < 8 or length > size - 8:
-            raise ChunkReadError(self.key, f"the file's {size} bytes are too few for its header")
+        if len(data) < 8 or length > min(size - 8, _LONGEST_HEADER_BYTES):
+            raise ChunkReadError(self.key, f"the file's {size} bytes are too few for its header, or that is too long")
         body = 8 + length
         if len(data) < body:
             data += self._read_exactly(len(data), body)
@@ -267,7 +277,7 @@ class ChunkFile(KVReader):
             head_end = tokens_end + _DIGEST_BYTES
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
             raise ChunkReadError(self.key, "its header is damaged") from error
-        if not body <= tokens_end <= size:
+        if not body <= tokens_end <= min(size, body + 4 * _MOST_TOKENS):
             raise ChunkReadError(self.key, "its header is damaged")
         if len(data) < head_end:
             data += self._read_exactly(len(data), head_end)
@@ -312,18 +322,22 @@ class ChunkFile(KVReader):
 
     def _read_exactly(self, begin: int, end: int) -> bytes:
         data = bytearray(end - begin)
-        count = self._read(memoryview(data), begin)
-        if count != len(data):
-            raise ChunkReadError(self.key, f"the file ends at byte {begin + count} inside its header")
+        self._read_all(memoryview(data), begin, "the file ends inside its header")
         return bytes(data)
 
-    def _read(self, view: memoryview, offset: int) -> int:
+    def _read_all(self, view: memoryview, offset: int, otherwise: str) -> None:
         try:
-            return self._source.read_into(view, offset)
+            count = self._source.read_into(view, offset)
         except OSError as error:
             away = isinstance(error, RemoteUnavailableError)
             reason = f"its bytes cannot be read: {error.strerror or error}"
             raise ChunkReadError(self.key, reason, damaged=not away) from error
+        if count < len(view):
+            raise ChunkReadError(self.key, f"{otherwise}, at byte {offset + count}")
+
+    def _check(self, index: int, checksum: str) -> None:
+        if checksum != self._checksums[index]:
+            raise ChunkReadError(self.key, f"layer {index} does not match its checksum")
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ import re
 import secrets
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
@@ -181,7 +181,7 @@ class StoreFolder:
                 self.index_path.with_name(self.index_path.name + ending).unlink(missing_ok=True)
             os.close(os.open(self.index_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
-    def write(self, name: str, buffers: list[memoryview]) -> Part:
+    def write(self, name: str, buffers: Iterable[memoryview]) -> Part:
         """Write and sync the bytes of the file `name`, which comes to its place by `settle`."""
         with storing(self.path):
             part = Part(self._part_path(name))
@@ -299,7 +299,7 @@ class Part:
                 break
             os.close(self._fd)
 
-    def write(self, buffers: list[memoryview]) -> None:
+    def write(self, buffers: Iterable[memoryview]) -> None:
         """Write and sync all bytes."""
         with open(self._fd, "wb", closefd=False) as file:
             file.writelines(buffers)

@@ -110,7 +110,7 @@ def test_cut_short_while_open(tmp_path: Path) -> None:
     file = ChunkFile.open(tmp_path / "f", KEY)
     with open(tmp_path / "f", "r+b") as writer:
         writer.truncate(len(data) - 10)
-    with pytest.raises(ChunkReadError, match="ends after"):
+    with pytest.raises(ChunkReadError, match="ends too early"):
         file.layer(2)
 
 

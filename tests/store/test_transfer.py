@@ -15,7 +15,8 @@ import pytest
 
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import StoreError, StoreFormatError
-from cacheblend_rag.store import check_store, export_store, import_store, open_store
+from cacheblend_rag.reading import Place, ReadingRules
+from cacheblend_rag.store import NodeRecord, check_store, export_store, import_store, open_store
 from tests.families import tiny_model, tiny_tokenizer, words
 from tests.store.kit import files_of, key_of, make_kv, read, record, same
 from tests.store.test_life import Clocks
@@ -125,6 +126,25 @@ def test_what_is_damaged_is_left_out(folder: Path, tmp_path: Path) -> None:
     report = export_store(folder, tmp_path / "f")
     assert (report.entries, report.damaged) == (4, 1)
     assert import_store(tmp_path / "t", tmp_path / "f").entries == 4
+
+
+def test_documents_of_long_chunks_go_along_unless_no_import_would_read_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store(tmp_path / "s", 0)
+    for document, tokens in (("long", 120_000), ("too long", 300_000)):
+        ids = tuple(range(10**6, 10**6 + tokens))
+        places = [Place(document, tokens * number, None, tokens, "", ids) for number in range(3)]
+        named = [NodeRecord(f"{document} {place.start}", key_of(1), "h", ids, (), place) for place in places]
+        store.name("ns", [*named, record("alone", 2)], rules=ReadingRules(100))
+    wanted = store.names.document_tokens("ns", "long")
+    store.close()
+    report = export_store(tmp_path / "s", tmp_path / "f")
+    assert report.names == 4 and "the names of document 'too long' are left out: it is longer than" in caplog.text
+    assert import_store(tmp_path / "t", tmp_path / "f").names == 4
+    store = open_store(tmp_path / "t", 0)
+    assert store.names.document_tokens("ns", "long") == wanted
+    store.close()
 
 
 @pytest.mark.parametrize("samples", [60, pytest.param(1000, marks=pytest.mark.full)])
