@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from llama_index.core import PromptTemplate, SummaryIndex, VectorStoreIndex
 from llama_index.core.base.base_selector import SelectorResult, SingleSelection
+from llama_index.core.base.response.schema import StreamingResponse
 from llama_index.core.chat_engine import CondenseQuestionChatEngine, ContextChatEngine, SimpleChatEngine
 from llama_index.core.chat_engine.types import ChatMode
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent
@@ -20,7 +21,7 @@ from llama_index.core.schema import NodeWithScore
 from llama_index.core.selectors import LLMSingleSelector
 from llama_index.core.tools import QueryEngineTool
 
-from llama_index_cacheblend import BlendLLM, install
+from llama_index_cacheblend import BlendLLM, install, uninstall
 from llama_index_cacheblend.report import AnswerReport
 
 from .conftest import EventLog, WordEmbedding
@@ -116,6 +117,13 @@ def test_engines_that_ask_by_themselves(index: VectorStoreIndex, llm: BlendLLM) 
 
     assert Asks(llm=llm).query(QUESTION).metadata["blend"]["output_tokens"] == 12
 
+    class Recites(CustomQueryEngine):
+        def custom_query(self, query_str: str) -> Any:
+            # No generator, as LlamaIndex has it, but it works.
+            return StreamingResponse(iter(["Os", "lo"]))  # type: ignore[arg-type]
+
+    assert str(Recites().query(QUESTION)) == "Oslo"
+
     class Chooses(LLMSingleSelector):
         def _select(self, choices: Any, query: Any) -> SelectorResult:
             llm.complete("Which one?")
@@ -130,6 +138,12 @@ def test_engines_that_ask_by_themselves(index: VectorStoreIndex, llm: BlendLLM) 
 def test_it_is_none_where_nothing_was_retrieved(llm: BlendLLM, mode: str) -> None:
     response = SummaryIndex([]).as_query_engine(llm=llm, response_mode=mode).query(QUESTION)
     assert response.metadata == {"blend": None}
+
+
+def test_uninstalling_leaves_nothing_behind(index: VectorStoreIndex, llm: BlendLLM) -> None:
+    uninstall()
+    assert "blend" not in index.as_query_engine(llm=llm, similarity_top_k=1).query(QUESTION).metadata
+    assert SimpleChatEngine.from_defaults(llm=llm).chat(QUESTION).metadata is None
 
 
 def test_other_models_have_none(index: VectorStoreIndex) -> None:

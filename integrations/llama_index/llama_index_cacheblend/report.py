@@ -81,9 +81,9 @@ class Calls:
 
         A stream is read as within the block, since much of it is only computed then.
         """
-        if isinstance(response, StreamingResponse):
+        if isinstance(response, StreamingResponse) and isinstance(response.response_gen, Generator):
             response.response_gen = self._pieces(response.response_gen)
-        elif isinstance(response, AsyncStreamingResponse):
+        elif isinstance(response, AsyncStreamingResponse) and isinstance(response.response_gen, AsyncGenerator):
             response.response_gen = self._apieces(response.response_gen)
         kinds = (StreamingResponse, AsyncStreamingResponse, StreamingAgentChatResponse)
         will_ask = isinstance(response, kinds) and bool(response.source_nodes)
