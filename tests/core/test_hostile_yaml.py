@@ -17,8 +17,8 @@ from cacheblend_rag.errors import ConfigError
 from tests.limits import within
 
 SAMPLES = [
-    pytest.param(60, id="sampled"),
-    pytest.param(500, marks=pytest.mark.full, id="all"),
+    pytest.param(40, id="sampled"),
+    pytest.param(1000, marks=pytest.mark.full, id="all"),
 ]
 READERS: list[Callable[[Path], Any]] = [
     EngineConfig.from_yaml,
@@ -51,9 +51,32 @@ HOSTILE = st.one_of(
     ),
     st.builds(
         lambda start, piece, times: start + piece * times,
-        st.sampled_from(["a: 1", "a: 1.5", "a: !", "? ", "a: !!binary ", "a: &", "*", "%", "a: ", "a: 0x1"]),
-        st.sampled_from(["1", ":1", "x", "ü", "_", "!"]),
+        st.sampled_from(
+            [
+                "a: 1",
+                "a: 1.5",
+                "a: !",
+                "? ",
+                "a: !!binary ",
+                "a: &",
+                "*",
+                "%",
+                "a: ",
+                "a: 0x1",
+                "a: |\n ",
+                "a: >\n ",
+                'a: "',
+            ]
+        ),
+        st.sampled_from(["1", ":1", "x", "ü", "_", "!", "x\n\n ", "\\U0001f600", "\\x00"]),
         SIZES,
+    ),
+    st.builds(
+        lambda line, times: "".join(line.format(number) for number in range(times)),
+        st.sampled_from(
+            ["--- {}\n", "%TAG !t{}! x\n", "a: &a{} x\n", "a{0}: &a{0} !!set {{x}}\n", "<<: {{a{}: b}}\n", "? a{}\n"]
+        ),
+        st.integers(1000, 20_000),
     ),
     st.integers(500, 20_000).map(lambda times: "".join(f"unknown{n}: {n}\n" for n in range(times))),
     st.integers(1000, 20_000).map(lambda times: "".join(f"a{n}: &a{n} x\nb{n}: *a{n}\n" for n in range(times))),
@@ -69,6 +92,14 @@ HOSTILE = st.one_of(
             "&a {b: *a}",
             "{[a]: 1}",
             "!!set [1]",
+            "!!python/object/apply:os.system [ls]",
+            "!!python/name:os.system",
+            "!!binary /w==",
+            "!!int " + "9" * 5000,
+            "0b" + "1" * 150,
+            "0x" + "f" * 150,
+            "\0",
+            "\ufeff\ud800",
         ]
     ).map("a: {}".format),
 )
@@ -79,13 +110,14 @@ def test_hostile_settings_are_refused(tmp_path: Path, samples: int) -> None:
     path = tmp_path / "blend.yaml"
 
     @settings(max_examples=samples, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(HOSTILE, st.sampled_from(READERS))
-    def refused(text: str, read: Callable[[Path], Any]) -> None:
-        path.write_text(text, encoding="utf-8")
+    @given(HOSTILE, st.sampled_from(["utf-8", "utf-8", "utf-8", "utf-16"]), st.sampled_from(READERS))
+    def refused(text: str, encoding: str, read: Callable[[Path], Any]) -> None:
+        data = text.encode(encoding, "surrogatepass")
+        path.write_bytes(data)
         with within(200_000_000, 1.0), pytest.raises(ConfigError) as caught:
             read(path)
         assert len(str(caught.value)) < 4000
-        assert path.read_text(encoding="utf-8") == text
+        assert path.read_bytes() == data
 
     refused()
 
