@@ -457,7 +457,7 @@ class KVStore(ABC):
         if self._closed or (named is None and was_named):
             return
         if named is None or self._writes_at_once:
-            self._ram.put(key, kv)
+            self._ram.put(key, kv, "" if named is None else named[1])
         else:
             namespace, tenant, ids = named
             self._waiting.put(Computed(key, kv, namespace, tenant, [], ids, None, is_copy=True))

@@ -189,3 +189,21 @@ def test_no_engine_hands_out_its_store(pair: tuple[BlendEngine, BlendEngine]) ->
     assert not [part for part in found if isinstance(part, KVStore)]
     with pytest.raises(ConfigError, match="store is a TenantStore; give a folder, or what open_store returned"):
         BlendEngine(one.model, one.tokenizer, store=two.store)  # type: ignore[arg-type]
+
+
+def test_what_comes_back_from_a_remote_tier_is_its_tenants(tmp_path: Path) -> None:
+    remote, one_process = f"file://{tmp_path}/remote", tmp_path / "kv"
+    model, tokenizer = tiny_model("llama"), tiny_tokenizer()
+    with closing(open_store(one_process, 10**7, remote=remote)) as store:
+        with BlendEngine(model, tokenizer, store=store, tenant="acme") as engine:
+            engine.add(CHUNKS)
+        store.flush()
+    for file in files_of(one_process):
+        file.unlink()
+    with closing(open_store(one_process, 10**7, remote=remote)) as store:
+        acme, nobody = (BlendEngine(model, tokenizer, store=store, tenant=name) for name in ("acme", None))
+        assert acme.prefill(BlendPrompt("t1", ["a", "b"], "t2")).report.hits == 2
+        assert acme.store.stats().ram_bytes > 0
+        assert nobody.store.stats().ram_bytes == 0
+        acme.store.clear()
+        assert store.stats().ram_bytes == 0
