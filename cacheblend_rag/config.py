@@ -205,7 +205,8 @@ class EngineConfig(_Base):
     ram_codec : str
         How KV is kept in RAM: "native" (in the model's dtype), "float32", "float16", "bfloat16", "int8", "int4" or "int2".
     disk_codec : str
-        How KV is written to disk. KV that is stored already is served whatever its codec.
+        How KV is written to disk; RAM then holds what the disk gives back. "native" loses nothing; the default takes 8 bits, with
+        which answers are as good. KV that is stored already is served whatever its codec.
     remote : str, optional
         The URL of a remote tier below RAM and disk: Redis, Valkey, or the folder of an fsspec filesystem
         (``redis://host:6379/0``, ``s3://bucket/prefix``). It gets a copy of what is stored and keeps it when there is no more
@@ -243,7 +244,7 @@ class EngineConfig(_Base):
     ram_bytes: int = Field(default=4 * 1024**3, ge=0)
     disk_bytes: int | None = Field(default=None, ge=0)
     ram_codec: _Codec = "native"
-    disk_codec: _Codec = "native"
+    disk_codec: _Codec = "int8"
     remote: SecretStr | None = None
     conversation_bytes: int = Field(default=1024**3, ge=0)
     guard_rate: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)

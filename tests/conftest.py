@@ -7,6 +7,8 @@ import os
 # Before anything imports a hub client or a tokenizer.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# What comes from a folder is compared exactly with what was computed.
+os.environ["CACHEBLEND_DISK_CODEC"] = "native"
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def _no_outer_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove ``CACHEBLEND_*`` from the environment, so that a test reads only the settings it makes."""
+    """Remove ``CACHEBLEND_*`` from the environment, so that a test reads only the settings it makes; KV on disk is exact."""
     for name in list(os.environ):
-        if name.upper().startswith("CACHEBLEND_"):
+        if name.upper().startswith("CACHEBLEND_") and name != "CACHEBLEND_DISK_CODEC":
             monkeypatch.delenv(name)

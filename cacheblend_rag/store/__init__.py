@@ -71,8 +71,9 @@ def open_store(
     disk_bytes : int, optional
         Maximum bytes of KV on disk; by default half of the disk's free space, what the store holds counted as free.
     ram_codec, disk_codec : str
-        How KV is packed when it enters RAM, and when it is written to disk (`cacheblend_rag.codec.codec_names`). KV already
-        stored is read whatever its codec.
+        How KV is packed when it enters RAM, and when it is written to disk (`cacheblend_rag.codec.codec_names`), by default not
+        at all, unlike in `EngineConfig`. RAM over a folder holds what the disk gives back. KV already stored is read whatever
+        its codec.
     write_back_bytes : int
         Maximum bytes of KV of misses that may wait in RAM, beside `ram_bytes`, until they are written in the background; 0 writes
         them at once.

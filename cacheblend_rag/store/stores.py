@@ -151,8 +151,8 @@ class FolderStore(KVStore):
         return self._promoting(key, file, entry.tenant, entry.expires_at, keep)
 
     def _put(self, key: str, kv: ChunkKV, tenant: str, expires_at: float | None) -> None:
-        # Packed once where both tiers use one codec.
-        packed = pack_kv(kv, self._ram.codec) if self._ram.codec == self._disk.codec else kv
+        # RAM gets what the disk gives back, so that an answer is the same before and after a restart.
+        packed = pack_kv(kv, self._disk.codec)
         self._drop_copies(self._disk.put(key, packed, tenant, expires_at))
         self._keep(key, packed, tenant, expires_at)
 
@@ -160,8 +160,9 @@ class FolderStore(KVStore):
         if self._disk.read_only:
             raise StoreReadOnlyError(f"store folder {self._disk.folder.path} is not writable; it can only be read")
         wanted = partial(name_computed, chunk)
-        self._drop_copies(self._disk.put(chunk.key, chunk.kv, chunk.tenant, chunk.expires_at, wanted))
-        self._keep(chunk.key, chunk.kv, chunk.tenant, chunk.expires_at)
+        packed = pack_kv(chunk.kv, self._disk.codec)
+        self._drop_copies(self._disk.put(chunk.key, packed, chunk.tenant, chunk.expires_at, wanted))
+        self._keep(chunk.key, packed, chunk.tenant, chunk.expires_at)
         if not chunk.is_copy and self._disk.holds([chunk.key])[0]:
             self._send(chunk.key, chunk.kv, chunk.expires_at)
 

@@ -43,6 +43,29 @@ def test_logits_move_no_more_than_the_bits_allow(tmp_path: Path) -> None:
     assert errors["int8"] < errors["int4"] < errors["int2"] < 1
 
 
+@pytest.mark.parametrize("ram_codec", ["native", "int4"])
+def test_by_default_kv_on_disk_takes_8_bits_and_answers_outlive_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ram_codec: str
+) -> None:
+    sizes = {}
+    with engine_with(tmp_path / "native", ram_codec=ram_codec, disk_codec="native") as engine:
+        engine.add(CHUNKS)
+        sizes["native"] = engine.store.stats().disk_bytes
+    monkeypatch.delenv("CACHEBLEND_DISK_CODEC")
+    with engine_with(tmp_path / "kv", ram_codec=ram_codec) as engine:
+        assert engine.config.disk_codec == "int8"
+        engine.add(CHUNKS[:3])
+        engine.prefill(PROMPT)
+        engine.flush()
+        before = engine.prefill(PROMPT)
+        sizes["default"] = engine.store.stats().disk_bytes
+    with engine_with(tmp_path / "kv", ram_codec=ram_codec) as engine:
+        after = engine.prefill(PROMPT)
+    assert before.report.hits == after.report.hits == 4
+    assert torch.equal(before.logits, after.logits)
+    assert sizes["default"] < 0.5 * sizes["native"]
+
+
 def test_a_prompt_of_chunks_that_were_packed_by_different_codecs(tmp_path: Path) -> None:
     for number, codec in enumerate(("native", "float16", "int8", "int4")):
         with engine_with(tmp_path, disk_codec=codec) as engine:

@@ -235,7 +235,7 @@ class ModelSetting(RoundsSetting):
         Returns
         -------
         EngineSettings
-            Without a limit of the RAM tier, and with no check of the model by itself.
+            Without limits of RAM and disk, with KV as it was computed, and with no check of the model by itself.
 
         Raises
         ------
@@ -250,6 +250,8 @@ class ModelSetting(RoundsSetting):
             "dtype": self.dtype,
             "device": self.device,
             "ram_bytes": NO_LIMIT,
+            "disk_bytes": NO_LIMIT,
+            "disk_codec": "native",
             "self_check": False,
             "strict": True,
         }
