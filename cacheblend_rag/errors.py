@@ -14,7 +14,7 @@
     ├── DatasetError              a data set of an evaluation cannot be read; the message says where (also a ValueError)
     ├── UnsupportedModelError     a model whose KV cannot be blended; the message says which part and why
     └── StoreError                the chunk KV store cannot do what it was asked to do
-        ├── StoreFormatError      the folder was written in a format that this version does not read
+        ├── StoreFormatError      the folder is no store, or one in a format that this version does not read
         ├── StoreFullError        the disk, or the store's byte budget, has no room
         ├── StoreReadOnlyError    a write to a folder that is not writable
         ├── RemoteUnavailableError  a remote tier is down, slow or full; what it holds is a miss (also an OSError)
@@ -132,7 +132,7 @@ class StoreError(CacheBlendError):
 
 
 class StoreFormatError(StoreError):
-    """The store folder was written in a format that this version does not read."""
+    """The folder is no store, or was written in a format that this version does not read."""
 
 
 class StoreFullError(StoreError):

@@ -24,7 +24,7 @@ from cacheblend_rag.cli.output import (
     show_table,
     write_json,
 )
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.extras import needs_extra
 
 if TYPE_CHECKING:
@@ -83,6 +83,8 @@ def warm(
     # Asking what it would take must leave nothing behind, so a store that is not there is not made for it.
     folder = kv_folder(store) if kv_folder(store).is_dir() or not estimate else None
     with open_engine(settings.model, store=folder, config=passage_config()) as engine:
+        if engine.store.path is None and not estimate:
+            raise StoreError(f"what is warmed would be lost: the store in {folder} cannot be written; the log says why")
         passages = passages_of(paths, engine, settings.chunk_tokens)
         if engine.unsupported_reason is not None:
             typer.echo(f"no KV is computed: {engine.unsupported_reason}", err=True)

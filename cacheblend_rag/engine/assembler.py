@@ -14,14 +14,22 @@ import numpy as np
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkPart, ChunkRef, FixedText, text_hash
 from cacheblend_rag.config import EngineConfig
+from cacheblend_rag.engine.answering import AnsweringStore
 from cacheblend_rag.engine.prompt import AssembledPrompt, PromptChunk, PromptHead
-from cacheblend_rag.errors import ConfigError, EmptyChunkError, PromptError, PromptTooLongError, UnknownChunkError
+from cacheblend_rag.errors import (
+    ConfigError,
+    EmptyChunkError,
+    PromptError,
+    PromptTooLongError,
+    StoreError,
+    UnknownChunkError,
+)
 from cacheblend_rag.keys import HEAD_PREFIX, chunk_key, head_key
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.model import Decoder
 from cacheblend_rag.reading import Place, ReadingRules
 from cacheblend_rag.report import OTHER_TEXT
-from cacheblend_rag.store import KVReader, KVStore, NodeRecord
+from cacheblend_rag.store import KVReader, NodeRecord
 
 __all__ = ["LEAST_HEAD", "Assembler"]
 
@@ -62,7 +70,7 @@ class Assembler:
     def __init__(
         self,
         tokenizer: Any,
-        store: KVStore,
+        store: AnsweringStore,
         identity: str,
         window: int | None,
         decoder: Decoder | None,
@@ -216,13 +224,15 @@ class Assembler:
         ------
         UnknownChunkError
             If it names a chunk that is not known, and does not allow it to be left out.
+        StoreError
+            If it names a chunk without its text, and the store's names cannot be read now.
         PromptTooLongError
             If it leaves no room for a single output token in the model's window.
         PromptError
             If it has no tokens.
         """
         known = self._known(prompt.segments)
-        skipped = self._unknown(prompt.segments, known) if prompt.skip_unknown else ()
+        skipped = self._unknown(prompt.segments, known) if prompt.skip_unknown and known is not None else ()
         if skipped:
             logger.warning(
                 "no chunks have these ids any more, so they were left out of a prompt: %s", ", ".join(skipped)
@@ -237,7 +247,9 @@ class Assembler:
         last = len(pieces) - 1
         head = None if prompt.positions is not None else self._head(pieces)
         # The last segment is computed in any case.
-        served = [piece.chunk.key for piece in pieces[:last] if piece.chunk is not None]
+        served = [
+            piece.chunk.key for piece in pieces[:last] if piece.chunk is not None and piece.chunk.computed is None
+        ]
         served += [] if head is None else [head.key]
         first = self._first_uses.note(served) if self._first_uses is not None and served and retrieving else set()
         ids: list[int] = []
@@ -280,6 +292,8 @@ class Assembler:
 
     def _served_or_computed(self, chunk: PromptChunk, is_last: bool, is_first_use: bool) -> PromptChunk:
         """Return a chunk at its place with the reason why it is computed like text, if it is."""
+        if chunk.computed is not None:
+            return chunk
         if is_last:
             # The last token's logits are what the prompt is for, so its row is computed.
             return replace(chunk, computed="last", note="the prompt ends with it, so it is computed like text")
@@ -318,8 +332,9 @@ class Assembler:
         """
         if prompt.places is not None:
             return None
+        names = self._store.store.names
         inside = [chunk.id for chunk in prompt.chunks if chunk.named and chunk.id is not None]
-        document_of = dict(zip(inside, self._store.names.documents(self.namespace, inside), strict=True))
+        document_of = dict(zip(inside, names.documents(self.namespace, inside), strict=True))
         given = prompt.layout.token_ids
         ids: list[int] = []
         read = set[str]()
@@ -332,12 +347,12 @@ class Assembler:
                 ids += given[chunk.start : chunk.stop]
             elif document not in read:
                 read.add(document)
-                ids += self._store.names.document_tokens(self.namespace, document)
+                ids += names.document_tokens(self.namespace, document)
                 ids += given[chunk.start + len(chunk.token_ids) : chunk.stop]
         ids += given[row:]
         return None if self._window is not None and len(ids) >= self._window else tuple(ids)
 
-    def _pieces(self, prompt: BlendPrompt, known: dict[str, NodeRecord]) -> list[_Piece]:
+    def _pieces(self, prompt: BlendPrompt, known: dict[str, NodeRecord] | None) -> list[_Piece]:
         """Cut a prompt into runs of tokens that follow each other without gaps and come from one place."""
         segments = list(prompt.segments)
         positions = None if prompt.positions is None else list(prompt.positions)
@@ -386,13 +401,27 @@ class Assembler:
             row, first = chunk.stop, first + len(chunk)
         return len(chunks)
 
-    def _known(self, segments: Sequence[Any]) -> dict[str, NodeRecord]:
-        """Return what is recorded of the chunks that segments name, by their ids."""
+    def _known(self, segments: Sequence[Any]) -> dict[str, NodeRecord] | None:
+        """Return what is recorded of the chunks that segments name, by their ids; None where it cannot be read.
+
+        Raises
+        ------
+        StoreError
+            If it cannot be read, and they name a chunk without its text.
+        """
         wanted = [segment.chunk if isinstance(segment, ChunkPart) else segment for segment in segments]
         ids = [each.id for each in wanted if isinstance(each, Chunk | ChunkRef) and each.id]
         # What is kept of prompts' heads is no chunk, and stands nowhere else.
         named = [each for each in ids if not each.startswith(HEAD_PREFIX)]
-        found = self._store.names.lookup(self.namespace, named) if named else []
+        found = self._store.lookup(self.namespace, named) if named else []
+        if found is None:
+            bare = next((each.id for each in wanted if isinstance(each, ChunkRef)), None)
+            if bare is not None:
+                raise StoreError(
+                    f"the names in the store cannot be read now, so nothing is known of chunk {bare!r}; the log says why. Pass "
+                    "chunks with their text, or ask again later"
+                )
+            return None
         return {record.id: record for record in found if record is not None}
 
     @staticmethod
@@ -401,10 +430,10 @@ class Assembler:
         named = dict.fromkeys(each.id for each in segments if isinstance(each, ChunkRef))
         return tuple(id for id in named if id not in known)
 
-    def _chunk(self, segment: Chunk | ChunkRef | ChunkPart, known: dict[str, NodeRecord]) -> PromptChunk:
+    def _chunk(self, segment: Chunk | ChunkRef | ChunkPart, known: dict[str, NodeRecord] | None) -> PromptChunk:
         """Return what is known of the chunk of a segment, not placed yet."""
         chunk = segment.chunk if isinstance(segment, ChunkPart) else segment
-        record = known.get(chunk.id or "")
+        record = None if known is None else known.get(chunk.id or "")
         if isinstance(chunk, ChunkRef) and record is None:
             raise UnknownChunkError(
                 f"no chunk has the id {chunk.id!r}: it was never added for this model, tokenizer, encoding prefix and "
@@ -418,6 +447,11 @@ class Assembler:
             return PromptChunk(0, 0, 0, record.id, record.key, ids, separator, named=True, remembers=remembers)
         assert isinstance(chunk, Chunk)
         fresh = self.record(chunk)
+        if known is None and chunk.id is not None:
+            # It may have KV that remembers its document, which must not be taken for that of the chunk alone.
+            note = "the names in the store cannot be read now, so it is computed like text"
+            ids, places = fresh.token_ids, self.places(chunk)
+            return PromptChunk(0, 0, 0, chunk.id, fresh.key, ids, positions=places, computed="unread", note=note)
         is_other = record is not None and record.key != fresh.key
         return PromptChunk(
             *(0, 0, 0, chunk.id, fresh.key, fresh.token_ids, fresh.separator),
@@ -432,7 +466,7 @@ class Assembler:
         if chunk.id is None:
             return "it has no id, and no chunk with its text was added"
         never = "it was never added under its id, or was deleted"
-        if chunk.document is not None and not self._store.names.document(self.namespace, chunk.document):
+        if chunk.document is not None and self._store.document(self.namespace, chunk.document) == []:
             return f"{never}, and so was all else of its document {chunk.document!r:.40}"
         return never
 
@@ -452,11 +486,11 @@ class _FirstUses:
 
     Parameters
     ----------
-    store : KVStore
+    store : AnsweringStore
         Where KV is looked for.
     """
 
-    def __init__(self, store: KVStore) -> None:
+    def __init__(self, store: AnsweringStore) -> None:
         self._store = store
         self._lock = threading.Lock()
         # Those retrieved longest ago first, which are forgotten when there are too many, and begin anew.

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from cacheblend_rag.chunk import BlendPrompt, Chunk
 from cacheblend_rag.config import BlendConfig, EngineConfig
 from cacheblend_rag.controller import Profile, check_selector
+from cacheblend_rag.engine.answering import AnsweringStore
 from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.background import AddJob, AddResult, Feed
 from cacheblend_rag.engine.conversation import Conversation, Turn
@@ -106,8 +107,11 @@ class BlendEngine:
         If the settings name a selector or a check layer that does not exist.
     UnsupportedModelError
         If the model cannot be blended and ``config.strict`` is set.
-    StoreError
-        If the folder cannot be used.
+    StoreFormatError
+        If the folder is no store, or one of another version.
+    StoreReadOnlyError
+        If a store cannot be made there. A store that cannot be opened for another reason (damage, a full disk, a lock) is no
+        error: KV is then kept in this process's RAM, which a warning says.
     """
 
     def __init__(
@@ -142,27 +146,30 @@ class BlendEngine:
                 undo.callback(self._store.close)
             self._weights = WeightsWatch(self.model)
             identity = engine_identity(model, tokenizer, private=self._store.is_private)
-            self._assembler = Assembler(tokenizer, self._store, identity, self.window, self.decoder, self.config)
+            answering = self._answering = AnsweringStore(self._store)
+            self._assembler = Assembler(tokenizer, answering, identity, self.window, self.decoder, self.config)
             self.namespace = self._assembler.namespace
             self.store = TenantStore(self._store, self.config.tenant or "", self.namespace)
-            self._supply = KVSupply(model, self.decoder, self._store, self._assembler, self.config, self.tuning)
+            self._supply = KVSupply(model, self.decoder, answering, self._assembler, self.config, self.tuning)
             self._ingest = Ingest(self._assembler, self._supply, self._store, self.decoder, self.config)
             self._supply.on_late = self._ingest.encode_later
-            self._kept = KeptTurns(self._store, self.namespace, self.config.conversation_bytes)
-            self._prefetcher = Prefetcher(self._store, self.tuning.threads)
+            self._kept = KeptTurns(answering, self.namespace, self.config.conversation_bytes)
+            self._prefetcher = Prefetcher(answering, self.tuning.threads)
             self.schemas = Schemas(self._assembler, self._ingest, self._store, self._prefetcher)
             self._runner = Runner(
                 model,
                 self.decoder,
                 self.unsupported_reason,
-                self._store,
+                answering,
                 self._supply,
                 self.config,
                 self.blend,
                 self.tuning,
             )
             self.guard = Guard(model, self.decoder, self._assembler, self._runner, self.config, self.blend, self.tuning)
-            self.metrics = EngineMetrics(self.store.stats, self.guard.status if self.guard.active else None)
+            self.metrics = EngineMetrics(
+                self.store.stats, lambda: answering.failures, self.guard.status if self.guard.active else None
+            )
             self._many = Many(model, tokenizer, self.decoder, self._runner, self.tuning)
             undo.pop_all()
 
@@ -435,7 +442,7 @@ class BlendEngine:
             Can be waited for or cancelled; it need not be kept.
         """
         self._check_open()
-        records = self._store.names.lookup(self.namespace, _id_list(ids))
+        records = self._answering.lookup(self.namespace, _id_list(ids)) or []
         return self._prefetcher.begin(record.key for record in records if record is not None)
 
     def pin(self, ids: Iterable[str]) -> None:

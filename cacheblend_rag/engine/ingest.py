@@ -194,12 +194,12 @@ class Ingest:
         ids : sequence of str
             The chunks.
         """
-        targets = [target for target in self._store.names.targets(self._namespace, ids) if target is not None]
-        texts = [_Text([target]) for target in {target.record.key: target for target in targets}.values()]
-        todo = _Todo([], texts, [], 0, len(targets), AddJob(0, len(texts)))
         try:
+            targets = [target for target in self._store.names.targets(self._namespace, ids) if target is not None]
+            texts = [_Text([target]) for target in {target.record.key: target for target in targets}.values()]
+            todo = _Todo([], texts, [], 0, len(targets), AddJob(0, len(texts)))
             self.jobs.submit(todo.job, partial(self._encode, todo, self._store_missed))
-        except ConfigError as error:
+        except (ConfigError, StoreError) as error:
             logger.debug("not encoded in the background: %s", error)
 
     def estimate(self, chunks: Iterable[Chunk]) -> WarmEstimate:

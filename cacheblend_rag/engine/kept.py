@@ -10,9 +10,9 @@ from functools import cached_property
 from weakref import WeakKeyDictionary
 
 from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engine.answering import AnsweringStore
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.selection import Selector, make_selector
-from cacheblend_rag.store import KVStore
 from cacheblend_rag.store.clock import steady_s
 
 __all__ = ["HeldTurn", "KeptTurns", "Making", "Seen"]
@@ -124,7 +124,7 @@ class KeptTurns:
 
     Parameters
     ----------
-    store : KVStore
+    store : AnsweringStore
         Knows which chunks there are.
     namespace : str
         Where their names are.
@@ -137,7 +137,7 @@ class KeptTurns:
         Held by every method; held around several of them, they are one.
     """
 
-    def __init__(self, store: KVStore, namespace: str, limit_bytes: int) -> None:
+    def __init__(self, store: AnsweringStore, namespace: str, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.lock = threading.RLock()
         self._store = store
@@ -212,7 +212,8 @@ class KeptTurns:
         self, owners: Sequence[object], names: Collection[str] = (), given: Mapping[str, str] | None = None
     ) -> None:
         """Cut turns before the first row that knows of a chunk whose time is over, or that is one of `names` and is gone."""
-        known = self._store.names.lookup(self._namespace, list(names)) if names else []
+        # What cannot be read may be gone.
+        known = (self._store.lookup(self._namespace, list(names)) if names else None) or []
         keys = {record.id: record.key for record in known if record is not None}
         given, now = given or {}, steady_s()
         for owner in owners:

@@ -39,6 +39,8 @@ class EngineMetrics:
     ----------
     stats : callable
         Returns the figures of what the engine's tenant has in the store; called when the registry is read.
+    failures : callable
+        Returns how often an answer could not ask the store; called when the registry is read.
     guard : callable, optional
         Returns the online guard's figures; called when the registry is read.
 
@@ -48,7 +50,12 @@ class EngineMetrics:
         What ``prometheus_client.start_http_server(port, registry=...)`` serves.
     """
 
-    def __init__(self, stats: Callable[[], StoreStats], guard: Callable[[], GuardStatus] | None = None) -> None:
+    def __init__(
+        self,
+        stats: Callable[[], StoreStats],
+        failures: Callable[[], int],
+        guard: Callable[[], GuardStatus] | None = None,
+    ) -> None:
         self.registry = CollectorRegistry()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -70,7 +77,7 @@ class EngineMetrics:
             buckets=_TTFT_BUCKETS_S,
             registry=self.registry,
         )
-        self.registry.register(_Source(lambda: _store_figures(stats)))
+        self.registry.register(_Source(lambda: _store_figures(stats, failures)))
         if guard is not None:
             self.registry.register(_Source(lambda: _guard_figures(guard())))
 
@@ -110,7 +117,10 @@ class _Source(Collector):
         return self._read()
 
 
-def _store_figures(stats: Callable[[], StoreStats]) -> Iterator[Metric]:
+def _store_figures(stats: Callable[[], StoreStats], failures: Callable[[], int]) -> Iterator[Metric]:
+    yield CounterMetricFamily(
+        "cacheblend_store_failures", "What answers asked of the store while it could not be used.", failures()
+    )
     try:
         now = stats()
     except StoreError:

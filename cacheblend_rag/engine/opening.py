@@ -20,7 +20,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from cacheblend_rag.config import EngineConfig, did_you_mean
 from cacheblend_rag.engine.scheduling import scheduler_lock
 from cacheblend_rag.engine.selfcheck import check_blending
-from cacheblend_rag.errors import ConfigError, UnsupportedModelError
+from cacheblend_rag.errors import (
+    ConfigError,
+    StoreError,
+    StoreFormatError,
+    StoreReadOnlyError,
+    UnsupportedModelError,
+)
 from cacheblend_rag.model import Decoder, inspect_model, model_fingerprint
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.store.device import spare_bytes
@@ -243,8 +249,10 @@ def open_engine_store(
     ------
     ConfigError
         If `store` is none of these.
-    StoreError
-        If the folder cannot be used.
+    StoreFormatError
+        If the folder is no store, or one of another version.
+    StoreReadOnlyError
+        If a store cannot be made there. One that is there but cannot be opened, for whatever reason, is replaced by RAM.
     """
     if isinstance(store, KVStore):
         return store
@@ -257,15 +265,26 @@ def open_engine_store(
     device_bytes = 0
     if decoder is not None:
         device_bytes = spare_bytes(devices) if config.device_bytes is None else config.device_bytes
-    return open_store(
-        store,
-        device_bytes=device_bytes,
-        devices=devices,
-        page_locked=by_default if tuning.page_locked is None else tuning.page_locked,
-        ram_bytes=config.ram_bytes,
-        disk_bytes=config.disk_bytes,
-        ram_codec=config.ram_codec,
-        disk_codec=config.disk_codec,
-        remote=None if config.remote is None else config.remote.get_secret_value(),
-        write_back_bytes=tuning.write_back_bytes,
-    )
+    settings: dict[str, Any] = {
+        "device_bytes": device_bytes,
+        "devices": devices,
+        "page_locked": by_default if tuning.page_locked is None else tuning.page_locked,
+        "ram_bytes": config.ram_bytes,
+        "disk_bytes": config.disk_bytes,
+        "ram_codec": config.ram_codec,
+        "disk_codec": config.disk_codec,
+        "remote": None if config.remote is None else config.remote.get_secret_value(),
+        "write_back_bytes": tuning.write_back_bytes,
+    }
+    try:
+        return open_store(store, **settings)
+    except (StoreFormatError, StoreReadOnlyError):
+        # Another folder was meant.
+        raise
+    except StoreError as error:
+        if store is None:
+            raise
+        logger.warning(
+            "the store cannot be opened, so KV is kept in the memory of this process and ends with it: %s", error
+        )
+        return open_store(None, **settings)

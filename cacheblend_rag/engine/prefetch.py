@@ -11,9 +11,9 @@ from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from cacheblend_rag.engine.answering import AnsweringStore
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.loader import compute_alone
-from cacheblend_rag.store import KVStore
 
 __all__ = ["Prefetch", "Prefetcher"]
 
@@ -89,13 +89,13 @@ class Prefetcher:
 
     Parameters
     ----------
-    store : KVStore
+    store : AnsweringStore
         Where KV is kept.
     threads : int
         How many chunks are read at once.
     """
 
-    def __init__(self, store: KVStore, threads: int) -> None:
+    def __init__(self, store: AnsweringStore, threads: int) -> None:
         self._store = store
         self._threads = threads
         self._closed = False

@@ -237,7 +237,7 @@ def _chunk_reports(run: PromptRun, recomputed: torch.Tensor) -> tuple[tuple[Chun
         report = _chunk_report(run, chunk, recomputed)
         name: object = chunk.key if chunk.is_part else chunk.start
         # What is computed though its KV may be there is neither hit nor miss.
-        if chunk.computed in ("first use", "missing") or not (chunk.computed or report.hit):
+        if chunk.computed in ("first use", "missing", "unread") or not (chunk.computed or report.hit):
             missed.add(name)
         first = reports.get(name)
         if first is not None:
@@ -298,6 +298,8 @@ def _fallback_reason(run: PromptRun) -> str | None:
     why = {chunk.computed for chunk in computed}
     if "first use" in why:
         return "all of its chunks are retrieved for the first time"
+    if "unread" in why:
+        return "the names in the store cannot be read now"
     if "moved" in why:
         return "none of its chunks is where it was encoded, and the KV of this model cannot be moved"
     if run.kv.contexts:

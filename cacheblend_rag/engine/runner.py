@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag.config import BlendConfig, EngineConfig
 from cacheblend_rag.controller import Controller, Plan, make_plan, whole_plan
+from cacheblend_rag.engine.answering import AnsweringStore
 from cacheblend_rag.engine.conversation import Resumption
 from cacheblend_rag.engine.features import attach
 from cacheblend_rag.engine.kept import Making
@@ -25,7 +26,7 @@ from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import Decoder, num_decoder_layers, takes_positions, text_decoder
 from cacheblend_rag.selection import FixedSelection
-from cacheblend_rag.store import KVReader, KVStore
+from cacheblend_rag.store import KVReader
 from cacheblend_rag.tuning import Tuning
 
 __all__ = ["ROOM_FOR_OUTPUT", "Forward", "Runner"]
@@ -53,7 +54,7 @@ class Runner:
         model: PreTrainedModel,
         decoder: Decoder | None,
         unsupported: str | None,
-        store: KVStore,
+        store: AnsweringStore,
         supply: KVSupply,
         config: EngineConfig,
         blend: BlendConfig,
@@ -139,7 +140,7 @@ class Runner:
         """Return the controller that chooses ratios, for a model that can be blended; call it under `lock`."""
         assert self._decoder is not None
         if self._controller is None:
-            self._controller = Controller(self._decoder, self._blend, self._tuning, self._store)
+            self._controller = Controller(self._decoder, self._blend, self._tuning, self._store.store)
         return self._controller
 
     def _prepare(self, run: PromptRun) -> dict[int, KVReader] | None:

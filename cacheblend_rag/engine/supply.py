@@ -12,14 +12,15 @@ from transformers import PreTrainedModel
 from cacheblend_rag.codec import EXACT, pack_kv
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.encode import Encoder, Target
+from cacheblend_rag.engine.answering import AnsweringStore
 from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.prompt import PromptChunk, PromptHead
 from cacheblend_rag.engine.request import PromptRun
 from cacheblend_rag.engine.scheduling import scheduler_lock
-from cacheblend_rag.errors import ChunkReadError, StoreError
+from cacheblend_rag.errors import ChunkReadError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.model import Decoder, num_decoder_layers
-from cacheblend_rag.store import KVReader, KVStore, NamedTarget, NodeRecord
+from cacheblend_rag.store import KVReader, NamedTarget, NodeRecord
 from cacheblend_rag.store.base import part_of
 from cacheblend_rag.store.ram import RamReader
 from cacheblend_rag.tuning import Tuning
@@ -38,7 +39,7 @@ class KVSupply:
         The model.
     decoder : Decoder or None
         The model as blending sees it, or None if it cannot be blended: there is no KV then.
-    store : KVStore
+    store : AnsweringStore
         Where KV is kept.
     assembler : Assembler
         Knows where names are, and what precedes chunks when they are encoded.
@@ -61,7 +62,7 @@ class KVSupply:
         self,
         model: PreTrainedModel,
         decoder: Decoder | None,
-        store: KVStore,
+        store: AnsweringStore,
         assembler: Assembler,
         config: EngineConfig,
         tuning: Tuning,
@@ -197,7 +198,7 @@ class KVSupply:
             if chunk.key == self._assembler.key(chunk.kv_ids, chunk.positions)
         }
         inside = [chunk for chunk in chunks if chunk.key not in alone and chunk.id is not None]
-        targets = self._store.names.targets(self._namespace, [str(chunk.id) for chunk in inside]) if inside else []
+        targets = self._store.targets(self._namespace, [str(chunk.id) for chunk in inside]) if inside else []
         return alone | {
             chunk.key: target
             for chunk, target in zip(inside, targets, strict=True)
@@ -363,14 +364,14 @@ class KVSupply:
         # Whatever codec the tiers keep chunks in, these rows stand for computed ones.
         exactly = pack_kv(kv, EXACT)
         owner: dict[str, Any] = {"tenant": self._tenant, "ttl_s": self._config.ttl_s}
-        _quietly(self._store.put_later, head.key, exactly, self._namespace, [head.record], **owner)
+        self._store.put_later(head.key, exactly, self._namespace, [head.record], **owner)
 
     def _open(self, run: PromptRun, key: str) -> KVReader | None:
         return None if run.kv.unreadable.get(key) is False else self._store.open(key)
 
     def discard(self, key: str) -> None:
         """Drop stored KV that is damaged or not what it is stored for; it is a miss from now on."""
-        _quietly(self._store.discard, key)
+        self._store.discard(key)
 
     def _keep(self, chunks: Sequence[PromptChunk], kv: ChunkKV, lives_s: float | None) -> None:
         """Store the KV of a miss so that deleting the chunk deletes it: under its name, or else in RAM only.
@@ -384,14 +385,6 @@ class KVSupply:
         lives = [life for life in (lives_s, self._config.ttl_s) if life is not None]
         owner: dict[str, Any] = {"tenant": self._tenant, "ttl_s": min(lives, default=None)}
         if new or known:
-            _quietly(self._store.put_later, key, kv, self._namespace, new, known, **owner)
+            self._store.put_later(key, kv, self._namespace, new, known, **owner)
         else:
             self._store.cache(key, kv, **owner)
-
-
-def _quietly(write: Callable[..., object], *arguments: Any, **options: Any) -> None:
-    """Write to the store on the way to an answer, which a store that cannot be written does not prevent."""
-    try:
-        write(*arguments, **options)
-    except StoreError as error:
-        logger.warning("the store could not be written: %s", error)

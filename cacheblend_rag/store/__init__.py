@@ -102,11 +102,12 @@ def open_store(
     ConfigError
         If a codec is unknown, or `lock_timeout_s` is not a number of seconds.
     StoreFormatError
-        If the folder was written in a format that this version does not read. Nothing is changed in it.
+        If the folder is anything but a store or empty, or was written in a format that this version does not read. Nothing is
+        changed in it.
     StoreReadOnlyError
         If the folder is not a store and is not writable. One that holds a store is opened for reading.
     StoreError
-        If `location` is anything but a store or an empty folder.
+        If the store cannot be opened: it is damaged, out of reach, locked for too long, or its disk is full.
     """
     if not isinstance(lock_timeout_s, int | float) or not 0 <= lock_timeout_s <= 10**6:
         raise ConfigError(f"lock_timeout_s={lock_timeout_s!r} must be a number of seconds from 0 upwards")

@@ -22,8 +22,8 @@ __all__ = ["Database"]
 
 Result = TypeVar("Result")
 
-# How long a look-up in a hurry waits: a writer is in nobody's way but for moments.
-_HURRY_S = 0.1
+# How long a look-up waits, in a hurry or not: a writer is in nobody's way but for moments.
+_HURRY_S, _LOOKUP_S = 0.1, 1.0
 # Fewer unused pages than this, of 4 KiB each, are left for what is written next.
 _TIDY_PAGES = 256
 # The inner pages of an index of a million entries; its leaves are left to the system's page cache, which all processes share.
@@ -165,7 +165,7 @@ class Database:
         """Give the reading connection to one thread at a time."""
         with self._read_lock, _translated(self._path):
             connection = self._connection("writer" if self._path is None else "reader")
-            self._set_patience(connection, _HURRY_S if self._is_hurrying else self._lock_timeout_s)
+            self._set_patience(connection, _HURRY_S if self._is_hurrying else _LOOKUP_S)
             yield connection
 
     def in_batches(self, query: str, after: Any) -> Iterator[Any]:

@@ -20,7 +20,15 @@ from cacheblend_rag.store.base import Fate, KVReader, OpenProbe
 from cacheblend_rag.store.chunkfile import ChunkFile, EncodedChunk, encode_chunk
 from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.database import Database
-from cacheblend_rag.store.folder import RESERVE_BYTES, Part, StoreFolder, existing_folder, is_out_of_room, valid_key
+from cacheblend_rag.store.folder import (
+    RESERVE_BYTES,
+    Part,
+    StoreFolder,
+    existing_folder,
+    is_out_of_room,
+    storing,
+    valid_key,
+)
 from cacheblend_rag.store.index import Dropped, Entry, Index
 from cacheblend_rag.store.locks import ForkSafeLock
 
@@ -236,7 +244,9 @@ class DiskTier:
         What is held is not dropped because others filled the disk, and there is always room for one chunk of `nbytes`.
         """
         held_bytes = self.index.held_bytes()
-        return max((shutil.disk_usage(self.folder.path).free + held_bytes) // 2, held_bytes, nbytes)
+        with storing(self.folder.path):
+            free_bytes = shutil.disk_usage(self.folder.path).free
+        return max((free_bytes + held_bytes) // 2, held_bytes, nbytes)
 
     def _warn_once(self, message: str, *values: object) -> None:
         with self._lock:

@@ -238,7 +238,7 @@ class StoreFolder:
             # Another process may have made the store since.
             return self._has_mark() and self._is_marked()
         except NotADirectoryError:
-            raise StoreError(f"{self.path} is a file; a store needs a folder") from None
+            raise StoreFormatError(f"{self.path} is a file; a store needs a folder") from None
         except ValueError:
             mark = None
         except OSError as error:
@@ -266,7 +266,7 @@ class StoreFolder:
             raise StoreError(f"folder {self.path} cannot be read: {error}") from error
         if foreign and _MARK not in foreign:
             shown = ", ".join(foreign[:3]) + (", …" if len(foreign) > 3 else "")
-            raise StoreError(
+            raise StoreFormatError(
                 f"folder {self.path} is not a store and holds other files ({shown}); give an empty or a new folder"
             )
         return bool(foreign)

@@ -18,12 +18,9 @@ from cacheblend_rag.errors import (
     EmptyChunkError,
     PromptError,
     PromptTooLongError,
-    StoreError,
-    StoreFullError,
     UnknownChunkError,
     UnsupportedModelError,
 )
-from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.lab.families import tiny_config
 from cacheblend_rag.lab.families import tiny_model as random_model
 from cacheblend_rag.lab.settings import blend_settings, engine_settings
@@ -334,33 +331,6 @@ def test_a_whole_prefill_says_why(engine: BlendEngine) -> None:
     for chunks, enabled, reason in (([], True, "the prompt has no chunks"), ([GOOD], False, None)):
         report = engine.prefill(BlendPrompt("t5", chunks, "t6"), blend=engine.blend.replace(enabled=enabled)).report
         assert (report.selector, report.fallback_reason) == ("full", reason)
-
-
-class _Failing:
-    """A real store whose writes fail, as those of a full disk do."""
-
-    def __init__(self, inner: KVStore) -> None:
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._inner, name)
-
-    def put(self, key: str, kv: ChunkKV, **options: object) -> None:
-        raise StoreFullError("no room")
-
-    def put_later(self, key: str, kv: ChunkKV, *arguments: object, **options: object) -> bool:
-        raise StoreFullError("no room")
-
-
-def test_a_store_that_cannot_be_written_does_not_prevent_an_answer(caplog: pytest.LogCaptureFixture) -> None:
-    store = _Failing(open_store(None, ram_bytes=10**6))
-    engine = BlendEngine(tiny_model("llama"), tiny_tokenizer(), store=store)  # type: ignore[arg-type]
-    with pytest.raises(StoreError, match="no room"):
-        engine.add([GOOD])
-    with caplog.at_level(logging.WARNING, logger="cacheblend_rag"):
-        result = engine.prefill(BlendPrompt("t5", [GOOD], "t6"))
-    assert result.report.misses == 1
-    assert any("could not be written" in record.message for record in caplog.records)
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])

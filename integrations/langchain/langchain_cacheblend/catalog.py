@@ -14,6 +14,7 @@ from typing import Any
 
 from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.chunk import Segment, text_hash
+from cacheblend_rag.errors import StoreError
 from langchain_cacheblend.find import HEAD_CHARS, ChunkFinder, Match
 
 __all__ = ["ChunkCatalog", "catalog_of"]
@@ -41,7 +42,7 @@ class ChunkCatalog:
         self._waiting: set[str] = set()
         self._mark: int | None = None
         self._revision: int | None = None
-        self._warned = self._told = False
+        self._warned = self._told = self._is_out = False
         self._lock = threading.Lock()
 
     def split(self, engine: BlendEngine, text: str, min_chars: int = HEAD_CHARS) -> list[Segment]:
@@ -52,7 +53,7 @@ class ChunkCatalog:
         none of theirs: it is one that is encoded alone, with or without an id.
         """
         with self._lock:
-            self._refresh(engine)
+            self._follow(engine)
             matches = self._finder.find(text, min_chars)
         is_clear = all(len(match.ids) == 1 for match in matches)
         ids = [match.ids[0] for match in matches] if is_clear else _choose(engine, matches)
@@ -85,6 +86,18 @@ class ChunkCatalog:
                 "llm.invoke(question, documents=documents) (this warning is not repeated)",
                 match.ids[0],
             )
+
+    def _follow(self, engine: BlendEngine) -> None:
+        """Take in what has changed; where that cannot be read, chunks are looked for as they were known before."""
+        try:
+            self._refresh(engine)
+            self._is_out = False
+        except StoreError as error:
+            if not self._is_out:
+                self._is_out = True
+                logger.warning(
+                    "which chunks are stored cannot be read now, so new ones are not found in prompts: %s", error
+                )
 
     def _refresh(self, engine: BlendEngine) -> None:
         # Read first, so that what changes during the pass is seen by the next one.
@@ -156,8 +169,12 @@ def _unescaped(escaped: re.Match[str]) -> str:
 def _choose(engine: BlendEngine, matches: Sequence[Match]) -> list[str | None]:
     """Return the id that serves each match, None to have it encoded alone."""
     every = list(dict.fromkeys(id for match in matches for id in match.ids))
-    key = {record.id: record.key for record in engine.records(every) if record is not None}
-    document = dict(zip(every, engine.places(every), strict=True))
+    try:
+        key = {record.id: record.key for record in engine.records(every) if record is not None}
+        document = dict(zip(every, engine.places(every), strict=True))
+    except StoreError:
+        # Whichever it is, the engine will find that its name cannot be read.
+        return [match.ids[0] for match in matches]
     # Names of one KV are worth one, that of the first.
     entries = [list({key.get(id): id for id in reversed(match.ids)}.values())[::-1] for match in matches]
     present: Counter[str | None] = Counter(

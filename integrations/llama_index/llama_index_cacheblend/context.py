@@ -16,7 +16,7 @@ from llama_index.core.schema import NodeWithScore
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk, FixedText, Segment, text_hash
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.errors import PromptTooLongError
+from cacheblend_rag.errors import PromptTooLongError, StoreError
 from llama_index_cacheblend.llm import BlendLLM
 from llama_index_cacheblend.nodes import SEPARATOR
 from llama_index_cacheblend.pml import PMLPromptTemplate
@@ -166,7 +166,12 @@ def _fitting(
         )
     # What was added is not tokenised again.
     named = [chunk.id for chunk in chunks if chunk.id is not None]
-    known = {(record.id, record.text_hash): record for record in llm.engine.records(named) if record is not None}
+    try:
+        records = llm.engine.records(named)
+    except StoreError:
+        # The engine says so when it asks for them itself.
+        records = []
+    known = {(record.id, record.text_hash): record for record in records if record is not None}
     separator, sizes = length(SEPARATOR), dict[Chunk, int]()
     for chunk in chunks:
         record = known.get((chunk.id or "", text_hash(chunk.text)))

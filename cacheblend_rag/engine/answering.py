@@ -1,0 +1,96 @@
+"""The store on the way to an answer: what it cannot do is computed, and nothing waits for those who write."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from cacheblend_rag.codec import PackedKV
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.kv import ChunkKV
+from cacheblend_rag.store import Fate, KVReader, KVStore, NamedTarget, NodeRecord
+
+__all__ = ["AnsweringStore"]
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class AnsweringStore:
+    """What an answer asks of a store, and hands to it.
+
+    No call waits for another thread or process that writes, and none raises `StoreError`: one that fails has found nothing, and a
+    warning says so, once until all that failed works again. The methods are otherwise those of the store and of its names.
+
+    Attributes
+    ----------
+    store : KVStore
+        The store itself.
+    failures : int
+        How many calls failed.
+    """
+
+    def __init__(self, store: KVStore) -> None:
+        self.store = store
+        self.failures = 0
+        self._lock = threading.Lock()
+        self._failing: set[str] = set()
+
+    def lookup(self, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None] | None:
+        """Return the record of each id; None where they cannot be read."""
+        return self._ask(None, "names", self.store.names.lookup, namespace, ids)
+
+    def document(self, namespace: str, document: str) -> list[str] | None:
+        """Return the ids of a document's chunks; None where they cannot be read."""
+        return self._ask(None, "document", self.store.names.document, namespace, document)
+
+    def targets(self, namespace: str, ids: Sequence[str]) -> list[NamedTarget | None]:
+        """Return how the KV of each name is computed; None where that is not known."""
+        return self._ask([None] * len(ids), "targets", self.store.names.targets, namespace, ids)
+
+    def open(self, key: str) -> KVReader | None:
+        return self._ask(None, "open", self.store.open, key)
+
+    def holds(self, keys: Sequence[str]) -> list[bool]:
+        return self._ask([False] * len(keys), "holds", self.store.holds, keys)
+
+    def fates(self, keys: Sequence[str]) -> dict[str, Fate]:
+        return self._ask({}, "fates", self.store.fates, keys)
+
+    def lifetimes(self, keys: Sequence[str]) -> list[float | None]:
+        return self._ask([None] * len(keys), "lifetimes", self.store.lifetimes, keys)
+
+    def put_later(self, key: str, kv: ChunkKV | PackedKV, *names: Any, **owner: Any) -> None:
+        self._ask(False, "put", self.store.put_later, key, kv, *names, **owner)
+
+    def cache(self, key: str, kv: ChunkKV | PackedKV, **owner: Any) -> None:
+        self._ask(None, "cache", self.store.cache, key, kv, **owner)
+
+    def discard(self, key: str) -> None:
+        """Drop stored KV that is damaged or not what it is stored for; it is a miss from now on."""
+        try:
+            with self.store.hurrying():
+                self.store.discard(key)
+        except StoreError as error:
+            # It is not opened again; what is put in its place replaces it.
+            logger.debug("stored KV %s… is only ignored: %s", key[:12], error)
+
+    def _ask(self, nothing: Result, what: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Result:
+        try:
+            with self.store.hurrying():
+                found: Result = call(*arguments, **options)
+        except StoreError as error:
+            with self._lock:
+                is_first = not self._failing
+                self._failing.add(what)
+                self.failures += 1
+            if is_first:
+                logger.warning("the store cannot be used now, so what it holds is computed: %s", error)
+            return nothing
+        if what in self._failing:
+            with self._lock:
+                self._failing.discard(what)
+        return found
