@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.calibration import calibrate
+from cacheblend_rag.calibration import ModelCall, calibrate, calibrate_asking
 from cacheblend_rag.calibration.calibrate import CalibrationRow, confirmed, explain, least_questions, lower_bound
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.lab.settings import engine_settings
@@ -54,6 +54,31 @@ def test_the_smallest_ratio_that_agrees_is_chosen(engine: BlendEngine, prompts: 
     assert found.reason.startswith("0.998 is the smallest ratio tried")
     assert found.reason.endswith("and 0.999 does too.")
     assert seen[0] == "preparing question 1" and seen[-1] == "ratio 0.999"
+
+
+def test_questions_without_chunks_are_skipped_and_several_engines_refused(
+    engine: BlendEngine, prompts: list[BlendPrompt]
+) -> None:
+    options: dict[str, Any] = {"ratios": (0.998,), "agreement": 0.3, "confidence": 0.6, "max_new_tokens": 4}
+    plain = BlendPrompt("Who lives there?")
+
+    def ask(number: int) -> list[ModelCall]:
+        calls = [
+            ModelCall(engine, plain, None),
+            ModelCall(engine, prompts[number], None),
+            ModelCall(engine, plain, None),
+        ]
+        return calls[:1] if number == 1 else calls
+
+    found = calibrate_asking(ask, [0, 1, 2], **options)
+    assert (found.questions, found.skipped, found.recompute_ratio) == (2, 1, 0.998)
+    with BlendEngine(engine.model, engine.tokenizer, **engine_settings(self_check=False)) as other:
+        with pytest.raises(ConfigError, match="by several engines; calibrate one at a time"):
+            calibrate_asking(
+                lambda call: [call], [ModelCall(each, prompts[0], None) for each in (engine, other)], **options
+            )
+    with pytest.raises(ConfigError, match="agreement=2 must be above 0 and below 1"):
+        calibrate_asking(ask, [0, 1, 2], agreement=2)
 
 
 def test_none_is_chosen_where_none_agrees(engine: BlendEngine, prompts: list[BlendPrompt]) -> None:
