@@ -146,6 +146,7 @@ async def test_a_blended_object_is_compacts(
     theirs, ours = [event.response.raw for event in ends]
     assert ours["token_ids"] == theirs["token_ids"]
     assert ours["usage"] == theirs["usage"]
+    assert compact.metadata["blend"]["output_tokens"] == theirs["usage"]["completion_tokens"]
     assert isinstance(blend, PydanticResponse)
     assert blend.response == compact.response == PLACE
     assert blend.source_nodes == nodes

@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 from llama_index.core.base.response.schema import AsyncStreamingResponse, StreamingResponse
-from llama_index.core.chat_engine.types import StreamingAgentChatResponse
+from llama_index.core.chat_engine.types import AgentChatResponse, StreamingAgentChatResponse
 
 from cacheblend_rag.calibration import ModelCall
 from cacheblend_rag.report import BlendReport
@@ -90,10 +90,12 @@ class Calls:
         metadata = getattr(response, "metadata", None) or {}
         if REPORT_KEY in metadata or not (self.made or is_ours):
             return response
-        # A chat engine over a query engine keeps that one's response.
-        asked = [getattr(source.raw_output, "metadata", None) or {} for source in getattr(response, "sources", ())]
-        own = self.report if self.made or will_ask else None
-        report = next((each[REPORT_KEY] for each in asked if REPORT_KEY in each), own)
+        report = self.report if self.made or will_ask else None
+        if isinstance(response, AgentChatResponse | StreamingAgentChatResponse):
+            # A chat engine over a query engine keeps that one's response.
+            for source in response.sources:
+                kept = getattr(source.raw_output, "metadata", None)
+                report = kept[REPORT_KEY] if isinstance(kept, dict) and REPORT_KEY in kept else report
         response.metadata = {**metadata, REPORT_KEY: report}
         return response
 
