@@ -210,7 +210,9 @@ def _estimate(
         ("free on disk", say_bytes(free_bytes)),
     ]
     show_table(f"warming {store} for {model} would take", ("", ""), lines)
-    limit_bytes = engine.config.disk_bytes or (free_bytes + held_bytes) // 2
+    limit_bytes = engine.config.disk_bytes
+    if limit_bytes is None:
+        limit_bytes = (free_bytes + held_bytes) // 2
     if held_bytes + cost.disk_bytes > limit_bytes:
         typer.echo(f"the store keeps at most {say_bytes(limit_bytes)} on this disk (disk_bytes)", err=True)
     if budget_bytes is not None and held_bytes + cost.disk_bytes > budget_bytes:

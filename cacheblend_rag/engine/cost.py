@@ -86,7 +86,8 @@ def estimate_cost(
     return WarmEstimate(
         len(targets),
         tokens,
-        _total(longest, lengths, lambda kv: pack_kv(kv, ram).nbytes),
+        # Over a folder, RAM holds what the disk gives back.
+        _total(longest, lengths, lambda kv: pack_kv(kv if store.path is None else pack_kv(kv, disk), ram).nbytes),
         _total(longest, lengths, lambda kv: encode_chunk("0" * 32, pack_kv(kv, disk)).nbytes),
         seconds,
     )
