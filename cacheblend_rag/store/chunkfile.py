@@ -56,7 +56,7 @@ _DIGEST_BYTES = 16
 # One read fetches the whole head of a quantised chunk of about a thousand tokens in fifty layers; longer heads take a second.
 _HEAD_GUESS_BYTES = 32 * 1024
 # Many times what any model's take; what a file says beyond is not even read.
-_LONGEST_HEADER_BYTES = 4 * 1024**2
+_LONGEST_HEADER_BYTES = 512 * 1024
 _MOST_TOKENS = 2 * 1024**2
 _PIECE_BYTES = 1024**2
 # Of 2 bits a number, float32.

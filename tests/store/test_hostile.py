@@ -160,7 +160,7 @@ def listed(rows: Iterator[str], a_list: int = 256) -> list[tuple[str, bytes]]:
     return [(f"names/{number:06}.json", f"[{','.join(some)}]".encode()) for number, some in enumerate(lists)]
 
 
-HEADERS = [b"[" * 100_000, b"{}", b'{"a":' * 50_000, b" " * 5_000_000, b"[" + b"[]," * 10**6]
+HEADERS = [b"[" + b"[]," * 170_000, b"[" * 100_000, b"{}", b'{"a":' * 50_000, b" " * 5_000_000, b"[" + b"[]," * 10**6]
 VALUES = [b"[],", b"{},", b'{"":0},', b"0,", b"1e9,", b'"",', b"-1,", b"9999999,", b'"\\U0001f600",']
 NAMED = ["a/" * 40, "../" * 20, "/etc/passwd", "kv/", "names/1.json", "é" * 40, "", "kv\\x"]
 
