@@ -171,7 +171,7 @@ class WriteBack(WorkQueue[Computed]):
         self.changes = 0
         self._write = write
         self._error: StoreError | None = None
-        # Since the last success: when writing failed last, and why what stays could not be written.
+        # When writing failed last, if it has not succeeded since, and why what stays could not be written.
         self._failed_at: float | None = None
         self._stays_for: StoreError | None = None
         super().__init__(self._try_to_write, limit_bytes, "cacheblend-write-back")
@@ -244,7 +244,7 @@ class WriteBack(WorkQueue[Computed]):
         self.try_again()
         self.settle()
         with self._locked():
-            error, self._error = self._error or self._stays_for, None
+            error, self._error = self._error or (self._stays_for if self._staying() else None), None
         if error is not None and not isinstance(error, StoreReadOnlyError):
             raise error
 
@@ -289,7 +289,9 @@ class WriteBack(WorkQueue[Computed]):
                 else:
                     self._error = self._error or error
             return stays and not chunk.cancelled
-        self._stays_for = None
+        with self._lock:
+            if not self._staying():
+                self._stays_for = None
         if failed_at is not None:
             self.try_again()
         return False

@@ -34,7 +34,7 @@ def test_every_question_is_answered(fault: str, seconds: float) -> None:
 
 
 def open_engine(folder: Path) -> BlendEngine:
-    settings = engine_settings(recompute_ratio=0.0, selector="none", self_check=False)
+    settings = engine_settings(recompute_ratio=0.0, selector="none", self_check=False, disk_codec="native")
     return BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings, store=folder)
 
 
