@@ -57,6 +57,11 @@ class Chunk:
     body : (int, int), optional
         The half-open range of characters of `text` that come from the document; all of them by default. Other text, such as a
         block of metadata, counts neither for `start` nor as overlap.
+    source : str, optional
+        What the text was made of, a file for example.
+    owner : str
+        The name of the vector store that has the chunk; empty where none has, as one that was met in a prompt and never added.
+        Such a chunk is forgotten with the last one of the same source that a vector store had (`BlendEngine.delete`).
 
     Raises
     ------
@@ -75,6 +80,8 @@ class Chunk:
     start: int | None = None
     previous: str | None = None
     body: tuple[int, int] | None = None
+    source: str | None = None
+    owner: str = ""
 
     def __post_init__(self) -> None:
         if not self.text:

@@ -1,6 +1,7 @@
 """The engine and what it returns."""
 
 from cacheblend_rag.engine.background import AddJob, AddResult
+from cacheblend_rag.engine.collection import ChunkCollection
 from cacheblend_rag.engine.conversation import Conversation
 from cacheblend_rag.engine.cost import WarmEstimate
 from cacheblend_rag.engine.engine import BlendEngine
@@ -14,6 +15,7 @@ __all__ = [
     "AddResult",
     "BlendEngine",
     "BlendStream",
+    "ChunkCollection",
     "Conversation",
     "GenerationResult",
     "GuardStatus",

@@ -187,7 +187,8 @@ class Assembler:
         # A prompt that places its segments has its own idea of what stands between them.
         separator = self.rules.separator if chunk.positions is None else ()
         key = self.key(ids + separator, places)
-        return NodeRecord(chunk.id or "", key, text_hash(chunk.text), ids, separator, place)
+        origin = chunk.source, chunk.owner
+        return NodeRecord(chunk.id or "", key, text_hash(chunk.text), ids, separator, place, *origin)
 
     def _placed(self, chunk: Chunk) -> tuple[tuple[int, ...], Place]:
         """Return the tokens of a piece of a document, and its place."""
@@ -459,6 +460,7 @@ class Assembler:
             named=record is not None and not is_other,
             text_hash=fresh.text_hash if record is None else None,
             note=OTHER_TEXT if is_other else None if record is not None else self._not_added(chunk),
+            source=chunk.source,
         )
 
     def _not_added(self, chunk: Chunk) -> str:

@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from cacheblend_rag.controller import Profile, check_selector
 from cacheblend_rag.engine.answering import AnsweringStore
 from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.background import AddJob, AddResult, Feed
+from cacheblend_rag.engine.collection import ChunkCollection
 from cacheblend_rag.engine.conversation import Conversation, Turn
 from cacheblend_rag.engine.cost import WarmEstimate
 from cacheblend_rag.engine.decode import check_options, decode
@@ -393,11 +394,23 @@ class BlendEngine:
         self._check_open()
         return self._ingest.estimate(_chunk_list(chunks))
 
-    def delete(self, ids: Iterable[str]) -> int:
+    def delete(self, ids: Iterable[str], *, owner: str = "", sources: Iterable[str] = ()) -> int:
         """Forget chunks: their names at once, and their KV unless another name has the same text after the same context.
 
         The chunks after them in their documents know of them: their KV is dropped too, and computed again without them when
         they are needed or added. Conversations forget what may know of them.
+
+        With the last chunk of a source that any vector store had, what prompts brought of that source is forgotten too, and what
+        was added of it that no vector store has.
+
+        Parameters
+        ----------
+        ids : iterable of str
+            The chunks.
+        owner : str
+            The vector store that has them no longer; what another one has is kept.
+        sources : iterable of str
+            Forget all that the owner has of these (`Chunk.source`), too.
 
         Returns
         -------
@@ -406,9 +419,16 @@ class BlendEngine:
         """
         self._check_open()
         gone = _id_list(ids)
-        known = self._store.forget(self.namespace, gone)
+        known = self._store.forget(self.namespace, gone, owner, _id_list(sources))
         self._kept.refresh()
         return known
+
+    def collection(
+        self, name: str | None, is_known: bool, present: Callable[[Sequence[str]], Collection[str] | None]
+    ) -> ChunkCollection:
+        """Return what keeps this engine's chunks in step with a vector store that has them; see `ChunkCollection`."""
+        self._check_open()
+        return ChunkCollection(self._store, self.namespace, self.delete, name, is_known, present)
 
     def delete_document(self, document: str) -> int:
         """Forget all chunks of a document in one step; return how many there were."""

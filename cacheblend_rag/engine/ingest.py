@@ -157,13 +157,15 @@ class Ingest:
     ) -> AddResult:
         """Encode and name what is not stored yet; see `BlendEngine.add`."""
         ttl_s = self._ttl_s if ttl_s is None else ttl_s
-        todo = self._todo(chunks, ttl_s, progress, on_refused)
-        self._prolong(todo.held)
-        naming = _Naming(todo)
-        self._name(naming.ready(), ttl_s)
-        result = self._encode(todo, partial(self._store_and_name, naming=naming, ttl_s=ttl_s))
-        # No name that follows a change made by another process since then is valid by now.
-        self._release([text for text in todo.texts if all(target.record.id for target in text.names)])
+        with self._store.turns.filling():
+            todo = self._todo(chunks, ttl_s, progress, on_refused)
+            self._prolong(todo.held)
+            naming = _Naming(todo)
+            self._name(naming.ready(), ttl_s)
+            result = self._encode(todo, partial(self._store_and_name, naming=naming, ttl_s=ttl_s))
+            # No name that follows a change made by another process since then is valid by now.
+            self._release([text for text in todo.texts if all(target.record.id for target in text.names)])
+        self._store.tidy()
         return result
 
     def add_later(
@@ -336,7 +338,7 @@ class Ingest:
     def _store_and_name(self, batch: Batch, naming: _Naming, ttl_s: float | None) -> None:
         evictions = self._store.evictions()
         for text, kv in batch:
-            self._put(text.key, kv, [target.lives_s for target in text.names])
+            self._put(text, kv, [target.lives_s for target in text.names])
         # Named only now: a process that dies before leaves KV without a name, which the next run finds.
         self._name(naming.ready(text for text, _ in batch), ttl_s)
         # Until it had its own name, KV could lose the last of its others. What made room for the batch's own is not put again.
@@ -345,7 +347,7 @@ class Ingest:
         held = self._store.holds([text.key for text, _ in batch])
         for (text, kv), there in zip(batch, held, strict=True):
             if not there and any(target.record.id for target in text.names):
-                self._put(text.key, kv, [target.lives_s for target in text.names])
+                self._put(text, kv, [target.lives_s for target in text.names])
 
     def _store_late(self, batch: Batch, *, missed: bool = False) -> None:
         """Store KV whose names were recorded before it was encoded, to live as long as is left in their documents by now.
@@ -364,7 +366,7 @@ class Ingest:
                 elif now is not None or target.lives_s is None:
                     lives.append(earliest(now, target.lives_s))
             if lives:
-                self._put(text.key, kv, lives)
+                self._put(text, kv, lives)
         # Deleted or replaced while it was encoded.
         self._release([text for text, _ in batch])
 
@@ -374,10 +376,11 @@ class Ingest:
         except StoreError as error:
             logger.warning("the KV of misses was not stored: %s", error)
 
-    def _put(self, key: str, kv: ChunkKV, lives: Sequence[float | None]) -> None:
+    def _put(self, text: _Text, kv: ChunkKV, lives: Sequence[float | None]) -> None:
         """Store KV for as long as any of its names lives."""
         ttl_s = None if None in lives else max(life for life in lives if life is not None)
-        self._store.put(key, kv, tenant=self._tenant, ttl_s=ttl_s)
+        is_owed = all(target.record.id for target in text.names)
+        self._store.put(text.key, kv, tenant=self._tenant, ttl_s=ttl_s, is_owed=is_owed)
 
     def _name(self, records: Iterable[NodeRecord], ttl_s: float | None) -> None:
         named = [record for record in records if record.id]

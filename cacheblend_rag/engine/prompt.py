@@ -44,6 +44,8 @@ class PromptChunk(ChunkSpan):
         time, its KV is missing and not waited for, or its name cannot be read. None for a chunk that is served from KV.
     note : str or None
         Why it is computed like text, or else why its KV may be missing, where its name says that.
+    source : str or None
+        What its text was made of, for one that was not added.
     """
 
     id: str | None
@@ -57,6 +59,7 @@ class PromptChunk(ChunkSpan):
     remembers: bool = False
     computed: Literal["last", "moved", "first use", "missing", "unread"] | None = None
     note: str | None = None
+    source: str | None = None
 
     @property
     def kv_ids(self) -> tuple[int, ...]:
@@ -72,7 +75,7 @@ class PromptChunk(ChunkSpan):
     def record(self) -> NodeRecord:
         """The record that names the chunk, whose id was unknown."""
         assert self.id is not None and self.text_hash is not None
-        return NodeRecord(self.id, self.key, self.text_hash, self.token_ids, self.separator)
+        return NodeRecord(self.id, self.key, self.text_hash, self.token_ids, self.separator, source=self.source)
 
     def target(self, context: tuple[int, ...]) -> Target:
         """Return what is encoded where its KV is missing."""

@@ -376,8 +376,9 @@ class KVSupply:
     def _keep(self, chunks: Sequence[PromptChunk], kv: ChunkKV, lives_s: float | None) -> None:
         """Store the KV of a miss so that deleting the chunk deletes it: under its name, or else in RAM only.
 
-        A chunk that came with an id nobody knew is named, as if it had been added. A text without an id, or with the id of
-        another text, has no name to be deleted by. It is written in the background: the answer does not wait.
+        A chunk that came with an id nobody knew is named, as if it had been added; it goes with its source. A text without an
+        id, or with the id of another text, has no name to be deleted by, and goes with its source, or with that other text. It
+        is written in the background: the answer does not wait.
         """
         key = chunks[0].key
         new = [chunk.record for chunk in chunks if chunk.id is not None and chunk.text_hash is not None]
@@ -387,4 +388,5 @@ class KVSupply:
         if new or known:
             self._store.put_later(key, kv, self._namespace, new, known, **owner)
         else:
-            self._store.cache(key, kv, **owner)
+            tied = self._namespace, chunks[0].id, chunks[0].source
+            self._store.cache(key, kv, **owner, tied=tied)

@@ -150,6 +150,8 @@ class NodeRecord:
         Tokens after them of which there is KV too.
     place : Place or None
         Its place in its document, in a record that is to be stored; looking up a name does not return it.
+    source, owner : str
+        What its text was made of, and the vector store that has it, empty where none has, in a record that is to be stored.
     """
 
     id: str
@@ -158,6 +160,8 @@ class NodeRecord:
     token_ids: tuple[int, ...]
     separator: tuple[int, ...] = ()
     place: Place | None = field(default=None, compare=False)
+    source: str | None = field(default=None, compare=False)
+    owner: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +194,9 @@ class NamedTarget:
         return () if self.behind is None else self.behind.token_ids
 
     def placed(self, record: NodeRecord) -> NamedTarget:
-        """Return the same with the place of the record that was handed in, for it to be recorded."""
-        return replace(self, record=replace(self.record, place=record.place))
+        """Return the same with the place and the origin of the record that was handed in, for it to be recorded."""
+        given = replace(self.record, place=record.place, source=record.source, owner=record.owner)
+        return replace(self, record=given)
 
 
 @dataclass(frozen=True, slots=True)

@@ -215,7 +215,8 @@ def _unlink(file: str, tier: DiskTier) -> None:
 
 
 def _forget(namespace: str, node: str, tier: DiskTier) -> None:
-    tier.remove(Names(tier.index, tier.clock.now).remove(namespace, [node])[1])
+    *_, dropped = Names(tier.index, tier.clock.now).remove(namespace, [node])
+    tier.remove(dropped)
 
 
 def _read_anew(namespace: str, document: str, tier: DiskTier) -> None:

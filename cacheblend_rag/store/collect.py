@@ -28,7 +28,7 @@ class GarbageReport:
     expired : int
         Entries whose time was over.
     unnamed : int
-        Entries that no name led to.
+        Entries that no name led to: those that a killed ingestion left, and others if asked for.
     orphans : int
         Files that belonged to no entry.
     freed_bytes : int
@@ -87,6 +87,11 @@ def collect_garbage(
             while batch := list(islice(keys, _AT_ONCE)):
                 drop = partial(tier.index.drop_nameless, batch, added_before)
                 report.unnamed += _remove(tier, tier.deleting(drop), report)
+        # What killed ingestions put without coming to name it.
+        with tier.folder.turns.alone() as is_alone:
+            names = Names(tier.index, tier.clock.now)
+            if is_alone and (abandoned := names.abandoned()):
+                report.unnamed += _remove(tier, names.give_up(abandoned), report)
         for path in tier.folder.files():
             if tier.folder.is_file_name(path.name) and tier.is_orphan(path):
                 report.orphans += 1

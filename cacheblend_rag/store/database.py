@@ -35,6 +35,7 @@ _VERSION = 3
 # nodes: the names. changes: the numbers of those that changed lately; no ids, so that none outlives its name. namespaces: whose
 # they are, where they are a tenant's. tenants: what each has, counted by triggers so that nobody has to count a million rows.
 # documents: how those that chunks are pieces of are read. members: the pieces, by the numbers of their names.
+# origins: which vector stores have the names, and what their texts were made of. owed: KV that waits for its name.
 # moment: the store's time and the wall clock's when it was last written down.
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
@@ -57,6 +58,10 @@ CREATE TABLE IF NOT EXISTS members (
     seq INTEGER PRIMARY KEY, document INTEGER NOT NULL, arrival INTEGER NOT NULL, start INTEGER, previous TEXT,
     length INTEGER NOT NULL, body TEXT NOT NULL, ends BLOB NOT NULL, expires_at REAL, checksum INTEGER NOT NULL
 );
+CREATE TABLE IF NOT EXISTS origins (
+    node INTEGER NOT NULL, owner TEXT NOT NULL, source TEXT NOT NULL, PRIMARY KEY (node, owner)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS owed (key TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS changes (seq INTEGER PRIMARY KEY, node INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS namespaces (namespace TEXT PRIMARY KEY, tenant TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS tenants (
@@ -69,6 +74,20 @@ CREATE INDEX IF NOT EXISTS entries_by_use ON entries (pinned, last_used);
 CREATE INDEX IF NOT EXISTS entries_by_expiry ON entries (expires_at) WHERE expires_at IS NOT NULL;
 CREATE INDEX IF NOT EXISTS nodes_by_key ON nodes (key);
 CREATE INDEX IF NOT EXISTS members_by_document ON members (document, arrival);
+CREATE INDEX IF NOT EXISTS origins_by_source ON origins (source, owner);
+CREATE INDEX IF NOT EXISTS origins_by_owner ON origins (owner);
+CREATE TRIGGER IF NOT EXISTS origin_lost AFTER DELETE ON nodes BEGIN
+    DELETE FROM origins WHERE node = old.seq;
+END;
+CREATE TRIGGER IF NOT EXISTS debt_paid AFTER INSERT ON nodes BEGIN
+    DELETE FROM owed WHERE key = new.key;
+END;
+CREATE TRIGGER IF NOT EXISTS debt_paid_late AFTER UPDATE OF key ON nodes BEGIN
+    DELETE FROM owed WHERE key = new.key;
+END;
+CREATE TRIGGER IF NOT EXISTS debt_dropped AFTER DELETE ON entries BEGIN
+    DELETE FROM owed WHERE key = old.key;
+END;
 CREATE TRIGGER IF NOT EXISTS piece_removed AFTER DELETE ON nodes BEGIN
     DELETE FROM members WHERE seq = old.seq;
 END;

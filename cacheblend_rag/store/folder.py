@@ -4,6 +4,7 @@
 
     store.json        the format and its version
     store.lock        held while a process opens the store
+    filling.lock      held by those who add to it, and by who looks for what killed ones of them left
     index.sqlite      what the files hold, and the names (and its -wal and -shm)
     kv/ab/…           one file a chunk, in a folder named by the first two digits of its key
     tmp/              files not yet in their place, each locked by its writer
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from cacheblend_rag.errors import StoreError, StoreFormatError, StoreFullError, StoreReadOnlyError
+from cacheblend_rag.store.locks import Turns
 
 __all__ = ["RESERVE_BYTES", "Part", "StoreFolder", "existing_folder", "is_out_of_room", "storing", "valid_key"]
 
@@ -79,6 +81,7 @@ class StoreFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.index_path = path / "index.sqlite"
+        self.turns = Turns(path / "filling.lock")
         self.is_made = marked = self._is_marked()
         if not marked:
             with storing(path):

@@ -20,8 +20,9 @@ from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.device import DeviceTier, PromotingReader, ResidentKV, device_probe
 from cacheblend_rag.store.folder import valid_key
 from cacheblend_rag.store.index import Dropped, Index
+from cacheblend_rag.store.locks import Turns
 from cacheblend_rag.store.names import Names
-from cacheblend_rag.store.ram import RamReader, RamTier, ram_probe
+from cacheblend_rag.store.ram import RamReader, RamTier, Tie, ram_probe
 from cacheblend_rag.store.remote.offsite import Offsite
 from cacheblend_rag.store.waiting import Computed, WriteBack
 
@@ -65,8 +66,10 @@ class KVStore(ABC):
         device: DeviceTier,
         offsite: Offsite | None,
         write_back_bytes: int = 0,
+        turns: Turns | None = None,
     ) -> None:
         self._clock = clock
+        self.turns = turns or Turns()
         self._ram = ram
         self._device = device
         self._offsite = offsite
@@ -75,6 +78,13 @@ class KVStore(ABC):
         self._index = index
         self.names = Names(index, clock.now, self._waiting)
         self._closed = False
+        # The state of the names for which what is in RAM without one was looked through; None if there is no such thing.
+        self._tied_at: int | None = None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it has been closed."""
+        return self._closed
 
     @abstractmethod
     def evictions(self, tenant: str | None = None) -> int:
@@ -92,10 +102,13 @@ class KVStore(ABC):
         KV that is seen to be damaged is dropped with a warning, and None returned. A reader stays good when its KV is dropped.
         """
 
-    def put(self, key: str, kv: ChunkKV, *, tenant: str = "", ttl_s: float | None = None) -> None:
+    def put(
+        self, key: str, kv: ChunkKV, *, tenant: str = "", ttl_s: float | None = None, is_owed: bool = False
+    ) -> None:
         """Keep `kv` under `key`; on return it is on disk, if there is a folder.
 
-        If `key` is held and looks sound already, no KV is written.
+        If `key` is held and looks sound already, no KV is written. What `is_owed` a name is dropped by `tidy` if it has none
+        when nobody fills the store any more.
 
         Raises
         ------
@@ -106,7 +119,7 @@ class KVStore(ABC):
         """
         self._check(key)
         expires_at = self._expires_at(ttl_s)
-        self._put(key, kv, tenant, expires_at)
+        self._put(key, kv, tenant, expires_at, is_owed)
         self._send(key, kv, expires_at)
 
     def put_later(
@@ -178,10 +191,36 @@ class KVStore(ABC):
         if self._offsite:
             self._offsite.flush()
 
-    def cache(self, key: str, kv: ChunkKV | PackedKV, *, tenant: str = "", ttl_s: float | None = None) -> None:
-        """Keep `kv` in RAM only, until room is needed; for KV that has no name by which it could be deleted."""
+    def cache(
+        self,
+        key: str,
+        kv: ChunkKV | PackedKV,
+        *,
+        tenant: str = "",
+        ttl_s: float | None = None,
+        tied: tuple[str, str | None, str | None] | None = None,
+    ) -> None:
+        """Keep `kv` in RAM only, until room is needed; for KV that has no name by which it could be deleted.
+
+        It may be `tied` to what is in a namespace: to an id, with which it goes, or when that stands for another text, or to a
+        source, with whose last chunk it goes.
+        """
         self._check(key)
-        self._ram.put(key, kv, tenant, self._expires_at(ttl_s))
+        if tied is None:
+            self._ram.put(key, kv, tenant, self._expires_at(ttl_s))
+            return
+        namespace, id, source = tied
+        [record] = self.names.lookup(namespace, [id]) if id else [None]
+        if id and record is None:
+            # Deleted just now.
+            return
+        if id or (source and self.names.owners(namespace, source)):
+            revision = self.names.revision()
+            self._tied_at = revision if self._tied_at is None else self._tied_at
+            self._ram.put(key, kv, tenant, self._expires_at(ttl_s))
+            self._ram.tie(key, Tie(namespace, id, record.text_hash if record else None, None if id else source))
+        else:
+            self._ram.put(key, kv, tenant, self._expires_at(ttl_s))
 
     def holds(self, keys: Sequence[str], *, durable: bool = False) -> list[bool]:
         """Return for each key whether its KV is held; with `durable` what waits to be written does not count."""
@@ -263,15 +302,39 @@ class KVStore(ABC):
         if records:
             expires_at = self._expires_at(ttl_s)
             self._drop(self._with_room(lambda: self.names.record(namespace, records, tenant, rules, expires_at)))
+            self._drop_tied()
 
-    def forget(self, namespace: str, ids: Sequence[str]) -> int:
-        """Remove names, and drop KV that loses its last name; return how many names there were."""
-        if not ids:
+    def forget(self, namespace: str, ids: Sequence[str], owner: str = "", sources: Sequence[str] = ()) -> int:
+        """Remove names, and drop KV that loses its last name; return how many names there were.
+
+        With an `owner` that is what it has alone, of the ids and of all that was made of the `sources`. With the last chunk that
+        any owner has of a source, what prompts brought of it goes too.
+        """
+        if not ids and not sources:
             return 0
+        self._check()
         waited = self._waiting.forget(namespace, ids)
-        found, dropped = self._deleting(lambda: self.names.remove(namespace, ids))
+        waiting = self._waiting.records(namespace)
+        found, ended, dropped = self._deleting(lambda: self.names.remove(namespace, ids, owner, sources))
         self._drop(dropped)
+        waiting |= self._waiting.records(namespace)
+        late = [record.id for record in waiting.values() if record.source in ended]
+        if late:
+            waited |= self._waiting.forget(namespace, late)
+            gone, _, dropped = self._deleting(lambda: self.names.remove(namespace, late))
+            found |= gone
+            self._drop(dropped)
+        self._drop_tied()
+        self.tidy()
         return len(waited | found)
+
+    def tidy(self) -> None:
+        """Drop KV that killed processes put without coming to name it, unless somebody is filling the store now."""
+        if self.path is not None and self.names.abandoned():
+            with self.turns.alone() as is_alone:
+                if is_alone:
+                    keys = self.names.abandoned()
+                    self._drop(self._deleting(lambda: self.names.give_up(keys)))
 
     def pin(self, namespace: str, ids: Sequence[str]) -> None:
         """Never drop the KV of these names for room, now held or later.
@@ -318,6 +381,7 @@ class KVStore(ABC):
     def stats(self, tenant: str | None = None) -> StoreStats:
         """Return the store's figures, or one tenant's."""
         self._follow()
+        self._drop_tied()
         entries, nbytes, names = self._index.share(tenant)
         waiting, waiting_bytes = self._waiting.size(tenant)
         return StoreStats(
@@ -354,7 +418,7 @@ class KVStore(ABC):
     """Maximum bytes of KV that may be pinned."""
 
     @abstractmethod
-    def _put(self, key: str, kv: ChunkKV, tenant: str, expires_at: float | None) -> None: ...
+    def _put(self, key: str, kv: ChunkKV, tenant: str, expires_at: float | None, is_owed: bool) -> None: ...
 
     @abstractmethod
     def _write(self, chunk: Computed) -> None:
@@ -417,6 +481,23 @@ class KVStore(ABC):
         # In this order: what rises to the device meanwhile looks into RAM once it is there.
         self._ram.drop(keys)
         self._device.drop(keys)
+
+    def _drop_tied(self) -> None:
+        """Drop what is in RAM without a name, where what it goes with is gone, or stands for something else."""
+        if self._tied_at is None or self._tied_at == (revision := self.names.revision()):
+            return
+        self._tied_at = revision
+        gone = []
+        for key, tie in self._ram.tied().items():
+            [record] = self.names.lookup(tie.namespace, [tie.id]) if tie.id else [None]
+            stays = (
+                record is not None and record.text_hash == tie.text_hash
+                if tie.id
+                else self.names.owners(tie.namespace, tie.source or "")
+            )
+            if not stays and self.names.leading_to(key) is None:
+                gone.append(key)
+        self._drop_copies(gone)
 
     def _unpin_copies(self) -> None:
         """Let go in RAM of what no pinned name leads to any more."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from logging import getLogger
 from typing import Any
 
@@ -17,7 +18,7 @@ from cacheblend_rag.store.documents import Drafts, NamedPiece, document_of, is_s
 from cacheblend_rag.store.index import Dropped, Index, claim, counter, drop_entries
 from cacheblend_rag.store.waiting import Computed, WriteBack
 
-__all__ = ["Names", "check_known", "drop_nameless", "name_computed"]
+__all__ = ["Names", "check_known", "drop_nameless", "name_computed", "owe"]
 
 _log = getLogger(__name__)
 
@@ -115,20 +116,48 @@ class Names:
             replaced += drafts.save(targets, ids)
             return drop_nameless(connection, replaced, [*keys, *(target.record.key for target in targets.values())])
 
-    def remove(self, namespace: str, ids: Sequence[str]) -> tuple[set[str], Dropped]:
-        """Remove names, and entries that lose their last name; return which names there were.
+    def remove(
+        self, namespace: str, ids: Sequence[str], owner: str = "", sources: Sequence[str] = ()
+    ) -> tuple[set[str], set[str], Dropped]:
+        """Remove names, and entries that lose their last name; return which names there were, and which sources have ended.
 
-        The chunks after them in their documents are read without them, and have other keys from now on.
+        With an `owner`, only what is its alone goes, of the ids and of all that it has of the `sources`. A source has ended
+        when no owner has anything of it any more; what was met in prompts alone of its texts goes too. The chunks after them
+        in their documents are read without them, and have other keys from now on.
         """
         with self._drafting(namespace, self._database.write) as (connection, drafts):
+            ids = list(ids)
+            if owner:
+                for source in sources:
+                    ids += _of_source(connection, namespace, source, "owner = ?", owner)
+                ids = _of_nobody_else(connection, namespace, ids, owner)
             found = _keys_of(connection, namespace, ids)
-            drafts.remove(found)
-            connection.executemany(
-                "DELETE FROM nodes WHERE namespace = ? AND id = ?", ((namespace, node) for node in found)
-            )
+            ended = set(sources).union(*(_sources_of(connection, namespace, node) for node in found))
+            _remove(connection, namespace, found, drafts)
+            ended = {source for source in ended if not _of_source(connection, namespace, source, "owner != ''")}
+            met = [node for source in ended for node in _of_source(connection, namespace, source, "owner = ''")]
+            left = _keys_of(connection, namespace, met)
+            _remove(connection, namespace, left, drafts)
+            found |= left
             targets = drafts.targets()
             keys = [*found.values(), *drafts.save(targets)]
-            return set(found), drop_nameless(connection, keys, [target.record.key for target in targets.values()])
+            dropped = drop_nameless(connection, keys, [target.record.key for target in targets.values()])
+            return set(found), ended, dropped
+
+    def owned(self, namespace: str, owner: str, sources: Iterable[str] | None = None) -> list[str]:
+        """Return the ids that an owner has, or those of them that were made of these sources."""
+        query = "SELECT id FROM origins JOIN nodes ON seq = node WHERE namespace = ? AND owner = ? ORDER BY seq"
+        with self._database.read() as connection:
+            if sources is None:
+                return [row[0] for row in connection.execute(query, (namespace, owner))]
+            found = [_of_source(connection, namespace, source, "owner = ?", owner) for source in sources]
+        return [node for nodes in found for node in nodes]
+
+    def owners(self, namespace: str, source: str) -> set[str]:
+        """Return who has anything that was made of a source."""
+        query = "SELECT DISTINCT owner FROM origins JOIN nodes ON seq = node WHERE source = ? AND namespace = ?"
+        with self._database.read() as connection:
+            return {row[0] for row in connection.execute(query, (source, namespace)) if row[0]}
 
     def rehearse(
         self,
@@ -143,12 +172,14 @@ class Names:
             rows = _look_up(connection, namespace, ids)
             drafts.put(records, rules or ReadingRules(), None if ttl_s is None else drafts.now + ttl_s)
             targets = drafts.targets()
+            new_origin = {record.id for record in records if not _has_origin(connection, namespace, record)}
         known = _records(namespace, ids, rows)
         found = []
         for record, old in zip(records, known, strict=True):
             target = None if record.place is None else targets.pop(record.id, None)
             is_changed = bool(record.id) and (old != record or record.id in drafts.left)
-            found.append(target or NamedTarget(record, lives_s=ttl_s, is_changed=is_changed))
+            target = target or NamedTarget(record, lives_s=ttl_s, is_changed=is_changed)
+            found.append(replace(target, is_changed=True) if record.id in new_origin else target)
         return found + [target for target in targets.values() if target.is_changed]
 
     def targets(self, namespace: str, ids: Sequence[str]) -> list[NamedTarget | None]:
@@ -278,6 +309,17 @@ class Names:
         with self._database.write() as connection:
             return drop_nameless(connection, keys)
 
+    def abandoned(self) -> list[str]:
+        """Return the keys of KV that was put to be named, and has no name yet."""
+        with self._database.read() as connection:
+            return [row[0] for row in connection.execute("SELECT key FROM owed")]
+
+    def give_up(self, keys: Sequence[str]) -> Dropped:
+        """Drop what nobody will name any more of what was put to be named."""
+        with self._database.write() as connection:
+            connection.executemany("DELETE FROM owed WHERE key = ?", ((key,) for key in keys))
+            return drop_nameless(connection, keys)
+
     @contextmanager
     def _drafting(self, namespace: str, transaction: Any = None) -> Iterator[tuple[sqlite3.Connection, Drafts]]:
         """Give the documents of a namespace in a transaction, by default a snapshot, and say then what of them is damaged."""
@@ -317,6 +359,14 @@ def name_computed(chunk: Computed, connection: sqlite3.Connection) -> bool:
     return chunk.key in keys.values()
 
 
+def owe(key: str, connection: sqlite3.Connection) -> bool:
+    """Note that the KV under a key has no name yet, and will have; return True."""
+    connection.execute(
+        "INSERT OR IGNORE INTO owed SELECT ?1 WHERE NOT EXISTS (SELECT 1 FROM nodes WHERE key = ?1)", (key,)
+    )
+    return True
+
+
 def drop_nameless(connection: sqlite3.Connection, keys: Iterable[str], named: Iterable[str] = ()) -> Dropped:
     """Drop the KV under those of the keys that no name leads to; of those that are `named` anew, say which are pinned."""
     dropped = Dropped()
@@ -338,6 +388,7 @@ def _write(
 ) -> list[str]:
     """Write records, those of documents as they are among the `targets`; return their keys."""
     rows = []
+    records = list(records)
     for given in records:
         record = given if given.place is None else targets[given.id].record
         tokens, separator = pack_tokens(record.token_ids), pack_tokens(record.separator)
@@ -345,11 +396,21 @@ def _write(
         rows.append((namespace, record.id, record.key, record.text_hash, tokens, separator, checksum))
     keys = [row[2] for row in rows]
     _own(connection, namespace, tenant, keys)
+    origins = [(each.owner, each.source or "", namespace, each.id) for each in records if each.owner or each.source]
     connection.executemany(
         "INSERT INTO nodes (namespace, id, key, text_hash, token_ids, separator, checksum) VALUES (?, ?, ?, ?, ?, ?, ?) "
         "ON CONFLICT (namespace, id) DO UPDATE SET key = excluded.key, text_hash = excluded.text_hash, "
         "token_ids = excluded.token_ids, separator = excluded.separator, checksum = excluded.checksum",
         rows,
+    )
+    # Of collections that last no longer than their process a name is the latest one's.
+    passing = [(namespace, each.id) for each in records if each.owner.startswith("?")]
+    connection.executemany(
+        "DELETE FROM origins WHERE owner GLOB '[?]*' AND node = (SELECT seq FROM nodes WHERE namespace = ? AND id = ?)",
+        passing,
+    )
+    connection.executemany(
+        "INSERT OR REPLACE INTO origins SELECT seq, ?, ? FROM nodes WHERE namespace = ? AND id = ?", origins
     )
     return keys
 
@@ -371,6 +432,47 @@ def _own(connection: sqlite3.Connection, namespace: str, tenant: str, keys: Iter
         connection.executemany(
             "UPDATE entries SET tenant = ? WHERE key = ? AND tenant = ''", ((tenant, key) for key in keys)
         )
+
+
+def _remove(connection: sqlite3.Connection, namespace: str, ids: Iterable[str], drafts: Drafts) -> None:
+    """Remove names, which leave their documents."""
+    ids = list(ids)
+    drafts.remove(ids)
+    connection.executemany("DELETE FROM nodes WHERE namespace = ? AND id = ?", ((namespace, node) for node in ids))
+
+
+def _of_source(connection: sqlite3.Connection, namespace: str, source: str, whose: str, *owner: str) -> list[str]:
+    """Return the names of texts that were made of a source, of the owners that the condition says."""
+    query = f"SELECT id FROM origins JOIN nodes ON seq = node WHERE source = ? AND namespace = ? AND {whose}"
+    return [row[0] for row in connection.execute(query, (source, namespace, *owner))] if source else []
+
+
+def _of_nobody_else(connection: sqlite3.Connection, namespace: str, ids: Sequence[str], owner: str) -> list[str]:
+    """Take names from an owner; return those that no other owner has."""
+    seq = "SELECT seq FROM nodes WHERE namespace = ? AND id = ?"
+    found = []
+    for node in dict.fromkeys(ids):
+        others = f"SELECT 1 FROM origins WHERE node = ({seq}) AND owner NOT IN ('', ?)"
+        if connection.execute(others, (namespace, node, owner)).fetchone() is None:
+            found.append(node)
+        else:
+            connection.execute(f"DELETE FROM origins WHERE node = ({seq}) AND owner = ?", (namespace, node, owner))
+    return found
+
+
+def _sources_of(connection: sqlite3.Connection, namespace: str, node: str) -> set[str]:
+    query = "SELECT source FROM origins JOIN nodes ON seq = node WHERE namespace = ? AND id = ?"
+    return {row[0] for row in connection.execute(query, (namespace, node)) if row[0]}
+
+
+def _has_origin(connection: sqlite3.Connection, namespace: str, record: NodeRecord) -> bool:
+    """Return whether what a record says of its origin is recorded."""
+    query = (
+        "SELECT 1 FROM origins JOIN nodes ON seq = node "
+        "WHERE namespace = ?1 AND id = ?2 AND (?3 = '' OR owner = ?3) AND source = ?4"
+    )
+    row = (namespace, record.id, record.owner, record.source or "")
+    return not (record.owner or record.source) or connection.execute(query, row).fetchone() is not None
 
 
 def _look_up(connection: sqlite3.Connection, namespace: str, ids: Sequence[str]) -> list[Sequence[Any] | None]:

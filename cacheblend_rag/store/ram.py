@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import getLogger
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -17,7 +17,7 @@ from cacheblend_rag.kv import KV, ChunkKV, LayerKV
 from cacheblend_rag.store.base import KVReader, OpenProbe, count_of, latest
 from cacheblend_rag.store.locks import ForkSafeLock
 
-__all__ = ["Cached", "LRUCache", "RamReader", "RamTier", "ram_probe"]
+__all__ = ["Cached", "LRUCache", "RamReader", "RamTier", "Tie", "ram_probe"]
 
 _log = getLogger(__name__)
 
@@ -26,15 +26,28 @@ _DROPPED_KEPT = 4096
 AnyKV = TypeVar("AnyKV", bound=KV[Any])
 
 
+class Tie(NamedTuple):
+    """What KV without a name goes with: the name of another text, with its digest, or what both were made of."""
+
+    namespace: str
+    id: str | None
+    text_hash: str | None
+    source: str | None
+
+
 @dataclass(slots=True)
 class Cached(Generic[AnyKV]):
-    """KV in a cache, whose it is, and when it expires, by the store's time; nobody sees it while it is `hidden`."""
+    """KV in a cache, whose it is, and when it expires, by the store's time; nobody sees it while it is `hidden`.
+
+    What is `tied` goes with a name, or with a source, that is not its own.
+    """
 
     kv: AnyKV
     nbytes: int
     tenant: str
     expires_at: float | None
     hidden: bool
+    tied: Tie | None = None
 
     def is_live(self, now: float) -> bool:
         """Return whether it has not expired."""
@@ -90,6 +103,17 @@ class LRUCache(Generic[AnyKV]):
             self._entries[key] = Cached(kv, nbytes, tenant, expires_at, hidden)
             self._used_bytes += nbytes
             return True
+
+    def tie(self, key: str, tie: Tie) -> None:
+        """Have what is held under `key` go with something else; see `tied`."""
+        with self._lock:
+            if key in self._entries:
+                self._entries[key].tied = tie
+
+    def tied(self) -> dict[str, Tie]:
+        """Return the keys of what goes with something else, and with what."""
+        with self._lock:
+            return {key: entry.tied for key, entry in self._entries.items() if entry.tied is not None}
 
     def reveal(self, key: str) -> None:
         """Let others get what was kept hidden."""

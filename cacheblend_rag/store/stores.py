@@ -16,7 +16,7 @@ from cacheblend_rag.store.device import DeviceReader, DeviceTier
 from cacheblend_rag.store.disk import DiskTier, disk_probe
 from cacheblend_rag.store.index import Dropped, Index
 from cacheblend_rag.store.kvstore import KVStore, Result
-from cacheblend_rag.store.names import name_computed
+from cacheblend_rag.store.names import name_computed, owe
 from cacheblend_rag.store.ram import RamReader, RamTier
 from cacheblend_rag.store.remote.offsite import Offsite
 from cacheblend_rag.store.waiting import Computed
@@ -50,7 +50,7 @@ class MemoryStore(KVStore):
         figures = super().stats(tenant)
         return replace(figures, entries=len(self._ram.keys(tenant)), pinned_bytes=self._ram.pinned_bytes(tenant))
 
-    def _put(self, key: str, kv: ChunkKV, tenant: str, expires_at: float | None) -> None:
+    def _put(self, key: str, kv: ChunkKV, tenant: str, expires_at: float | None, is_owed: bool) -> None:
         held = self._ram.peek(key)
         if held is not None:
             tenant, expires_at = held.tenant, latest(held.expires_at, expires_at)
@@ -114,7 +114,8 @@ class FolderStore(KVStore):
         offsite: Offsite | None = None,
         write_back_bytes: int = 0,
     ) -> None:
-        super().__init__(disk.index, disk.clock, ram, device, offsite, write_back_bytes or ram.limit_bytes)
+        waiting_bytes = write_back_bytes or ram.limit_bytes
+        super().__init__(disk.index, disk.clock, ram, device, offsite, waiting_bytes, disk.folder.turns)
         self._writes_at_once = not write_back_bytes and not disk.read_only
         self.path = None if disk.read_only else disk.folder.path
         self._limit_bytes = disk.limit_bytes
@@ -150,10 +151,11 @@ class FolderStore(KVStore):
         keep = partial(self._keep, key, tenant=entry.tenant, expires_at=entry.expires_at)
         return self._promoting(key, file, entry.tenant, entry.expires_at, keep)
 
-    def _put(self, key: str, kv: ChunkKV, tenant: str, expires_at: float | None) -> None:
+    def _put(self, key: str, kv: ChunkKV, tenant: str, expires_at: float | None, is_owed: bool) -> None:
         # RAM gets what the disk gives back, so that an answer is the same before and after a restart.
         packed = pack_kv(kv, self._disk.codec)
-        self._drop_copies(self._disk.put(key, packed, tenant, expires_at))
+        noted = partial(owe, key) if is_owed else None
+        self._drop_copies(self._disk.put(key, packed, tenant, expires_at, noted))
         self._keep(key, packed, tenant, expires_at)
 
     def _write(self, chunk: Computed) -> None:

@@ -110,6 +110,8 @@ class IndexMachine(RuleBasedStateMachine):
         self.live: dict[str, tuple[str, str]] = {}
         # In the engine: the chunk of each name.
         self.names: dict[str, Chunk] = {}
+        # Those of them that were added; the others were met in a prompt.
+        self.owned: set[str] = set()
         # KV in RAM alone, of texts that came under another text's name.
         self.in_ram: set[str] = set()
         self.open()
@@ -135,6 +137,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.live[node.node_id] = (document, node.get_content())
             self.names[node.node_id] = self._chunk(node.node_id)
             self.added[node.node_id] = document
+            self.owned.add(node.node_id)
 
     def _chunk(self, node_id: str) -> Chunk:
         document, text = self.live[node_id]
@@ -142,10 +145,15 @@ class IndexMachine(RuleBasedStateMachine):
             return Chunk(text, node_id)
         return Chunk(text, node_id, document=document, start=PLACE * int(node_id.split("/")[1]))
 
-    def _gone(self, node_ids: set[str]) -> None:
+    def _gone(self, node_ids: set[str], whole: str | None = None) -> None:
+        """Take nodes away, all names of a `whole` document, and what prompts brought of documents that nothing was added of."""
+        touched = {node_id.split("/")[0] for node_id in node_ids & self.names.keys()} | {whole}
         for node_id in node_ids:
             for there in (self.live, self.names, self.added):
                 there.pop(node_id, None)
+        self.owned -= {node_id for node_id in self.owned if node_id in node_ids or node_id.split("/")[0] == whole}
+        ended = touched - {node_id.split("/")[0] for node_id in self.owned}
+        self.names = {id: chunk for id, chunk in self.names.items() if id.split("/")[0] not in ended}
 
     def _of(self, document: str) -> set[str]:
         there = {node_id for node_id, (owner, _) in self.live.items() if owner == document}
@@ -161,7 +169,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(document=DOCUMENTS, text=TEXTS)
     def update(self, document: str, text: str) -> None:
         self.index.update_ref_doc(Document(text=text, id_=document))
-        self._gone(self._of(document))
+        self._gone(self._of(document), document)
         self.documents[document] = text
         self._added(document, text)
         self.check()
@@ -174,7 +182,7 @@ class IndexMachine(RuleBasedStateMachine):
             if before == text:
                 continue
             if before is not None:
-                self._gone(self._of(document))
+                self._gone(self._of(document), document)
             self.documents[document] = text
             self._added(document, text)
         self.check()
@@ -182,7 +190,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(document=DOCUMENTS)
     def delete(self, document: str) -> None:
         self.index.delete_ref_doc(document, delete_from_docstore=True)
-        self._gone(self._of(document))
+        self._gone(self._of(document), document)
         self.check()
 
     @precondition(lambda self: self.live)
@@ -203,7 +211,10 @@ class IndexMachine(RuleBasedStateMachine):
         warm_index(self.index, prune=prune)
         if prune:
             self.names.clear()
+            self.owned.clear()
         self.names.update({node_id: self._chunk(node_id) for node_id in self.live})
+        self.owned |= self.live.keys()
+        self.added.update({node_id: document for node_id, (document, _) in self.live.items()})
         self.check()
 
     @rule()

@@ -11,11 +11,14 @@ from langchain_core.messages.content import PlainTextContentBlock
 
 from cacheblend_rag import Chunk
 from cacheblend_rag.errors import ConfigError, PromptError
+from langchain_cacheblend.places import source_of
 
 __all__ = ["as_chunks", "chunk_block", "documents_to_blocks", "parts_of"]
 
 # Key in a block's ``extras``: nothing is put between the document and the text beside it.
 _INLINE = "cacheblend_inline"
+# Another: what it was made of.
+_SOURCE = "cacheblend_source"
 _SEPARATOR = "\n\n"
 # Said again by AIMessage.tool_calls, or never shown to a model again.
 _NOT_SHOWN_OF_ANSWERS = ("tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use", "reasoning", "thinking")
@@ -31,7 +34,7 @@ def as_chunks(documents: Iterable[Document]) -> list[Chunk]:
             raise ConfigError(
                 f"there is a {type(document).__name__} among the documents; give Document(page_content, id=...) objects"
             )
-    return [Chunk(document.page_content, document.id or None) for document in documents if document.page_content]
+    return [_chunk(document) for document in documents if document.page_content]
 
 
 def documents_to_blocks(documents: Iterable[Document]) -> list[PlainTextContentBlock]:
@@ -55,8 +58,9 @@ def chunk_block(chunk: Chunk, *, inline: bool = False) -> PlainTextContentBlock:
     block = PlainTextContentBlock(type="text-plain", mime_type="text/plain", text=chunk.text)
     if chunk.id:
         block["id"] = chunk.id
-    if inline:
-        block["extras"] = {_INLINE: True}
+    extras = ({_INLINE: True} if inline else {}) | ({_SOURCE: chunk.source} if chunk.source else {})
+    if extras:
+        block["extras"] = extras
     return block
 
 
@@ -90,13 +94,18 @@ def parts_of(message: BaseMessage) -> list[str | Chunk]:
     return parts
 
 
+def _chunk(document: Document) -> Chunk:
+    return Chunk(document.page_content, document.id or None, source=source_of(document.metadata))
+
+
 def _block_parts(block: dict[str, Any]) -> list[str | Chunk]:
     kind, text = block.get("type"), block.get("text")
     if kind == "text" and isinstance(text, str):
         return [text]
     if kind == "text-plain" and isinstance(text, str):
         about = [f"{block[name]}\n" for name in ("title", "context") if block.get(name)]
-        return [*about, Chunk(text, block.get("id") or None)] if text else []
+        source = (block.get("extras") or {}).get(_SOURCE)
+        return [*about, Chunk(text, block.get("id") or None, source=source)] if text else []
     raise PromptError(
         f"a content block of type {kind!r} with the keys {sorted(block)} cannot be shown to this model; it takes blocks of type "
         "text, and text-plain for documents, both with text"
@@ -115,6 +124,6 @@ def _found(text: str, artifact: Any) -> list[str | Chunk]:
             continue
         if place > begin:
             parts.append(text[begin:place])
-        parts.append(Chunk(document.page_content, document.id or None))
+        parts.append(_chunk(document))
         begin = place + len(document.page_content)
     return [*parts, text[begin:]] if begin < len(text) or not parts else parts

@@ -87,7 +87,10 @@ class Siblings:
         self._inner = inner
         with self._lock:
             self._family = self._of.setdefault(engine, weakref.WeakSet())
-            self.name = name or self._given_name()
+            self.name, self.lasting_name = name or "", (name, name is not None)
+            if not name:
+                self.name, lasts, is_certain = self._given_name()
+                self.lasting_name = self.name if lasts else None, is_certain
             self._family.add(self)
 
     def texts(self, ids: Sequence[str]) -> dict[str, str]:
@@ -118,16 +121,21 @@ class Siblings:
                 taken[0],
             )
 
-    def _given_name(self) -> str:
+    def _given_name(self) -> tuple[str, bool, bool]:
+        """Return a name, whether the store has it in other processes too, and whether no other can have it there."""
         kind = type(self._inner).__name__
-        own = [each.name for each in self._family if each._inner is self._inner]
-        if own:
-            return own[0]
+        for each in self._family:
+            if each._inner is self._inner:
+                lasting, is_certain = each.lasting_name
+                return each.name, lasting is not None, is_certain
         # Chroma's collections have ids of their own; where there is but a name, another database may have it too.
-        collection = getattr(getattr(self._inner, "_chroma_collection", None), "id", None)
+        chroma: Any = getattr(self._inner, "_chroma_collection", None)
+        collection = getattr(chroma, "id", None)
         if collection is not None:
-            return f"{kind} {collection}"
+            settings = chroma._client.get_settings()
+            lasts = bool(settings.is_persistent or settings.chroma_server_host)
+            return f"{kind} {collection}", lasts, lasts
         collection = getattr(self._inner, "collection_name", None)
         name = f"{kind} {collection}"
         taken = not isinstance(collection, str) or any(each.name == name for each in self._family)
-        return f"{kind} {uuid.uuid4().hex}" if taken else name
+        return (f"{kind} {uuid.uuid4().hex}", False, False) if taken else (name, True, False)

@@ -14,7 +14,7 @@ from cacheblend_rag import BlendEngine, Chunk
 from cacheblend_rag.chunk import text_hash
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["ALONE", "DOCUMENT_KEYS", "DocumentPlaces", "overlap"]
+__all__ = ["ALONE", "DOCUMENT_KEYS", "DocumentPlaces", "overlap", "source_of"]
 
 DOCUMENT_KEYS = ("source", "page")
 """Metadata by which loaders say what a text was taken from; without the first a text is encoded alone."""
@@ -66,6 +66,8 @@ class DocumentPlaces:
         for name, given in (("document_keys", keys), ("boundary", boundary)):
             if isinstance(given, str) or not all(isinstance(key, str) for key in given):
                 raise ConfigError(f'{name}={given!r} must be a list of metadata keys, as in {name}=["source"]')
+        # As whose the chunks are added.
+        self.owner = ""
         self._engine = engine
         self._store = store
         self._keys = tuple(keys)
@@ -87,6 +89,7 @@ class DocumentPlaces:
     def chunks(self, ids: Sequence[str], texts: Sequence[str], metadatas: Sequence[Mapping[str, Any]]) -> list[Chunk]:
         """Return a chunk for each text, none of which is empty; of several with one id for the last."""
         pieces: dict[str, tuple[str, str | None, int | None]] = {}
+        made_of = {id: source_of(metadata) for id, metadata in zip(ids, metadatas, strict=True)}
         for id, text, metadata in zip(ids, texts, metadatas, strict=True):
             pieces.pop(id, None)
             pieces[id] = (text, self._source(metadata), _start_index(metadata))
@@ -118,7 +121,7 @@ class DocumentPlaces:
             chunks.append(Chunk(text, id, document=document, start=start, previous=previous))
         for source, piece in before.items():
             self._sources.setdefault(source, _Source()).last = piece
-        return chunks
+        return [replace(chunk, source=made_of[str(chunk.id)], owner=self.owner) for chunk in chunks]
 
     def owns(self, document: str | None) -> bool:
         """Return whether a document of the engine is one of this store's."""
@@ -173,6 +176,12 @@ class DocumentPlaces:
             return source
         earlier.has_several = True
         return f"{source}#{begins}"
+
+
+def source_of(metadata: Mapping[str, Any]) -> str | None:
+    """Return what a text was made of, as loaders say it; None where they do not."""
+    value = metadata.get(DOCUMENT_KEYS[0])
+    return None if value is None or value == "" else str(value)
 
 
 def overlap(before: str, after: str) -> int:

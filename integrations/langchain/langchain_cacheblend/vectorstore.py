@@ -18,7 +18,7 @@ from cacheblend_rag.engine import AddJob, AddResult
 from cacheblend_rag.errors import ConfigError, PromptError
 from langchain_cacheblend.calls import check_engine
 from langchain_cacheblend.inventory import Inventory, Siblings
-from langchain_cacheblend.places import DOCUMENT_KEYS, DocumentPlaces
+from langchain_cacheblend.places import DOCUMENT_KEYS, DocumentPlaces, source_of
 from langchain_cacheblend.retriever import BlendVectorStoreRetriever
 from langchain_cacheblend.search import SearchesInner
 
@@ -89,7 +89,10 @@ class BlendVectorStore(SearchesInner):
         self._inventory = Inventory(inner)
         self._siblings = Siblings(inner, engine, name)
         self.places = DocumentPlaces(engine, self._siblings.name, document_keys, boundary, context)
+        self._collection = engine.collection(*self._siblings.lasting_name, self._inventory.present)
+        self.places.owner = self._collection.owner
         super().__init__(inner, self.places.divides)
+        self._collection.notice_at_opening()
 
     def __getattr__(self, name: str) -> Any:
         # Asked only for what is not here.
@@ -247,6 +250,8 @@ class BlendVectorStore(SearchesInner):
             What was done; in the background, a job that will say.
         """
         self._siblings.warn_of(ids, texts)
+        # What was deleted behind our back, or given other ids since a process was killed, is no context of these texts.
+        self._collection.notice({source for metadata in metadatas or () if (source := source_of(metadata))}, ids)
         given = [metadata or {} for metadata in metadatas or [{}] * len(ids)]
         rows = [row for row in zip(ids, texts, given, strict=True) if row[1].strip()]
         chunks = self.places.chunks(*zip(*rows, strict=True)) if rows else []
@@ -274,6 +279,19 @@ class BlendVectorStore(SearchesInner):
             If the KV of some of them could not be stored; it is computed at query time.
         """
         self.engine.flush()
+
+    def notice(self) -> int:
+        """Forget the KV of documents that were deleted behind this store's back; opening it does so too.
+
+        Only where it is certain which store the inner one is, as with Chroma on disk or as a server, or with `name`, and where
+        that can be asked for documents by their ids.
+
+        Returns
+        -------
+        int
+            How many chunks were forgotten.
+        """
+        return self._collection.notice()
 
     # Retrieving
 
@@ -337,7 +355,7 @@ class BlendVectorStore(SearchesInner):
         held = self._siblings.texts(ids)
         shared = [record for record in self.engine.records(list(held)) if record is not None] if held else []
         kept = [record.id for record in shared if record.text_hash == text_hash(held[record.id])]
-        self.engine.delete(set(ids).difference(kept))
+        self._collection.forget([id for id in ids if id not in kept])
         # What another store still has is no longer a piece of this one's documents.
         mine = [id for id, place in zip(kept, self.engine.places(kept), strict=True) if self.places.owns(place)]
         if mine:
@@ -375,7 +393,7 @@ def warm(
     """Encode the documents that a vector store already has, or that reached it another way.
 
     What is already encoded is not encoded again, so this can be called at every start. Chunks of documents that the store no
-    longer has are left alone.
+    longer has are forgotten where `BlendVectorStore.notice` would forget them.
 
     Parameters
     ----------
@@ -399,6 +417,7 @@ def warm(
         If the store is not a `BlendVectorStore`, cannot list its documents, or documents have no ids.
     """
     wrapped(store, "warm")
+    store.notice()
     documents = store.places.in_reading_order(store._inventory.documents(ids))
     nameless = sum(not document.id for document in documents)
     if nameless:

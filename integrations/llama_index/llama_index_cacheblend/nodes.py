@@ -86,7 +86,7 @@ def node_chunks(nodes: Iterable[BaseNode], text_of: TextOf = llm_text) -> list[C
                 f"object of type {type(text).__name__}"
             )
         if text and text.strip():
-            chunks.append(Chunk(text.strip(), node.node_id))
+            chunks.append(Chunk(text.strip(), node.node_id, source=node.ref_doc_id or None))
     return chunks
 
 
@@ -231,7 +231,13 @@ class NodeEncoder:
     encoded alone, since nobody says where in the document that stands; without a `boundary`, every node is.
     """
 
-    def __init__(self, engine: BlendEngine, text_of: TextOf | None = None, boundary: Boundary | None = None) -> None:
+    def __init__(
+        self,
+        engine: BlendEngine,
+        text_of: TextOf | None = None,
+        boundary: Boundary | None = None,
+        owner: str = "",
+    ) -> None:
         if not (text_of is None or callable(text_of) or isinstance(text_of, BaseNodePostprocessor)):
             raise ConfigError(
                 f"text_of={text_of!r} must be a postprocessor, as MetadataReplacementPostProcessor(target_metadata_key=...), or "
@@ -240,6 +246,8 @@ class NodeEncoder:
         self.engine = engine
         self.text_of = llm_text if text_of is None else text_of
         self.boundary = boundary
+        # The vector store that has the nodes, but for those that a docstore keeps to merge others into.
+        self.owner = owner
         # Documents may be cut by the end of a call: what is said to come next, and has not come yet.
         self._awaited: set[str] = set()
 
@@ -287,7 +295,8 @@ class NodeEncoder:
                     is_own = self.text_of is llm_text or chunk.text == node.get_content().strip()
                     if self.boundary is not None and is_own:
                         chunk = placed(chunk, node, self.boundary, followers)
-                    chunks.append(chunk)
+                    is_above = NodeRelationship.CHILD in node.relationships
+                    chunks.append(replace(chunk, owner="" if is_above else self.owner))
             except (ConfigError, PromptError) as error:
                 failed[node.node_id] = str(error)
         self._awaited = followers - {node.node_id for node in nodes}

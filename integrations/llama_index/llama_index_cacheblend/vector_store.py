@@ -19,7 +19,7 @@ from llama_index.core.vector_stores.types import (
 )
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
-from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.engine import BlendEngine, ChunkCollection
 from cacheblend_rag.errors import ConfigError
 from llama_index_cacheblend.inventory import Inventory, Wanted
 from llama_index_cacheblend.llm import BlendLLM, find_engine
@@ -78,6 +78,7 @@ class BlendVectorStore(BasePydanticVectorStore):
     _background: bool = PrivateAttr()
     _parents: BaseDocumentStore | None = PrivateAttr()
     _inventory: Inventory = PrivateAttr()
+    _collection: ChunkCollection = PrivateAttr()
 
     def __init__(
         self,
@@ -112,7 +113,9 @@ class BlendVectorStore(BasePydanticVectorStore):
         self._background = background
         self._parents = parents
         self._inventory = Inventory(inner)
-        self._encoder = NodeEncoder(found, text_of, None if alone else divided)
+        self._collection = found.collection(*self._inventory.name(), self._present)
+        self._encoder = NodeEncoder(found, text_of, None if alone else divided, self._collection.owner)
+        self._collection.notice_at_opening()
 
     @classmethod
     def class_name(cls) -> str:
@@ -170,40 +173,47 @@ class BlendVectorStore(BasePydanticVectorStore):
         """
         nodes = list(nodes)
         node_ids = [node.node_id for node in nodes]
-        encoded = self._encode(nodes)
-        try:
-            held = self._inventory.find(Wanted(node_ids=node_ids))
-            # Where nobody can say what is there, all are deleted first if that is possible. Whatever keeps the store from
-            # deleting, that it has no collection yet for example, it says when it is added to.
-            if held is None:
-                with suppress(Exception):
-                    self._inner.delete_nodes(node_ids=node_ids)
-            elif held:
-                self._inner.delete_nodes(node_ids=held)
-            added = self._inner.add(nodes, **kwargs)
-        except BaseException:
-            self.engine.delete([node.node_id for node in encoded])
-            raise
+        self._notice(nodes)
+        with self._collection.filling():
+            encoded = self._encode(nodes)
+            try:
+                held = self._inventory.find(Wanted(node_ids=node_ids))
+                # Where nobody can say what is there, all are deleted first if that is possible. Whatever keeps the store from
+                # deleting, that it has no collection yet for example, it says when it is added to.
+                if held is None:
+                    with suppress(Exception):
+                        self._inner.delete_nodes(node_ids=node_ids)
+                elif held:
+                    self._inner.delete_nodes(node_ids=held)
+                added = self._inner.add(nodes, **kwargs)
+            except BaseException:
+                self.engine.delete([node.node_id for node in encoded])
+                raise
         self._inventory.note(encoded)
+        self._notice(nodes)
         return added
 
     async def async_add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
         """Do what `add` does."""
         nodes = list(nodes)
         node_ids = [node.node_id for node in nodes]
-        encoded = await asyncio.to_thread(self._encode, nodes)
-        try:
-            held = await self._inventory.afind(Wanted(node_ids=node_ids))
-            if held is None:
-                with suppress(Exception):
-                    await self._inner.adelete_nodes(node_ids=node_ids)
-            elif held:
-                await self._inner.adelete_nodes(node_ids=held)
-            added = await self._inner.async_add(nodes, **kwargs)
-        except BaseException:
-            await asyncio.to_thread(self.engine.delete, [node.node_id for node in encoded])
-            raise
+        await asyncio.to_thread(self._notice, nodes)
+        # Whoever is alone with the store is so for moments, and waited for by the thread that encodes.
+        with self._collection.filling():
+            encoded = await asyncio.to_thread(self._encode, nodes)
+            try:
+                held = await self._inventory.afind(Wanted(node_ids=node_ids))
+                if held is None:
+                    with suppress(Exception):
+                        await self._inner.adelete_nodes(node_ids=node_ids)
+                elif held:
+                    await self._inner.adelete_nodes(node_ids=held)
+                added = await self._inner.async_add(nodes, **kwargs)
+            except BaseException:
+                await asyncio.to_thread(self.engine.delete, [node.node_id for node in encoded])
+                raise
         self._inventory.note(encoded)
+        await asyncio.to_thread(self._notice, nodes)
         return added
 
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
@@ -211,16 +221,17 @@ class BlendVectorStore(BasePydanticVectorStore):
 
         The KV goes first: if the process dies in between, the nodes are still there to be deleted again.
         """
-        gone = self._forget(self._inventory.find(Wanted(document=ref_doc_id)), self._inventory.remembered(ref_doc_id))
+        found = self._inventory.find(Wanted(document=ref_doc_id))
+        gone = self._forget(found, self._inventory.remembered(ref_doc_id), ref_doc_id)
         self._inner.delete(ref_doc_id, **delete_kwargs)
-        self._forget_again(gone)
+        self._forget_again(gone, ref_doc_id)
 
     async def adelete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """Do what `delete` does."""
         found = await self._inventory.afind(Wanted(document=ref_doc_id))
-        gone = await asyncio.to_thread(self._forget, found, self._inventory.remembered(ref_doc_id))
+        gone = await asyncio.to_thread(self._forget, found, self._inventory.remembered(ref_doc_id), ref_doc_id)
         await self._inner.adelete(ref_doc_id, **delete_kwargs)
-        await asyncio.to_thread(self._forget_again, gone)
+        await asyncio.to_thread(self._forget_again, gone, ref_doc_id)
 
     def delete_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
@@ -255,7 +266,7 @@ class BlendVectorStore(BasePydanticVectorStore):
     def clear(self) -> None:
         """Delete all nodes of the inner store, and forget their KV."""
         found = self._inventory.find()
-        gone = self._forget(found, self._inventory.remembered())
+        gone = self._forget(found, [*self._inventory.remembered(), *self._collection.ids()])
         # Some stores, Chroma among them, cannot delete nothing.
         with suppress(*([Exception] if found == [] else [])):
             self._inner.clear()
@@ -264,7 +275,7 @@ class BlendVectorStore(BasePydanticVectorStore):
     async def aclear(self) -> None:
         """Do what `clear` does."""
         found = await self._inventory.afind()
-        gone = await asyncio.to_thread(self._forget, found, self._inventory.remembered())
+        gone = await asyncio.to_thread(self._forget, found, [*self._inventory.remembered(), *self._collection.ids()])
         with suppress(*([Exception] if found == [] else [])):
             await self._inner.aclear()
         await asyncio.to_thread(self._forget_again, gone)
@@ -303,6 +314,18 @@ class BlendVectorStore(BasePydanticVectorStore):
         """
         self.engine.flush()
 
+    def notice(self) -> int:
+        """Forget the KV of nodes that were deleted behind this store's back; opening it does so too.
+
+        Only where the inner store says which it is, as Chroma does on disk or as a server, and can be asked for nodes.
+
+        Returns
+        -------
+        int
+            How many chunks were forgotten.
+        """
+        return self._collection.notice()
+
     def remember(self, nodes: Sequence[BaseNode]) -> None:
         """Note nodes that are encoded and stand elsewhere, in a docstore: `delete` of their document forgets their KV too."""
         self._inventory.note(nodes)
@@ -324,8 +347,18 @@ class BlendVectorStore(BasePydanticVectorStore):
             self._encoder.encode(encoded, progress=None if hidden else show, background=self._background)
         return encoded
 
-    def _forget(self, found: Sequence[str] | None, remembered: Sequence[str] = ()) -> list[str]:
-        """Forget the KV of nodes that are about to be deleted; return their ids.
+    def _present(self, node_ids: Sequence[str]) -> list[str] | None:
+        return self._inventory.find(Wanted(node_ids=node_ids))
+
+    def _notice(self, nodes: Sequence[BaseNode]) -> None:
+        """Forget what a killed process, or who deleted behind our back, has left of the documents of these nodes."""
+        documents = {node.ref_doc_id for node in nodes if node.ref_doc_id}
+        self._collection.notice(documents, {node.node_id for node in nodes})
+
+    def _forget(
+        self, found: Sequence[str] | None, remembered: Sequence[str] = (), document: str | None = None
+    ) -> list[str]:
+        """Forget the KV of nodes that are about to be deleted, and of all else of a document; return their ids.
 
         What is remembered may have been deleted behind our back; then the store does not find it any more.
         """
@@ -336,10 +369,10 @@ class BlendVectorStore(BasePydanticVectorStore):
             )
             found = ()
         gone = list(dict.fromkeys([*found, *remembered]))
-        self.engine.delete(gone)
+        self._collection.forget(gone, [document] if document else [])
         return gone
 
-    def _forget_again(self, node_ids: Sequence[str]) -> None:
+    def _forget_again(self, node_ids: Sequence[str], document: str | None = None) -> None:
         """Forget nodes that are deleted now, since a query may have retrieved and encoded one while they were there."""
-        self.engine.delete(node_ids)
+        self._collection.forget(node_ids, [document] if document else [])
         self._inventory.forget(node_ids)

@@ -222,6 +222,7 @@ def warm_index(
             start += len(batch)
     if isinstance(store, BlendVectorStore) and store.engine is encoder.engine:
         store.remember(found)
+        store.notice()
 
     def sum_up(results: Sequence[AddResult]) -> WarmResult:
         return WarmResult(
@@ -254,7 +255,9 @@ def encoder_of(
     if isinstance(store, BlendVectorStore):
         if text_of is None and (engine is None or engine is store.engine):
             return store.encoder
-        return NodeEncoder(engine or store.engine, text_of or store.encoder.text_of, store.encoder.boundary)
+        own = store.encoder
+        owner = own.owner if engine in (None, store.engine) else ""
+        return NodeEncoder(engine or store.engine, text_of or own.text_of, own.boundary, owner)
     return NodeEncoder(find_engine(engine), text_of, Boundary())
 
 

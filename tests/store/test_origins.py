@@ -1,0 +1,99 @@
+"""Names go by whose they are and what their texts were made of, and KV that nobody came to name goes too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cacheblend_rag.store import KVStore, collect_garbage, open_store
+from tests.store.kit import key_of, make_kv, record
+
+ROOM = 1 << 20
+
+
+@pytest.fixture(params=["ram", "folder"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> KVStore:
+    return open_store(None if request.param == "ram" else tmp_path / "store", ROOM)
+
+
+def add(store: KVStore, number: int, owner: str, source: str = "d") -> None:
+    store.put(key_of(number), make_kv(number), is_owed=True)
+    store.name("ns", [replace(record(f"n{number}", number), source=source, owner=owner)])
+
+
+def test_what_no_owner_has_goes_with_the_last_that_one_has(store: KVStore) -> None:
+    add(store, 1, "one")
+    add(store, 2, "other")
+    add(store, 3, "")
+    add(store, 4, "", source="another")
+    assert store.forget("ns", ["n1"]) == 1
+    assert store.names.ids("ns") == ["n2", "n3", "n4"]
+    assert store.forget("ns", ["n2"]) == 2
+    assert store.names.ids("ns") == ["n4"]
+    assert store.holds([key_of(number) for number in range(1, 5)]) == [False, False, False, True]
+
+
+def test_an_owner_forgets_what_nobody_else_has(store: KVStore) -> None:
+    for owner in ("one", "other"):
+        add(store, 1, owner)
+    add(store, 2, "one")
+    assert store.forget("ns", ["n1", "n2"], "one") == 1
+    assert store.names.ids("ns") == ["n1"]
+    assert store.forget("ns", [], "other", ["d"]) == 1
+    assert store.names.ids("ns") == []
+
+
+def test_a_miss_that_waits_goes_with_its_source(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store", ROOM, write_back_bytes=1 << 20)
+    add(store, 1, "one")
+    met = replace(record("met", 2), source="d")
+    assert store.put_later(key_of(2), make_kv(2), "ns", [met])
+    assert store.forget("ns", ["n1"]) == 2
+    store.flush()
+    assert (store.names.ids("ns"), store.holds([key_of(2)])) == ([], [False])
+
+
+def test_what_is_kept_in_ram_goes_with_the_name_it_was_met_under(store: KVStore) -> None:
+    add(store, 1, "one")
+    for number in (2, 3):
+        store.cache(key_of(number), make_kv(number), tied=("ns", "n1" if number == 2 else None, "d"))
+    store.cache(key_of(4), make_kv(4))
+    assert all(store.open(key_of(number)) for number in (2, 3, 4))
+    store.forget("ns", ["n1"])
+    assert [store.open(key_of(number)) is not None for number in (2, 3, 4)] == [False, False, True]
+
+
+def test_another_process_deletes_what_ram_holds(tmp_path: Path) -> None:
+    store, other = open_store(tmp_path / "store", ROOM), open_store(tmp_path / "store", ROOM)
+    add(store, 1, "one")
+    store.cache(key_of(2), make_kv(2), tied=("ns", "n1", None))
+    other.forget("ns", ["n1"])
+    assert store.stats().ram_bytes == 0
+
+
+@pytest.mark.parametrize("how", ["gc", "forget"])
+def test_kv_that_a_killed_ingestion_put_is_dropped_when_nobody_adds(tmp_path: Path, how: str) -> None:
+    store = open_store(tmp_path / "store", ROOM)
+    store.put(key_of(1), make_kv(1), is_owed=True)
+    store.put(key_of(2), make_kv(2))
+
+    def collect() -> None:
+        if how == "gc":
+            collect_garbage(tmp_path / "store")
+        else:
+            store.forget("ns", ["unknown"])
+
+    with store.turns.filling():
+        collect()
+        assert store.holds([key_of(1), key_of(2)]) == [True, True]
+    collect()
+    assert store.holds([key_of(1), key_of(2)]) == [False, True]
+
+
+def test_turns(store: KVStore) -> None:
+    with store.turns.filling(), store.turns.filling(), store.turns.alone() as is_alone:
+        assert not is_alone
+    with store.turns.alone() as is_alone, store.turns.alone() as is_alone_too:
+        assert is_alone and not is_alone_too
