@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import Counter
@@ -27,6 +28,8 @@ Item = TypeVar("Item")
 
 # What could not be written is tried again with the next that comes after so long.
 _RETRY_S = 2.0
+# Failures that are no further apart than this are one event, which is said once: a full disk may have room in between.
+_EVENT_S = 60.0
 
 
 class WorkQueue(Generic[Item]):
@@ -173,6 +176,7 @@ class WriteBack(WorkQueue[Computed]):
         self._error: StoreError | None = None
         # When writing failed last, if it has not succeeded since, and why what stays could not be written.
         self._failed_at: float | None = None
+        self._failed_last_at = -math.inf
         self._stays_for: StoreError | None = None
         super().__init__(self._try_to_write, limit_bytes, "cacheblend-write-back")
 
@@ -279,13 +283,15 @@ class WriteBack(WorkQueue[Computed]):
             stays = isinstance(caught, StoreError) and not (
                 isinstance(caught, StoreFullError) and not is_out_of_room(caught)
             )
-            if self._stays_for is None or not stays:
+            now = time.monotonic()
+            if now - self._failed_last_at > _EVENT_S or not stays:
                 kept = "it is kept in memory, and written as soon as that can be done" if stays else "it is lost"
                 _log.warning("the KV of a miss was not stored: %s; %s", caught, kept)
             error = caught if isinstance(caught, StoreError) else StoreError(f"KV was not written: {caught!r}")
             with self._lock:
                 if stays:
-                    self._failed_at, self._stays_for = time.monotonic(), error
+                    self._failed_at = self._failed_last_at = now
+                    self._stays_for = error
                 else:
                     self._error = self._error or error
             return stays and not chunk.cancelled
