@@ -379,6 +379,9 @@ def _layers(header: dict[str, Any], count: int, metadata: dict[str, str]) -> lis
     forms = [(codec, _form(keys), _form(values)) for codec, keys, values in json.loads(metadata["forms"])]
     chosen = [forms[int(number)] for number in metadata["layers"].split(",")] if metadata["layers"] else []
     layers = [_StoredLayer(*form, each) for form, each in zip(chosen, tensors, strict=True)]
+    rows = {length for layer in layers for form in (layer.key_form, layer.value_form) for length in form.shape[-2:-1]}
+    if not rows <= {tokens["shape"][0]}:
+        raise ValueError("a layer has other rows than tokens")
     if any(layer.key_form.nbytes + layer.value_form.nbytes > _MOST_UNPACKED * layer.nbytes for layer in layers):
         raise ValueError("a layer is unpacked to more than any codec packs")
     return layers

@@ -128,6 +128,14 @@ def test_file_of_another_key(tmp_path: Path) -> None:
         ChunkFile.open(tmp_path / "f", key_of(2))
 
 
+def test_layers_of_fewer_rows_than_tokens(tmp_path: Path) -> None:
+    kv = make_kv(1, tokens=6)
+    short = LayerKV(*(tensor[:, :5] for tensor in kv.layers[0]))
+    write(tmp_path / "f", ChunkKV(kv.token_ids, kv.start, (short, *kv.layers[1:])))
+    with pytest.raises(ChunkReadError, match="its header is damaged"):
+        ChunkFile.open(tmp_path / "f", key_of(1))
+
+
 def test_what_cannot_be_stored() -> None:
     ones = torch.ones(1, 1, 1)
     with pytest.raises(StoreError, match=r"layer 0 has values of torch\.complex64"):
