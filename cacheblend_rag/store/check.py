@@ -13,12 +13,14 @@ from typing import TypeAlias
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.store.disk import DiskTier, existing_store
 from cacheblend_rag.store.documents import Drafts, is_sound
-from cacheblend_rag.store.folder import StoreFolder, existing_folder
+from cacheblend_rag.store.folder import existing_folder
 from cacheblend_rag.store.index import counter
 from cacheblend_rag.store.names import Names, drop_nameless
+from cacheblend_rag.store.restore import compare, heal_index
 
 __all__ = ["CheckReport", "check_store"]
 
+_LOCK_TIMEOUT_S = 60.0
 _BYTES = "ifnull(sum(bytes), 0)"
 _PINNED_BYTES = "ifnull(sum(CASE WHEN pinned THEN bytes END), 0)"
 _SHARES = """
@@ -53,7 +55,8 @@ class CheckReport:
     names : int
         Names recorded.
     problems : list of str
-        What is wrong, one sentence each. A damaged or missing file is no danger to answers: it counts as a miss when it is met.
+        What is wrong, one sentence each, and what of the index was restored. A damaged or missing file is no danger to answers:
+        it counts as a miss when it is met.
     repaired : bool
         Whether the problems have been repaired.
     """
@@ -73,7 +76,7 @@ class CheckReport:
 def check_store(location: str | Path, repair: bool = False) -> CheckReport:
     """Read everything in a store folder and verify it.
 
-    Other processes may go on using the store, except when a damaged index is repaired.
+    Other processes may go on using the store.
 
     Parameters
     ----------
@@ -81,8 +84,8 @@ def check_store(location: str | Path, repair: bool = False) -> CheckReport:
         The folder.
     repair : bool
         Drop what is damaged or belongs to nothing. KV that is dropped is computed again when it is next asked for. If the
-        index itself is damaged, it is rebuilt from the files; the names in it are lost until their chunks are added again, which
-        finds their KV still there.
+        index itself is damaged, it is restored from its mirror. Where that is damaged too, KV is found again by its files, and
+        names that are lost come back when their chunks are added again.
 
     Returns
     -------
@@ -106,12 +109,23 @@ def check_store(location: str | Path, repair: bool = False) -> CheckReport:
             repairs = _examine(tier, report)
     except StoreError as error:
         report.problems.append(str(error))
+    wrong = compare(folder.index_path, _LOCK_TIMEOUT_S)
+    if wrong is not None:
+        report.problems.append(wrong)
     if repair and report.problems:
         report.repaired = True
-        if repairs is None:
-            _rebuild(folder)
-        else:
-            _mend(location, repairs)
+        with folder.opening():
+            is_refused = repairs is None or wrong is not None
+            done = heal_index(folder.index_path, None, _LOCK_TIMEOUT_S, is_refused) if is_refused else None
+        # Opening the store removes what killed processes left.
+        with existing_store(location) as tier:
+            if done is not None:
+                report.problems.append(f"index {folder.index_path}: {done}")
+                tier.adopt()
+                again = CheckReport()
+                repairs = _examine(tier, again)
+                report.problems += [problem for problem in again.problems if problem not in report.problems]
+            _mend(tier, repairs or [])
     return report
 
 
@@ -199,15 +213,13 @@ def _damaged_records(connection: sqlite3.Connection) -> tuple[list[tuple[str, st
     return list(dict.fromkeys(names)), documents
 
 
-def _mend(location: str | Path, repairs: list[Repair]) -> None:
-    # Opening the store removes what killed processes left.
-    with existing_store(location) as tier:
-        for repair in repairs:
-            repair(tier)
-        with tier.database.write() as connection:
-            for rows in _STRAY:
-                connection.execute(f"DELETE FROM {rows}")
-            _recount(connection)
+def _mend(tier: DiskTier, repairs: list[Repair]) -> None:
+    for repair in repairs:
+        repair(tier)
+    with tier.database.write() as connection:
+        for rows in _STRAY:
+            connection.execute(f"DELETE FROM {rows}")
+        _recount(connection)
 
 
 def _unlink(file: str, tier: DiskTier) -> None:
@@ -225,13 +237,3 @@ def _read_anew(namespace: str, document: str, tier: DiskTier) -> None:
         drafts.load(document)
         dropped = drop_nameless(connection, drafts.save(drafts.targets()))
     tier.remove(dropped)
-
-
-def _rebuild(folder: StoreFolder) -> None:
-    """Make the index anew from the files."""
-    with folder.opening():
-        folder.renew_index()
-    with existing_store(folder.path) as tier:
-        for path in folder.files():
-            if folder.is_file_name(path.name):
-                tier.adopt(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 from cacheblend_rag.store.database import Database
 from cacheblend_rag.store.locks import ForkSafeLock
@@ -44,8 +45,12 @@ class StoreClock:
 
     def load(self, database: Database) -> None:
         """Go on from the time that was written down, if any was."""
-        with database.read() as connection:
-            saved = connection.execute(_SAVED).fetchone()
+
+        def read() -> Any:
+            with database.read() as connection:
+                return connection.execute(_SAVED).fetchone()
+
+        saved = database.healing(read)
         if saved is not None:
             with self._lock:
                 self._now = saved[0] + max(0.0, self._wall() - saved[1])
@@ -55,10 +60,14 @@ class StoreClock:
         """Write the time down; that it survives the machine is not waited for."""
         # Beforehand, since a thread holds one lock at a time.
         now = self.now()
-        with database.write(durable=False) as connection:
-            saved = connection.execute(_SAVED).fetchone()
-            now = now if saved is None else max(now, saved[0])
-            connection.execute("INSERT OR REPLACE INTO moment VALUES (1, ?, ?)", (now, self._wall()))
+
+        def write() -> None:
+            with database.write(durable=False) as connection:
+                saved = connection.execute(_SAVED).fetchone()
+                latest = now if saved is None else max(now, saved[0])
+                connection.execute("INSERT OR REPLACE INTO moment VALUES (1, ?, ?)", (latest, self._wall()))
+
+        database.healing(write)
 
     def now(self) -> float:
         """Return the store's time."""

@@ -1,26 +1,34 @@
-"""The SQLite database behind the index: tables, connections, transactions."""
+"""The SQLite database behind the index: connections, transactions, and what is done when it is damaged."""
 
 from __future__ import annotations
 
+import inspect
 import os
-import re
 import shlex
 import sqlite3
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from logging import getLogger
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from cacheblend_rag.errors import StoreError, StoreFormatError, StoreFullError, StoreReadOnlyError
+from cacheblend_rag.errors import StoreError, StoreFullError, StoreReadOnlyError
 from cacheblend_rag.store.locks import ForkSafeLock, tell_before_fork
+from cacheblend_rag.store.mirror import alone_in, attach_mirror, follow, mirror_of, revisions
+from cacheblend_rag.store.restore import BROKEN, Doubt, connect_source, find_rows, heal_index, is_sound_row
+from cacheblend_rag.store.schema import check_version, has_tables, make_tables, restart_sequences
 
-__all__ = ["Database"]
+__all__ = ["DamagedIndexError", "Database", "healing"]
+
+_log = getLogger(__name__)
 
 Result = TypeVar("Result")
+Owner = TypeVar("Owner")
 
 # How long a look-up waits, in a hurry or not: a writer is in nobody's way but for moments.
 _HURRY_S, _LOOKUP_S = 0.1, 1.0
@@ -28,119 +36,21 @@ _HURRY_S, _LOOKUP_S = 0.1, 1.0
 _TIDY_PAGES = 256
 # The inner pages of an index of a million entries; its leaves are left to the system's page cache, which all processes share.
 _READ_CACHE_BYTES = 16 * 1024**2
-_VERSION = 3
 
-# entries: the chunks whose KV is on disk. removals: files that have lost their entry and are to be removed. deletions: the keys
-# that lost their entry lately, for other processes' RAM.
-# nodes: the names. changes: the numbers of those that changed lately; no ids, so that none outlives its name. namespaces: whose
-# they are, where they are a tenant's. tenants: what each has, counted by triggers so that nobody has to count a million rows.
-# documents: how those that chunks are pieces of are read. members: the pieces, by the numbers of their names.
-# origins: which vector stores have the names, and what their texts were made of. owed: KV that waits for its name.
-# moment: the store's time and the wall clock's when it was last written down.
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS entries (
-    key TEXT PRIMARY KEY, file TEXT NOT NULL, bytes INTEGER NOT NULL, digest BLOB NOT NULL, last_used INTEGER NOT NULL,
-    tenant TEXT NOT NULL DEFAULT '', added_at REAL NOT NULL DEFAULT 0, expires_at REAL, pinned INTEGER NOT NULL DEFAULT 0
-) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS removals (file TEXT PRIMARY KEY) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS deletions (seq INTEGER PRIMARY KEY, key TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS nodes (
-    seq INTEGER PRIMARY KEY, namespace TEXT NOT NULL, id TEXT NOT NULL, key TEXT NOT NULL, text_hash TEXT NOT NULL,
-    token_ids BLOB NOT NULL, checksum INTEGER NOT NULL, pinned INTEGER NOT NULL DEFAULT 0,
-    separator BLOB NOT NULL DEFAULT x'', UNIQUE (namespace, id)
-);
-CREATE TABLE IF NOT EXISTS documents (
-    number INTEGER PRIMARY KEY, namespace TEXT NOT NULL, name TEXT NOT NULL, tokens INTEGER, separator BLOB NOT NULL,
-    checksum INTEGER NOT NULL, UNIQUE (namespace, name)
-);
-CREATE TABLE IF NOT EXISTS members (
-    seq INTEGER PRIMARY KEY, document INTEGER NOT NULL, arrival INTEGER NOT NULL, start INTEGER, previous TEXT,
-    length INTEGER NOT NULL, body TEXT NOT NULL, ends BLOB NOT NULL, expires_at REAL, checksum INTEGER NOT NULL
-);
-CREATE TABLE IF NOT EXISTS origins (
-    node INTEGER NOT NULL, owner TEXT NOT NULL, source TEXT NOT NULL, PRIMARY KEY (node, owner)
-) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS owed (key TEXT PRIMARY KEY) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS changes (seq INTEGER PRIMARY KEY, node INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS namespaces (namespace TEXT PRIMARY KEY, tenant TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS tenants (
-    tenant TEXT PRIMARY KEY, entries INTEGER NOT NULL, bytes INTEGER NOT NULL, names INTEGER NOT NULL
-) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS moment (one INTEGER PRIMARY KEY CHECK (one = 1), now REAL NOT NULL, wall REAL NOT NULL);
-INSERT OR IGNORE INTO counters VALUES ('entry_bytes', 0), ('pinned_bytes', 0), ('clock', 0);
-INSERT OR IGNORE INTO tenants VALUES ('', 0, 0, 0);
-CREATE INDEX IF NOT EXISTS entries_by_use ON entries (pinned, last_used);
-CREATE INDEX IF NOT EXISTS entries_by_expiry ON entries (expires_at) WHERE expires_at IS NOT NULL;
-CREATE INDEX IF NOT EXISTS nodes_by_key ON nodes (key);
-CREATE INDEX IF NOT EXISTS members_by_document ON members (document, arrival);
-CREATE INDEX IF NOT EXISTS origins_by_source ON origins (source, owner);
-CREATE INDEX IF NOT EXISTS origins_by_owner ON origins (owner);
-CREATE TRIGGER IF NOT EXISTS origin_lost AFTER DELETE ON nodes BEGIN
-    DELETE FROM origins WHERE node = old.seq;
-END;
-CREATE TRIGGER IF NOT EXISTS debt_paid AFTER INSERT ON nodes BEGIN
-    DELETE FROM owed WHERE key = new.key;
-END;
-CREATE TRIGGER IF NOT EXISTS debt_paid_late AFTER UPDATE OF key ON nodes BEGIN
-    DELETE FROM owed WHERE key = new.key;
-END;
-CREATE TRIGGER IF NOT EXISTS debt_dropped AFTER DELETE ON entries BEGIN
-    DELETE FROM owed WHERE key = old.key;
-END;
-CREATE TRIGGER IF NOT EXISTS piece_removed AFTER DELETE ON nodes BEGIN
-    DELETE FROM members WHERE seq = old.seq;
-END;
-CREATE TRIGGER IF NOT EXISTS document_ended AFTER DELETE ON members BEGIN
-    DELETE FROM documents WHERE number = old.document AND NOT EXISTS (SELECT 1 FROM members WHERE document = old.document);
-END;
-CREATE TRIGGER IF NOT EXISTS entry_added AFTER INSERT ON entries BEGIN
-    UPDATE counters SET value = value + new.bytes WHERE name = 'entry_bytes';
-    UPDATE counters SET value = value + new.bytes WHERE name = 'pinned_bytes' AND new.pinned;
-    UPDATE tenants SET entries = entries + 1, bytes = bytes + new.bytes WHERE tenant = new.tenant;
-END;
-CREATE TRIGGER IF NOT EXISTS entry_deleted AFTER DELETE ON entries BEGIN
-    UPDATE counters SET value = value - old.bytes WHERE name = 'entry_bytes';
-    UPDATE counters SET value = value - old.bytes WHERE name = 'pinned_bytes' AND old.pinned;
-    UPDATE tenants SET entries = entries - 1, bytes = bytes - old.bytes WHERE tenant = old.tenant;
-    INSERT INTO deletions (key) VALUES (old.key);
-END;
-CREATE TRIGGER IF NOT EXISTS entry_pinned AFTER UPDATE OF pinned ON entries BEGIN
-    UPDATE counters SET value = value + (new.pinned - old.pinned) * new.bytes WHERE name = 'pinned_bytes';
-END;
-CREATE TRIGGER IF NOT EXISTS entry_claimed AFTER UPDATE OF tenant ON entries BEGIN
-    UPDATE tenants SET entries = entries - 1, bytes = bytes - old.bytes WHERE tenant = old.tenant;
-    UPDATE tenants SET entries = entries + 1, bytes = bytes + new.bytes WHERE tenant = new.tenant;
-END;
-CREATE TRIGGER IF NOT EXISTS node_added AFTER INSERT ON nodes BEGIN
-    UPDATE tenants SET names = names + 1 WHERE tenant =
-        ifnull((SELECT tenant FROM namespaces WHERE namespace = new.namespace), '');
-END;
-CREATE TRIGGER IF NOT EXISTS node_removed AFTER DELETE ON nodes BEGIN
-    UPDATE tenants SET names = names - 1 WHERE tenant =
-        ifnull((SELECT tenant FROM namespaces WHERE namespace = old.namespace), '');
-END;
-CREATE TRIGGER IF NOT EXISTS node_addition_noted AFTER INSERT ON nodes BEGIN
-    INSERT INTO changes (node) VALUES (new.seq);
-END;
-CREATE TRIGGER IF NOT EXISTS node_change_noted AFTER UPDATE OF key, text_hash, token_ids ON nodes BEGIN
-    INSERT INTO changes (node) VALUES (new.seq);
-END;
-CREATE TRIGGER IF NOT EXISTS node_removal_noted AFTER DELETE ON nodes BEGIN
-    INSERT INTO changes (node) VALUES (old.seq);
-END;
-CREATE TRIGGER IF NOT EXISTS changes_forgotten AFTER INSERT ON changes BEGIN
-    DELETE FROM changes WHERE seq <= new.seq - 10000;
-END;
-CREATE TRIGGER IF NOT EXISTS node_pinned AFTER UPDATE OF key, pinned ON nodes WHEN old.pinned OR new.pinned BEGIN
-    UPDATE entries SET pinned = EXISTS (SELECT 1 FROM nodes WHERE nodes.key = entries.key AND nodes.pinned)
-    WHERE key IN (old.key, new.key);
-END;
-CREATE TRIGGER IF NOT EXISTS pinned_node_removed AFTER DELETE ON nodes WHEN old.pinned BEGIN
-    UPDATE entries SET pinned = EXISTS (SELECT 1 FROM nodes WHERE nodes.key = entries.key AND nodes.pinned)
-    WHERE key = old.key;
-END;
-"""
+
+# How long it is done without a mirror for which there was no room, before it is tried again.
+_MIRROR_AGAIN_S = 60.0
+_ATTEMPTS = 4
+# What SQLite says of a damaged file, or one that has lost a part of it. Constraints hold, so long as nothing is damaged.
+_DAMAGE = ("malformed", "not a database", "no such table", "no such column", "disk I/O error", "Could not decode")
+
+
+class DamagedIndexError(StoreError):
+    """The index is damaged or gone, or does not agree with its mirror: in what is in `doubt`, or in their revisions."""
+
+    def __init__(self, message: str, doubt: Doubt | None = None) -> None:
+        super().__init__(message)
+        self.doubt = doubt
 
 
 class Database:
@@ -149,49 +59,63 @@ class Database:
     Both are closed before a fork and opened again when next they are needed, by parent and child. Abandoning them in the child
     would not do: SQLite keeps one account of file locks for a whole process, so that the child, with this account inherited and
     the locks not, would lock too little and lose what it writes when the parent closes.
+
+    An index that is found damaged or gone is restored by `heal`, here or in another process, under another inode: every
+    transaction looks whether it is still the one that was opened. `prepare` makes what is missing of the folder first.
     """
 
-    def __init__(self, path: Path | None, read_only: bool = False, lock_timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        read_only: bool = False,
+        lock_timeout_s: float = 60.0,
+        prepare: Callable[[], None] = lambda: None,
+    ) -> None:
         self._path = path
+        self._prepare = prepare
         self._lock_timeout_s = lock_timeout_s
-        # Threads that do not wait for those who write.
+        # Threads that do not wait for those who write, and those that have asked the mirror in vain.
         self._hurry = threading.local()
         self.read_only = read_only
         self._read_lock = ForkSafeLock()
         # In memory there is but one connection.
         self._write_lock = ForkSafeLock() if path else self._read_lock
         self._connections: dict[str, sqlite3.Connection] = {}
+        # Which files they have open.
+        self._opened: dict[str, list[tuple[int, int] | None]] = {}
+        self._is_mirrored = False
+        self._unmirrored_at = -_MIRROR_AGAIN_S
+        # What was looked into, and could not be mended.
+        self._settled: set[Doubt] = set()
         self._closed = False
         self._finalizer = weakref.finalize(self, _disconnect, self._connections)
         tell_before_fork(self)
-        # One that is made is opened without writing: its disk may be full, or another process writing.
-        if not read_only and not self._is_made():
+        if path is None:
             with self.write() as connection:
-                _check_version(connection, path)
-                for statement in _statements(_SCHEMA):
-                    connection.execute(statement)
-                connection.execute(f"PRAGMA user_version = {_VERSION}")
-
-    def _is_made(self) -> bool:
-        """Return whether everything is there; StoreFormatError where it is of another version."""
-        with self.read() as connection:
-            _check_version(connection, self._path)
-            names = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
-        return names.issuperset(re.findall(r"IF NOT EXISTS (\w+)", _SCHEMA))
+                make_tables(connection)
+        elif not read_only:
+            with alone_in(path.parent):
+                for leftover in (path, mirror_of(path)):
+                    leftover.with_name(leftover.name + ".new").unlink(missing_ok=True)
+            self.healing(self._look)
 
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
         """Give the reading connection to one thread at a time."""
         with self._read_lock, _translated(self._path):
-            connection = self._connection("writer" if self._path is None else "reader")
+            connection = self._current("writer" if self._path is None else "reader")
             self._set_patience(connection, _HURRY_S if self._is_hurrying else _LOOKUP_S)
             yield connection
 
     def in_batches(self, query: str, after: Any) -> Iterator[Any]:
         """Yield the rows of a query that begins after its first column's value `after`, reading a limited number at a time."""
-        while True:
+
+        def read() -> list[Any]:
             with self.read() as connection:
-                rows = connection.execute(query, (after,)).fetchall()
+                return connection.execute(query, (after,)).fetchall()
+
+        while True:
+            rows = self.healing(read)
             yield from rows
             if not rows:
                 return
@@ -226,12 +150,12 @@ class Database:
             raise StoreError(f"index {self._path} is locked: another thread is writing to it")
         try:
             with _translated(self._path):
-                connection = self._connection("writer")
-                connection.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
-                self._set_patience(connection, max(until - time.monotonic(), 0.0))
-                connection.execute("BEGIN IMMEDIATE")
+                connection = self._begin(durable, until)
                 try:
+                    revision = self._revision(connection)
                     yield connection
+                    if revision is not None:
+                        follow(connection, revision)
                     connection.execute("COMMIT")
                 except BaseException:
                     if connection.in_transaction:
@@ -259,8 +183,101 @@ class Database:
 
     def transact(self, deed: Callable[[sqlite3.Connection], Result]) -> Result:
         """Run a transaction, and return what it returns."""
-        with self.write() as connection:
-            return deed(connection)
+
+        def run() -> Result:
+            with self.write() as connection:
+                return deed(connection)
+
+        return self.healing(run)
+
+    def healing(self, deed: Callable[[], Result]) -> Result:
+        """Return what `deed` returns; it is done again where it met a damaged index, once that has been restored."""
+        for _ in range(_ATTEMPTS):
+            try:
+                return deed()
+            except DamagedIndexError as found:
+                try:
+                    self.heal(found)
+                except StoreError:
+                    if found.doubt is None:
+                        raise
+                    # Others are in the way: what the index says is used for now.
+                    with self._believing():
+                        return deed()
+            except StoreFullError as error:
+                if not self._is_mirrored or not isinstance(error.__cause__, sqlite3.Error):
+                    raise
+                self._give_up_mirror()
+        return deed()
+
+    def heal(self, found: DamagedIndexError) -> None:
+        """Restore the index, or have the mirror made anew, if something is wrong with them as `found` says."""
+        if self._path is None:
+            raise found
+        if self.read_only:
+            how = f"`cacheblend-rag store check --repair --store {shlex.quote(str(self._path.parent))}`"
+            raise StoreError(f"{found}; repair it with {how}") from found
+        patience_s = _HURRY_S if self._is_hurrying else self._lock_timeout_s
+        if not self._write_lock.acquire(timeout=patience_s):
+            raise StoreError(f"index {self._path} is locked: another thread is writing to it") from found
+        try:
+            with _translated(self._path):
+                self._disconnect("writer")
+                self._prepare()
+                done = heal_index(self._path, found.doubt, patience_s)
+        finally:
+            self._write_lock.release()
+        with self._read_lock:
+            self._disconnect("reader", "mirror")
+            if found.doubt is not None:
+                self._settled.add(found.doubt)
+        if done is not None:
+            _log.warning("%s: %s", found, done)
+
+    def _give_up_mirror(self) -> None:
+        """Do without the mirror for a while, to have its room on a full disk."""
+        assert self._path is not None
+        with self._write_lock:
+            self._disconnect("writer")
+            self._is_mirrored = False
+            self._unmirrored_at = time.monotonic()
+            mirror_of(self._path).unlink(missing_ok=True)
+        with self._read_lock:
+            self._disconnect("mirror")
+
+    def _is_mirror_due(self) -> bool:
+        """Return whether a mirror is there, or is to be tried where there was no room for one."""
+        assert self._path is not None
+        is_there = mirror_of(self._path).exists()
+        return is_there or time.monotonic() - self._unmirrored_at >= _MIRROR_AGAIN_S
+
+    @contextmanager
+    def _believing(self) -> Iterator[None]:
+        self._hurry.believes = True
+        try:
+            yield
+        finally:
+            self._hurry.believes = False
+
+    def doubt(self, table: str, where: str, asked: Iterable[tuple[Any, ...]]) -> None:
+        """Have the index healed if its mirror knows better, where the index says nothing, or nothing sound."""
+        if self._path is None or self.read_only or getattr(self._hurry, "believes", False):
+            return
+        for values in asked:
+            doubt = Doubt(table, where, values)
+            with self._read_lock, _translated(self._path):
+                if doubt in self._settled:
+                    continue
+                try:
+                    mirror = self._current("mirror")
+                    self._set_patience(mirror, _HURRY_S)
+                    rows = find_rows(mirror, doubt)
+                    is_known = bool(rows) and all(is_sound_row(table, row, mirror) for row in rows)
+                except BROKEN:
+                    # The next who writes makes it anew.
+                    return
+                if is_known and find_rows(self._current("reader"), doubt) != rows:
+                    raise DamagedIndexError(f"index {self._path} has lost what it said of {values[-1]!r}", doubt)
 
     def tidy(self) -> None:
         """Give unused room back to the disk, if there is much of it, nobody is in the way and the disk has room for that."""
@@ -276,11 +293,13 @@ class Database:
         log = self._path.with_name(self._path.name + "-wal")
         before = _size(log)
         with self._write_lock, _translated(self._path):
-            connection = self._connection("writer")
+            connection = self._current("writer")
             connection.execute("PRAGMA busy_timeout=1000")
             try:
                 if vacuum:
                     connection.execute("VACUUM")
+                    if self._is_mirrored:
+                        connection.execute("VACUUM mirror")
                 connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             except sqlite3.OperationalError as error:
                 if not any(word in str(error) for word in ("locked", "busy", "full")):
@@ -302,19 +321,118 @@ class Database:
             with self._write_lock:
                 self._finalizer()
 
-    def _connection(self, kind: str) -> sqlite3.Connection:
+    def _begin(self, durable: bool, until: float) -> sqlite3.Connection:
+        """Begin to write; nobody replaces the index from here on, as that takes the mirror's lock."""
+        for _ in range(_ATTEMPTS):
+            if self._path and not self._is_mirrored and self._is_mirror_due():
+                self._disconnect("writer")
+            connection = self._current("writer")
+            connection.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
+            self._set_patience(connection, max(until - time.monotonic(), 0.0))
+            connection.execute("BEGIN IMMEDIATE")
+            if self._path is None or self._files("writer") == self._opened["writer"]:
+                return connection
+            connection.execute("ROLLBACK")
+        raise StoreError(f"index {self._path} is replaced whenever it is to be written; see who else writes there")
+
+    def _revision(self, connection: sqlite3.Connection) -> int | None:
+        """Return the revision of an index that has a mirror, which must have the same."""
+        if not self._is_mirrored:
+            return None
+        index, mirror = revisions(connection)
+        if index is None or index != mirror:
+            raise DamagedIndexError(f"index {self._path} is not of the same state as its mirror")
+        return index
+
+    def _current(self, kind: str) -> sqlite3.Connection:
+        """Return a connection to what is in its place now."""
         if self._closed:
             raise StoreError("the store is closed; open it again")
+        if self._path is None:
+            return self._connections.get(kind) or self._connect(kind)
+        files = self._files(kind)
         connection = self._connections.get(kind)
-        if connection is None:
-            if self.read_only and self._path is not None:
-                connection = _connect_read_only(self._path)
-            else:
-                connection = _connect(self._path)
-            self._connections[kind] = connection
-            if kind == "reader":
-                connection.execute(f"PRAGMA cache_size = -{_READ_CACHE_BYTES // 1024}")
+        if connection is None or files != self._opened[kind]:
+            self._disconnect(kind)
+            connection = self._connect(kind)
+            # Not what is there by now, which may be another file already; but where it was made just now.
+            self._opened[kind] = [opened or now for opened, now in zip(files, self._files(kind), strict=True)]
         return connection
+
+    def _files(self, kind: str) -> list[tuple[int, int] | None]:
+        """Return which files are in the place of those that a connection opens; only the mirror may be missing."""
+        assert self._path is not None
+        found: list[tuple[int, int] | None] = []
+        for path in (self._path, mirror_of(self._path)):
+            if (kind, path == self._path) in (("reader", False), ("mirror", True)):
+                continue
+            try:
+                status = os.stat(path)
+            except FileNotFoundError:
+                if path == self._path and not self.read_only:
+                    raise DamagedIndexError(f"index {path} is gone") from None
+                found.append(None)
+            else:
+                found.append((status.st_dev, status.st_ino))
+        return found
+
+    def _connect(self, kind: str) -> sqlite3.Connection:
+        path = self._path
+        if path is None:
+            connection = _connect(None)
+        elif kind == "mirror":
+            connection = connect_source(mirror_of(path), True, _HURRY_S)
+        elif self.read_only:
+            connection = _connect_read_only(path)
+        else:
+            connection = _connect(path)
+            if kind == "writer":
+                try:
+                    self._set_patience(connection, _HURRY_S if self._is_hurrying else self._lock_timeout_s)
+                    self._is_mirrored = self._is_mirror_due() and _mirror(connection, path)
+                    if not self._is_mirrored:
+                        self._unmirrored_at = time.monotonic()
+                except BaseException:
+                    connection.close()
+                    raise
+        if kind == "reader":
+            connection.execute(f"PRAGMA cache_size = -{_READ_CACHE_BYTES // 1024}")
+        self._connections[kind] = connection
+        return connection
+
+    def _disconnect(self, *kinds: str) -> None:
+        for kind in kinds:
+            if kind in self._connections:
+                self._connections.pop(kind).close()
+
+    def _make(self, connection: sqlite3.Connection) -> None:
+        """Make the tables that are not there; where all are nothing is written, for others may be writing."""
+        assert self._path is not None
+        check_version(connection, self._path)
+        if has_tables(connection):
+            return
+        self._set_patience(connection, self._lock_timeout_s)
+        connection.execute("BEGIN IMMEDIATE")
+        is_new = not connection.execute("SELECT 1 FROM sqlite_master").fetchone()
+        make_tables(connection)
+        if is_new:
+            # Another one may have been here.
+            restart_sequences(connection)
+            has_files = any((self._path.parent / "kv").glob("*/*"))
+            connection.execute("UPDATE counters SET value = ? WHERE name = 'adopting'", (has_files,))
+        connection.execute("COMMIT")
+
+    def _look(self) -> None:
+        """See at opening whether everything is there, and the index not behind its mirror."""
+        with self.read() as connection:
+            self._make(connection)
+            revision = connection.execute("SELECT value FROM counters WHERE name = 'revision'").fetchone()
+            if self._files("mirror") == [None]:
+                return
+            mirror = self._current("mirror")
+            self._set_patience(mirror, self._lock_timeout_s)
+            if mirror.execute("SELECT value FROM mirrored_revision").fetchone() != revision:
+                raise DamagedIndexError(f"index {self._path} is not of the same state as its mirror")
 
 
 def _disconnect(connections: dict[str, sqlite3.Connection]) -> None:
@@ -335,13 +453,27 @@ def _connect(path: Path | None) -> sqlite3.Connection:
     return connection
 
 
+def _mirror(connection: sqlite3.Connection, path: Path) -> bool:
+    """Have a connection write the mirror too; return False if there is no room for one."""
+    try:
+        with alone_in(path.parent):
+            attach_mirror(connection, path)
+    except (OSError, sqlite3.OperationalError) as error:
+        if isinstance(error, sqlite3.Error) and not any(sign in str(error) for sign in ("full", "readonly", "I/O")):
+            raise
+        _log.debug("index %s has no mirror: %s", path, error)
+        mirror_of(path).unlink(missing_ok=True)
+        return False
+    return True
+
+
 def _connect_read_only(path: Path) -> sqlite3.Connection:
     def attempt(options: str) -> sqlite3.Connection:
         uri = f"file:{quote(str(path.absolute()))}?{options}"
         connection = sqlite3.connect(uri, uri=True, timeout=_HURRY_S, isolation_level=None, check_same_thread=False)
         try:
             connection.execute("SELECT 1 FROM counters").fetchone()
-            _check_version(connection, path)
+            check_version(connection, path)
         except BaseException:
             connection.close()
             raise
@@ -355,34 +487,14 @@ def _connect_read_only(path: Path) -> sqlite3.Connection:
         return attempt("immutable=1")
 
 
-def _check_version(connection: sqlite3.Connection, path: Path | None) -> None:
-    version = int(connection.execute("PRAGMA user_version").fetchone()[0])
-    is_empty = version == 0 and not connection.execute("SELECT 1 FROM sqlite_master").fetchone()
-    if version != _VERSION and not is_empty:
-        raise StoreFormatError(
-            f"index {path} is in format version {version}, but this cacheblend-rag reads version {_VERSION}; remove the store "
-            "folder and warm it again (its KV is recomputed), or use the cacheblend-rag that wrote it"
-        )
-
-
-def _statements(script: str) -> Iterator[str]:
-    statement = ""
-    for line in script.splitlines():
-        statement += line + "\n"
-        if sqlite3.complete_statement(statement):
-            yield statement
-            statement = ""
-
-
 @contextmanager
 def _translated(path: Path | None) -> Iterator[None]:
     try:
         yield
     except UnicodeEncodeError as error:
         raise StoreError(f"{error.object[:80]!r} is not valid Unicode and cannot be stored as a name") from error
-    except (sqlite3.Error, UnicodeDecodeError) as error:
+    except BROKEN as error:
         where = "in memory" if path is None else str(path)
-        # SQLite quotes a damaged schema in its message, which then is not text.
         text = "malformed schema" if isinstance(error, UnicodeDecodeError) else str(error)
         if "disk is full" in text or (path is not None and "disk I/O" in text and _is_full(path)):
             raise StoreFullError(
@@ -392,13 +504,8 @@ def _translated(path: Path | None) -> Iterator[None]:
             raise StoreError(f"index {where} is locked: another process has been writing to it for too long") from error
         if "readonly" in text:
             raise StoreReadOnlyError(f"index {where} is not writable; the store can only be read") from error
-        if "malformed" in text or "not a database" in text:
-            how = (
-                ""
-                if path is None
-                else f"; repair it with `cacheblend-rag store check --repair --store {shlex.quote(str(path.parent))}`"
-            )
-            raise StoreError(f"index {where} is damaged ({text}){how}") from error
+        if isinstance(error, sqlite3.IntegrityError | UnicodeDecodeError) or any(sign in text for sign in _DAMAGE):
+            raise DamagedIndexError(f"index {where} is damaged ({text})") from error
         raise StoreError(f"index {where}: {text}") from error
 
 
@@ -409,3 +516,25 @@ def _size(path: Path) -> int:
 def _is_full(path: Path) -> bool:
     room = os.statvfs(path.parent)
     return room.f_bavail * room.f_frsize < 64 * 1024
+
+
+def healing(database: str) -> Callable[[type[Owner]], type[Owner]]:
+    """Have the public methods of a class, each one transaction, done again where they met a damaged index, which is restored.
+
+    `database` is the attribute that has the database.
+    """
+
+    def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return getattr(self, database).healing(lambda: method(self, *args, **kwargs))
+
+        return run
+
+    def decorate(owner: type[Owner]) -> type[Owner]:
+        for name, method in list(vars(owner).items()):
+            if inspect.isfunction(method) and not name.startswith("_"):
+                setattr(owner, name, wrap(method))
+        return owner
+
+    return decorate

@@ -9,6 +9,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from logging import getLogger
 from pathlib import Path
 from typing import TypeVar
@@ -44,6 +45,7 @@ _TOUCH_S = 1.0
 _CLOCK_SAVED_S = 60.0
 # How often room is made for one write: what another program fills is not worth the whole store.
 _ROOM_MADE = 3
+_ADOPTED_AT_ONCE = 100
 
 
 class DiskTier:
@@ -86,11 +88,11 @@ class DiskTier:
         else:
             with self.folder.opening(lock_timeout_s):
                 try:
-                    self.database = Database(self.folder.index_path, lock_timeout_s=lock_timeout_s)
+                    self.database = Database(self.folder.index_path, False, lock_timeout_s, self.folder.prepare)
                 except StoreFullError:
                     if not self.folder.give_up_reserve():
                         raise
-                    self.database = Database(self.folder.index_path, lock_timeout_s=lock_timeout_s)
+                    self.database = Database(self.folder.index_path, False, lock_timeout_s, self.folder.prepare)
                 self.index = Index(self.database)
                 with self.database.hurrying():
                     self._recover()
@@ -101,22 +103,22 @@ class DiskTier:
         if key in self._discarded:
             return None
         entry = self.index.entry(key)
+        if entry is not None and not entry.is_live(self.clock.now()):
+            entry = self.index.believed(key)
         while entry is not None and entry.is_live(self.clock.now()):
             try:
                 file = self._verified(key, entry)
-            except FileNotFoundError:
-                # Another process may have dropped it since, or put it anew.
-                now = self.index.entry(key)
-                if now is not None and now.file == entry.file:
-                    self._lose(key, entry, f"file {entry.file} is missing")
+            except (FileNotFoundError, ChunkReadError) as error:
+                if isinstance(error, ChunkReadError) and not error.damaged:
+                    _log.warning("%s", error)
+                    return None
+                # Another process may have dropped it since, or put it anew; or it is the index that is damaged.
+                now = self.index.believed(key)
+                if now == entry:
+                    is_gone = isinstance(error, FileNotFoundError)
+                    self._lose(key, entry, f"file {entry.file} is missing" if is_gone else str(error))
                     return None
                 entry = now
-            except ChunkReadError as error:
-                if error.damaged:
-                    self._lose(key, entry, str(error))
-                else:
-                    _log.warning("%s", error)
-                return None
             else:
                 self.touch(key)
                 return file, entry
@@ -281,18 +283,31 @@ class DiskTier:
         is_known = self.index.has_file(path.name, path.name.partition(".")[0]) or self.index.is_removed(path.name)
         return not is_known and path.exists()
 
-    def adopt(self, path: Path) -> None:
-        """Give a file without an entry one, if every byte is sound and its key has none; remove it otherwise."""
-        key = path.name.partition(".")[0]
-        try:
-            file = ChunkFile.open(path, key)
-            file.verify()
-        except ChunkReadError as error:
-            _log.warning("file removed: %s", error)
-            self.folder.unlink(path.name)
+    def adopt(self, wanted: Callable[[], bool] = lambda: True) -> None:
+        """Give files without an entry one, by their own heads, if the index was made without knowing of all there were.
+
+        It ends early once it is not `wanted` any more; whoever opens the store next goes on.
+        """
+        if not self.index.is_adopting():
             return
-        for name in self.index.add_many([(key, Entry(path.name, file.file_bytes, file.digest))]):
-            self.folder.unlink(name)
+        paths = (path for path in self.folder.files() if self.folder.is_file_name(path.name) and self.is_orphan(path))
+        while batch := list(islice(paths, _ADOPTED_AT_ONCE)):
+            if not wanted():
+                return
+            found = []
+            for path in batch:
+                key = path.name.partition(".")[0]
+                try:
+                    file = ChunkFile.open(path, key)
+                except (ChunkReadError, OSError) as error:
+                    if isinstance(error, ChunkReadError) and error.damaged:
+                        _log.warning("file removed: %s", error)
+                        self.folder.unlink(path.name)
+                    continue
+                found.append((key, Entry(path.name, file.file_bytes, file.digest, "", self.clock.now())))
+            for name in self.index.add_many(found):
+                self.folder.unlink(name)
+        self.index.end_adopting()
 
     def touch(self, key: str) -> None:
         """Mark `key` as used now."""
@@ -377,7 +392,9 @@ class DiskTier:
         try:
             for name in files:
                 self.folder.unlink(name)
-            self.index.settle(files)
+            # That it is done may be noted later.
+            with suppress(StoreFullError):
+                self.index.settle(files)
         except StoreError as error:
             if not forgiving:
                 raise

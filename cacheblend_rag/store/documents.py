@@ -17,7 +17,7 @@ from cacheblend_rag.reading import Member, Place, ReadingRules, contexts, in_ord
 from cacheblend_rag.store.base import NamedTarget, NodeRecord, earliest, latest
 from cacheblend_rag.store.chunkfile import pack_tokens, unpack_tokens
 
-__all__ = ["Drafts", "NamedPiece", "document_of", "is_sound", "record_checksum"]
+__all__ = ["Drafts", "NamedPiece", "document_of", "is_sound", "is_sound_document", "is_sound_place", "record_checksum"]
 
 _log = getLogger(__name__)
 
@@ -79,6 +79,7 @@ class Drafts:
         self._drafts: dict[str, _Draft] = {}
         # The document that each id that was looked up is in now.
         self._of: dict[str, str | None] = {}
+        self.unknown_documents: list[str] = []
         self.damaged_documents: list[str] = []
         self.damaged_names: list[str] = []
 
@@ -248,6 +249,7 @@ class Drafts:
             return self._drafts[document]
         found = _read_document(self._connection, self._namespace, document)
         if found is None:
+            self.unknown_documents.append(document)
             return None
         number, rules = found
         self._drafts[document] = draft = _Draft(document, rules or ReadingRules())
@@ -280,8 +282,7 @@ def _read_document(connection: sqlite3.Connection, namespace: str, name: str) ->
     if row is None:
         return None
     number, limit, separator, checksum = row
-    is_typed = isinstance(limit, int | None) and isinstance(separator, bytes) and len(separator) % 4 == 0
-    if not is_typed or checksum != _checksum(namespace, name, limit, separator):
+    if not is_sound_document(namespace, name, limit, separator, checksum):
         return number, None
     return number, ReadingRules(limit, unpack_tokens(separator))
 
@@ -344,12 +345,23 @@ def is_sound(
     return record_checksum(namespace, record, tokens) == checksum
 
 
+def is_sound_document(namespace: str, name: str, limit: int | None, separator: bytes, checksum: int) -> bool:
+    """Return whether a document's row is what was written."""
+    is_typed = isinstance(limit, int | None) and isinstance(separator, bytes) and len(separator) % 4 == 0
+    return is_typed and checksum == _checksum(namespace, name, limit, separator)
+
+
+def is_sound_place(id: str, *row: Any) -> bool:
+    """Return whether the row of a chunk's place in its document, but for its number, is what was written."""
+    return bool(row[-1] == _checksum(id, *row[:-1]))
+
+
 def _piece(
     namespace: str, document: str, number: int, id: str, name: Sequence[Any], place: Sequence[Any]
 ) -> _Piece | None:
     """Return a chunk by the columns of its name and of its place, or None if they are not what was written."""
-    *row, checksum = place
-    if not is_sound(namespace, id, *name) or checksum != _checksum(id, number, *row):
+    *row, _ = place
+    if not is_sound(namespace, id, *name) or not is_sound_place(id, number, *place):
         return None
     key, text_hash, tokens, separator, _ = name
     arrival, start, previous, length, body, ends, expires_at = row

@@ -6,6 +6,7 @@
     store.lock        held while a process opens the store
     filling.lock      held by those who add to it, and by who looks for what killed ones of them left
     index.sqlite      what the files hold, and the names (and its -wal and -shm)
+    mirror.sqlite     the same again, from which a damaged index is restored (and its -journal)
     kv/ab/…           one file a chunk, in a folder named by the first two digits of its key
     tmp/              files not yet in their place, each locked by its writer
     profiles/         how fast models are on this machine and this disk (`cacheblend_rag.controller`)
@@ -30,7 +31,16 @@ from typing import TypeVar
 from cacheblend_rag.errors import StoreError, StoreFormatError, StoreFullError, StoreReadOnlyError
 from cacheblend_rag.store.locks import Turns
 
-__all__ = ["RESERVE_BYTES", "Part", "StoreFolder", "existing_folder", "is_out_of_room", "storing", "valid_key"]
+__all__ = [
+    "RESERVE_BYTES",
+    "Part",
+    "StoreFolder",
+    "existing_folder",
+    "is_out_of_room",
+    "storing",
+    "sync_folder",
+    "valid_key",
+]
 
 Result = TypeVar("Result")
 
@@ -82,14 +92,14 @@ class StoreFolder:
         self.path = path
         self.index_path = path / "index.sqlite"
         self.turns = Turns(path / "filling.lock")
-        self.is_made = marked = self._is_marked()
-        if not marked:
+        self.is_made = self._is_marked() or self._has_parts()
+        if not self.is_made:
             with storing(path):
                 # Made here, so that whether it may be written can be seen; its parts are made in `opening`.
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
         parts = (path, path / "kv", path / "tmp", self.index_path)
         self.read_only = not all(os.access(part, os.W_OK) for part in parts if part.exists())
-        if self.read_only and not marked:
+        if self.read_only and not self.is_made:
             raise StoreReadOnlyError(f"folder {path} is neither a store nor writable; choose a writable folder")
 
     @contextmanager
@@ -99,22 +109,7 @@ class StoreFolder:
             fd = os.open(self.path / "store.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             self._wait_for(fd, lock_timeout_s)
-            with storing(self.path):
-                if not self._is_marked():
-                    mark = self.path / "store.json.tmp"
-                    with open(mark, "w", encoding="ascii", opener=_private) as file:
-                        json.dump({"format": _FORMAT, "version": _VERSION}, file)
-                        file.flush()
-                        os.fsync(file.fileno())
-                    mark.rename(self.path / _MARK)
-                for name in ("kv", "tmp"):
-                    (self.path / name).mkdir(mode=0o700, exist_ok=True)
-                _sync_folder(self.path)
-                # SQLite gives its -wal and -shm files the mode of the database. One that is there must not be opened: closing
-                # it would release the locks that this process's other connections hold on it, and whoever closed the store
-                # elsewhere would take itself for the last.
-                if not self.index_path.exists():
-                    os.close(os.open(self.index_path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            self.prepare()
             self.keep_reserve()
             yield
         finally:
@@ -131,6 +126,26 @@ class StoreFolder:
                         f"another process has been opening the store in {self.path} for more than {timeout_s:g} s; end it"
                     ) from None
                 time.sleep(0.005)
+
+    def prepare(self) -> None:
+        """Make the parts that are missing."""
+        with storing(self.path):
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not self._is_marked():
+                mark = self.path / "store.json.tmp"
+                with open(mark, "w", encoding="ascii", opener=_private) as file:
+                    json.dump({"format": _FORMAT, "version": _VERSION}, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                mark.rename(self.path / _MARK)
+            for name in ("kv", "tmp"):
+                (self.path / name).mkdir(mode=0o700, exist_ok=True)
+            sync_folder(self.path)
+            # SQLite gives its -wal and -shm files the mode of the database. One that is there must not be opened: closing
+            # it would release the locks that this process's other connections hold on it, and whoever closed the store
+            # elsewhere would take itself for the last.
+            with suppress(FileExistsError):
+                os.close(os.open(self.index_path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
     def keep_reserve(self) -> None:
         """Set room aside for deleting, if there is any."""
@@ -166,7 +181,7 @@ class StoreFolder:
 
     def files(self) -> Iterator[Path]:
         """Yield everything that lies where the chunks' files lie."""
-        for shard in sorted((self.path / "kv").iterdir()):
+        for shard in sorted((self.path / "kv").glob("*")):
             if shard.is_dir():
                 yield from sorted(shard.iterdir())
             else:
@@ -177,17 +192,15 @@ class StoreFolder:
         """Return whether `name` is one that this store gives to files."""
         return _FILE.fullmatch(name) is not None
 
-    def renew_index(self) -> None:
-        """Put an empty database in the place of a damaged one."""
-        with storing(self.path):
-            for ending in ("", "-wal", "-shm"):
-                self.index_path.with_name(self.index_path.name + ending).unlink(missing_ok=True)
-            os.close(os.open(self.index_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-
     def write(self, name: str, buffers: Iterable[memoryview]) -> Part:
         """Write and sync the bytes of the file `name`, which comes to its place by `settle`."""
         with storing(self.path):
-            part = Part(self._part_path(name))
+            try:
+                part = Part(self._part_path(name))
+            except FileNotFoundError:
+                # Somebody has deleted the folder, or this part of it.
+                self.prepare()
+                part = Part(self._part_path(name))
             try:
                 part.write(buffers)
             except BaseException:
@@ -200,13 +213,13 @@ class StoreFolder:
         final = self.file_path(name)
         with storing(self.path):
             if not final.parent.is_dir():
-                final.parent.mkdir(mode=0o700, exist_ok=True)
-                _sync_folder(final.parent.parent)
+                final.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                sync_folder(final.parent.parent)
             try:
                 self._part_path(name).rename(final)
             except FileNotFoundError:
                 return False
-            _sync_folder(final.parent)
+            sync_folder(final.parent)
         return True
 
     def open(self, name: str, open_path: Callable[[Path], Result]) -> Result:
@@ -220,7 +233,7 @@ class StoreFolder:
 
     def leftovers(self) -> list[Path]:
         """Return the files not in their place whose writer is dead."""
-        return [path for path in sorted((self.path / "tmp").iterdir()) if not _is_locked(path)]
+        return [path for path in sorted((self.path / "tmp").glob("*")) if not _is_locked(path)]
 
     def unlink(self, name: str) -> None:
         """Remove the file `name`, if it is there."""
@@ -243,6 +256,8 @@ class StoreFolder:
         except NotADirectoryError:
             raise StoreFormatError(f"{self.path} is a file; a store needs a folder") from None
         except ValueError:
+            if self._has_parts():
+                return False
             mark = None
         except OSError as error:
             raise StoreError(f"store folder {self.path} cannot be read: {error}") from error
@@ -259,6 +274,11 @@ class StoreFolder:
             )
         return True
 
+    def _has_parts(self) -> bool:
+        """Return whether there is so much of a store here that only its mark is damaged or lost."""
+        parts = ("kv", "index.sqlite", "mirror.sqlite")
+        return sum((self.path / part).exists() for part in parts) > 1
+
     def _has_mark(self) -> bool:
         """Return whether there is a mark; StoreError if there are only other files."""
         try:
@@ -267,12 +287,12 @@ class StoreFolder:
             return False
         except OSError as error:
             raise StoreError(f"folder {self.path} cannot be read: {error}") from error
-        if foreign and _MARK not in foreign:
+        if foreign and _MARK not in foreign and not self._has_parts():
             shown = ", ".join(foreign[:3]) + (", …" if len(foreign) > 3 else "")
             raise StoreFormatError(
                 f"folder {self.path} is not a store and holds other files ({shown}); give an empty or a new folder"
             )
-        return bool(foreign)
+        return _MARK in foreign
 
 
 def existing_folder(location: str | Path) -> StoreFolder:
@@ -338,7 +358,8 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
+    """Have the names in a folder survive the machine."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cacheblend_rag.errors import StoreFullError
-from cacheblend_rag.store.database import Database
+from cacheblend_rag.store.database import Database, healing
 
 __all__ = ["Dropped", "Entry", "Index", "claim", "counter", "drop_entries"]
 
@@ -50,6 +50,7 @@ class Dropped:
     for_room: bool = False
 
 
+@healing("database")
 class Index:
     """The entries in a database; each method is one transaction. What is dropped is to be removed by the caller."""
 
@@ -60,13 +61,24 @@ class Index:
         """Return the entry of `key`, expired or not, or None."""
         with self.database.read() as connection:
             row = connection.execute(f"SELECT {_COLUMNS} FROM entries WHERE key = ?", (key,)).fetchone()
+        if row is None:
+            self.database.doubt("entries", "key = ?", [(key,)])
         return None if row is None else _entry(row)
+
+    def believed(self, key: str) -> Entry | None:
+        """Return the entry of `key` once the mirror was asked, too: what it leads to is not what it says."""
+        self.database.doubt("entries", "key = ?", [(key,)])
+        return self.entry(key)
 
     def holds(self, keys: Sequence[str], now: float) -> list[bool]:
         """Return for each key whether it has an entry that has not expired."""
         query = "SELECT 1 FROM entries WHERE key = ? AND (expires_at IS NULL OR expires_at > ?)"
         with self.database.read() as connection:
-            return [connection.execute(query, (key, now)).fetchone() is not None for key in keys]
+            held = [connection.execute(query, (key, now)).fetchone() is not None for key in keys]
+        self.database.doubt(
+            "entries", "key = ?", [(key,) for key, is_held in zip(keys, held, strict=True) if not is_held]
+        )
+        return held
 
     def entries(self) -> Iterator[tuple[str, Entry]]:
         """Yield all keys and entries in the order of their keys, expired ones too."""
@@ -135,15 +147,31 @@ class Index:
         return dropped
 
     def add_many(self, entries: Iterable[tuple[str, Entry]]) -> list[str]:
-        """Give keys their entries in one transaction, whatever room they take; return the files of those that had one already."""
+        """Give keys their entries in one transaction, whatever room they take; return the files of those that have another.
+
+        They belong to the tenant of the names that lead to them.
+        """
         taken = []
+        owner = "SELECT tenant FROM nodes JOIN namespaces USING (namespace) WHERE key = ? LIMIT 1"
         with self.database.write() as connection:
             for key, entry in entries:
-                if connection.execute("SELECT 1 FROM entries WHERE key = ?", (key,)).fetchone() is None:
-                    _insert(connection, key, entry)
-                else:
+                row = connection.execute("SELECT file FROM entries WHERE key = ?", (key,)).fetchone()
+                if row is None:
+                    named = connection.execute(owner, (key,)).fetchone()
+                    _insert(connection, key, entry if named is None else replace(entry, tenant=named[0]))
+                elif row[0] != entry.file:
                     taken.append(entry.file)
         return taken
+
+    def is_adopting(self) -> bool:
+        """Return whether files without an entry are to get one."""
+        with self.database.read() as connection:
+            return counter(connection, "adopting") != 0
+
+    def end_adopting(self) -> None:
+        """Note that all have got one."""
+        with self.database.write() as connection:
+            connection.execute("UPDATE counters SET value = 0 WHERE name = 'adopting'")
 
     def prolong(self, keys: Sequence[str], expires_at: float | None) -> None:
         """Let entries live until `expires_at` at least, for ever if that is None; the longest life asked for counts."""

@@ -14,6 +14,7 @@ from cacheblend_rag.keys import chunk_key
 from cacheblend_rag.reading import ReadingRules
 from cacheblend_rag.store.base import NameChanges, NamedTarget, NodeRecord
 from cacheblend_rag.store.chunkfile import pack_tokens, unpack_tokens
+from cacheblend_rag.store.database import healing
 from cacheblend_rag.store.documents import Drafts, NamedPiece, document_of, is_sound, record_checksum
 from cacheblend_rag.store.index import Dropped, Index, claim, counter, drop_entries
 from cacheblend_rag.store.waiting import Computed, WriteBack
@@ -22,7 +23,10 @@ __all__ = ["Names", "check_known", "drop_nameless", "name_computed", "owe"]
 
 _log = getLogger(__name__)
 
+_NAME = "namespace = ? AND id = ?"
 
+
+@healing("_database")
 class Names:
     """The names in an index, and those that wait with their KV to be written; each method is one transaction.
 
@@ -43,7 +47,7 @@ class Names:
         waiting = self._waiting_records(namespace)
         with self._database.read() as connection:
             rows = _look_up(connection, namespace, ids)
-        found = _records(namespace, ids, rows)
+        found = self._records(namespace, ids, rows)
         return [record or waiting.get(node) for node, record in zip(ids, found, strict=True)] if waiting else found
 
     def ids(self, namespace: str) -> list[str]:
@@ -173,7 +177,7 @@ class Names:
             drafts.put(records, rules or ReadingRules(), None if ttl_s is None else drafts.now + ttl_s)
             targets = drafts.targets()
             new_origin = {record.id for record in records if not _has_origin(connection, namespace, record)}
-        known = _records(namespace, ids, rows)
+        known = self._records(namespace, ids, rows)
         found = []
         for record, old in zip(records, known, strict=True):
             target = None if record.place is None else targets.pop(record.id, None)
@@ -189,7 +193,7 @@ class Names:
             rows = _look_up(connection, namespace, ids)
             drafts.look_at(node for node, row in zip(ids, rows, strict=True) if row is not None)
             targets = drafts.targets()
-        known = _records(namespace, ids, rows)
+        known = self._records(namespace, ids, rows)
         found = [None if record is None else targets.get(record.id) or _alone(namespace, record) for record in known]
         return [
             target or (NamedTarget(waiting[node]) if node in waiting else None)
@@ -302,7 +306,7 @@ class Names:
                 [(drafts.now + life, key) for life, key in lives if life is not None],
             )
             dropped = drop_nameless(connection, [*keys, *(piece.record.key for piece in pieces)])
-        return _records(namespace, ids, found), dropped
+        return self._records(namespace, ids, found), dropped
 
     def release(self, keys: Sequence[str]) -> Dropped:
         """Drop the entries under those of the keys that no name maps to."""
@@ -320,6 +324,20 @@ class Names:
             connection.executemany("DELETE FROM owed WHERE key = ?", ((key,) for key in keys))
             return drop_nameless(connection, keys)
 
+    def _records(
+        self, namespace: str, ids: Sequence[str], rows: Sequence[Sequence[Any] | None]
+    ) -> list[NodeRecord | None]:
+        """Return the records in rows, once the connection has been given back: of damaged ones it is said that they are."""
+        found = [None if row is None else _record(namespace, node, *row) for node, row in zip(ids, rows, strict=True)]
+        missing = [(namespace, node) for node, record in zip(ids, found, strict=True) if record is None]
+        self._database.doubt("nodes", _NAME, missing)
+        for node, row, record in zip(ids, rows, found, strict=True):
+            if record is None and row is not None:
+                _log.warning(
+                    "the stored record of name %r is damaged; the name counts as unknown until it is added again", node
+                )
+        return found
+
     @contextmanager
     def _drafting(self, namespace: str, transaction: Any = None) -> Iterator[tuple[sqlite3.Connection, Drafts]]:
         """Give the documents of a namespace in a transaction, by default a snapshot, and say then what of them is damaged."""
@@ -327,6 +345,11 @@ class Names:
         with (transaction or self._database.snapshot)() as connection:
             drafts = Drafts(connection, namespace, now)
             yield connection, drafts
+        names = [(namespace, id) for id in drafts.damaged_names]
+        self._database.doubt("nodes", _NAME, names)
+        self._database.doubt("members", f"seq IN (SELECT seq FROM nodes WHERE {_NAME})", names)
+        documents = [(namespace, name) for name in (*drafts.damaged_documents, *drafts.unknown_documents)]
+        self._database.doubt("documents", "namespace = ? AND name = ?", documents)
         drafts.warn()
 
 
@@ -480,18 +503,11 @@ def _look_up(connection: sqlite3.Connection, namespace: str, ids: Sequence[str])
     return [connection.execute(query, (namespace, node)).fetchone() for node in ids]
 
 
-def _records(namespace: str, ids: Sequence[str], rows: Sequence[Sequence[Any] | None]) -> list[NodeRecord | None]:
-    """Return the records in rows, once the connection has been given back: of damaged ones it is said that they are."""
-    return [None if row is None else _record(namespace, node, *row) for node, row in zip(ids, rows, strict=True)]
-
-
 def _record(
     namespace: str, node: str, key: str, text_hash: str, tokens: bytes, separator: bytes, checksum: int
 ) -> NodeRecord | None:
+    """Return the record in a row, None where it is damaged."""
     if not is_sound(namespace, node, key, text_hash, tokens, separator, checksum):
-        _log.warning(
-            "the stored record of name %r is damaged; the name counts as unknown until it is added again", node
-        )
         return None
     return NodeRecord(node, key, text_hash, unpack_tokens(tokens), unpack_tokens(separator))
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from logging import getLogger
 
 from cacheblend_rag.codec import PackedKV, pack_kv
 from cacheblend_rag.errors import StoreError, StoreFullError, StoreReadOnlyError
@@ -22,6 +24,8 @@ from cacheblend_rag.store.remote.offsite import Offsite
 from cacheblend_rag.store.waiting import Computed
 
 __all__ = ["FolderStore", "MemoryStore"]
+
+_log = getLogger(__name__)
 
 
 class MemoryStore(KVStore):
@@ -121,6 +125,7 @@ class FolderStore(KVStore):
         self._limit_bytes = disk.limit_bytes
         self._disk = disk
         self._deletions_seen = self._index.deletions()
+        self._adopt()
 
     def evictions(self, tenant: str | None = None) -> int:
         return count_of(self._disk.evicted, tenant)
@@ -211,6 +216,7 @@ class FolderStore(KVStore):
         if now == seen:
             return
         gone = self._index.deleted_since(seen)
+        is_new = gone is None
         if gone is None:
             copies = [*self._ram.keys(), *self._device.keys()]
             there = self._index.holds(copies, self._clock.now())
@@ -218,6 +224,20 @@ class FolderStore(KVStore):
         self._drop_copies(gone)
         self._unpin_copies()
         self._deletions_seen = now
+        if is_new:
+            self._adopt()
+
+    def _adopt(self) -> None:
+        """Find KV again by its files, in the background, where the index was made without knowing of all there were."""
+        if not self._disk.read_only and self._index.is_adopting():
+            threading.Thread(target=self._adopt_now, name="cacheblend-adopt", daemon=True).start()
+
+    def _adopt_now(self) -> None:
+        try:
+            self._disk.adopt(lambda: not self._closed)
+        except StoreError as error:
+            if not self._closed:
+                _log.warning("KV was not found again by its files: %s", error)
 
     def _discard(self, key: str) -> None:
         self._disk.discard(key)

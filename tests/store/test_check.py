@@ -210,30 +210,33 @@ def test_the_error_of_a_damaged_index_says_how_it_is_mended(
 ) -> None:
     moved = Path(shutil.copytree(folder, tmp_path_factory.mktemp("elsewhere") / "two words"))
     (moved / "index.sqlite").write_bytes(b"hello" * 3000)
-    with pytest.raises(StoreError, match="is damaged") as error:
-        open_store(moved, 0).stats()
-    said = re.search("`cacheblend-rag (.*)`", str(error.value))
+    [problem] = check_store(moved).problems
+    assert "is damaged" in problem
+    said = re.search("`cacheblend-rag (.*)`", problem)
     assert said is not None
     result = CliRunner().invoke(app, shlex.split(said[1]))
     assert result.exit_code == 0, result.output
+    assert "4 names and 4 entries of KV were restored from its mirror" in result.output
     assert check_store(moved).is_clean
     with pytest.raises(StoreError, match="is not a file name") as error:
         StoreFolder(moved).file_path("../x")
     assert f"--store '{moved}'" in str(error.value)
 
 
+@pytest.mark.parametrize("mirrored", [True, False])
 @pytest.mark.parametrize("how", ["zeros", "cut", "text"])
-def test_damaged_index_is_made_anew(folder: Path, how: str) -> None:
-    index = folder / "index.sqlite"
-    data = index.read_bytes()
-    index.write_bytes({"zeros": bytes(len(data)), "cut": data[:5000], "text": b"hello" * 3000}[how])
+def test_damaged_index_is_restored(folder: Path, how: str, mirrored: bool) -> None:
+    for name in ("index.sqlite",) if mirrored else ("index.sqlite", "mirror.sqlite"):
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes({"zeros": bytes(len(data)), "cut": data[:3000], "text": b"hello" * 3000}[how])
     change_layer(folder)
     report = check_store(folder)
-    assert not report.is_clean
     assert "damaged" in report.problems[0]
-    assert check_store(folder, repair=True).repaired
+    report = check_store(folder, repair=True)
+    assert report.repaired
+    assert any(f"{4 if mirrored else 0} names and" in problem for problem in report.problems)
     report = check_store(folder)
-    assert (report.problems, report.entries, report.names) == ([], 3, 0)
+    assert (report.problems, report.entries, report.names) == ([], 3, 4 if mirrored else 0)
     store: KVStore = open_store(folder, 0)
     reader = store.open(key_of(2))
     assert reader is not None

@@ -210,5 +210,14 @@ def test_reopened(tmp_path: Path) -> None:
     assert again.names.lookup("ns", ["a"]) == [record("a", 1)]
     again.close()
     left = sorted(path.name for path in (tmp_path / "a" / "b").iterdir())
-    assert left == ["index.sqlite", "kv", "reserve", "store.json", "store.lock", "tmp"]
+    assert left == [
+        "index.sqlite",
+        "kv",
+        "mirror.sqlite",
+        "mirror.sqlite-journal",
+        "reserve",
+        "store.json",
+        "store.lock",
+        "tmp",
+    ]
     assert not list((tmp_path / "a" / "b" / "tmp").iterdir())

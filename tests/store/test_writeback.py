@@ -128,7 +128,7 @@ def test_never_resurrected(tmp_path: Path, is_known: bool, deleter: str, turns: 
             store.name("ns", [record(f"n{turn}", turn)])
         later(store, turn, is_known=is_known)
         later(store, 10_000 + turn)
-        time.sleep(chance.uniform(0, 0.012))
+        time.sleep(chance.uniform(0, 0.03))
         early += not files_of(tmp_path)
         assert forgetting.forget("ns", [f"n{turn}"]) == 1
         assert store.names.lookup("ns", [f"n{turn}"]) == [None]
