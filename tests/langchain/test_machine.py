@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Collection
 from itertools import accumulate
 from pathlib import Path
 
@@ -65,6 +66,8 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.engine is not None
         rules = self.engine._assembler.rules
         self.library = Library(rules.limit, rules.separator)
+        # The source of each chunk, as it was last added.
+        self.sources: dict[str | None, str | None] = {}
 
     def open(self) -> None:
         self.engine = BlendEngine(small_model(), tiny_tokenizer(), store=self.folder, **self.settings)
@@ -88,7 +91,14 @@ class StoreMachine(RuleBasedStateMachine):
                 chunks.append(Chunk(body, id, document=source, start=start))
         if documents:
             self.store.add_documents(documents)
+            self.notice({chunk.document for chunk in chunks if chunk.document}, {chunk.id for chunk in chunks})
             self.library.add(chunks, float("inf"))
+            self.sources |= {chunk.id: chunk.document for chunk in chunks}
+
+    def notice(self, sources: Collection[str | None] | None = None, spared: Collection[str | None] = ()) -> None:
+        """Take out of the library what was deleted behind the store's back, all or of some sources."""
+        lost = set(self.library.readings(0.0)) - set(self.inner.store) - set(spared)
+        self.library.remove([id for id in lost if sources is None or self.sources[id] in sources])
 
     @rule(ids=SOME_IDS)
     def delete(self, ids: list[str]) -> None:
@@ -101,8 +111,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def warm(self) -> None:
-        """What was deleted behind its back is no business of this, and the rest is there."""
         warm(self.store)
+        self.notice()
 
     @rule(ids=SOME_IDS)
     def ask(self, ids: list[str]) -> None:
@@ -122,6 +132,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.engine is not None
         self.engine.close()
         self.open()
+        self.notice()
 
     @precondition(lambda self: self.engine is not None)
     @invariant()
