@@ -99,6 +99,11 @@ class TestChatBlendUnit(_Shipped, ChatModelUnitTests):
     }
 
     @pytest.fixture(autouse=True)
+    def _by_default(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Leave the environment's settings out of the form that is compared."""
+        monkeypatch.delenv("CACHEBLEND_DISK_CODEC")
+
+    @pytest.fixture(autouse=True)
     def _in_a_folder(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.chdir(tmp_path)
         # The suite's load(allowed_objects="all") means the packages that langchain-core lists; users give [ChatBlend].

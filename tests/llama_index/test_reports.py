@@ -15,6 +15,7 @@ from llama_index.core.chat_engine import CondenseQuestionChatEngine, ContextChat
 from llama_index.core.chat_engine.types import ChatMode
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent
 from llama_index.core.llms import MockLLM
+from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.query_engine import CustomQueryEngine, RouterQueryEngine
 from llama_index.core.response_synthesizers import ResponseMode
 from llama_index.core.schema import NodeWithScore
@@ -92,7 +93,8 @@ async def test_every_streamed_response_mode(
 async def test_every_chat_engine(
     index: VectorStoreIndex, llm: BlendLLM, mode: ChatMode, asynchronous: bool, streaming: bool
 ) -> None:
-    chat = index.as_chat_engine(chat_mode=mode, llm=llm, similarity_top_k=2, streaming=streaming)
+    memory = ChatMemoryBuffer.from_defaults()
+    chat = index.as_chat_engine(chat_mode=mode, llm=llm, memory=memory, similarity_top_k=2, streaming=streaming)
     name = ("a" if asynchronous else "") + ("stream_chat" if streaming else "chat")
     for _ in range(2):
         if asynchronous:
@@ -143,16 +145,19 @@ def test_it_is_none_where_nothing_was_retrieved(llm: BlendLLM, mode: str) -> Non
 def test_uninstalling_leaves_nothing_behind(index: VectorStoreIndex, llm: BlendLLM) -> None:
     uninstall()
     assert "blend" not in index.as_query_engine(llm=llm, similarity_top_k=1).query(QUESTION).metadata
-    assert SimpleChatEngine.from_defaults(llm=llm).chat(QUESTION).metadata is None
+    assert (
+        SimpleChatEngine.from_defaults(llm=llm, memory=ChatMemoryBuffer.from_defaults()).chat(QUESTION).metadata is None
+    )
 
 
 def test_other_models_have_none(index: VectorStoreIndex) -> None:
     query_engine = index.as_query_engine(llm=MockLLM(), similarity_top_k=1)
     assert "blend" not in query_engine.query(QUESTION).metadata
-    assert SimpleChatEngine.from_defaults(llm=MockLLM()).chat("Hello").metadata is None
+    memory = ChatMemoryBuffer.from_defaults()
+    assert SimpleChatEngine.from_defaults(llm=MockLLM(), memory=memory).chat("Hello").metadata is None
     for kind in (ContextChatEngine, CondenseQuestionChatEngine):
         given = {"retriever": index.as_retriever()} if kind is ContextChatEngine else {"query_engine": query_engine}
-        assert kind.from_defaults(llm=MockLLM(), **given).chat("Hello").metadata is None  # type: ignore[attr-defined]
+        assert kind.from_defaults(llm=MockLLM(), memory=memory, **given).chat("Hello").metadata is None  # type: ignore[attr-defined]
 
 
 async def test_calls_of_questions_at_once_are_kept_apart(index: VectorStoreIndex, llm: BlendLLM) -> None:
