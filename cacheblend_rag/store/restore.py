@@ -205,9 +205,7 @@ def heal_index(index: Path, doubt: Doubt | None, busy_s: float, is_refused: bool
 
 def _believed(mirror: Source, old: Source) -> list[Source]:
     """Return what to restore from, the best first; never what is behind, or names that were deleted would come back."""
-    if mirror.revision is None or old.revision is None:
-        return [mirror, old]
-    if mirror.revision == old.revision:
+    if mirror.revision is None or old.revision is None or mirror.revision == old.revision:
         return [mirror, old]
     return [mirror] if mirror.revision > old.revision else [old]
 
