@@ -56,6 +56,8 @@ def calibrate_asking(
         If no question was answered from chunks, or from those of several engines, and as `calibrate` does.
     """
     # Before anything is answered.
+    if isinstance(questions, str):
+        raise ConfigError(f"questions={questions[:80]!r} is one text; give a list of questions")
     given = inspect.signature(calibrate).bind(None, [], **options)
     given.apply_defaults()
     limits = {name: given.arguments[name] for name in ("agreement", "confidence")}

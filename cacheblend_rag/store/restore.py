@@ -199,7 +199,7 @@ def heal_index(index: Path, doubt: Doubt | None, busy_s: float, is_refused: bool
         return f"{found} from its mirror"
     return (
         f"its mirror does not say everything either; {found}, other KV is sought in the files, and names come back when their "
-        "chunks are added again"
+        "chunks are added again; what has none by then takes room until `cacheblend-rag store gc --unnamed-days 0`"
     )
 
 

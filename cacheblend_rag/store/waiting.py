@@ -260,6 +260,10 @@ class WriteBack(WorkQueue[Computed]):
     def close(self) -> None:
         self.try_again()
         super().close()
+        with self._locked():
+            lost = len(self._staying())
+        if lost:
+            _log.warning("the KV of %d misses was not stored and is lost: %s", lost, self._stays_for)
 
     def try_again(self) -> None:
         self._failed_at = None
@@ -285,7 +289,12 @@ class WriteBack(WorkQueue[Computed]):
             )
             now = time.monotonic()
             if now - self._failed_last_at > _EVENT_S or not stays:
-                kept = "it is kept in memory, and written as soon as that can be done" if stays else "it is lost"
+                kept = "it is lost"
+                if stays:
+                    is_for_good = isinstance(caught, StoreReadOnlyError)
+                    kept = "it is kept in memory" + (
+                        ", for this process alone" if is_for_good else ", and written as soon as that can be done"
+                    )
                 _log.warning("the KV of a miss was not stored: %s; %s", caught, kept)
             error = caught if isinstance(caught, StoreError) else StoreError(f"KV was not written: {caught!r}")
             with self._lock:

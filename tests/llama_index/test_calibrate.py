@@ -64,6 +64,8 @@ class Unasked(CustomQueryEngine):
 def test_what_cannot_be_calibrated_is_said(index: VectorStoreIndex, llm: BlendLLM) -> None:
     with pytest.raises(ConfigError, match=r"3 questions cannot show an agreement of 0.95"):
         calibrate(Unasked(), QUESTIONS)
+    with pytest.raises(ConfigError, match=r"questions='Where\?' is one text; give a list"):
+        calibrate(Unasked(), "Where?")
     with pytest.raises(TypeError, match="ratio"):
         calibrate(Unasked(), QUESTIONS, ratio=0.5)
     with pytest.raises(ConfigError, match=r"query_engine is a BlendLLM; give what index.as_query_engine"):

@@ -139,6 +139,7 @@ def test_blend_prompt_and_config_of_a_call(make_llm: MakeLLM) -> None:
         ({"engine": "reference"}, "engine='reference' is a str"),
         ({"model_name": "reference"}, r"BlendLLM\(model='reference'\)"),
         ({"engine": "theirs", "store": "folder"}, "store belongs to the engine"),
+        ({"engine": "theirs", "blend_config": BlendConfig()}, "or to BlendSynthesizer for its questions alone"),
         ({"model": "reference", "tokenizer": object()}, "brings its own tokenizer"),
         ({"model": object()}, "give its tokenizer"),
         ({"engine": "theirs", "temperature": float("nan")}, "temperature=nan"),

@@ -287,6 +287,14 @@ def test_an_estimate_says_what_an_ingestion_takes(
         assert estimate(bare, engine=engine).tokens == before.tokens
 
 
+def test_documents_are_no_index(llm: BlendLLM) -> None:
+    documents: Any = [Document(text="A text.")]
+    with pytest.raises(ConfigError, match="a list was given for the index"):
+        estimate(documents, engine=llm.engine)
+    with pytest.raises(ConfigError, match="a list was given for the index"):
+        warm_index(documents, engine=llm.engine)
+
+
 def test_an_estimate_needs_nodes_to_look_at(llm: BlendLLM) -> None:
     store = BlendVectorStore(SimpleVectorStore(), engine=llm.engine)
     with pytest.raises(ConfigError, match="give the index, or the nodes"):

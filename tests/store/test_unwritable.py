@@ -90,7 +90,7 @@ def test_another_process_writes(tmp_path: Path, write_back_bytes: int, caplog: p
         assert store.names.ids("ns") == ["n1", "n2", "n3", "n4"]
 
 
-def test_closing_waits_once(tmp_path: Path) -> None:
+def test_closing_waits_once_and_says_what_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     open_store(tmp_path, 0).close()
     with writing_elsewhere(tmp_path):
         store = open_store(tmp_path, 10**6, write_back_bytes=10**6, lock_timeout_s=0.4)
@@ -98,6 +98,7 @@ def test_closing_waits_once(tmp_path: Path) -> None:
             miss(store, number)
         with within(2.0):
             store.close()
+    assert "the KV of 8 misses was not stored and is lost: index" in caplog.messages[-1]
 
 
 def test_another_process_is_stuck_opening_it(tmp_path: Path) -> None:
@@ -135,9 +136,10 @@ def test_a_disk_that_is_read_only(tmp_path: Path, write_back_bytes: int, caplog:
         assert store.stats().waiting == 3
         wall[0] += 100
         assert (is_hit(store, 4), is_hit(store, 3)) == (False, True)
-        assert len(caplog.messages) == 1
+        assert len(caplog.messages) == 1 and caplog.messages[0].endswith("in memory, for this process alone")
         store.flush()
         store.close()
+        assert "the KV of 3 misses was not stored and is lost" in caplog.messages[-1]
 
 
 def test_a_disk_that_is_full_of_what_is_pinned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -411,8 +411,9 @@ def _make_engine(
             None,
         )
         if beside is not None:
+            elsewhere = ", or to BlendSynthesizer for its questions alone" if beside == "blend_config" else ""
             raise ConfigError(
-                f"{beside} belongs to the engine; give it to BlendEngine, not to BlendLLM together with engine="
+                f"{beside} belongs to the engine; give it to BlendEngine{elsewhere}, not to BlendLLM together with engine="
             )
         return find_engine(engine)
     tokenizer, store, model_kwargs = loading["tokenizer"], loading["store"], loading["model_kwargs"]

@@ -243,7 +243,12 @@ def warm_index(
 
 
 def store_of(source: BaseIndex[Any] | BlendVectorStore) -> BasePydanticVectorStore | None:
-    """Return the vector store that an index has, or that is given; None of an index without one."""
+    """Return the vector store that an index has, or that is given; None of an index without one; ConfigError for other things."""
+    if not isinstance(source, BaseIndex | BlendVectorStore):
+        raise ConfigError(
+            f"a {type(source).__name__} was given for the index; give an index or a BlendVectorStore, and nodes or documents "
+            "as nodes=..."
+        )
     return source if isinstance(source, BlendVectorStore) else getattr(source, "vector_store", None)
 
 
