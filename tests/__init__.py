@@ -1,0 +1,6 @@
+"""The tests, and the commands of `tests.faults`."""
+
+import os
+
+# What comes from a folder is compared exactly with what was computed.
+os.environ["CACHEBLEND_DISK_CODEC"] = "native"

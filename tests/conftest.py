@@ -7,8 +7,6 @@ import os
 # Before anything imports a hub client or a tokenizer.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# What comes from a folder is compared exactly with what was computed.
-os.environ["CACHEBLEND_DISK_CODEC"] = "native"
 
 import pytest
 import torch

@@ -276,7 +276,7 @@ class StoreFolder:
 
     def _has_parts(self) -> bool:
         """Return whether there is so much of a store here that only its mark is damaged or lost."""
-        parts = ("kv", "index.sqlite", "mirror.sqlite")
+        parts = ("kv", "filling.lock", "reserve", "index.sqlite", "mirror.sqlite", "mirror.sqlite-journal")
         return sum((self.path / part).exists() for part in parts) > 1
 
     def _has_mark(self) -> bool:
