@@ -262,7 +262,8 @@ class WriteBack(WorkQueue[Computed]):
         super().close()
         with self._locked():
             lost = len(self._staying())
-        if lost:
+        # Of a read-only folder it was said when the first came to stay.
+        if lost and not isinstance(self._stays_for, StoreReadOnlyError):
             _log.warning("the KV of %d misses was not stored and is lost: %s", lost, self._stays_for)
 
     def try_again(self) -> None:

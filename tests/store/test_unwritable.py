@@ -139,7 +139,7 @@ def test_a_disk_that_is_read_only(tmp_path: Path, write_back_bytes: int, caplog:
         assert len(caplog.messages) == 1 and caplog.messages[0].endswith("in memory, for this process alone")
         store.flush()
         store.close()
-        assert "the KV of 3 misses was not stored and is lost" in caplog.messages[-1]
+        assert len(caplog.messages) == 1
 
 
 def test_a_disk_that_is_full_of_what_is_pinned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
