@@ -156,13 +156,15 @@ class BlendReport:
         return (
             f"first token after {1000 * self.ttft_s:.0f} ms"
             + (f", {1000 * self.queue_s:.0f} of them waiting for the model" if self.queue_s >= 0.01 else "")
+            + (f", {1000 * self.encode_s:.0f} of them encoding what was not stored" if self.encode_s else "")
             + f"; {self.hits} of {self.hits + self.misses} chunks hit, "
             f"{self.recomputed_tokens} of {self.context_tokens} chunk tokens recomputed"
-            + (f" ({self.selector})" if self.recomputed_tokens else "")
+            + (f" ({self.selector})" if self.recomputed_tokens and self.selector != "full" else "")
             + (f", {self.head_tokens} tokens of the head reused" if self.head_tokens else "")
             + (f", {self.conversation_tokens} tokens of the conversation reused" if self.conversation_tokens else "")
             + (f", {self.repaired_tokens} repaired while answering" if self.repaired_tokens else "")
-            + (f"; prefilled in full: {self.fallback_reason}" if self.fallback_reason else "")
+            + ("; prefilled in full" if self.selector == "full" else "")
+            + (f": {self.fallback_reason}" if self.fallback_reason else "")
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -91,6 +91,16 @@ class Calibration:
     recompute_ratio: float | None
     reason: str
 
+    def __str__(self) -> str:
+        """Return what was chosen, and a line for each ratio that was tried."""
+        lines = [
+            f"  ratio {row.recompute_ratio:g}: agrees on {row.agreement:.1%} of {row.questions} questions, at least "
+            f"{row.agreement_low:.1%}; first token {row.ttft_ratio:.2f} of full prefill's"
+            + ("" if row.questions == self.questions else "; given up then, as the rest could not reach the target")
+            for row in self.rows
+        ]
+        return "\n".join([self.reason, *lines])
+
 
 @dataclass(frozen=True, eq=False)
 class _Reference:

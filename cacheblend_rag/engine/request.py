@@ -19,7 +19,7 @@ from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.report import BlendReport, ChunkReport
 from cacheblend_rag.store import Fate, NamedTarget
 
-__all__ = ["ChunkSupply", "PromptRun", "Request", "Timings", "make_report"]
+__all__ = ["ChunkSupply", "PromptRun", "Request", "Timings", "make_report", "why_missed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,17 +259,18 @@ def _chunk_reports(run: PromptRun, recomputed: torch.Tensor) -> tuple[tuple[Chun
 def _chunk_report(run: PromptRun, chunk: PromptChunk, recomputed: torch.Tensor) -> ChunkReport:
     attention = None if run.attention is None else run.attention(chunk)
     if chunk.computed is not None:
-        reason = f"{_why_missed(run, chunk)}; {chunk.note}" if chunk.computed == "missing" else chunk.note
+        reason = f"{why_missed(run, chunk)}; {chunk.note}" if chunk.computed == "missing" else chunk.note
         return ChunkReport(chunk.id, len(chunk), False, len(chunk), reason, attention=attention)
     rows = int(((recomputed >= chunk.start) & (recomputed < chunk.stop)).sum())
     if chunk.stop <= run.layout.resumed_rows:
         return ChunkReport(chunk.id, len(chunk), True, rows, None, "conversation", attention)
     hit = run.kv.hits[chunk.key] and chunk.key not in run.kv.unreadable
-    reason = None if hit else _why_missed(run, chunk)
+    reason = None if hit else why_missed(run, chunk)
     return ChunkReport(chunk.id, len(chunk), hit, rows, reason, run.kv.tiers.get(chunk.key), attention)
 
 
-def _why_missed(run: PromptRun, chunk: PromptChunk) -> str:
+def why_missed(run: PromptRun, chunk: PromptChunk) -> str:
+    """Return why a chunk was not served from stored KV."""
     fate = "damaged" if chunk.key in run.kv.unreadable else run.kv.fates.get(chunk.key)
     note = None if chunk.computed else chunk.note
     # Of a text that no name leads to it says more that it was not added than what became of its KV.

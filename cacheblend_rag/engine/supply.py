@@ -15,7 +15,7 @@ from cacheblend_rag.encode import Encoder, Target
 from cacheblend_rag.engine.answering import AnsweringStore
 from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.prompt import PromptChunk, PromptHead
-from cacheblend_rag.engine.request import PromptRun
+from cacheblend_rag.engine.request import PromptRun, why_missed
 from cacheblend_rag.engine.scheduling import scheduler_lock
 from cacheblend_rag.errors import ChunkReadError
 from cacheblend_rag.kv import ChunkKV
@@ -316,9 +316,10 @@ class KVSupply:
         if not any(run.kv.hits.values()) and not expected and not self._warned_of_no_hit:
             self._warned_of_no_hit = True
             logger.warning(
-                "none of the %d chunks of this prompt was stored, so all of them were encoded first; add chunks before they "
-                "are needed (this warning is not repeated)",
+                "none of the %d chunks of this prompt was served from the store, so all of them were encoded first; of the first "
+                "one, %s (this warning is not repeated)",
                 len(chunks),
+                why_missed(run, chunks[0]),
             )
         return {
             chunk.start: reader

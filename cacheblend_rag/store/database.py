@@ -431,8 +431,10 @@ class Database:
                 return
             mirror = self._current("mirror")
             self._set_patience(mirror, self._lock_timeout_s)
-            if mirror.execute("SELECT value FROM mirrored_revision").fetchone() != revision:
-                raise DamagedIndexError(f"index {self._path} is not of the same state as its mirror")
+            differs = mirror.execute("SELECT value FROM mirrored_revision").fetchone() != revision
+        if differs:
+            # Most likely others have written in between; healing looks while nobody does.
+            self.heal(DamagedIndexError(f"index {self._path} is not of the same state as its mirror"))
 
 
 def _disconnect(connections: dict[str, sqlite3.Connection]) -> None:

@@ -47,6 +47,10 @@ _CLOCK_SAVED_S = 60.0
 _ROOM_MADE = 3
 _ADOPTED_AT_ONCE = 100
 
+_DAMAGED = (
+    "KV in %s is damaged, and computed again: %s (this warning is not repeated; `cacheblend-rag store check` finds all)"
+)
+
 
 class DiskTier:
     """Chunk KV in a folder, up to a given number of bytes, or half of the disk; the least recently used is dropped first.
@@ -151,7 +155,7 @@ class DiskTier:
                 return []
             if self.index.has_file(held.file, key):
                 # Otherwise another process or thread has just dropped it.
-                _log.warning("stored KV %s… is damaged and will be replaced: %s", key[:12], flaw)
+                self._warn_once(_DAMAGED, self.folder.path, flaw)
         encoded = kv if isinstance(kv, EncodedChunk) else encode_chunk(key, pack_kv(kv, self.codec))
         limit_bytes = self._share_bytes(encoded.nbytes) if self.limit_bytes is None else self.limit_bytes
         if encoded.nbytes > limit_bytes:
@@ -181,11 +185,11 @@ class DiskTier:
         self.evicted.update(dropped.tenants)
         if dropped.for_room:
             self._warn_once(
-                "the KV in %s has reached its budget of %.3g GB, so what was used least recently is dropped, and computed again "
+                "the KV in %s has reached its budget of %.0f MB, so what was used least recently is dropped, and computed again "
                 "when it is needed; disk_bytes sets another budget, by default half of the disk's free space (this warning is "
                 "not repeated; the store's figures count it)",
                 self.folder.path,
-                limit_bytes / 1e9,
+                limit_bytes / 1e6,
             )
         self._unlink(dropped.files)
         return dropped.keys
@@ -378,7 +382,7 @@ class DiskTier:
         return None
 
     def _lose(self, key: str, entry: Entry, reason: str) -> None:
-        _log.warning("stored KV %s… is dropped: %s", key[:12], reason)
+        self._warn_once(_DAMAGED, self.folder.path, reason)
         self._damaged.add(key)
         try:
             self.remove(self.deleting(lambda: self.index.drop([key], entry.file)))

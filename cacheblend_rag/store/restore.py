@@ -194,6 +194,8 @@ def heal_index(index: Path, doubt: Doubt | None, busy_s: float, is_refused: bool
         sync_folder(index.parent)
         # Where there is none, whoever writes next makes one.
         mirror_of(index).unlink(missing_ok=True)
+    if not names and not entries and not any((index.parent / "kv").glob("*/*")):
+        return "nothing is left of the store; it is begun anew, and KV is computed again when chunks are added or asked for"
     found = f"{names} names and {entries} entries of KV were restored"
     if is_complete:
         return f"{found} from its mirror"

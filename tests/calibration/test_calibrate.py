@@ -87,6 +87,9 @@ def test_none_is_chosen_where_none_agrees(engine: BlendEngine, prompts: list[Ble
     assert found.recompute_ratio is None
     assert found.selector == "random"
     assert found.reason.startswith("No ratio up to 0.05 is shown to agree")
+    reason, *rows = str(found).splitlines()
+    assert reason == found.reason
+    assert [("given up then" in row) for row in rows] == [row.questions < 10 for row in found.rows]
 
 
 def test_a_ratio_whose_next_fails_is_not_trusted() -> None:

@@ -322,7 +322,7 @@ def test_no_hit_at_all_is_said_once(engine: BlendEngine, caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING, logger="cacheblend_rag"):
         engine.prefill(_prompt(CHUNKS[:2]))
         engine.prefill(_prompt(CHUNKS[2:]))
-    assert sum("was stored" in record.message for record in caplog.records) == 1
+    assert sum("was served from the store" in record.message for record in caplog.records) == 1
 
 
 def test_a_folder_keeps_kv_for_the_next_process(tmp_path: Path) -> None:
@@ -472,4 +472,4 @@ def test_a_report_of_a_whole_prefill_claims_no_reuse(engine: BlendEngine) -> Non
     assert {(chunk.hit, chunk.recomputed_tokens == chunk.tokens, chunk.reason) for chunk in report.chunks} == {
         (True, True, None)
     }
-    assert "4 of 4 chunks hit, 79 of 79 chunk tokens recomputed (full)" in str(report)
+    assert "4 of 4 chunks hit, 79 of 79 chunk tokens recomputed; prefilled in full" in str(report)

@@ -25,6 +25,18 @@ def test_together(tmp_path: Path, disk_bytes: int | None) -> None:
     assert disk_bytes is None or report.bytes <= disk_bytes
 
 
+def test_opening_while_others_write(tmp_path: Path) -> None:
+    open_store(tmp_path, 0).close()
+    writers = [
+        start(workers.write_until_killed, tmp_path, tmp_path.with_name(f"log{n}"), 1000 * n, None) for n in range(2)
+    ]
+    for _ in range(60):
+        open_store(tmp_path, 0).close()
+    for writer in writers:
+        assert writer.exitcode is None
+        writer.kill()
+
+
 @pytest.mark.parametrize("disk_bytes", [None, 40_000])
 def test_killed(tmp_path: Path, disk_bytes: int | None) -> None:
     chance = random.Random(disk_bytes)

@@ -205,7 +205,7 @@ def test_rows_that_are_others(
 
 
 @pytest.mark.parametrize("part", [".", "kv", "tmp"])
-def test_a_folder_that_is_deleted(tmp_path: Path, live: KVStore, part: str) -> None:
+def test_a_folder_that_is_deleted(tmp_path: Path, live: KVStore, part: str, caplog: pytest.LogCaptureFixture) -> None:
     shutil.rmtree(tmp_path / "store" / part)
     for number in NUMBERS:
         assert live.open(key_of(number)) is None or part != "."
@@ -218,6 +218,8 @@ def test_a_folder_that_is_deleted(tmp_path: Path, live: KVStore, part: str) -> N
     report = check_store(tmp_path / "store")
     assert (report.problems, report.entries, report.names) == ([], 5, 4)
     assert os.stat(tmp_path / "store").st_mode & 0o077 == 0
+    words = {".": "is begun anew", "kv": "is damaged, and computed again", "tmp": ""}
+    assert [words[part] in message for message in caplog.messages] == [True] * (part != "tmp")
 
 
 def test_another_process_follows(tmp_path: Path, live: KVStore) -> None:
