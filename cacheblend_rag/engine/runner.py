@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -16,7 +17,7 @@ from cacheblend_rag.config import BlendConfig, EngineConfig
 from cacheblend_rag.controller import Controller, Plan, make_plan, whole_plan
 from cacheblend_rag.engine.answering import AnsweringStore
 from cacheblend_rag.engine.conversation import Resumption
-from cacheblend_rag.engine.features import attach
+from cacheblend_rag.engine.features import attach, decodes_alone
 from cacheblend_rag.engine.kept import Making
 from cacheblend_rag.engine.request import PromptRun
 from cacheblend_rag.engine.supply import KVSupply
@@ -25,7 +26,7 @@ from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import Decoder, num_decoder_layers, takes_positions, text_decoder
-from cacheblend_rag.selection import FixedSelection
+from cacheblend_rag.selection import FixedSelection, Selection
 from cacheblend_rag.store import KVReader
 from cacheblend_rag.tuning import Tuning
 
@@ -238,8 +239,14 @@ class Runner:
                     tuning.reposition,
                 )
                 stack.enter_context(loader)
-                steering = Steering(decoder, cache, run.layout, selection, loader.synchronize)
-                stack.enter_context(steering())
+                if _goes_on(run, selection):
+                    # Nothing has to be steered: the model goes on behind its cache, as it does when it decodes.
+                    run.recomputed = None if run.plan.selection is None else torch.empty(0, dtype=torch.int64)
+                    for layer, held in enumerate(cache.kv_layers[: decoder.num_kv_layers]):
+                        held.expect(int(run.layout.text_rows[0]), partial(loader.synchronize, layer))
+                else:
+                    steering = Steering(decoder, cache, run.layout, selection, loader.synchronize)
+                    stack.enter_context(steering())
             for each in attach(run, decoder, cache, steering, tuning, headroom, room):
                 stack.enter_context(each)
             more = stack.enter_context(decoder.placing(cache, run.prompt.places))
@@ -308,3 +315,15 @@ class Runner:
                 "depend on the length of the prompt"
             )
         return self._unsupported
+
+
+def _goes_on(run: PromptRun, selection: Selection) -> bool:
+    """Return whether all that is computed of a prompt stands behind all that is stored, and nothing watches its prefill."""
+    text = run.layout.text_rows
+    return (
+        isinstance(selection, FixedSelection)
+        and not selection.rows().numel()
+        and 0 < int(text[0]) == len(run.layout) - text.numel()
+        and run.prompt.places is None
+        and decodes_alone(run.request.blend) is None
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -20,6 +21,7 @@ __all__ = ["check_batching", "check_blending", "true_kv"]
 _PROMPT_TOKENS = 24
 _CHUNKS = (ChunkSpan(3, 11, 3), ChunkSpan(12, 20, 12))
 _RECOMPUTED_ROWS = (4, 9, 12, 13, 19)
+_STORED_TOKENS = 17
 _DISTANCE = 11
 
 
@@ -59,13 +61,23 @@ def _check_rows(decoder: Decoder, name: str, drawn: torch.Tensor) -> list[LayerK
     steering = Steering(decoder, cache, layout, FixedSelection(torch.tensor(_RECOMPUTED_ROWS)), true_kv(own.kv()))
     with steering():
         blended = decoder.model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, -1]
-    difference, tolerance = _relative(blended, wanted), _tolerance(decoder)
+    _check_logits(decoder, name, "computing some rows over the model's own KV", blended, wanted)
+    stored, behind = own.kv(), KVCache(decoder.num_layers)
+    for number, layer in enumerate(stored):
+        buffer = LayerKV(*(tensor.clone() for tensor in layer))
+        behind.kv_layers[number].expect(_STORED_TOKENS, partial(LayerKV, *buffer))
+    going_on = decoder.model(input_ids=ids[:, _STORED_TOKENS:], past_key_values=behind, use_cache=True).logits[0, -1]
+    _check_logits(decoder, name, "going on behind the model's own KV", going_on, wanted)
+    return stored
+
+
+def _check_logits(decoder: Decoder, name: str, what: str, logits: torch.Tensor, wanted: torch.Tensor) -> None:
+    difference, tolerance = _relative(logits, wanted), _tolerance(decoder)
     if not difference <= tolerance:
         raise UnsupportedModelError(
-            f"{name}: rows computed over the model's own KV give other logits than the model itself (off by {difference:.2g} of "
-            f"their scale, {tolerance:g} allowed); something in its forward depends on more than the rows and their KV"
+            f"{name}: {what} gives other logits than the model itself (off by {difference:.2g} of their scale, {tolerance:g} "
+            "allowed); something in its forward depends on more than the rows and their KV"
         )
-    return own.kv()
 
 
 def _check_move(decoder: Decoder, name: str, drawn: torch.Tensor, own: list[LayerKV], distance: int) -> None:

@@ -144,7 +144,7 @@ def last_logits(model: PreTrainedModel, inputs: dict[str, torch.Tensor], cache: 
     inputs : dict
         The prompt's `input_ids`, ``(1, prompt_len)``, and what goes with them.
     cache : Cache or None
-        The cache to fill; None where the model is to have one of its own, if any.
+        The cache to fill, which may hold the prompt's beginning; None where the model is to have one of its own, if any.
 
     Returns
     -------
@@ -154,6 +154,9 @@ def last_logits(model: PreTrainedModel, inputs: dict[str, torch.Tensor], cache: 
     options: dict[str, Any] = {} if cache is None else {"past_key_values": cache, "use_cache": True}
     if model._supports_logits_to_keep():  # type: ignore[operator]  # as generate asks
         options["logits_to_keep"] = 1
+    held = 0 if cache is None else cache.get_seq_length()
+    # As generate does: what a cache begins with is not computed.
+    inputs = {name: tensor[:, held:] for name, tensor in inputs.items()}
     logits: torch.Tensor = past_adapters(model)(**inputs, **options).logits
     return logits[0, -1]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,12 @@ class KVCacheLayer(DynamicLayer):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._buffer: LayerKV | None = None
+        self._expected: tuple[int, Callable[[], LayerKV]] | None = None
         self.evicted_tokens = 0
+
+    def expect(self, length: int, load: Callable[[], LayerKV]) -> None:
+        """Count `length` tokens as held, in a buffer that `load` returns when the model comes to this layer."""
+        self._expected = length, load
 
     def hold(self, buffer: LayerKV, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Take over `buffer`, whose first `length` tokens are filled, and return their keys and values."""
@@ -42,6 +47,9 @@ class KVCacheLayer(DynamicLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append new tokens and return the whole layer."""
+        if self._expected is not None:
+            (length, load), self._expected = self._expected, None
+            self.hold(load(), length)
         length = self.held_tokens
         if length == 0:
             return self.hold(LayerKV(key_states, value_states), key_states.shape[2])
@@ -54,6 +62,8 @@ class KVCacheLayer(DynamicLayer):
     @property
     def held_tokens(self) -> int:
         """Number of tokens that each head holds."""
+        if self._expected is not None:
+            return self._expected[0]
         return 0 if self.keys is None else self.keys.shape[2]
 
     @property
@@ -99,7 +109,7 @@ class KVCacheLayer(DynamicLayer):
 
     def reset(self) -> None:
         """Forget everything."""
-        self._buffer = None
+        self._buffer = self._expected = None
         self.evicted_tokens = 0
         super().reset()
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef, FixedText
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef, FixedText
 from cacheblend_rag.lab.settings import blend_settings, engine_settings
 from tests.core.documents.texts import Text
 from tests.families import CASES, FURTHER_CASES, tiny_model, tiny_tokenizer, words
@@ -131,6 +131,23 @@ def test_nothing_but_the_question_is_computed(tmp_path: Path, separator: str, he
         assert (report.hits, report.misses, report.charged_ratio) == (4, 0, 0.0)
         assert report.context_tokens == report.prompt_tokens - undeclared - 7 - report.head_tokens
         assert report.head_tokens == (12 if isinstance(head, FixedText) else 0)
+
+
+def test_the_model_is_given_the_question_only() -> None:
+    text = Text.of("d", [8, 9, 7], [0, 0], 1)
+    seen: list[int] = []
+    with engine_of() as engine:
+        engine.add(text.chunks)
+        prompt = prompt_of(["d-2", "d-0"], "", FixedText(HEAD))
+        wanted = engine.prefill(prompt).logits
+        embedding = engine.model.get_input_embeddings()
+        with embedding.register_forward_hook(lambda module, args, output: seen.append(output.shape[1])):
+            assert torch.equal(engine.prefill(prompt).logits, wanted)
+            answer = engine.generate(prompt, 3, do_sample=False)
+            several = engine.generate_many([prompt, prompt], 3, do_sample=False)
+            steered = engine.generate(prompt, 3, do_sample=False, blend=BlendConfig(source_attention=True))
+    assert seen == [7, 7, 1, 1, 7, 7, 1, 1, len(answer.prompt_ids), 1, 1]
+    assert {result.token_ids for result in (answer, steered, *several)} == {answer.token_ids}
 
 
 def test_text_that_is_no_separator_is_computed() -> None:
