@@ -495,7 +495,8 @@ class KVStore(ABC):
                 if tie.id
                 else self.names.owners(tie.namespace, tie.source or "")
             )
-            if not stays and self.names.leading_to(key) is None:
+            # What has come by a name since is computed again when it is next needed, and stored under that.
+            if not self._hold([key])[0] if self.names.leading_to(key) else not stays:
                 gone.append(key)
         self._drop_copies(gone)
 
