@@ -155,7 +155,8 @@ class Database:
                     revision = self._revision(connection)
                     yield connection
                     if revision is not None:
-                        follow(connection, revision)
+                        assert self._path is not None
+                        follow(connection, revision, self._path)
                     connection.execute("COMMIT")
                 except BaseException:
                     if connection.in_transaction:

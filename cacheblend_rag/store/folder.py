@@ -7,6 +7,7 @@
     filling.lock      held by those who add to it, and by who looks for what killed ones of them left
     index.sqlite      what the files hold, and the names (and its -wal and -shm)
     mirror.sqlite     the same again, from which a damaged index is restored (and its -journal)
+    revision          the revision of both, by which a mirror is known to be behind where the index is lost
     kv/ab/…           one file a chunk, in a folder named by the first two digits of its key
     tmp/              files not yet in their place, each locked by its writer
     profiles/         how fast models are on this machine and this disk (`cacheblend_rag.controller`)
@@ -276,7 +277,7 @@ class StoreFolder:
 
     def _has_parts(self) -> bool:
         """Return whether there is so much of a store here that only its mark is damaged or lost."""
-        parts = ("kv", "filling.lock", "reserve", "index.sqlite", "mirror.sqlite", "mirror.sqlite-journal")
+        parts = ("kv", "filling.lock", "reserve", "index.sqlite", "mirror.sqlite", "mirror.sqlite-journal", "revision")
         return sum((self.path / part).exists() for part in parts) > 1
 
     def _has_mark(self) -> bool:

@@ -2,7 +2,7 @@
 
 Triggers write it in the transactions that write the index; it is read when the index is in doubt, and at no other time. It keeps
 no log beside it, as the index does: with the log would go what was deleted last. The revision of both tells which one is behind,
-where one was put back or lost its log.
+where one was put back or lost its log; where the index can no longer be read, the revision is in a small file besides.
 
 It is not synced: after the machine has gone down it is made anew from the index, which is.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from cacheblend_rag.store.schema import MIRRORED, columns
 
-__all__ = ["alone_in", "attach_mirror", "follow", "mirror_of", "renew_mirror", "revisions"]
+__all__ = ["alone_in", "attach_mirror", "follow", "last_revision", "mirror_of", "renew_mirror", "revisions"]
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -68,11 +68,31 @@ def revisions(connection: sqlite3.Connection) -> tuple[int, int]:
     return index, mirror
 
 
-def follow(connection: sqlite3.Connection, before: int) -> None:
+def follow(connection: sqlite3.Connection, before: int, index: Path) -> None:
     """Give the mirror the index's revision, if a transaction that is about to end has raised it."""
     now, _ = revisions(connection)
     if now != before:
         connection.execute("UPDATE mirrored_revision SET value = ?", (now,))
+        # Where it cannot be written, an older one says less, and nothing wrong.
+        with suppress(OSError):
+            fd = os.open(_revision_file(index), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.pwrite(fd, b"%20d%20d" % (now, now), 0)
+            finally:
+                os.close(fd)
+
+
+def last_revision(index: Path) -> int:
+    """Return the revision that the index had last, or was about to have; 0 where that is not known."""
+    try:
+        first, second = map(int, _revision_file(index).read_bytes().split())
+    except (OSError, ValueError):
+        return 0
+    return first if first == second else 0
+
+
+def _revision_file(index: Path) -> Path:
+    return index.with_name("revision")
 
 
 def renew_mirror(index: Path) -> None:

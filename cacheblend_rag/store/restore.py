@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from cacheblend_rag.store.documents import is_sound, is_sound_document, is_sound_place
 from cacheblend_rag.store.folder import sync_folder
-from cacheblend_rag.store.mirror import alone_in, mirror_of
+from cacheblend_rag.store.mirror import alone_in, last_revision, mirror_of
 from cacheblend_rag.store.schema import MIRRORED, columns, make_tables, restart_sequences
 
 __all__ = ["BROKEN", "Doubt", "compare", "connect_source", "find_rows", "heal_index", "is_sound_row"]
@@ -183,10 +183,11 @@ def heal_index(index: Path, doubt: Doubt | None, busy_s: float, is_refused: bool
                     # It is of no use, but takes room.
                     mirror_of(index).unlink(missing_ok=True)
                 return None
-        sources = _believed(mirror, old)
-        known = [source.revision for source in (mirror, old) if source.revision is not None]
+        last = last_revision(index)
+        sources = _believed(mirror, old, last)
+        known = [last, *(source.revision for source in (mirror, old) if source.revision is not None)]
         new = index.with_name(index.name + ".new")
-        names, entries, is_complete = _build(new, sources, max(known, default=0) + 1)
+        names, entries, is_complete = _build(new, sources, max(known) + 1)
         # In this order: an index that has lost its log is behind its mirror, and restored again.
         for ending in ("-wal", "-shm"):
             index.with_name(index.name + ending).unlink(missing_ok=True)
@@ -205,8 +206,10 @@ def heal_index(index: Path, doubt: Doubt | None, busy_s: float, is_refused: bool
     )
 
 
-def _believed(mirror: Source, old: Source) -> list[Source]:
+def _believed(mirror: Source, old: Source, last: int) -> list[Source]:
     """Return what to restore from, the best first; never what is behind, or names that were deleted would come back."""
+    if mirror.revision is not None and max(mirror.revision, old.revision or 0) < last:
+        return [old] if old.revision is None else []
     if mirror.revision is None or old.revision is None or mirror.revision == old.revision:
         return [mirror, old]
     return [mirror] if mirror.revision > old.revision else [old]

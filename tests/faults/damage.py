@@ -155,6 +155,7 @@ class Trial:
             "kv",
             "tmp",
             "reserve",
+            "revision",
             "store.lock",
             *(str(p.relative_to(self.folder)) for p in self.folder.glob("kv/*")),
         ]

@@ -150,6 +150,26 @@ def test_both(tmp_path: Path, live: KVStore, caplog: pytest.LogCaptureFixture) -
     assert check_store(folder).is_clean
 
 
+@pytest.mark.parametrize("revision", ["known", "damaged"])
+def test_an_old_mirror_and_no_index(tmp_path: Path, live: KVStore, revision: str) -> None:
+    """A deleted name would come back by it."""
+    folder = tmp_path / "store"
+    old = (folder / "mirror.sqlite").read_bytes()
+    live.forget("ns", ["n3"])
+    live.close()
+    (folder / "index.sqlite").unlink()
+    (folder / "mirror.sqlite").write_bytes(old)
+    if revision == "damaged":
+        zero(folder / "revision")
+    store = open_store(folder, 0)
+    # Without it nothing says that there was a later one.
+    assert store.names.ids("ns") == ([] if revision == "known" else ["n0", "n1", "n2", "n3"])
+    store.name("ns", [record(f"n{number}", number) for number in range(3)], tenant="somebody")
+    assert [store.open(key_of(number)) is not None for number in range(4)] == [True] * 3 + [False]
+    store.close()
+    assert check_store(folder).is_clean
+
+
 def test_each_has_lost_other_names(tmp_path: Path) -> None:
     """What is left in either comes together."""
     store = open_store(tmp_path, 0)

@@ -216,6 +216,7 @@ def test_reopened(tmp_path: Path) -> None:
         "mirror.sqlite",
         "mirror.sqlite-journal",
         "reserve",
+        "revision",
         "store.json",
         "store.lock",
         "tmp",
