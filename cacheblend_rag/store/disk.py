@@ -185,11 +185,11 @@ class DiskTier:
         self.evicted.update(dropped.tenants)
         if dropped.for_room:
             self._warn_once(
-                "the KV in %s has reached its budget of %.0f MB, so what was used least recently is dropped, and computed again "
+                "the KV in %s has reached its budget of %d bytes, so what was used least recently is dropped, and computed again "
                 "when it is needed; disk_bytes sets another budget, by default half of the disk's free space (this warning is "
                 "not repeated; the store's figures count it)",
                 self.folder.path,
-                limit_bytes / 1e6,
+                limit_bytes,
             )
         self._unlink(dropped.files)
         return dropped.keys

@@ -149,7 +149,7 @@ class CircuitBreaker:
         self._reason = ""
 
     def enter(self) -> int:
-        """Return the turn that a call belongs to, for `failed` or `succeeded`; RemoteUnavailableError if it is too early."""
+        """Return the turn that a call belongs to, for `failed`; RemoteUnavailableError if it is too early."""
         with self._lock:
             if self._wait_s:
                 left_s = self._retry_at - self._clock()
@@ -169,10 +169,11 @@ class CircuitBreaker:
                 self._retry_at = self._clock() + self._wait_s
                 self._reason = reason
 
-    def succeeded(self, turn: int) -> None:
-        """Stop waiting."""
+    def succeeded(self) -> None:
+        """Stop waiting: it answers now, whenever it was asked. What was asked before and fails later says nothing any more."""
         with self._lock:
-            if turn == self._turn:
+            if self._wait_s:
+                self._turn += 1
                 self._wait_s = 0.0
 
 
@@ -209,20 +210,20 @@ class Guard:
         try:
             yield
         except StoreError:
-            self._reach.succeeded(turn)
+            self._reach.succeeded()
             raise
         except self._caught as error:
             reason, cause = self._told(what, error)
             if self._is_refusal(error):
-                self._reach.succeeded(turn)
+                self._reach.succeeded()
                 if writing:
                     self._writes.failed(write_turn, reason)
             else:
                 self._reach.failed(turn, reason)
             raise RemoteUnavailableError(reason) from cause
-        self._reach.succeeded(turn)
+        self._reach.succeeded()
         if writing:
-            self._writes.succeeded(write_turn)
+            self._writes.succeeded()
 
     def _told(self, what: str, error: Exception) -> tuple[str, Exception | None]:
         text = " ".join(str(error).split())[:300] or "no reason given"

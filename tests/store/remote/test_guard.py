@@ -33,7 +33,8 @@ def test_the_wait_doubles_up_to_its_limit() -> None:
         with pytest.raises(RemoteUnavailableError, match=r"it is down; it is left alone for 0\.2 s more"):
             breaker.enter()
         clock.now += 0.25
-    breaker.succeeded(breaker.enter())
+    breaker.enter()
+    breaker.succeeded()
     breaker.failed(breaker.enter(), "again")
     clock.now += 1.0
     assert not is_open(breaker)
@@ -54,9 +55,9 @@ def test_one_call_tries_for_all() -> None:
     breaker = CircuitBreaker(1.0, 100.0, clock)
     breaker.failed(breaker.enter(), "it is down")
     clock.now += 1.0
-    turn = breaker.enter()
+    breaker.enter()
     assert is_open(breaker)
-    breaker.succeeded(turn)
+    breaker.succeeded()
     assert not is_open(breaker)
 
 
@@ -68,10 +69,24 @@ def test_a_trial_that_never_ends_is_replaced() -> None:
     lost = breaker.enter()
     clock.now += 1.0
     turn = breaker.enter()
-    # What the lost one says in the end is about the past.
-    breaker.succeeded(lost)
-    assert is_open(breaker)
     breaker.failed(turn, "still down")
     breaker.failed(lost, "long ago")
     clock.now += 2.0
     assert not is_open(breaker)
+
+
+def test_an_answer_ends_the_wait_whenever_it_was_asked_for() -> None:
+    clock = Clock()
+    breaker = CircuitBreaker(1.0, 100.0, clock)
+    breaker.failed(breaker.enter(), "it is down")
+    clock.now += 1.0
+    breaker.enter()
+    clock.now += 1.0
+    late = breaker.enter()
+    breaker.succeeded()
+    assert not is_open(breaker)
+    # What was asked before that and never answered is about the past.
+    breaker.failed(late, "still down")
+    assert not is_open(breaker)
+    breaker.failed(breaker.enter(), "down again")
+    assert is_open(breaker)
