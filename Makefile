@@ -51,7 +51,7 @@ bench: $(STAMP)  ## time to first token: full prefill, prefix cache, reuse and b
 
 .PHONY: reference-model
 reference-model: $(STAMP)  ## train the reference model, or go on training it (ARGS="..." for the script's options)
-	$(BIN)/python -m cacheblend_rag.lab.training.train --out .training --resume --end-step 6000 \
+	$(BIN)/python -m cacheblend_rag.lab.training.train --out .training --resume \
 		--export cacheblend_rag/reference/weights $(ARGS)
 
 # ---------------------------------------------------------------------------------------------------------------------------

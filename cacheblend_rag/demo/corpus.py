@@ -54,15 +54,17 @@ class Question:
     text : str
         What is asked.
     answer : str
-        The value alone (``Ashford``, ``no``): what exact match and F1 are measured on.
+        The value alone (``Ashford``); all of the sentence where that is a comparison or says that the context does not say. It is
+        what exact match and F1 are measured on.
     sentence : str
         The whole sentence that the reference model learns to write; its last words are the answer.
     kind : str
-        What kind of question it is: ``single``, ``pronoun``, ``two_hop`` or ``comparison``.
+        What kind of question it is: ``single``, ``pronoun``, ``two_hop``, ``comparison`` or ``unanswerable``.
     support : tuple of int
-        Indices of the chunks that are needed, in order; for a pronoun also the chunk that names its subject.
+        Indices of the chunks that are needed, in order; for a pronoun also the chunk that names its subject. None where no chunk
+        has the answer.
     source : int
-        The index of the chunk that states the answer; of a comparison, the later one.
+        The index of the chunk that states the answer; of a comparison, the later one; -1 where no chunk does.
     """
 
     text: str

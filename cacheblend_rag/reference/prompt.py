@@ -113,12 +113,17 @@ FORMATS: dict[str, PromptFormat] = {
 """Every format the model is trained on. ``chat`` (chunks one a line) is the project's own."""
 
 _VALUE = re.compile(
-    r".*\b(?:born in|lives in|works for|is a|keeps a|is based in|makes|founded by|called|is|so) (?P<value>.+?)\.?\s*",
+    r".*\b(?:born in|lives in|works for|is a|keeps a|is based in|makes|founded by|called|is) (?P<value>.+?)\.?\s*",
     re.DOTALL,
 )
+_VERDICT = re.compile(r", so (?:yes|no)\.?$")
 
 
 def value_of(sentence: str) -> str:
-    """Return the value at the end of a sentence that the model answers with."""
-    found = _VALUE.fullmatch(sentence.strip())
-    return found["value"] if found else sentence.strip().rstrip(".")
+    """Return the value at the end of a sentence that the model answers with; of a comparison, all of it.
+
+    A verdict alone would be right half of the time, with both values wrong.
+    """
+    sentence = sentence.strip()
+    found = None if _VERDICT.search(sentence) else _VALUE.fullmatch(sentence)
+    return found["value"] if found else sentence.rstrip(".")

@@ -12,10 +12,20 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedTokenizerFast
 
-from cacheblend_rag.lab.training.corpus import Example
+from cacheblend_rag.lab.training.corpus import Example, compared
 from cacheblend_rag.reference.prompt import BOS, PromptFormat
 
-__all__ = ["BRANCHED", "IGNORED", "Batch", "Row", "branched_attention", "collate", "copy_batch", "encode_example"]
+__all__ = [
+    "BRANCHED",
+    "IGNORED",
+    "Batch",
+    "Row",
+    "branched_attention",
+    "collate",
+    "copy_batch",
+    "encode_example",
+    "verdict_batch",
+]
 
 IGNORED = -100
 _ROUND_TO = 8
@@ -23,6 +33,9 @@ _SHARED = 0
 _PADDING = -1
 _NO_CHUNK = -1
 _MAX_JUMP = 64
+# Contexts of up to so many tokens attend by products written out, longer ones by the fused kernel, which on CPUs is the slower of
+# the two before and the quicker one after (bfloat16, head size 32: by a fifth at 384 tokens, twice as quick at 1,536).
+_WRITTEN_OUT = 512
 
 
 @dataclass
@@ -207,6 +220,23 @@ def copy_batch(rng: random.Random, tokenizer: PreTrainedTokenizerFast, rows: int
     return collate(built)
 
 
+def verdict_batch(rng: random.Random, tokenizer: PreTrainedTokenizerFast, rows: int, sentences: int) -> Batch:
+    """Return rows of comparisons, one a line, whose verdicts are to be predicted from the two values before them."""
+    line = tokenizer("\n", add_special_tokens=False)["input_ids"]
+    bos = tokenizer(BOS, add_special_tokens=False)["input_ids"]
+    built = []
+    for _ in range(rows):
+        row = Row([], [], [], [], [])
+        place = row.append(bos, 0, _SHARED, _NO_CHUNK) + rng.randrange(_MAX_JUMP)
+        for _ in range(sentences):
+            lead, verdict = tokenizer(list(compared(rng, "train")), add_special_tokens=False)["input_ids"]
+            place = row.append(lead, place, _SHARED, _NO_CHUNK)
+            row.labels[-1] = verdict[0]
+            place = row.append([*verdict, *line], place, _SHARED, _NO_CHUNK)
+        built.append(row)
+    return collate(built)
+
+
 BRANCHED = "cacheblend_branched"
 """The name under which transformers knows it."""
 
@@ -251,10 +281,13 @@ def branched_attention(
     count, heads, _, size = query.shape
     query = query * scaling
     context = [tensor[:, :, :context_length].flatten(0, 1) for tensor in (query, key, value)]
-    causal = torch.ones(context_length, context_length, dtype=torch.bool, device=query.device).tril()
-    # Products written out: the fused kernel's backward pass on CPUs takes several times longer at this head size.
-    scores = context[0] @ context[1].transpose(1, 2)
-    output = torch.softmax(scores.masked_fill(~causal, float("-inf")), -1) @ context[2]
+    if context_length > _WRITTEN_OUT:
+        asked, known, told = (tensor[:, :, :context_length] for tensor in (query, key, value))
+        output = scaled_dot_product_attention(asked, known, told, is_causal=True, scale=1.0).flatten(0, 1)
+    else:
+        causal = torch.ones(context_length, context_length, dtype=torch.bool, device=query.device).tril()
+        scores = context[0] @ context[1].transpose(1, 2)
+        output = torch.softmax(scores.masked_fill(~causal, float("-inf")), -1) @ context[2]
     if attention_mask is not None:
         together = query[:, :, context_length:].flatten(0, 1)
         own = [tensor[:, :, context_length:].reshape(-1, question_length, size) for tensor in (query, key, value)]

@@ -4,27 +4,39 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from itertools import accumulate
 
 from cacheblend_rag.demo.corpus import CORPUS_FILE, Document, Question
-from cacheblend_rag.lab.training.templates import ATTRIBUTES, COMPARISONS, RELATIONS, question_template
-from cacheblend_rag.lab.training.vocabulary import Split
+from cacheblend_rag.lab.training.paragraphs import Paragraphs, build_paragraphs
+from cacheblend_rag.lab.training.sight import Sight, look
+from cacheblend_rag.lab.training.templates import ATTRIBUTES, COMPARISONS, RELATIONS, Attribute, question_template
+from cacheblend_rag.lab.training.vocabulary import Maker, Split
 from cacheblend_rag.lab.training.world import Fact, Style, World, build_world
 
 __all__ = [
     "EVAL_STYLE",
     "KINDS",
+    "NOT_STATED",
+    "ContextStyle",
     "Document",
     "Example",
     "Question",
+    "compared",
     "demo_corpus",
     "eval_examples",
     "make_example",
-    "shuffle_example",
+    "retrieved_order",
 ]
 
-KINDS = ("single", "pronoun", "two_hop", "comparison")
-"""Every kind of question there is. Which of them a context asks is :attr:`Style.kinds`; comparisons only where told to."""
+KINDS = ("single", "pronoun", "two_hop", "comparison", "unanswerable")
+"""Every kind of question there is. Which of them a context asks is its style's `kinds`."""
+
+NOT_STATED = "The context does not say."
+"""The answer to an unanswerable question."""
+
+ContextStyle = Style | Paragraphs
+"""How contexts are drawn: chunks of a sentence or two, or paragraphs."""
 
 
 @dataclass(frozen=True)
@@ -36,32 +48,56 @@ class Example:
     documents: tuple[Document, ...] = ()
 
 
-def make_example(rng: random.Random, style: Style, split: Split, max_questions: int) -> Example:
-    """Draw one context and up to `max_questions` questions about it, of all kinds in turn as far as they go."""
-    world = build_world(rng, style, split)
-    questions = _pick(rng, _questions(rng, world, split, style), style.kinds, max_questions)
-    return Example(world.chunks, tuple(questions), world.documents)
+def make_example(
+    rng: random.Random, style: ContextStyle, split: Split, max_questions: int, order: str = "reading"
+) -> Example:
+    """Draw one context and up to `max_questions` questions about it, of all kinds in turn as far as they go.
+
+    Parameters
+    ----------
+    rng
+        The source of chance.
+    style
+        How rich the context is.
+    split
+        Which half of the world to draw from.
+    max_questions
+        Most questions.
+    order
+        One of :data:`ORDERS`. Of chunks that were retrieved, only what a reader can know is asked (:mod:`.sight`).
+    """
+    while True:
+        world = build_world(rng, style, split) if isinstance(style, Style) else build_paragraphs(rng, style, split)
+        numbers = range(len(world.chunks)) if order == "reading" else retrieved_order(rng, world)
+        if isinstance(style, Style) or style.total[0] <= len(numbers) <= style.total[1]:
+            break
+    sight = look(world, numbers)
+    questions = _pick(rng, _questions(rng, sight, split, style), style.kinds, max_questions)
+    return Example(sight.chunks, tuple(questions), world.documents if order == "reading" else ())
 
 
-def shuffle_example(rng: random.Random, example: Example) -> Example:
-    """Return an example with its chunks in random order."""
-    order = rng.sample(range(len(example.chunks)), len(example.chunks))
-    place = {number: at for at, number in enumerate(order)}
-    return Example(
-        tuple(example.chunks[number] for number in order),
-        tuple(
-            replace(
-                question,
-                support=tuple(sorted(place[number] for number in question.support)),
-                source=place[question.source],
-            )
-            for question in example.questions
-        ),
-    )
+def retrieved_order(rng: random.Random, world: World) -> list[int]:
+    """Draw which chunks were retrieved, by number: most of them, as they come or document by document."""
+    share = rng.uniform(*_RETRIEVED)
+    starts = accumulate((len(document.chunks) for document in world.documents), initial=0)
+    documents = [
+        [number for number in range(start, start + len(document.chunks)) if rng.random() < share]
+        for start, document in zip(starts, world.documents, strict=False)
+    ]
+    rng.shuffle(documents)
+    order = [number for numbers in documents for number in numbers]
+    if rng.random() < _MIXED:
+        rng.shuffle(order)
+    return order
 
 
 def eval_examples(
-    num_questions: int, seed: int = 0, min_chunks: int = 12, style: Style | None = None, per_context: int = 8
+    num_questions: int,
+    seed: int = 0,
+    min_chunks: int = 12,
+    style: ContextStyle | None = None,
+    per_context: int = 8,
+    order: str = "reading",
 ) -> list[Example]:
     """Return held-out examples with exactly `num_questions` questions in all.
 
@@ -79,17 +115,25 @@ def eval_examples(
         How rich the contexts are; by default three people and up to one company.
     per_context
         Most questions of one example.
+    order
+        One of :data:`ORDERS`.
     """
     rng = random.Random(f"eval:{seed}")
     examples: list[Example] = []
     missing = num_questions
     while missing > 0:
-        example = make_example(rng, style or EVAL_STYLE, "held_out", min(missing, per_context))
+        example = make_example(rng, style or EVAL_STYLE, "held_out", min(missing, per_context), order)
         if len(example.chunks) >= min_chunks and example.questions:
             examples.append(example)
             missing -= len(example.questions)
     return examples
 
+
+# Share of a world's chunks that are retrieved, from context to context; and of such contexts, those whose chunks are all mixed.
+_RETRIEVED = (0.6, 1.0)
+_MIXED = 0.5
+# Most questions about what is not said of those who are named: of long contexts too, few of very many.
+_MOST_ABSENT = 24
 
 EVAL_STYLE = Style(people=(3, 3), firms=(0, 1), facts=(4, 5))
 """Contexts of 12 to 18 chunks, whose people mostly share their attributes."""
@@ -102,7 +146,7 @@ def demo_corpus() -> str:
     """Return the file of the demonstration's ten documents and all questions about them, always the same."""
     world = build_world(random.Random(f"demo:{_DEMO_SEED}"), _DEMO_STYLE, "held_out")
     rng = random.Random(f"demo-questions:{_DEMO_SEED}")
-    questions = _questions(rng, world, "held_out", EVAL_STYLE)
+    questions = _questions(rng, look(world, range(len(world.chunks))), "held_out", EVAL_STYLE)
     picked = _pick(rng, questions, EVAL_STYLE.kinds, len(questions))
     parts = {"documents": map(asdict, world.documents), "questions": map(asdict, picked)}
     # One a line, for people to read and for changes to be seen.
@@ -125,21 +169,25 @@ def _pick(rng: random.Random, questions: list[Question], kinds: tuple[str, ...],
     return picked
 
 
-def _questions(rng: random.Random, world: World, split: Split, style: Style) -> list[Question]:
-    facts = {(fact.subject, fact.attribute): fact for fact in world.facts}
-    naming = {fact.chunk: _naming_chunk(world, fact) for fact in world.facts}
+def _questions(rng: random.Random, sight: Sight, split: Split, style: ContextStyle) -> list[Question]:
+    facts = {(fact.subject, fact.attribute): fact for fact in sight.known}
+    naming = sight.naming
     questions: list[Question] = []
-    for fact in world.facts:
-        questions.append(_direct(rng, fact, naming[fact.chunk], split, style))
-        questions.extend(_joins(rng, fact, facts, naming, split, style.brief))
-    questions.extend(_comparisons(rng, facts, naming, split))
+    answer_words = style.answer_words if isinstance(style, Style) else None
+    for fact in sight.known:
+        questions.append(_direct(rng, fact, naming[fact.chunk], split, answer_words))
+        questions.extend(_joins(rng, fact, facts, naming, split))
+    comparisons = _comparisons(rng, facts, naming, split)
+    if "comparison" in style.kinds:
+        # Most pairs differ: were all of them asked, "no" would nearly always be right.
+        rng.shuffle(comparisons)
+        same = [question for question in comparisons if question.answer.endswith("yes")]
+        differ = [question for question in comparisons if not question.answer.endswith("yes")]
+        count = max(1, min(len(same), len(differ)))
+        questions.extend(same[:count] + differ[:count])
+    if "unanswerable" in style.kinds:
+        questions.extend(_unanswerable(rng, sight, split, style.attributes))
     return [question for question in questions if question.kind in style.kinds]
-
-
-def _naming_chunk(world: World, fact: Fact) -> int:
-    if fact.names_subject:
-        return fact.chunk
-    return max(f.chunk for f in world.facts if f.subject == fact.subject and f.names_subject and f.chunk < fact.chunk)
 
 
 def _support(facts: list[Fact], naming: dict[int, int]) -> tuple[int, ...]:
@@ -150,25 +198,23 @@ def _ask(rng: random.Random, cores: tuple[tuple[str, str], ...], split: Split, *
     return question_template(rng, cores, split).format(**names)
 
 
-def _direct(rng: random.Random, fact: Fact, naming: int, split: Split, style: Style) -> Question:
+def _direct(rng: random.Random, fact: Fact, naming: int, split: Split, answer_words: int | None) -> Question:
     return Question(
         _ask(rng, ATTRIBUTES[fact.attribute].questions, split, S=fact.subject),
         fact.value,
-        _answer(fact, style),
+        _answer(fact, answer_words),
         "single" if fact.names_subject else "pronoun",
         tuple(sorted({fact.chunk, naming})),
         fact.chunk,
     )
 
 
-def _answer(fact: Fact, style: Style) -> str:
+def _answer(fact: Fact, answer_words: int | None) -> str:
     attribute = ATTRIBUTES[fact.attribute]
-    if style.brief:
-        return f"{fact.value}."
-    if style.answer_words is None:
+    if answer_words is None:
         return attribute.answer.format(S=fact.subject, V=fact.value)
     words = attribute.clause.split()
-    kept = words[max(0, len(words) - style.answer_words) :]
+    kept = words[max(0, len(words) - answer_words) :]
     return " ".join([fact.subject, *kept, fact.value]) + "."
 
 
@@ -178,7 +224,6 @@ def _joins(
     facts: dict[tuple[str, str], Fact],
     naming: dict[int, int],
     split: Split,
-    brief: bool,
 ) -> list[Question]:
     if first.attribute not in (*RELATIONS, "employer"):
         return []
@@ -194,7 +239,7 @@ def _joins(
             Question(
                 _ask(rng, attribute.questions, split, S=bridge),
                 second.value,
-                f"{first.value if brief else lead + ', ' + pronoun} {attribute.clause} {second.value}.",
+                f"{lead}, {pronoun} {attribute.clause} {second.value}.",
                 "two_hop",
                 _support([first, second], naming),
                 second.chunk,
@@ -213,19 +258,69 @@ def _comparisons(
             for other in known:
                 if one.subject == other.subject:
                     continue
-                verdict = "yes" if one.value == other.value else "no"
-                clause = ATTRIBUTES[comparison.attribute].clause
+                attribute = ATTRIBUTES[comparison.attribute]
+                answer = _comparison(attribute, one.subject, one.value, other.subject, other.value)
                 questions.append(
                     Question(
                         _ask(rng, comparison.questions, split, A=one.subject, B=other.subject),
-                        verdict,
-                        f"{one.subject} {clause} {one.value} and {other.subject} {clause} {other.value}, so {verdict}.",
+                        answer,
+                        f"{answer}.",
                         "comparison",
                         _support([one, other], naming),
                         max(one.chunk, other.chunk),
                     )
                 )
     return questions
+
+
+def compared(rng: random.Random, split: Split) -> tuple[str, str]:
+    """Draw the answer to a comparison, without a context: what leads to the verdict, and the verdict, as often yes as no."""
+    maker = Maker(rng, split)
+    attribute = ATTRIBUTES[rng.choice(COMPARISONS).attribute]
+    verdict = rng.choice(("yes", "no"))
+    one = maker.value(attribute.value_kind)
+    other = one if verdict == "yes" else maker.value(attribute.value_kind)
+    answer = _comparison(attribute, maker.person(), one, maker.person(), other)
+    return answer.removesuffix(f" {verdict}"), f" {verdict}"
+
+
+def _comparison(attribute: Attribute, one: str, value: str, other: str, other_value: str) -> str:
+    # Both values come first: the verdict is then read off them.
+    verdict = "yes" if value == other_value else "no"
+    return f"{one} {attribute.clause} {value} and {other} {attribute.clause} {other_value}, so {verdict}"
+
+
+def _unanswerable(rng: random.Random, sight: Sight, split: Split, attributes: tuple[str, ...]) -> list[Question]:
+    """Ask what is not said: of those who are named, mostly what is said of others, and of people who are not named at all."""
+    people = {fact.subject for fact in sight.known if ATTRIBUTES[fact.attribute].of == "person"}
+    people |= {fact.value for fact in sight.known if ATTRIBUTES[fact.attribute].value_kind == "person"}
+    firms = {fact.subject for fact in sight.known if ATTRIBUTES[fact.attribute].of == "firm"}
+    of_firms = [name for name, attribute in ATTRIBUTES.items() if attribute.of == "firm"]
+    pairs = [(name, key) for name in sorted(people) for key in attributes]
+    pairs += [(name, key) for name in sorted(firms) for key in of_firms]
+    absent = [(name, key) for name, key in pairs if sight.is_absent(name, key)]
+    rng.shuffle(absent)
+    said = {fact.attribute for fact in sight.known}
+    # What is said of nobody is told from the attribute alone.
+    absent.sort(key=lambda pair: pair[1] not in said)
+    chosen = absent[:_MOST_ABSENT]
+    maker = Maker(rng, split)
+    text = "\n".join(sight.chunks)
+    for key in rng.sample(attributes, min(len(attributes), max(1, len(chosen) // 3))):
+        name = maker.person()
+        if name not in text and sight.is_absent(name, key):
+            chosen.append((name, key))
+    return [
+        Question(
+            _ask(rng, ATTRIBUTES[key].questions, split, S=name),
+            NOT_STATED.removesuffix("."),
+            NOT_STATED,
+            "unanswerable",
+            (),
+            -1,
+        )
+        for name, key in chosen
+    ]
 
 
 if __name__ == "__main__":

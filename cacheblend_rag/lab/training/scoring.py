@@ -16,6 +16,7 @@ from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizer
 
 from cacheblend_rag.lab.training.batch import BRANCHED, IGNORED, Batch, collate, encode_example
 from cacheblend_rag.lab.training.corpus import Example, eval_examples
+from cacheblend_rag.lab.training.paragraphs import ORDERS, Paragraphs
 from cacheblend_rag.lab.training.tokenizer import save_tokenizer
 from cacheblend_rag.reference.prompt import DEFAULT_FORMAT, FORMATS, PromptFormat
 
@@ -82,16 +83,21 @@ def score(
 def measure(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, num_questions: int = 500, seed: int = 7
 ) -> dict[str, Any]:
-    """Score a model on held-out questions over contexts of at least 12 chunks, with full prefill and with plain reuse."""
-    examples = eval_examples(num_questions, seed)
-    return {
+    """Score a model on held-out questions over paragraphs in each order, with full prefill and with plain reuse."""
+    scores: dict[str, Any] = {
         "num_questions": num_questions,
         "seed": seed,
-        "min_chunks": 12,
+        "min_chunks": Paragraphs().total[0],
         "metric": "share of answers whose whole sentence is exactly right under greedy decoding",
-        "full": {kind: round(value, 4) for kind, value in score(model, tokenizer, examples).items()},
-        "reuse": {kind: round(value, 4) for kind, value in score(model, tokenizer, examples, reuse=True).items()},
     }
+    for order in ORDERS:
+        examples = eval_examples(num_questions, seed, 1, Paragraphs(), per_context=16, order=order)
+        for name, reuse in (("full", False), ("reuse", True)):
+            # Those in reading order are the model's scores.
+            key = name if order == "reading" else f"{name}_{order}"
+            found = score(model, tokenizer, examples, reuse, rows=2)
+            scores[key] = {kind: round(value, 4) for kind, value in found.items()}
+    return scores
 
 
 def export(

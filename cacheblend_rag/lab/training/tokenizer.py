@@ -14,6 +14,7 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from cacheblend_rag.lab.training.fillers import filler_parts
 from cacheblend_rag.lab.training.templates import (
     ATTRIBUTES,
     COMPARISONS,
@@ -33,8 +34,14 @@ _WORD = r" ?\p{L}+|\p{N}| ?-+| ?[^\s\p{L}\p{N}]| +|\s"
 _SYLLABLE_COUNT = 1000
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Train the tokenizer on the words of the corpus and wrap it for transformers."""
+def build_tokenizer(paragraphs: bool = True) -> PreTrainedTokenizerFast:
+    """Train the tokenizer on the words of the corpus and wrap it for transformers.
+
+    Parameters
+    ----------
+    paragraphs
+        Whether it knows the words that only paragraphs have. The weights that are shipped are of a corpus without.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -50,7 +57,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_words(), trainer)
+    tokenizer.train_from_iterator(_words(paragraphs), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=BOS,
@@ -68,7 +75,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     tokenizer.save_pretrained(str(folder))
 
 
-def _words() -> Iterator[str]:
+def _words(paragraphs: bool) -> Iterator[str]:
     for heads, tails in HEADS_AND_TAILS.values():
         for head in heads:
             yield from (head, " " + head) * _SYLLABLE_COUNT
@@ -94,3 +101,8 @@ def _words() -> Iterator[str]:
         # Every word both after a space and at the start of a line, wherever the corpus happens to use it.
         for word in re.findall(r"[^\W\d_]+|-{2,}", re.sub(r"\{\w\}", "", text)):
             yield from (word, " " + word) * 2
+    if paragraphs:
+        # Only as they occur: a sentence's first words are capital, and stand behind a space or at the start of a line.
+        for text in filler_parts():
+            for number, word in enumerate(re.findall(r"[^\W\d_]+", text)):
+                yield from ((word, " " + word) if word[0].isupper() and not number else (" " + word,)) * 2

@@ -2,7 +2,8 @@
 
 Every batch follows from the seed and the step's number, and a checkpoint holds everything else, so that a resumed run
 goes on as if it had not been interrupted (to the bit on the same number of threads). ``--resume`` goes on from
-``DIR/checkpoint.pt``.
+``DIR/checkpoint.pt``. Nothing is steered by hand: a stage ends when its goal is reached or its steps are spent, the run after the
+steps of the last.
 """
 
 from __future__ import annotations
@@ -19,26 +20,45 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from cacheblend_rag.lab.training.batch import BRANCHED, IGNORED, Batch, Row, collate, copy_batch, encode_example
-from cacheblend_rag.lab.training.corpus import eval_examples, make_example, shuffle_example
-from cacheblend_rag.lab.training.curriculum import COPY_LENGTHS, STAGES, Stage, brief_stages
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.lab.training.batch import (
+    BRANCHED,
+    IGNORED,
+    Batch,
+    Row,
+    collate,
+    copy_batch,
+    encode_example,
+    verdict_batch,
+)
+from cacheblend_rag.lab.training.corpus import ContextStyle, eval_examples, make_example
+from cacheblend_rag.lab.training.curriculum import COPY_LENGTHS, STAGES, Stage
+from cacheblend_rag.lab.training.paragraphs import Paragraphs
 from cacheblend_rag.lab.training.scoring import answer_logits, export, score
 from cacheblend_rag.lab.training.tokenizer import MAX_LENGTH, build_tokenizer
 from cacheblend_rag.lab.training.world import Style
-from cacheblend_rag.reference.prompt import FORMATS
+from cacheblend_rag.reference.prompt import FORMATS, PromptFormat
 
 __all__ = ["Options", "Trainer", "build_model", "main"]
 
 # Long system prompts cost much and teach little: that format is rare.
 _FORMAT_WEIGHTS = {"chat": 6.0, "llama_index_system": 0.5}
-_KIND_GROUPS = (("single", "pronoun"), ("two_hop",), ("comparison",))
+_KIND_GROUPS = (("single", "pronoun", "unanswerable"), ("two_hop",), ("comparison",))
 _COPY_ROWS = 4
+_VERDICTS = 4
 _GAP_SHARE = 0.3
 _CHECK_EVERY = 50
 _CHECK_QUESTIONS = 160
+_CHECK_PER_CONTEXT = 16
 _MAX_GAP = 400
+# A checkpoint is written after so many steps or seconds, whichever comes first.
+_SAVE_STEPS = 50
+_SAVE_S = 300.0
+# Most tokens, padding included, of the contexts that are computed at once: paragraphs differ much in length.
+_PART_TOKENS = 3072
 
 
 @dataclass(frozen=True)
@@ -53,15 +73,12 @@ class Options:
         Learning rates of AdamW (embeddings, norms, head) and of Muon (all other matrices).
     warmup
         Steps of linear warm-up.
+    decay
+        Steps before the end over which the learning rates fall linearly to zero.
     end_step
-        If given, the learning rates fall linearly to zero over the last `decay` steps before this step, and training ends.
+        The last step; by default the last of the curriculum's.
     seed
         Batches and initial weights follow from it.
-    brief
-        Whether answers are trained as values alone (:attr:`Style.brief`), and the last stage has contexts of up to five people
-        who share fewer of their attributes.
-    shuffled
-        Share of the contexts whose chunks stand in random order, as a retriever may rank them, instead of reading order.
     stage
         The stage to begin with, for weights that are trained further.
     """
@@ -73,11 +90,9 @@ class Options:
     lr: float = 2e-3
     muon_lr: float = 0.01
     warmup: int = 100
-    end_step: int | None = None
     decay: int = 1000
+    end_step: int | None = None
     seed: int = 1
-    brief: bool = False
-    shuffled: float = 0.0
     stage: int | None = None
 
 
@@ -117,7 +132,7 @@ class Trainer:
 
     def __init__(self, options: Options, stages: Sequence[Stage] = STAGES, device: torch.device | None = None) -> None:
         self.options = options
-        self.stages = brief_stages(stages) if options.brief else tuple(stages)
+        self.stages = tuple(stages)
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.tokenizer = build_tokenizer()
         self.model = build_model(self.tokenizer, options)
@@ -135,19 +150,31 @@ class Trainer:
         self.stage_began = 0
         self.copying = 0
 
+    @property
+    def end_step(self) -> int | None:
+        """The last step, or None as long as it is not known: before the last stage has begun."""
+        if self.options.end_step is not None or self.stage + 1 < len(self.stages):
+            return self.options.end_step
+        return self.stage_began + self.stages[-1].max_steps
+
     def batches(self, step: int) -> list[Batch]:
         """Return the parts of a step's batch; they follow from seed, step, stage and copying length.
 
-        Questions of one part have about equally long answers, so that little is padding. Every part is in every step:
-        were the kinds taken in turn, the model would sway between the sentences that it was asked for last.
+        Where contexts are short, questions of one part have about equally long answers, so that little is padding. Every part is
+        in every step: were the kinds taken in turn, the model would sway between the sentences that it was asked for last.
         """
         rng = random.Random(f"{self.options.seed}:{step}")
         stage = self.stages[self.stage]
         if stage.style is None:
             return [copy_batch(rng, self.tokenizer, stage.rows, COPY_LENGTHS[self.copying])]
+        parts = [copy_batch(rng, self.tokenizer, _COPY_ROWS, rng.choice(COPY_LENGTHS[2:]))]
+        if stage.verdicts:
+            parts.append(verdict_batch(rng, self.tokenizer, stage.verdicts, _VERDICTS))
+        if isinstance(stage.style, Paragraphs):
+            # Such contexts are dear: each is asked about in every way.
+            return parts + _packed([self._row(rng, stage.style, stage.questions) for _ in range(stage.rows)])
         groups = [tuple(kind for kind in group if kind in stage.style.kinds) for group in _KIND_GROUPS]
         groups = [group for group in groups if group]
-        parts = [copy_batch(rng, self.tokenizer, _COPY_ROWS, rng.choice(COPY_LENGTHS[2:]))]
         for number, kinds in enumerate(groups):
             rows = stage.rows // len(groups) + (number < stage.rows % len(groups))
             parts.append(self._part(rng, replace(stage.style, kinds=kinds), rows, stage.questions))
@@ -156,18 +183,15 @@ class Trainer:
     def _part(self, rng: random.Random, style: Style, count: int, questions: int) -> Batch:
         people, firms = rng.randint(*style.people), rng.randint(*style.firms)
         style = replace(style, people=(people, people), firms=(firms, firms))
-        names = list(FORMATS)
-        form = FORMATS[rng.choices(names, [_FORMAT_WEIGHTS.get(name, 1.0) for name in names])[0]]
-        rows: list[Row] = []
-        while len(rows) < count:
-            example = make_example(rng, style, "train", questions)
+        form = _form(rng)
+        return collate([self._row(rng, style, questions, form) for _ in range(count)])
+
+    def _row(self, rng: random.Random, style: ContextStyle, questions: int, form: PromptFormat | None = None) -> Row:
+        while True:
+            example = make_example(rng, style, "train", questions, rng.choice(_orders(style)))
             if example.questions:
-                # Nothing is drawn where nothing is shuffled: batches are then those of the seed alone.
-                if self.options.shuffled and rng.random() < self.options.shuffled:
-                    example = shuffle_example(rng, example)
                 gap = rng.randrange(_MAX_GAP) if rng.random() < _GAP_SHARE else 0
-                rows.append(encode_example(self.tokenizer, example, form, gap))
-        return collate(rows)
+                return encode_example(self.tokenizer, example, form or _form(rng), gap)
 
     def train_step(self) -> float:
         """Take one step; return its loss."""
@@ -181,7 +205,7 @@ class Trainer:
         for part in parts:
             with torch.autocast(self.device.type, dtype=torch.bfloat16):
                 logits, labels = answer_logits(self.model, part)
-            loss = torch.nn.functional.cross_entropy(logits.float(), labels, reduction="sum") / count
+            loss = cross_entropy(logits.float(), labels, reduction="sum") / count
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -191,37 +215,36 @@ class Trainer:
         self.step += 1
         return total
 
-    def check(self) -> tuple[dict[str, float], dict[str, float]]:
+    def check(self) -> dict[str, dict[str, float]]:
         """Score the current stage on what is held out, and go to the next stage if its goal is reached.
 
         Returns
         -------
-        tuple of (dict, dict)
-            The scores in reading order; and those of the same questions over shuffled chunks, empty where none are trained.
+        dict
+            The scores by kind, for each order that the stage has (of :data:`ORDERS`). The goal is reached if their mean is.
         """
         stage = self.stages[self.stage]
-        shuffled: dict[str, float] = {}
         with torch.autocast(self.device.type, dtype=torch.bfloat16):
             if stage.style is None:
                 rng = random.Random(f"copy:{self.step}")
                 batch = copy_batch(rng, self.tokenizer, 32, COPY_LENGTHS[self.copying]).to(self.device)
                 with torch.no_grad():
                     logits, labels = answer_logits(self.model, batch)
-                scores = {"all": float((logits.argmax(-1) == labels).float().mean())}
+                scores = {"reading": {"all": float((logits.argmax(-1) == labels).float().mean())}}
             else:
-                examples = eval_examples(_CHECK_QUESTIONS, self.step, min_chunks=1, style=stage.style)
-                scores = score(self.model, self.tokenizer, examples)
-                if self.options.shuffled:
-                    rng = random.Random(f"shuffle:{self.step}")
-                    mixed = [shuffle_example(rng, example) for example in examples]
-                    shuffled = score(self.model, self.tokenizer, mixed)
-        passed = scores["all"] >= stage.goal
+                scores = {}
+                for order in _orders(stage.style):
+                    examples = eval_examples(
+                        _CHECK_QUESTIONS, self.step, 1, stage.style, min(stage.questions, _CHECK_PER_CONTEXT), order
+                    )
+                    scores[order] = score(self.model, self.tokenizer, examples, rows=4)
+        passed = sum(found["all"] for found in scores.values()) / len(scores) >= stage.goal
         if stage.style is None and passed and self.copying + 1 < len(COPY_LENGTHS):
             self.copying += 1
         elif (passed or self.step - self.stage_began >= stage.max_steps) and self.stage + 1 < len(self.stages):
             self.stage += 1
             self.stage_began = self.step
-        return scores, shuffled
+        return scores
 
     def save(self, path: Path) -> None:
         """Write a checkpoint; a crash leaves the former one."""
@@ -246,19 +269,45 @@ class Trainer:
 
     def begin_from(self, weights: Path) -> None:
         """Begin with exported weights, at the last stage if no other is asked for; the optimizers begin anew."""
-        self.model.load_state_dict(load_file(weights / "model.safetensors", device=str(self.device)))
+        state = load_file(weights / "model.safetensors", device=str(self.device))
+        known, ours = state["lm_head.weight"].shape[0], len(self.tokenizer)
+        if known != ours:
+            raise ConfigError(
+                f"{weights} is of a tokenizer of {known} tokens, but the corpus gives one of {ours}; begin from weights that "
+                f"were trained on this corpus"
+            )
+        self.model.load_state_dict(state)
         self.stage = len(self.stages) - 1 if self.options.stage is None else self.options.stage
 
     def _factor(self) -> float:
         factor = min(1.0, (self.step + 1) / self.options.warmup)
-        if self.options.end_step is not None:
-            factor *= min(1.0, max(0.0, (self.options.end_step - self.step) / self.options.decay))
+        end = self.end_step
+        if end is not None:
+            factor *= min(1.0, max(0.0, (end - self.step) / self.options.decay))
         return factor
 
 
-def run(
-    trainer: Trainer, out: Path, save_every: int, export_to: Path | None = None, export_questions: int = 500
-) -> None:
+def _form(rng: random.Random) -> PromptFormat:
+    names = list(FORMATS)
+    return FORMATS[rng.choices(names, [_FORMAT_WEIGHTS.get(name, 1.0) for name in names])[0]]
+
+
+def _orders(style: ContextStyle) -> tuple[str, ...]:
+    return style.orders if isinstance(style, Paragraphs) else ("reading",)
+
+
+def _packed(rows: list[Row]) -> list[Batch]:
+    """Lay rows out in parts, those of about the same length together."""
+    parts: list[list[Row]] = []
+    for row in sorted(rows, key=lambda row: len(row.ids), reverse=True):
+        if parts and (len(parts[-1]) + 1) * len(parts[-1][0].ids) <= _PART_TOKENS:
+            parts[-1].append(row)
+        else:
+            parts.append([row])
+    return [collate(part) for part in parts]
+
+
+def run(trainer: Trainer, out: Path, export_to: Path | None = None, export_questions: int = 500) -> None:
     """Train until the last step, writing ``log.jsonl`` and ``checkpoint.pt`` into `out`.
 
     Parameters
@@ -267,38 +316,37 @@ def run(
         The loop's state.
     out
         Folder of log and checkpoint.
-    save_every
-        Steps between checkpoints.
     export_to
         Folder that gets the weights after the last step.
     export_questions
         Questions that the exported scores are measured on.
     """
-    began = time.perf_counter()
+    began = saved = time.perf_counter()
     losses: list[float] = []
-    while trainer.options.end_step is None or trainer.step < trainer.options.end_step:
+    while trainer.end_step is None or trainer.step < trainer.end_step:
         losses.append(trainer.train_step())
         if trainer.step % _CHECK_EVERY == 0:
             seconds = time.perf_counter() - began
             stage = trainer.stages[trainer.stage]
             copy_length = COPY_LENGTHS[trainer.copying] if stage.style is None else None
-            held_out, shuffled = trainer.check()
+            held_out = trainer.check()
             record: dict[str, Any] = {
                 "step": trainer.step,
                 "stage": stage.name,
                 "copy_length": copy_length,
                 "loss": round(sum(losses) / len(losses), 4),
                 "seconds": round(seconds, 1),
-                "held_out": {kind: round(value, 3) for kind, value in held_out.items()},
             }
-            if shuffled:
-                record["held_out_shuffled"] = {kind: round(value, 3) for kind, value in shuffled.items()}
+            for order, scores in held_out.items():
+                key = "held_out" if order == "reading" else f"held_out_{order}"
+                record[key] = {kind: round(value, 3) for kind, value in scores.items()}
             with (out / "log.jsonl").open("a", encoding="utf-8") as log:
                 log.write(json.dumps(record) + "\n")
             print(json.dumps(record), flush=True)
             began, losses = time.perf_counter(), []
-        if trainer.step % save_every == 0:
+        if trainer.step % _SAVE_STEPS == 0 or time.perf_counter() - saved >= _SAVE_S:
             trainer.save(out / "checkpoint.pt")
+            saved = time.perf_counter()
     trainer.save(out / "checkpoint.pt")
     if export_to is not None:
         export(trainer.model, trainer.tokenizer, export_to, trainer.step, out / "log.jsonl", export_questions)
@@ -316,19 +364,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--export-questions", type=int, default=500, help="questions the exported scores are measured on"
     )
-    parser.add_argument("--save-every", type=int, default=200, help="steps between checkpoints")
     parser.add_argument("--threads", type=int, help="torch threads")
     for name, value in asdict(Options()).items():
         flag = f"--{name.replace('_', '-')}"
-        if isinstance(value, bool):
-            parser.add_argument(flag, action="store_true")
-        else:
-            # The options without a default are whole numbers.
-            parser.add_argument(flag, type=int if value is None else type(value), default=value)
+        # The options without a default are whole numbers.
+        parser.add_argument(flag, type=int if value is None else type(value), default=value)
     parsed = vars(parser.parse_args(arguments))
     out, resume, export_to = parsed.pop("out"), parsed.pop("resume"), parsed.pop("export")
     weights = parsed.pop("begin_from")
-    export_questions, save_every, threads = (parsed.pop(name) for name in ("export_questions", "save_every", "threads"))
+    export_questions, threads = parsed.pop("export_questions"), parsed.pop("threads")
     if threads is not None:
         torch.set_num_threads(threads)
     out.mkdir(parents=True, exist_ok=True)
@@ -338,13 +382,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if resume and (out / "checkpoint.pt").exists():
         trainer.load(out / "checkpoint.pt")
         _forget_after(out / "log.jsonl", trainer.step)
-    run(trainer, out, save_every, export_to, export_questions)
+    run(trainer, out, export_to, export_questions)
 
 
 def _forget_after(log: Path, step: int) -> None:
     """Remove what a run wrote after its last checkpoint, for it is about to be done again."""
     if log.exists():
-        lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
+        # A run that was killed while it wrote leaves half a line, the last.
+        lines = [line for line in log.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
         log.write_text("".join(line for line in lines if json.loads(line)["step"] <= step), encoding="utf-8")
 
 

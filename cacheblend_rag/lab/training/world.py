@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cacheblend_rag.demo.corpus import Document
 from cacheblend_rag.lab.training.templates import ATTRIBUTES, FILLERS, RELATIONS, statement_template
 from cacheblend_rag.lab.training.vocabulary import Maker, Split
 
-__all__ = ["Fact", "Style", "World", "build_world"]
+__all__ = ["LINKED", "SHAREABLE", "SHARED", "Fact", "Style", "World", "build_world", "draw_pool"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Style:
     words_between
         How many words of a template stay between subject and value; None keeps all.
     answer_words
-        The same of the answers to direct questions, where these are not brief.
+        The same of the answers to direct questions.
     variety
         Share of statements with an opener or a closer.
     pronouns
@@ -37,9 +38,6 @@ class Style:
         Share of chunks with a second sentence.
     kinds
         Kinds of question asked.
-    brief
-        Whether answers are the value alone, so that the prompt's last token is the one that looks for it; after two hops the
-        person in between comes first. Otherwise answers are whole sentences.
     """
 
     people: tuple[int, int] = (3, 3)
@@ -53,7 +51,6 @@ class Style:
     pronouns: float = 0.65
     fillers: float = 0.1
     kinds: tuple[str, ...] = ("single", "pronoun", "two_hop")
-    brief: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,11 +77,14 @@ class World:
         return tuple(chunk for document in self.documents for chunk in document.chunks)
 
 
-# Where comparisons are asked: chance that a value is shared with another person, so that "yes" is not rare.
-_SHARED = 0.35
-_SHAREABLE = ("born", "lives", "employer")
-# Chance that a document gets a fact that a two-hop question can start from.
-_LINKED = 0.85
+SHARED = 0.35
+"""Where comparisons are asked: chance that a value is shared with another person, so that "yes" is not rare."""
+
+SHAREABLE = ("born", "lives", "employer")
+"""Attributes whose values are."""
+
+LINKED = 0.85
+"""Chance that a document gets a fact that a two-hop question can start from."""
 
 
 def build_world(rng: random.Random, style: Style, split: Split) -> World:
@@ -95,7 +95,7 @@ def build_world(rng: random.Random, style: Style, split: Split) -> World:
     pronouns = [rng.choice(("She", "He"))] if rng.random() < 0.5 else ["She", "He"]
     subjects = [(name, "person", rng.choice(pronouns)) for name in people] + [(name, "firm", "It") for name in firms]
     rng.shuffle(subjects)
-    pool = _pool(rng, style)
+    pool = draw_pool(rng, style.attributes, style.pool)
     documents: list[Document] = []
     facts: list[Fact] = []
     for name, of, pronoun in subjects:
@@ -110,11 +110,11 @@ def build_world(rng: random.Random, style: Style, split: Split) -> World:
     return World(tuple(documents), tuple(facts))
 
 
-def _pool(rng: random.Random, style: Style) -> list[str]:
-    """Draw the attributes of a context's people, one or two relations among them where the style has any."""
-    size = min(rng.randint(*style.pool), len(style.attributes))
-    relations = [name for name in style.attributes if name in RELATIONS]
-    others = [name for name in style.attributes if name not in RELATIONS]
+def draw_pool(rng: random.Random, attributes: Sequence[str], sizes: tuple[int, int]) -> list[str]:
+    """Draw the attributes of a context's people, one or two relations among them where there are any to choose from."""
+    size = min(rng.randint(*sizes), len(attributes))
+    relations = [name for name in attributes if name in RELATIONS]
+    others = [name for name in attributes if name not in RELATIONS]
     chosen = rng.sample(relations, min(len(relations), rng.randint(1, 2)))
     return chosen + rng.sample(others, min(len(others), size - len(chosen)))
 
@@ -129,7 +129,7 @@ def _attributes_of(rng: random.Random, style: Style, of: str, pool: list[str]) -
     count = min(rng.randint(*style.facts), len(allowed))
     chosen, rest = allowed[:count], allowed[count:]
     links = [name for name in rest if name in RELATIONS]
-    if count > 1 and links and not any(name in RELATIONS for name in chosen) and rng.random() < _LINKED:
+    if count > 1 and links and not any(name in RELATIONS for name in chosen) and rng.random() < LINKED:
         chosen[-1] = rng.choice(links)
         rng.shuffle(chosen)
     # The opening chunk speaks of the subject alone: a second name there would make "she" ambiguous to a reader.
@@ -153,9 +153,9 @@ def _value(
     if attribute in RELATIONS and others:
         return rng.choice(others)
     known = [fact.value for fact in facts if fact.attribute == attribute]
-    if attribute in _SHAREABLE and known and rng.random() < _SHARED:
+    if attribute in SHAREABLE and known and rng.random() < SHARED:
         return rng.choice(known)
-    if attribute == "employer" and firms and rng.random() < _LINKED:
+    if attribute == "employer" and firms and rng.random() < LINKED:
         return rng.choice(firms)
     return maker.value(ATTRIBUTES[attribute].value_kind)
 

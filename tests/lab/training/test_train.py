@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,17 +12,30 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cacheblend_rag.lab.training.batch import BRANCHED, IGNORED, Batch, collate, copy_batch, encode_example
-from cacheblend_rag.lab.training.corpus import eval_examples, make_example
-from cacheblend_rag.lab.training.curriculum import STAGES, Stage, brief_stages
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.lab.training.batch import (
+    BRANCHED,
+    IGNORED,
+    Batch,
+    collate,
+    copy_batch,
+    encode_example,
+    verdict_batch,
+)
+from cacheblend_rag.lab.training.corpus import KINDS, eval_examples, make_example
+from cacheblend_rag.lab.training.curriculum import STAGES, Stage
+from cacheblend_rag.lab.training.paragraphs import Paragraphs
 from cacheblend_rag.lab.training.scoring import answer_logits, correct_answers, score
 from cacheblend_rag.lab.training.tokenizer import build_tokenizer
-from cacheblend_rag.lab.training.train import Options, Trainer, main, run
+from cacheblend_rag.lab.training.train import Options, Trainer, _forget_after, main, run
+from cacheblend_rag.lab.training.world import Style
+from cacheblend_rag.reference import WEIGHTS_DIR
 from cacheblend_rag.reference.prompt import FORMATS, value_of
 
 TOKENIZER = build_tokenizer()
 TINY = Options(layers=2, hidden=32, heads=2, intermediate=48, lr=3e-3, warmup=5)
-STYLES = {stage.name: stage.style for stage in STAGES if stage.style is not None}
+STYLES = {stage.name: stage.style for stage in STAGES if isinstance(stage.style, Style)}
+FEW_WORDS = Paragraphs(people=(2, 2), firms=(0, 0), chunks=(1, 2), facts=(1, 1), words=(10, 14), total=(1, 4))
 SHORT = (Stage("sentences", replace(STYLES["attributes"], people=(2, 2)), rows=4, questions=3),)
 
 
@@ -47,7 +61,11 @@ def test_a_row_is_the_prompt_with_each_answer_after_its_question() -> None:
             assert wanted == [*answer, TOKENIZER.eos_token_id]
 
 
-def test_branched_attention_equals_the_dense_mask(batch: Batch) -> None:
+@pytest.mark.parametrize("longest_written_out", [0, 10_000])
+def test_branched_attention_equals_the_dense_mask(
+    batch: Batch, longest_written_out: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cacheblend_rag.lab.training.batch._WRITTEN_OUT", longest_written_out)
     trainer = Trainer(TINY, SHORT)
     with torch.no_grad():
         branched, labels = answer_logits(trainer.model, batch)
@@ -84,6 +102,21 @@ def test_copying_rows_hold_distinct_tokens_twice() -> None:
         copied = [label for label in labels if label != IGNORED]
         assert ids[1:11] == copied
         assert len(set(copied)) == 10
+
+
+def test_a_verdict_follows_the_two_values_that_it_is_about() -> None:
+    batch = verdict_batch(random.Random(0), TOKENIZER, rows=30, sentences=4)
+    seen = Counter[str]()
+    for ids, labels in zip(batch.ids.tolist(), batch.labels.tolist(), strict=True):
+        lines = TOKENIZER.decode(ids, skip_special_tokens=True).splitlines()[:4]
+        wanted = [(at, label) for at, label in enumerate(labels) if label != IGNORED]
+        assert [ids[at + 1] for at, _ in wanted] == [label for _, label in wanted]
+        for line, (_, label) in zip(lines, wanted, strict=True):
+            pair, _, verdict = line.partition(", so ")
+            one, other = (value_of(clause) for clause in pair.split(" and "))
+            assert verdict == TOKENIZER.decode(label).strip() == ("yes" if one == other else "no")
+            seen[verdict] += 1
+    assert 40 < seen["yes"] < 80 and seen.total() == 120
 
 
 def test_copies_stand_at_another_distance_in_every_row() -> None:
@@ -125,27 +158,76 @@ def test_a_resumed_run_goes_on_as_if_uninterrupted(tmp_path: Path) -> None:
         assert torch.equal(weight, resumed.model.state_dict()[name])
 
 
-def test_a_share_of_the_contexts_is_shuffled(tmp_path: Path) -> None:
-    read, half, mixed = (Trainer(replace(TINY, shuffled=share), SHORT) for share in (0.0, 0.5, 1.0))
-    assert all(torch.equal(a.ids, b.ids) for a, b in zip(half.batches(3), half.batches(3), strict=True))
-    held_out, nothing = read.check()
-    in_order, shuffled = mixed.check()
-    assert held_out == in_order
-    assert nothing == {} and shuffled.keys() == in_order.keys()
-    assert not all(torch.equal(a.ids, b.ids) for a, b in zip(read.batches(3), mixed.batches(3), strict=True))
-    half.options = replace(half.options, end_step=50)
-    run(half, tmp_path, save_every=50)
-    record = json.loads((tmp_path / "log.jsonl").read_text())
-    assert record["held_out_shuffled"].keys() == record["held_out"].keys()
-
-
 def test_a_run_writes_log_and_checkpoint_and_ends(tmp_path: Path) -> None:
     trainer = Trainer(replace(TINY, end_step=50, decay=20), (replace(STAGES[0], rows=2), *SHORT))
-    run(trainer, tmp_path, save_every=25, export_to=None)
+    run(trainer, tmp_path)
     records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [50]
     assert records[0]["stage"] == "copy"
     assert (tmp_path / "checkpoint.pt").exists()
+
+
+def test_a_checkpoint_is_written_when_enough_time_has_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(replace(TINY, end_step=3), SHORT)
+    steps: list[int] = []
+    monkeypatch.setattr(trainer, "save", lambda path: steps.append(trainer.step))
+    run(trainer, tmp_path)
+    assert steps == [3]
+    trainer.step = 0
+    monkeypatch.setattr("cacheblend_rag.lab.training.train._SAVE_S", 0.0)
+    run(trainer, tmp_path)
+    assert steps == [3, 1, 2, 3, 3]
+
+
+def test_training_ends_with_the_steps_of_the_last_stage_and_the_rates_fall_before() -> None:
+    trainer = Trainer(replace(TINY, decay=4), (replace(SHORT[0], goal=0.0), replace(SHORT[0], max_steps=10)))
+    trainer.step = 30
+    assert trainer.end_step is None
+    trainer.check()
+    assert trainer.end_step == 40
+    factors = []
+    for trainer.step in (36, 37, 39, 40):
+        factors.append(trainer._factor())
+    assert factors == [1.0, 0.75, 0.25, 0.0]
+    trainer.options = replace(trainer.options, end_step=38)
+    assert trainer.end_step == 38
+
+
+def test_paragraphs_are_scored_in_each_order_and_the_log_says_so(tmp_path: Path) -> None:
+    stage = Stage("paragraphs", FEW_WORDS, rows=3, questions=4, goal=0.0)
+    trainer = Trainer(replace(TINY, end_step=50), (stage, stage))
+    trainer.step = 49
+    run(trainer, tmp_path)
+    [record] = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    for name in ("held_out", "held_out_retrieved"):
+        assert {"all", "single", "unanswerable"} <= record[name].keys() <= {"all", *KINDS}
+    assert trainer.stage == 1
+
+
+def test_contexts_of_like_length_are_computed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(TINY, (Stage("paragraphs", FEW_WORDS, rows=5, questions=4),))
+    copying, *together = trainer.batches(3)
+    assert copying.question_length == 0
+    assert [len(part.ids) for part in together] == [5]
+    monkeypatch.setattr("cacheblend_rag.lab.training.train._PART_TOKENS", 0)
+    alone = trainer.batches(3)[1:]
+    assert [len(part.ids) for part in alone] == [1] * 5
+    assert sum(int((part.labels != IGNORED).sum()) for part in alone) == int((together[0].labels != IGNORED).sum())
+
+
+def test_half_a_line_of_the_log_is_forgotten(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"step": 50}\n{"step": 100}\n{"step": 1', encoding="utf-8")
+    _forget_after(log, 50)
+    assert log.read_text(encoding="utf-8") == '{"step": 50}\n'
+    log.write_text('{"step": 50}\n{"step"', encoding="utf-8")
+    _forget_after(log, 100)
+    assert log.read_text(encoding="utf-8") == '{"step": 50}\n'
+
+
+def test_weights_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="tokenizer of 1486 tokens, but the corpus gives one of"):
+        Trainer(TINY, SHORT).begin_from(WEIGHTS_DIR)
 
 
 def test_the_curriculum_goes_on_when_a_goal_is_reached_or_the_steps_are_spent() -> None:
@@ -181,7 +263,8 @@ def test_the_command_line_trains_exports_and_resumes(tmp_path: Path, capsys: pyt
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "scores.json"} <= names
     scores = json.loads((tmp_path / "weights" / "scores.json").read_text())
     assert scores["step"] == 3
-    assert set(scores["full"]) >= {"all", "single"}
+    for name in ("full", "reuse", "full_retrieved", "reuse_retrieved"):
+        assert set(scores[name]) >= {"all", "single"}
 
 
 def test_training_goes_on_from_exported_weights(tmp_path: Path) -> None:
@@ -206,28 +289,3 @@ def test_training_goes_on_from_exported_weights(tmp_path: Path) -> None:
     first, copy = (load_file(folder / "model.safetensors") for folder in (weights, tmp_path / "copy"))
     assert first.keys() == copy.keys()
     assert all(torch.equal(weight, copy[name]) for name, weight in first.items())
-
-
-def test_brief_answers_are_values_and_names() -> None:
-    stages = brief_stages(STAGES)
-    style = stages[-1].style
-    assert style is not None and style.brief and style.people == (3, 5)
-    example = make_example(random.Random(3), style, "train", 40)
-    kinds = {question.kind for question in example.questions}
-    assert {"single", "pronoun", "two_hop"} <= kinds
-    for question in example.questions:
-        assert question.sentence.endswith(f"{question.answer}.")
-        assert (question.sentence == f"{question.answer}.") == (question.kind != "two_hop")
-        assert value_of(question.sentence) == question.answer
-    # Nothing but the answers differs.
-    whole = make_example(random.Random(3), replace(style, brief=False), "train", 40)
-    assert whole.chunks == example.chunks
-    assert [question.text for question in whole.questions] == [question.text for question in example.questions]
-    # Pairs of name and value stay whole, for they come before values alone.
-    assert [stage.name for stage in stages if stage.style is not None and not stage.style.brief] == [
-        "pairs",
-        "pairs_one_apart",
-        "pairs_two_apart",
-    ]
-    trainer = Trainer(replace(TINY, brief=True, stage=2))
-    assert trainer.stages == stages and trainer.stage == 2
