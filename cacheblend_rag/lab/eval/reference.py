@@ -70,8 +70,8 @@ def reference_task(
     Returns
     -------
     EvalTask
-        The chunks as they are, as pieces of their documents, the kinds of `cacheblend_rag.lab.training.corpus.KINDS`, and exact
-        match and F1 of the value that the answer's sentence ends with.
+        The chunks as they are, as pieces of their documents, the kinds of `cacheblend_rag.lab.training.questions.KINDS`, and
+        exact match and F1 of the value that the answer's sentence ends with.
 
     Raises
     ------

@@ -12,7 +12,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedTokenizerFast
 
-from cacheblend_rag.lab.training.corpus import Example, compared
+from cacheblend_rag.lab.training.corpus import Example
+from cacheblend_rag.lab.training.questions import compared
 from cacheblend_rag.reference.prompt import BOS, PromptFormat
 
 __all__ = [

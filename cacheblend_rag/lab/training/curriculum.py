@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cacheblend_rag.lab.training.corpus import KINDS, ContextStyle
 from cacheblend_rag.lab.training.paragraphs import Paragraphs
+from cacheblend_rag.lab.training.questions import KINDS, ContextStyle
 from cacheblend_rag.lab.training.world import Style
 
 __all__ = ["COPY_LENGTHS", "STAGES", "Stage"]

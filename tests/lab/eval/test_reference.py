@@ -13,7 +13,8 @@ from cacheblend_rag.lab.eval import EvalSetting, evaluate, grid_methods, parse_m
 from cacheblend_rag.lab.eval.asking import Asker
 from cacheblend_rag.lab.eval.inquiry import Inquiry
 from cacheblend_rag.lab.settings import engine_settings
-from cacheblend_rag.lab.training.corpus import KINDS, eval_examples
+from cacheblend_rag.lab.training.corpus import eval_examples
+from cacheblend_rag.lab.training.questions import KINDS
 from cacheblend_rag.reference.prompt import FORMATS
 
 TASK = replace(reference_task(9), max_new_tokens=4)

@@ -11,8 +11,6 @@ import pytest
 
 from cacheblend_rag.demo.corpus import Document
 from cacheblend_rag.lab.training.corpus import (
-    KINDS,
-    NOT_STATED,
     Example,
     eval_examples,
     make_example,
@@ -20,6 +18,7 @@ from cacheblend_rag.lab.training.corpus import (
 )
 from cacheblend_rag.lab.training.fillers import filler, filler_parts
 from cacheblend_rag.lab.training.paragraphs import ORDERS, Paragraphs, build_paragraphs
+from cacheblend_rag.lab.training.questions import KINDS, NOT_STATED
 from cacheblend_rag.lab.training.sight import Sight, look
 from cacheblend_rag.lab.training.templates import ATTRIBUTES, RELATIONS
 from cacheblend_rag.lab.training.tokenizer import build_tokenizer

@@ -22,12 +22,14 @@ from cacheblend_rag.lab.training.batch import (
     encode_example,
     verdict_batch,
 )
-from cacheblend_rag.lab.training.corpus import KINDS, eval_examples, make_example
+from cacheblend_rag.lab.training.corpus import eval_examples, make_example
 from cacheblend_rag.lab.training.curriculum import STAGES, Stage
 from cacheblend_rag.lab.training.paragraphs import Paragraphs
+from cacheblend_rag.lab.training.questions import KINDS
 from cacheblend_rag.lab.training.scoring import answer_logits, correct_answers, score
 from cacheblend_rag.lab.training.tokenizer import build_tokenizer
-from cacheblend_rag.lab.training.train import Options, Trainer, _forget_after, main, run
+from cacheblend_rag.lab.training.train import _forget_after, main, run
+from cacheblend_rag.lab.training.trainer import Options, Trainer
 from cacheblend_rag.lab.training.world import Style
 from cacheblend_rag.reference import WEIGHTS_DIR
 from cacheblend_rag.reference.prompt import FORMATS, value_of
@@ -209,7 +211,7 @@ def test_contexts_of_like_length_are_computed_together(monkeypatch: pytest.Monke
     copying, *together = trainer.batches(3)
     assert copying.question_length == 0
     assert [len(part.ids) for part in together] == [5]
-    monkeypatch.setattr("cacheblend_rag.lab.training.train._PART_TOKENS", 0)
+    monkeypatch.setattr("cacheblend_rag.lab.training.trainer._PART_TOKENS", 0)
     alone = trainer.batches(3)[1:]
     assert [len(part.ids) for part in alone] == [1] * 5
     assert sum(int((part.labels != IGNORED).sum()) for part in alone) == int((together[0].labels != IGNORED).sum())
