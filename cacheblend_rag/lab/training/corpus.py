@@ -56,7 +56,8 @@ def make_example(
     while True:
         world = build_world(rng, style, split) if isinstance(style, Style) else build_paragraphs(rng, style, split)
         numbers = range(len(world.chunks)) if order == "reading" else retrieved_order(rng, world)
-        if isinstance(style, Style) or style.total[0] <= len(numbers) <= style.total[1]:
+        fewest, most = (1, len(numbers)) if isinstance(style, Style) else style.total
+        if fewest <= len(numbers) <= most:
             break
     sight = look(world, numbers)
     questions = pick(rng, ask(rng, sight, split, style), style.kinds, max_questions)

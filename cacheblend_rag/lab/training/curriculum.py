@@ -11,7 +11,7 @@ from cacheblend_rag.lab.training.paragraphs import Paragraphs
 from cacheblend_rag.lab.training.questions import KINDS, ContextStyle
 from cacheblend_rag.lab.training.world import Style
 
-__all__ = ["COPY_LENGTHS", "STAGES", "Stage"]
+__all__ = ["COPY_LENGTHS", "SHORT", "STAGES", "Stage"]
 
 COPY_LENGTHS = (6, 10, 16, 24, 32, 40)
 """Lengths of the copying stage, one after the other."""
@@ -31,6 +31,8 @@ class Stage:
         Contexts in a batch.
     verdicts
         Rows of comparisons without a context beside them.
+    short_rows
+        Contexts of :data:`SHORT` in a batch of paragraphs, so that chunks of a sentence are not forgotten.
     questions
         Most questions of a context.
     goal
@@ -43,6 +45,7 @@ class Stage:
     style: ContextStyle | None
     rows: int
     verdicts: int = 0
+    short_rows: int = 0
     questions: int = 8
     goal: float = 0.95
     max_steps: int = 1500
@@ -59,7 +62,8 @@ _BORN = Style(
     fillers=0.0,
     kinds=("single",),
 )
-_ALL = Style().attributes
+SHORT = Style(people=(2, 3), firms=(0, 1), facts=(2, 5), kinds=KINDS)
+"""Contexts of chunks of a sentence or two, as notes and examples have them."""
 
 STAGES: tuple[Stage, ...] = (
     Stage("copy", None, 48, max_steps=3000),
@@ -160,6 +164,7 @@ STAGES: tuple[Stage, ...] = (
         ),
         8,
         verdicts=6,
+        short_rows=2,
         questions=12,
         goal=0.85,
         max_steps=400,
@@ -169,9 +174,10 @@ STAGES: tuple[Stage, ...] = (
         Paragraphs(people=(2, 4), firms=(0, 1), chunks=(2, 4), words=(28, 60), total=(6, 14), pool=(4, 6)),
         5,
         verdicts=6,
+        short_rows=2,
         questions=24,
         goal=0.85,
         max_steps=500,
     ),
-    Stage("everything", Paragraphs(), 3, verdicts=6, questions=32, goal=1.01, max_steps=2000),
+    Stage("everything", Paragraphs(), 3, verdicts=6, short_rows=2, questions=32, goal=1.01, max_steps=2000),
 )

@@ -25,8 +25,8 @@ from cacheblend_rag.lab.training.batch import (
     verdict_batch,
 )
 from cacheblend_rag.lab.training.corpus import eval_examples, make_example
-from cacheblend_rag.lab.training.curriculum import COPY_LENGTHS, STAGES, Stage
-from cacheblend_rag.lab.training.paragraphs import Paragraphs
+from cacheblend_rag.lab.training.curriculum import COPY_LENGTHS, SHORT, STAGES, Stage
+from cacheblend_rag.lab.training.paragraphs import ORDERS, Paragraphs
 from cacheblend_rag.lab.training.questions import ContextStyle
 from cacheblend_rag.lab.training.scoring import answer_logits, score
 from cacheblend_rag.lab.training.tokenizer import MAX_LENGTH, build_tokenizer
@@ -41,6 +41,7 @@ _KIND_GROUPS = (("single", "pronoun", "unanswerable"), ("two_hop",), ("compariso
 _COPY_ROWS = 4
 _VERDICTS = 4
 _GAP_SHARE = 0.3
+_SHORT_QUESTIONS = 10
 _CHECK_QUESTIONS = 160
 _CHECK_PER_CONTEXT = 16
 _MAX_GAP = 400
@@ -159,7 +160,9 @@ class Trainer:
             parts.append(verdict_batch(rng, self.tokenizer, stage.verdicts, _VERDICTS))
         if isinstance(stage.style, Paragraphs):
             # Such contexts are dear: each is asked about in every way.
-            return parts + _packed([self._row(rng, stage.style, stage.questions) for _ in range(stage.rows)])
+            long = [self._row(rng, stage.style, stage.style.orders, stage.questions) for _ in range(stage.rows)]
+            short = [self._row(rng, SHORT, ORDERS, _SHORT_QUESTIONS) for _ in range(stage.short_rows)]
+            return parts + _packed(long) + _packed(short)
         groups = [tuple(kind for kind in group if kind in stage.style.kinds) for group in _KIND_GROUPS]
         groups = [group for group in groups if group]
         for number, kinds in enumerate(groups):
@@ -171,11 +174,18 @@ class Trainer:
         people, firms = rng.randint(*style.people), rng.randint(*style.firms)
         style = replace(style, people=(people, people), firms=(firms, firms))
         form = _form(rng)
-        return collate([self._row(rng, style, questions, form) for _ in range(count)])
+        return collate([self._row(rng, style, ORDERS[:1], questions, form) for _ in range(count)])
 
-    def _row(self, rng: random.Random, style: ContextStyle, questions: int, form: PromptFormat | None = None) -> Row:
+    def _row(
+        self,
+        rng: random.Random,
+        style: ContextStyle,
+        orders: Sequence[str],
+        questions: int,
+        form: PromptFormat | None = None,
+    ) -> Row:
         while True:
-            example = make_example(rng, style, "train", questions, rng.choice(_orders(style)))
+            example = make_example(rng, style, "train", questions, rng.choice(orders))
             if example.questions:
                 gap = rng.randrange(_MAX_GAP) if rng.random() < _GAP_SHARE else 0
                 return encode_example(self.tokenizer, example, form or _form(rng), gap)
@@ -208,30 +218,33 @@ class Trainer:
         Returns
         -------
         dict
-            The scores by kind, for each order that the stage has (of :data:`ORDERS`). The goal is reached if their mean is.
+            The scores by kind, for each order that the stage has (of :data:`ORDERS`), whose mean is to reach the goal; and those
+            of ``short`` contexts in reading order, where a stage of paragraphs has such.
         """
         stage = self.stages[self.stage]
-        with torch.autocast(self.device.type, dtype=torch.bfloat16):
-            if stage.style is None:
-                rng = random.Random(f"copy:{self.step}")
-                batch = copy_batch(rng, self.tokenizer, 32, COPY_LENGTHS[self.copying]).to(self.device)
-                with torch.no_grad():
-                    logits, labels = answer_logits(self.model, batch)
-                scores = {"reading": {"all": float((logits.argmax(-1) == labels).float().mean())}}
-            else:
-                scores = {}
-                for order in _orders(stage.style):
-                    examples = eval_examples(
-                        _CHECK_QUESTIONS, self.step, 1, stage.style, min(stage.questions, _CHECK_PER_CONTEXT), order
-                    )
-                    scores[order] = score(self.model, self.tokenizer, examples, rows=4)
+        if stage.style is None:
+            rng = random.Random(f"copy:{self.step}")
+            batch = copy_batch(rng, self.tokenizer, 32, COPY_LENGTHS[self.copying]).to(self.device)
+            with torch.no_grad(), torch.autocast(self.device.type, dtype=torch.bfloat16):
+                logits, labels = answer_logits(self.model, batch)
+            scores = {"reading": {"all": float((logits.argmax(-1) == labels).float().mean())}}
+        else:
+            most = min(stage.questions, _CHECK_PER_CONTEXT)
+            scores = {order: self._score(stage.style, most, order) for order in _orders(stage.style)}
         passed = sum(found["all"] for found in scores.values()) / len(scores) >= stage.goal
+        if stage.short_rows:
+            scores["short"] = self._score(SHORT, _SHORT_QUESTIONS)
         if stage.style is None and passed and self.copying + 1 < len(COPY_LENGTHS):
             self.copying += 1
         elif (passed or self.step - self.stage_began >= stage.max_steps) and self.stage + 1 < len(self.stages):
             self.stage += 1
             self.stage_began = self.step
         return scores
+
+    def _score(self, style: ContextStyle, per_context: int, order: str = "reading") -> dict[str, float]:
+        examples = eval_examples(_CHECK_QUESTIONS, self.step, 1, style, per_context, order)
+        with torch.autocast(self.device.type, dtype=torch.bfloat16):
+            return score(self.model, self.tokenizer, examples, rows=4)
 
     def save(self, path: Path) -> None:
         """Write a checkpoint; a crash leaves the former one."""

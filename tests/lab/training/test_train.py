@@ -196,25 +196,29 @@ def test_training_ends_with_the_steps_of_the_last_stage_and_the_rates_fall_befor
 
 
 def test_paragraphs_are_scored_in_each_order_and_the_log_says_so(tmp_path: Path) -> None:
-    stage = Stage("paragraphs", FEW_WORDS, rows=3, questions=4, goal=0.0)
+    stage = Stage("paragraphs", FEW_WORDS, rows=3, questions=4, short_rows=1, goal=0.0)
     trainer = Trainer(replace(TINY, end_step=50), (stage, stage))
     trainer.step = 49
     run(trainer, tmp_path)
     [record] = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    for name in ("held_out", "held_out_retrieved"):
+    for name in ("held_out", "held_out_retrieved", "held_out_short"):
         assert {"all", "single", "unanswerable"} <= record[name].keys() <= {"all", *KINDS}
     assert trainer.stage == 1
 
 
 def test_contexts_of_like_length_are_computed_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = Trainer(TINY, (Stage("paragraphs", FEW_WORDS, rows=5, questions=4),))
-    copying, *together = trainer.batches(3)
-    assert copying.question_length == 0
-    assert [len(part.ids) for part in together] == [5]
+    trainer = Trainer(TINY, (Stage("paragraphs", FEW_WORDS, rows=5, verdicts=3, short_rows=2, questions=4),))
+    copying, verdicts, *together = trainer.batches(3)
+    assert copying.question_length == verdicts.question_length == 0
+    assert [len(part.ids) for part in (verdicts, *together)] == [3, 5, 2]
     monkeypatch.setattr("cacheblend_rag.lab.training.trainer._PART_TOKENS", 0)
-    alone = trainer.batches(3)[1:]
-    assert [len(part.ids) for part in alone] == [1] * 5
-    assert sum(int((part.labels != IGNORED).sum()) for part in alone) == int((together[0].labels != IGNORED).sum())
+    alone = trainer.batches(3)[2:]
+    assert [len(part.ids) for part in alone] == [1] * 7
+
+    def wanted(parts: list[Batch]) -> int:
+        return sum(int((part.labels != IGNORED).sum()) for part in parts)
+
+    assert wanted(alone) == wanted(together)
 
 
 def test_half_a_line_of_the_log_is_forgotten(tmp_path: Path) -> None:
