@@ -162,6 +162,9 @@ def test_an_old_mirror_and_no_index(tmp_path: Path, live: KVStore, revision: str
     if revision == "damaged":
         zero(folder / "revision")
     store = open_store(folder, 0)
+    until = time.monotonic() + 10
+    while store.holds([key_of(n) for n in range(3)]) != [True] * 3 and time.monotonic() < until:
+        time.sleep(0.01)
     # Without it nothing says that there was a later one.
     assert store.names.ids("ns") == ([] if revision == "known" else ["n0", "n1", "n2", "n3"])
     store.name("ns", [record(f"n{number}", number) for number in range(3)], tenant="somebody")
