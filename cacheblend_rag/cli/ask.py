@@ -12,12 +12,15 @@ from cacheblend_rag.cli.options import (
     AnswerTokensOption,
     CompareOption,
     JsonOption,
+    RatioOption,
     SelectorOption,
     StoredModelOption,
     StoreOption,
     StreamOption,
+    TopKOption,
+    output_option,
 )
-from cacheblend_rag.cli.output import console, print_answer, say_same, say_seconds, show_table, write_json
+from cacheblend_rag.cli.output import console, print_answer, say_same, say_seconds, show_table, write_json, write_page
 from cacheblend_rag.cli.warm import warmed
 
 if TYPE_CHECKING:
@@ -31,15 +34,16 @@ def ask(
     question: Annotated[str, typer.Argument(help="What to ask.")],
     store: StoreOption = Path(".cacheblend"),
     model: StoredModelOption = None,
-    top_k: Annotated[int, typer.Option(min=1, help="How many passages to answer from.")] = 6,
-    ratio: Annotated[
-        str | None, typer.Option(help='Share of the passages\' tokens to recompute, 0 to 1, or "auto".')
-    ] = None,
+    top_k: TopKOption = 6,
+    ratio: RatioOption = None,
     selector: SelectorOption = None,
     max_new_tokens: AnswerTokensOption = 128,
     compare: CompareOption = False,
     stream: StreamOption = None,
     json_file: JsonOption = None,
+    html_file: Annotated[
+        Path | None, output_option("--html", "Write a page that shows what became of every token to FILE.")
+    ] = None,
 ) -> None:
     """Answer a question from what was warmed, by blended prefill."""
     if not question.strip():
@@ -48,6 +52,8 @@ def ask(
         found = library.search(question, top_k)
         results = print_answer(engine, library.prompt(question, found), max_new_tokens, stream=stream, compare=compare)
         embedding = library.embedding.name
+        if html_file is not None:
+            write_page(html_file, results)
     _show(found, *results)
     if name == "reference":
         console().print(

@@ -173,6 +173,6 @@ def make_result(
     """Return the answer to a prompt, whose tokens a watch has timed, with its report."""
     count = len(token_ids)
     first_output = watch.times[0] if watch.times else time.perf_counter()
-    report = make_report(run, num_layers, first_output, count, watch.tpot_s(count))
+    report = make_report(run, num_layers, first_output, token_ids, watch.times, watch.tpot_s(count))
     text = tokenizer.decode(token_ids, skip_special_tokens=True)
     return GenerationResult(text, token_ids, run.prompt.layout.token_ids, report)

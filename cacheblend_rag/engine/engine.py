@@ -31,6 +31,7 @@ from cacheblend_rag.engine.generation import BlendStream, GenerationResult, Pref
 from cacheblend_rag.engine.guard import Guard, GuardOrder
 from cacheblend_rag.engine.ingest import Ingest
 from cacheblend_rag.engine.kept import KeptTurns
+from cacheblend_rag.engine.legend import EngineLegend
 from cacheblend_rag.engine.many import Many, options_of_each
 from cacheblend_rag.engine.markup import SCHEMA_PREFIX, LoadedSchema, Schemas
 from cacheblend_rag.engine.metrics import EngineMetrics
@@ -150,6 +151,7 @@ class BlendEngine:
             answering = self._answering = AnsweringStore(self._store)
             self._assembler = Assembler(tokenizer, answering, identity, self.window, self.decoder, self.config)
             self.namespace = self._assembler.namespace
+            self._legend = EngineLegend(tokenizer, self._store, self.namespace)
             self.store = TenantStore(self._store, self.config.tenant or "", self.namespace)
             self._supply = KVSupply(model, self.decoder, answering, self._assembler, self.config, self.tuning)
             self._ingest = Ingest(self._assembler, self._supply, self._store, self.decoder, self.config)
@@ -711,7 +713,7 @@ class BlendEngine:
         self, run: PromptRun, forward: Callable[[BlendCache | None, dict[str, torch.Tensor]], torch.Tensor]
     ) -> PrefillResult:
         logits = self._runner.run(run, 0, forward)
-        report = make_report(run, num_decoder_layers(self.model), time.perf_counter(), 0)
+        report = make_report(run, num_decoder_layers(self.model), time.perf_counter())
         self._observe(report)
         return PrefillResult(logits, run.prompt.layout.token_ids, report)
 
@@ -1001,7 +1003,7 @@ class BlendEngine:
             options=options or {},
         )
         # While the others of a batch were put into tokens, it waited.
-        run = PromptRun(request, assembled, timings=Timings(queue_s=began - started))
+        run = PromptRun(request, assembled, timings=Timings(queue_s=began - started), legend=self._legend)
         if options is not None:
             # It is to be answered.
             self.guard.watch(run)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.report import BlendReport, ChunkReport
 from cacheblend_rag.store import Fate, NamedTarget
+from cacheblend_rag.trace import LayerTimes, Legend, Span, Trace, TracedChunk
 
 __all__ = ["ChunkSupply", "PromptRun", "Request", "Timings", "make_report", "why_missed"]
 
@@ -101,6 +102,8 @@ class Timings:
         When the forward began, by `time.perf_counter`.
     forward_ended : float or None
         When the prefill ended, where other prompts were prefilled before the first output; None where that follows at once.
+    waits : list of Span
+        When that was that came before the forward.
     """
 
     queue_s: float = 0.0
@@ -110,6 +113,13 @@ class Timings:
     ready: float = field(default_factory=time.perf_counter)
     forward_started: float = 0.0
     forward_ended: float | None = None
+    waits: list[Span] = field(default_factory=list)
+
+    def note(self, what: str, began: float) -> float:
+        """Note what has just ended, and when it began; return the seconds that it took."""
+        ended = time.perf_counter()
+        self.waits.append(Span(what, began, ended))
+        return ended - began
 
 
 @dataclass(slots=True)
@@ -142,6 +152,10 @@ class PromptRun:
         Notes the first token's logits of a request that the online guard compares.
     figures : dict
         Further fields of its `BlendReport`, from what few prompts use.
+    layers : LayerTimes or None
+        When the layers of its stored KV were loaded and handed over; None where none was read.
+    legend : Legend or None
+        Says what its token ids and chunks mean, to whoever looks at the trace of its report; None for one without a trace.
     """
 
     request: Request
@@ -156,6 +170,8 @@ class PromptRun:
     output_ids: tuple[int, ...] = ()
     first: FirstLogits | None = None
     figures: dict[str, Any] = field(default_factory=dict)
+    layers: LayerTimes | None = None
+    legend: Legend | None = None
 
     @property
     def layout(self) -> PromptLayout:
@@ -169,7 +185,12 @@ class PromptRun:
 
 
 def make_report(
-    run: PromptRun, num_layers: int, first_output: float, output_tokens: int, tpot_s: float | None = None
+    run: PromptRun,
+    num_layers: int,
+    first_output: float,
+    output_ids: tuple[int, ...] = (),
+    token_times: Sequence[float] = (),
+    tpot_s: float | None = None,
 ) -> BlendReport:
     """Return what a request cost and where its KV came from.
 
@@ -181,8 +202,10 @@ def make_report(
         Decoder layers of the model.
     first_output : float
         When the first output was there, by `time.perf_counter`.
-    output_tokens : int
-        Tokens generated.
+    output_ids : tuple of int
+        The tokens generated.
+    token_times : sequence of float
+        When each of them was there, by `time.perf_counter`.
     tpot_s : float, optional
         Seconds per token after the first.
     """
@@ -197,7 +220,8 @@ def make_report(
         blended = context + (0 if run.resumed is None else run.resumed.moved)
         rows, charged = run.recomputed, run.charge / max(blended * num_layers, 1)
     in_chunks = rows[layout.is_chunk[rows]]
-    chunks, misses = _chunk_reports(run, rows)
+    parts = [(chunk, _chunk_report(run, chunk, rows)) for chunk in _all_chunks(run)]
+    chunks, misses = _chunk_reports(run, parts)
     ended = timings.forward_ended or first_output
     ttft_s, load_s = first_output - run.request.started, timings.open_s + timings.wait_s
     recompute_s = ended - timings.forward_started - timings.wait_s
@@ -218,7 +242,7 @@ def make_report(
         selector=run.plan.selector,
         fallback_reason=_fallback_reason(run),
         chunks=chunks,
-        output_tokens=output_tokens,
+        output_tokens=len(output_ids),
         guard=run.request.guard_action,
         tpot_s=tpot_s,
         conversation_tokens=0 if run.resumed is None else run.resumed.tokens,
@@ -226,15 +250,75 @@ def make_report(
         queue_s=queue_s,
         overhead_s=max(ttft_s - queue_s - load_s - timings.encode_s - recompute_s, 0.0),
         **run.figures,
+        trace=_trace(run, parts, rows, ended, output_ids, token_times),
     )
 
 
-def _chunk_reports(run: PromptRun, recomputed: torch.Tensor) -> tuple[tuple[ChunkReport, ...], int]:
+def _trace(
+    run: PromptRun,
+    parts: Sequence[tuple[PromptChunk, ChunkReport]],
+    recomputed: torch.Tensor,
+    ended: float,
+    output_ids: tuple[int, ...],
+    token_times: Sequence[float],
+) -> Trace | None:
+    if run.legend is None:
+        return None
+    return Trace(
+        run.prompt.layout.token_ids,
+        output_ids,
+        tuple(
+            TracedChunk(
+                chunk.start,
+                chunk.stop,
+                chunk.id,
+                chunk.key,
+                chunk.remembers,
+                report.tier,
+                report.reason,
+                report.attention,
+            )
+            for chunk, report in parts
+        ),
+        tuple(_reused(run)),
+        () if run.recomputed is None else tuple(recomputed.tolist()),
+        run.request.started,
+        run.timings.forward_started,
+        ended,
+        tuple(run.timings.waits),
+        run.layers,
+        tuple(token_times[: len(output_ids)]),
+        run.legend,
+    )
+
+
+def _all_chunks(run: PromptRun) -> list[PromptChunk]:
+    """Return the chunks of a prompt in its order, those that are computed like text included."""
+    return sorted((*run.prompt.chunks, *run.prompt.computed), key=lambda each: each.start)
+
+
+def _reused(run: PromptRun) -> Iterator[Span]:
+    """Yield the rows whose KV was not computed in the prompt's forward; where two have a row, the later one holds."""
+    resumed = run.resumed
+    if run.recomputed is not None:
+        for chunk in run.waiting:
+            yield Span(run.kv.tiers.get(chunk.key) or "encoded", chunk.start, chunk.stop)
+    if resumed is not None:
+        if resumed.head:
+            yield Span("head" if run.figures.get("head_tokens") else "encoded", 0, resumed.head)
+        if resumed.continued:
+            yield Span("conversation", resumed.head, resumed.layout.resumed_rows)
+        for moved in resumed.runs:
+            yield Span("conversation", moved.start, moved.stop)
+
+
+def _chunk_reports(
+    run: PromptRun, parts: Sequence[tuple[PromptChunk, ChunkReport]]
+) -> tuple[tuple[ChunkReport, ...], int]:
     """Return a report of each chunk in prompt order, its parts put together, then of those left out, and how many were missed."""
     reports: dict[object, ChunkReport] = {}
     missed = set[object]()
-    for chunk in sorted((*run.prompt.chunks, *run.prompt.computed), key=lambda each: each.start):
-        report = _chunk_report(run, chunk, recomputed)
+    for chunk, report in parts:
         name: object = chunk.key if chunk.is_part else chunk.start
         # What is computed though its KV may be there is neither hit nor miss.
         if chunk.computed in ("first use", "missing", "unread") or not (chunk.computed or report.hit):

@@ -28,6 +28,7 @@ from cacheblend_rag.loader import LayerLoader
 from cacheblend_rag.model import Decoder, num_decoder_layers, takes_positions, text_decoder
 from cacheblend_rag.selection import FixedSelection, Selection
 from cacheblend_rag.store import KVReader
+from cacheblend_rag.trace import LayerTimes
 from cacheblend_rag.tuning import Tuning
 
 __all__ = ["ROOM_FOR_OUTPUT", "Forward", "Runner"]
@@ -91,7 +92,7 @@ class Runner:
         ids = torch.tensor([run.prompt.layout.token_ids], device=self._model.device)
         with self.lock.within(run.request.wait_until), torch.no_grad():
             # Its misses may have been encoded by now, with those of other prompts.
-            run.timings.queue_s += time.perf_counter() - run.timings.ready - run.timings.encode_s
+            run.timings.queue_s += run.timings.note("queue", run.timings.ready) - run.timings.encode_s
             while True:
                 try:
                     if run.request.turn is not None:
@@ -218,7 +219,7 @@ class Runner:
         tuning, room = self._tuning, min(headroom, ROOM_FOR_OUTPUT)
         cache = BlendCache(self._num_layers)
         steering = loader = None
-        run.charge, run.recomputed = 0.0, None
+        run.charge, run.recomputed, run.layers = 0.0, None, None
         with ExitStack() as stack:
             if readers is not None:
                 # A prompt that is prefilled in full, but for the rows that it takes over, selects nothing.
@@ -228,6 +229,7 @@ class Runner:
                     # They are loaded as chunks are, and nothing else of them is like a chunk.
                     loaded = replace(loaded, chunks=(ChunkSpan(0, loaded.resumed_rows, 0), *loaded.chunks))
                     first_layer = 0
+                run.layers = LayerTimes()
                 loader = LayerLoader(
                     decoder,
                     loaded,
@@ -237,6 +239,7 @@ class Runner:
                     tuning.prefetch_layers,
                     tuning.threads if tuning.pipeline else 0,
                     tuning.reposition,
+                    run.layers,
                 )
                 stack.enter_context(loader)
                 if _goes_on(run, selection):

@@ -277,7 +277,7 @@ class KVSupply:
             # After damaged KV the prompt is run again; what was a miss when the call came stays one in the report.
             run.kv.hits[chunk.key] = run.kv.hits.get(chunk.key, True) and reader is not None
         self.note_fates(run, [key for key, reader in found.items() if reader is None])
-        run.timings.open_s += time.perf_counter() - opening
+        run.timings.open_s += run.timings.note("open", opening)
         return found
 
     def note_fates(self, run: PromptRun, keys: Sequence[str]) -> None:
@@ -310,7 +310,7 @@ class KVSupply:
             wanted = {key: [chunk for chunk in chunks if chunk.key == key] for key in missing}
             for key, kv in self._encode_missing(wanted, run.kv.contexts):
                 found[key] = RamReader(kv)
-            run.timings.encode_s += time.perf_counter() - started
+            run.timings.encode_s += run.timings.note("encode", started)
         # Where chunks are encoded when they are used the second time, that is as it should be.
         expected = self._config.encode_on == "second_use" or len(chunks) < len(run.prompt.chunks)
         if not any(run.kv.hits.values()) and not expected and not self._warned_of_no_hit:
@@ -349,7 +349,7 @@ class KVSupply:
         ):
             self.discard(head.key)
             reader = None
-        run.timings.open_s += time.perf_counter() - started
+        run.timings.open_s += run.timings.note("open", started)
         run.figures["head_tokens"] = head.rows if reader is not None and computed is None else 0
         if reader is None:
             assert self._encoder is not None
@@ -358,7 +358,7 @@ class KVSupply:
                 kv = run.kv.encoded[head.key] = self._encoder.head(head.token_ids)
             self._keep_head(head, kv)
             reader = RamReader(kv)
-            run.timings.encode_s += time.perf_counter() - started
+            run.timings.encode_s += run.timings.note("encode", started)
         return reader if head.rows == len(head.token_ids) else part_of(reader, 0, head.rows)
 
     def _keep_head(self, head: PromptHead, kv: ChunkKV) -> None:

@@ -20,6 +20,7 @@ from cacheblend_rag.loader.assembly import Assembly
 from cacheblend_rag.model import Decoder
 from cacheblend_rag.store.base import KVReader
 from cacheblend_rag.store.device import Upload
+from cacheblend_rag.trace import LayerTimes
 
 __all__ = ["LayerLoader", "compute_alone", "loads_ahead"]
 
@@ -57,6 +58,8 @@ class LayerLoader:
         loaded so in any case.
     reposition : bool
         Whether keys are turned to their position in the prompt; False leaves them as they were stored.
+    times : LayerTimes, optional
+        Where it is noted when each layer was loaded and handed over.
 
     Attributes
     ----------
@@ -74,6 +77,7 @@ class LayerLoader:
         ahead: int,
         threads: int,
         reposition: bool = True,
+        times: LayerTimes | None = None,
     ) -> None:
         assert len(readers) == len(layout.chunks) and capacity >= len(layout)
         self._devices = decoder.devices
@@ -81,6 +85,7 @@ class LayerLoader:
             threads = 0
         self._assembly = Assembly(decoder, layout, readers, capacity, max(2 * threads, 1), reposition)
         self._ahead = ahead if threads else 0
+        self._times = times or LayerTimes()
         self._changed = threading.Condition()
         # All of these are guarded by `_changed`.
         self._next = (first_layer, 0)
@@ -144,7 +149,7 @@ class LayerLoader:
             If the stored KV of a chunk is gone or damaged.
         """
         device = self._devices[layer]
-        started = time.perf_counter()
+        started = self._times.asked[layer] = time.perf_counter()
         waited_from = _mark(device) if device.type == "cuda" else None
         with self._changed:
             self._wanted = layer
@@ -162,8 +167,9 @@ class LayerLoader:
                 task = self._begin()
             self.fetch_kv(*task)
         result = loaded.receive() if isinstance(loaded, Upload) else loaded
+        ended = self._times.handed[layer] = time.perf_counter()
         if waited_from is None:
-            self._host_wait_s += time.perf_counter() - started
+            self._host_wait_s += ended - started
         else:
             self._stalls.append((waited_from, _mark(device)))
         return result
@@ -184,6 +190,8 @@ class LayerLoader:
 
     def _begin(self) -> tuple[int, int]:
         layer, piece = self._next
+        if not piece:
+            self._times.load_began[layer] = time.perf_counter()
         count = len(self._assembly.pieces)
         self._unfinished.setdefault(layer, count)
         self._next = (layer, piece + 1) if piece + 1 < count else (layer + 1, 0)
@@ -208,6 +216,7 @@ class LayerLoader:
                     return
                 del self._unfinished[layer]
             finished = self._assembly.finish(layer)
+            self._times.load_ended[layer] = time.perf_counter()
         except BaseException as error:
             with self._changed:
                 self._error = self._error or error

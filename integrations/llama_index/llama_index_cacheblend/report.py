@@ -35,7 +35,8 @@ class AnswerReport(dict[str, Any]):
             return "no report: the answer is not finished"
         lines = []
         for call in [*self["earlier_calls"], self]:
-            lines.append(str(BlendReport(**{each.name: call[each.name] for each in fields(BlendReport)})))
+            known = {each.name: call[each.name] for each in fields(BlendReport) if each.name in call}
+            lines.append(str(BlendReport(**known)))
             lines += [f"  {chunk['id']}: {chunk['reason']}" for chunk in call["chunks"] if chunk["reason"]]
         if self["dropped"]:
             lines.append(f"no room for {', '.join(map(str, self['dropped']))}")

@@ -1,0 +1,52 @@
+"""``cacheblend-rag inspect``: a page that shows what answering a question did."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cacheblend_rag.cli.options import (
+    AnswerTokensOption,
+    RatioOption,
+    SelectorOption,
+    StoredModelOption,
+    StoreOption,
+    TopKOption,
+    output_option,
+)
+from cacheblend_rag.cli.output import print_answer, write_page
+from cacheblend_rag.cli.warm import warmed
+
+__all__ = ["inspect"]
+
+
+def inspect(
+    question: Annotated[str, typer.Argument(help="What to ask.")],
+    store: StoreOption = Path(".cacheblend"),
+    model: StoredModelOption = None,
+    top_k: TopKOption = 6,
+    ratio: RatioOption = None,
+    selector: SelectorOption = None,
+    max_new_tokens: AnswerTokensOption = 128,
+    html_file: Annotated[Path, output_option("--html", "Where the page is written.")] = Path("inspect.html"),
+    full: Annotated[bool, typer.Option("--full", help="Answer by full prefill too, and show it beside.")] = False,
+    attention: Annotated[
+        bool, typer.Option("--attention", help="Show what share of the answer's attention went to each passage.")
+    ] = False,
+) -> None:
+    """Answer a question as ask does, and write a page that shows what became of every token and where the time went."""
+    if not question.strip():
+        raise typer.BadParameter("the question is empty", param_hint="QUESTION")
+    with warmed(store, model, None, recompute_ratio=ratio, selector=selector, source_attention=attention or None) as (
+        engine,
+        library,
+        _,
+    ):
+        prompt = library.prompt(question, library.search(question, top_k))
+        if not full:
+            # Whoever comes first pays for the first use of the model's kernels, which a page is not about.
+            engine.generate(prompt, 1, blend=engine.blend.replace(enabled=False))
+        results = print_answer(engine, prompt, max_new_tokens, stream=None, compare=full)
+        write_page(html_file, results)

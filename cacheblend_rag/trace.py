@@ -1,0 +1,148 @@
+"""What a request notes on its way, from which a page shows what became of every token and where the time went."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+__all__ = ["ChunkContext", "LayerTimes", "Legend", "Span", "Trace", "TracedChunk"]
+
+
+@dataclass(slots=True)
+class LayerTimes:
+    """When the layers of a prompt's stored KV were loaded, and handed to the computation, by `time.perf_counter`.
+
+    Attributes
+    ----------
+    load_began, load_ended : dict of (int, float)
+        When the first of each layer's pieces was begun, and when the layer was whole.
+    asked, handed : dict of (int, float)
+        When the computation came to each layer's attention, and when it had the layer's KV.
+    """
+
+    load_began: dict[int, float] = field(default_factory=dict)
+    load_ended: dict[int, float] = field(default_factory=dict)
+    asked: dict[int, float] = field(default_factory=dict)
+    handed: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What became of the rows of a half-open range, or what a time was spent on, from a moment to another.
+
+    Attributes
+    ----------
+    what : str
+        What became of them: the tier that their KV came from, "encoded", "head" or "conversation". Of a time: "queue", "open" or
+        "encode".
+    start, stop : float
+        The range; whole numbers where it is of rows.
+    """
+
+    what: str
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True, slots=True)
+class TracedChunk:
+    """A chunk of a prompt, as the page shows it.
+
+    Attributes
+    ----------
+    start, stop : int
+        Its half-open range of rows.
+    id : str or None
+        Its id, if it has one.
+    key : str
+        Where its KV is stored.
+    remembers : bool
+        Whether its KV knows of text that stands before it in its document.
+    tier, reason, attention
+        As in `ChunkReport`.
+    """
+
+    start: int
+    stop: int
+    id: str | None
+    key: str
+    remembers: bool
+    tier: str | None
+    reason: str | None
+    attention: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkContext:
+    """What the KV of a chunk was computed behind.
+
+    Attributes
+    ----------
+    document : str or None
+        The document that the chunk is a piece of.
+    ids : tuple of str or None
+        The chunks of its document that it was encoded behind, in reading order, the first perhaps in part; None where that is not
+        known.
+    tokens : int
+        How many tokens they are.
+    """
+
+    document: str | None
+    ids: tuple[str, ...] | None
+    tokens: int = 0
+
+
+class Legend(Protocol):
+    """Says what the token ids and the chunks of a trace mean, when a page is made."""
+
+    def texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the text of each token; a character of several tokens is the last one's."""
+
+    def contexts(self, chunks: Sequence[TracedChunk]) -> list[ChunkContext]:
+        """Return what each chunk was encoded behind, as far as the store still knows."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace:
+    """What became of every token of a prompt, and when; of one process, so that a copy or a pickle of a report is without it.
+
+    Attributes
+    ----------
+    token_ids, output_ids : tuple of int
+        The prompt, and what was generated.
+    chunks : tuple of TracedChunk
+        The chunks of the prompt, in order.
+    reused : tuple of Span
+        The rows whose KV was not computed in the prompt's forward; where two have a row, the later one holds.
+    recomputed : tuple of int
+        Those of them that were recomputed, ascending.
+    started : float
+        When the call came, by `time.perf_counter`, as all moments here.
+    forward_started, forward_ended : float
+        When the prefill began and ended.
+    waits : tuple of Span
+        What the time before was spent on.
+    layers : LayerTimes or None
+        When each layer was loaded and handed over; None where no stored KV was read.
+    token_times : tuple of float
+        When each token was there.
+    legend : Legend
+        What ids mean.
+    """
+
+    token_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    chunks: tuple[TracedChunk, ...]
+    reused: tuple[Span, ...]
+    recomputed: tuple[int, ...]
+    started: float
+    forward_started: float
+    forward_ended: float
+    waits: tuple[Span, ...]
+    layers: LayerTimes | None
+    token_times: tuple[float, ...]
+    legend: Legend
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()

@@ -1,0 +1,320 @@
+"""The inspector's page: what it says of every token, and that no text can be more than text."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import pickle
+import re
+import time
+from base64 import b64encode
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, FixedText
+from cacheblend_rag.engine.legend import EngineLegend
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.lab.families import tiny_config
+from cacheblend_rag.lab.families import tiny_model as random_model
+from cacheblend_rag.lab.settings import engine_settings
+from cacheblend_rag.page import inspector_page
+from cacheblend_rag.report import BlendReport
+from cacheblend_rag.trace import ChunkContext, Trace, TracedChunk
+from tests.families import tiny_model, tiny_tokenizer, words
+
+CHUNKS = [Chunk(words(length, seed), f"n{seed}") for seed, length in enumerate((20, 22, 17))]
+PROMPT = BlendPrompt(words(4, 50), CHUNKS, words(6, 51))
+DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
+FULL = BlendConfig(enabled=False)
+
+
+def data_of(page: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(DATA.findall(page)[0])
+    return found
+
+
+def fates(view: dict[str, Any]) -> list[str]:
+    return [fate for fate, count in view["fates"] for _ in range(count)]
+
+
+def make_engine(store: Path | None = None) -> BlendEngine:
+    model = tiny_model("llama")
+    model.config.max_position_embeddings = 4096
+    settings = engine_settings(strict=True, self_check=False, recompute_ratio=0.0)
+    return BlendEngine(model, tiny_tokenizer(), store=store, **settings)
+
+
+@pytest.fixture
+def engine() -> Iterator[BlendEngine]:
+    with make_engine() as engine:
+        yield engine
+
+
+def test_a_miss_and_a_hit(engine: BlendEngine) -> None:
+    engine.add(CHUNKS[:2])
+    answer = engine.generate(PROMPT, 5, eos_token_id=None)
+    data = data_of(answer.report.to_html())
+    [view] = data["views"]
+    own = fates(view)
+    assert Counter(own) == {"ram": 42, "encoded": 17, "computed": 11}
+    assert "".join(data["tokens"]) == engine.tokenizer.decode(answer.prompt_ids)
+    assert "".join(view["answer"]) == engine.tokenizer.decode(answer.token_ids)
+    for chunk, fate in zip(view["chunks"], ("ram", "ram", "encoded"), strict=True):
+        assert set(own[chunk["start"] : chunk["stop"]]) == {fate}
+    assert [chunk["reason"] is None for chunk in view["chunks"]] == [True, True, False]
+    assert {wait[0] for wait in view["waits"]} == {"queue", "open", "encode"}
+    assert data["differs"] is None
+    again = data_of(engine.generate(PROMPT, 5).report.to_html())
+    assert Counter(fates(again["views"][0])) == {"ram": 59, "computed": 11}
+
+
+def test_moments_come_in_their_order(tmp_path: Path) -> None:
+    with make_engine(tmp_path / "kv") as engine:
+        engine.add(CHUNKS)
+        answer = engine.generate(PROMPT, 5, eos_token_id=None)
+        trace = answer.report.trace
+    assert trace is not None and trace.layers is not None
+    layers = trace.layers
+    assert sorted(layers.asked) == sorted(layers.load_ended) == list(range(6))
+    for layer in range(6):
+        assert layers.load_began[layer] <= layers.load_ended[layer] <= layers.handed[layer]
+        assert layers.asked[layer] <= layers.handed[layer]
+    moments = [trace.started, *(wait.start for wait in trace.waits), trace.forward_started]
+    moments += [layers.handed[layer] for layer in range(6)]
+    moments += [trace.forward_ended]
+    assert moments == sorted(moments)
+    assert len(trace.token_times) == 5
+    assert trace.token_times[0] == trace.forward_ended
+    assert answer.report.ttft_s == pytest.approx(trace.token_times[0] - trace.started)
+
+
+@pytest.mark.parametrize("selector", ["hkvd", "query", "boundary"])
+def test_what_a_selector_recomputes(engine: BlendEngine, selector: str) -> None:
+    engine.add(CHUNKS)
+    blend = BlendConfig(selector=selector, recompute_ratio=0.2, source_attention=True)
+    report = engine.generate(PROMPT, 3, blend=blend).report
+    [view] = data_of(report.to_html())["views"]
+    own = fates(view)
+    assert own.count("recomputed") == report.recomputed_tokens > 0
+    assert own.count("computed") == 11
+    for chunk, said in zip(view["chunks"], report.chunks, strict=True):
+        assert own[chunk["start"] : chunk["stop"]].count("recomputed") == said.recomputed_tokens
+        assert chunk["attention"] == said.attention is not None
+
+
+def test_a_head_that_is_computed_and_one_that_is_stored(engine: BlendEngine) -> None:
+    engine.add(CHUNKS)
+    prompt = BlendPrompt(FixedText(words(60, 70)), CHUNKS, words(6, 51))
+    first, second = (engine.generate(prompt, 2).report for _ in range(2))
+    assert second.head_tokens
+    before, after = (fates(data_of(report.to_html())["views"][0]) for report in (first, second))
+    assert before[: second.head_tokens] == ["encoded"] * second.head_tokens
+    assert after[: second.head_tokens] == ["head"] * second.head_tokens
+    assert after.count("head") == second.head_tokens
+
+
+def test_a_conversation(engine: BlendEngine) -> None:
+    engine.add(CHUNKS)
+    conversation = engine.conversation()
+    engine.generate(PROMPT, 4, conversation=conversation)
+    longer = BlendPrompt(segments=[*PROMPT.segments, words(9, 60)])
+    report = engine.generate(longer, 4, conversation=conversation).report
+    own = fates(data_of(report.to_html())["views"][0])
+    assert own.count("conversation") == report.conversation_tokens > 59
+    assert own[-1] == "computed"
+
+
+def test_full_prefill_beside_it(engine: BlendEngine) -> None:
+    engine.add(CHUNKS)
+    blended = engine.generate(PROMPT, 8, eos_token_id=None)
+    full = engine.generate(PROMPT, 8, blend=FULL, eos_token_id=None)
+    assert blended.token_ids != full.token_ids
+    data = data_of(blended.report.to_html(full.report))
+    assert [view["full"] for view in data["views"]] == [False, True]
+    assert set(fates(data["views"][1])) == {"computed"}
+    assert data["views"][1]["layers"] == []
+    pairs = zip(blended.token_ids, full.token_ids, strict=True)
+    assert data["differs"] == next(number for number, (one, other) in enumerate(pairs) if one != other)
+    assert data_of(full.report.to_html(full.report))["differs"] is None
+    other = engine.generate(BlendPrompt(words(3, 9), CHUNKS, words(4, 8)), 2)
+    with pytest.raises(ConfigError, match="another prompt"):
+        blended.report.to_html(other.report)
+
+
+def test_an_answer_that_ends_sooner_differs_at_its_end(engine: BlendEngine) -> None:
+    engine.add(CHUNKS)
+    longer, shorter = (engine.generate(PROMPT, count, eos_token_id=None).report for count in (6, 4))
+    assert data_of(longer.to_html(shorter))["differs"] == 4
+
+
+def test_many_prompts_and_a_stream(engine: BlendEngine) -> None:
+    engine.add(CHUNKS[:2])
+    prompts = [BlendPrompt(words(4, seed), CHUNKS, words(6, seed + 1)) for seed in (50, 60, 70)]
+    answers = engine.generate_many(prompts, 4, eos_token_id=None)
+    assert answers[0].report.batch_size == 3
+    for answer in answers:
+        [view] = data_of(answer.report.to_html())["views"]
+        assert Counter(fates(view)) == {"ram": 42, "encoded": 17, "computed": 11}
+        assert len(view["times"]) == 4
+        assert view["forward"][1] <= view["times"][0]
+    stream = engine.stream(prompts[0], 4, eos_token_id=None)
+    assert "".join(stream) == answers[0].text
+    assert (
+        data_of(stream.result().report.to_html())["views"][0]["answer"]
+        == data_of(answers[0].report.to_html())["views"][0]["answer"]
+    )
+
+
+def test_a_prefill_has_no_answer(engine: BlendEngine) -> None:
+    view = data_of(engine.prefill(PROMPT).report.to_html())["views"][0]
+    assert (view["answer"], view["times"]) == ([], [])
+
+
+def test_what_a_chunk_was_encoded_behind_is_told_by_ids(tmp_path: Path) -> None:
+    with make_engine(tmp_path / "kv") as engine:
+        pieces = [Chunk(words(9 + seed, 80 + seed), f"d-{seed}", document="tales") for seed in range(4)]
+        engine.add([*pieces, CHUNKS[0]])
+        report = engine.generate(BlendPrompt(words(4, 50), ["d-2", "n0", "d-0"], words(6, 51)), 2).report
+        page = report.to_html()
+        later, alone, first = data_of(page)["views"][0]["chunks"]
+        assert (later["document"], later["behind"], later["behindTokens"]) == ("tales", ["d-0", "d-1"], 19)
+        assert (alone["document"], alone["behind"], alone["behindTokens"]) == (None, [], 0)
+        assert (first["document"], first["behind"]) == ("tales", [])
+        # The text of what was not retrieved is nowhere.
+        assert pieces[1].text not in page and pieces[3].text not in page
+        engine.delete(["d-1"])
+        later, _, first = data_of(report.to_html())["views"][0]["chunks"]
+        assert later["behind"] is None
+        assert first["behind"] == []
+    # When the engine is closed the page has all but this.
+    later, *_ = data_of(report.to_html())["views"][0]["chunks"]
+    assert (later["behind"], later["id"]) == (None, "d-2")
+
+
+def test_a_report_that_left_its_process_has_no_page(engine: BlendEngine) -> None:
+    engine.add(CHUNKS)
+    report = engine.generate(PROMPT, 2).report
+    assert report.trace is not None
+    assert "trace" not in report.to_dict() and "trace" not in repr(report)
+    for moved in (pickle.loads(pickle.dumps(report)), copy.deepcopy(report), BlendReport(**report.to_dict())):
+        assert moved.trace is None
+        assert moved._repr_html_() is None
+        with pytest.raises(ConfigError, match="copied"):
+            moved.to_html()
+    assert copy.deepcopy(report) == report
+
+
+def test_a_model_that_cannot_be_blended_has_a_page() -> None:
+    with BlendEngine(random_model(tiny_config("mamba")), tiny_tokenizer()) as engine:
+        assert engine.unsupported_reason is not None
+        [view] = data_of(engine.generate(PROMPT, 2).report.to_html())["views"]
+    assert set(fates(view)) == {"computed"}
+    assert view["figures"]["fallback_reason"]
+
+
+def test_nothing_is_loaded_from_elsewhere(engine: BlendEngine) -> None:
+    engine.add(CHUNKS)
+    page = engine.generate(PROMPT, 2).report.to_html()
+    shown = DATA.sub("", page)
+    assert not re.search(r"https?://|//\w|\ssrc=|href=|url\(|@import|innerHTML|outerHTML|insertAdjacent|eval\(", shown)
+    assert "unsafe" not in page
+    [policy] = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
+    assert policy.startswith("default-src 'none';")
+    for kind, text in (
+        ("style", re.findall(r"<style>(.*?)</style>", page, re.DOTALL)),
+        ("script", re.findall(r"<script>(.*?)</script>", page, re.DOTALL)),
+    ):
+        digest = b64encode(hashlib.sha256(text[0].encode()).digest()).decode()
+        assert len(text) == 1 and f"{kind}-src 'sha256-{digest}'" in policy
+
+
+HOSTILE = st.one_of(
+    st.text(max_size=30),
+    st.lists(
+        st.sampled_from(
+            ["</script>", "<!--", "<script>", "]]>", "-->", "<", ">", "&lt;", '"', "'", "\\", "\u2028", "\x00", "$data"]
+        )
+    ).map("".join),
+)
+
+
+class _Written:
+    """A legend with texts that nobody's tokenizer made."""
+
+    def __init__(self, texts: list[str], document: str) -> None:
+        self.all = texts
+        self.document = document
+
+    def texts(self, token_ids: Any) -> list[str]:
+        return [self.all[number] for number in token_ids]
+
+    def contexts(self, chunks: Any) -> list[ChunkContext]:
+        return [ChunkContext(self.document, (self.document, self.all[0]), 3) for _ in chunks]
+
+
+@given(st.lists(HOSTILE, min_size=2, max_size=6), HOSTILE, HOSTILE)
+@settings(max_examples=150, deadline=None)
+def test_no_text_ends_its_place_in_the_page(texts: list[str], id: str, reason: str) -> None:
+    chunk = TracedChunk(0, 1, id, "key", True, None, reason, 0.5)
+    ids = tuple(range(len(texts)))
+    trace = Trace(ids, ids[:1], (chunk,), (), (), 0.0, 1.0, 2.0, (), None, (2.0,), _Written(texts, id))
+    report = BlendReport(1, 0, 0, 1, len(ids), 1, 0, 0, 0, 1, 0, "none", fallback_reason=reason, trace=trace)
+    page = report.to_html()
+    plain = inspector_page([(BlendReport(1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, "none").to_dict(), _empty())])
+    assert page.isascii()
+    for mark in ("<", "</script", "<script", "<!--", "<!"):
+        assert page.count(mark) == plain.count(mark)
+    found = data_of(page)
+    assert found["tokens"] == texts
+    [view] = found["views"]
+    assert view["chunks"][0]["id"] == view["chunks"][0]["document"] == id
+    assert view["chunks"][0]["reason"] == view["figures"]["fallback_reason"] == reason
+    frame = report._repr_html_()
+    assert frame is not None and frame.count("<") == 2 and frame.count(">") == 2
+    assert 'sandbox="allow-scripts"' in frame
+
+
+def _empty() -> Trace:
+    return Trace((), (), (), (), (), 0.0, 1.0, 2.0, (), None, (), _Written([], ""))
+
+
+@given(st.text(max_size=60))
+@settings(max_examples=60, deadline=None)
+def test_the_texts_of_tokens_are_the_text(text: str) -> None:
+    tokenizer = _reference_tokenizer()
+    ids = tokenizer(text)["input_ids"]
+    with make_engine() as engine:
+        legend = EngineLegend(tokenizer, engine._store, engine.namespace)
+    texts = legend.texts(ids)
+    assert len(texts) == len(ids)
+    assert "".join(texts) == tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+
+def _reference_tokenizer() -> Any:
+    if not _tokenizers:
+        _tokenizers.append(
+            AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "cacheblend_rag" / "reference" / "weights")
+        )
+    return _tokenizers[0]
+
+
+_tokenizers: list[Any] = []
+
+
+def test_a_page_of_2500_tokens_is_small_and_soon_made(engine: BlendEngine) -> None:
+    chunks = [Chunk(words(240, seed), f"long-{seed}") for seed in range(10)]
+    engine.add(chunks)
+    report = engine.generate(BlendPrompt(words(29, 50), chunks, words(70, 51)), 40, eos_token_id=None).report
+    assert report.prompt_tokens == 2500
+    started = time.perf_counter()
+    page = report.to_html()
+    assert time.perf_counter() - started < 2
+    assert len(page.encode()) < 200_000
