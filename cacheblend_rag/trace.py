@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 __all__ = ["ChunkContext", "LayerTimes", "Legend", "Span", "Trace", "TracedChunk"]
 
@@ -27,8 +27,7 @@ class LayerTimes:
     handed: dict[int, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """What became of the rows of a half-open range, or what a time was spent on, from a moment to another.
 
     Attributes
@@ -45,8 +44,7 @@ class Span:
     stop: float
 
 
-@dataclass(frozen=True, slots=True)
-class TracedChunk:
+class TracedChunk(NamedTuple):
     """A chunk of a prompt, as the page shows it.
 
     Attributes

@@ -95,10 +95,10 @@
       rows.push(box);
     };
     const full = view === data.views[0] && data.views.length > 1 ? data.views[1].figures.ttft_s : null;
-    tile("First token", seconds(f.ttft_s), full === null ? "" : `full prefill: ${seconds(full)}, ${(full / f.ttft_s).toFixed(1)}x`);
+    tile("First token", seconds(f.ttft_s), full === null ? "" : `full prefill: ${seconds(full)} (${(full / f.ttft_s).toFixed(1)}x)`);
     tile("Chunks stored", `${f.hits} of ${f.hits + f.misses}`, f.misses ? `${many(f.misses, "miss", "misses")}` : "");
     tile("Computed", many(computedTokens(), "token"), `of ${f.prompt_tokens.toLocaleString("en")} in the prompt`);
-    tile("Recomputed", many(f.recomputed_tokens, "token"), `of ${f.context_tokens.toLocaleString("en")} in chunks (${f.selector})`);
+    tile("Recomputed", many(f.recomputed_tokens, "token"), `of ${f.context_tokens.toLocaleString("en")} in chunks${f.recomputed_tokens ? ` (${f.selector})` : ""}`);
     tile("KV loaded", bytes(f.load_bytes), f.load_s ? `waited ${seconds(f.load_s)} for it` : "");
     tile("Answer", many(f.output_tokens, "token"), f.tpot_s === null ? "" : `${seconds(f.tpot_s)} each after the first`);
     at("figures").replaceChildren(...rows);
@@ -243,7 +243,7 @@
     at("attention-section").hidden = !known;
     if (!known) return;
     const rest = 1 - shares.reduce((sum, share) => sum + (share || 0), 0);
-    const rows = [...shares.map((share, number) => [chunkName(number), share || 0]), ["question and other text", Math.max(rest, 0)]];
+    const rows = [...shares.map((share, number) => [chunkName(number), share || 0]), ["other text", Math.max(rest, 0)]];
     const most = Math.max(...rows.map((each) => each[1]), 1e-9);
     at("attention").replaceChildren(...rows.map(([name, share]) => {
       const line = make("div", "meter"), track = make("span", "track");

@@ -11,6 +11,7 @@ import time
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, FixedText
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, FixedText, reference
 from cacheblend_rag.engine.legend import EngineLegend
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lab.families import tiny_config
@@ -289,24 +290,18 @@ def _empty() -> Trace:
 @given(st.text(max_size=60))
 @settings(max_examples=60, deadline=None)
 def test_the_texts_of_tokens_are_the_text(text: str) -> None:
-    tokenizer = _reference_tokenizer()
+    legend, tokenizer = _reference_legend()
     ids = tokenizer(text)["input_ids"]
-    with make_engine() as engine:
-        legend = EngineLegend(tokenizer, engine._store, engine.namespace)
     texts = legend.texts(ids)
     assert len(texts) == len(ids)
     assert "".join(texts) == tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
 
-def _reference_tokenizer() -> Any:
-    if not _tokenizers:
-        _tokenizers.append(
-            AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "cacheblend_rag" / "reference" / "weights")
-        )
-    return _tokenizers[0]
-
-
-_tokenizers: list[Any] = []
+@cache
+def _reference_legend() -> tuple[EngineLegend, Any]:
+    tokenizer = AutoTokenizer.from_pretrained(Path(reference.__file__).parent / "weights")
+    with make_engine() as engine:
+        return EngineLegend(tokenizer, engine._store, engine.namespace), tokenizer
 
 
 def test_a_page_of_2500_tokens_is_small_and_soon_made(engine: BlendEngine) -> None:
