@@ -22,6 +22,7 @@ from llama_index.core.schema import NodeWithScore
 from llama_index.core.selectors import LLMSingleSelector
 from llama_index.core.tools import QueryEngineTool
 
+from cacheblend_rag.errors import ConfigError
 from llama_index_cacheblend import BlendLLM, install, uninstall
 from llama_index_cacheblend.report import AnswerReport
 
@@ -176,3 +177,16 @@ def test_what_is_printed(index: VectorStoreIndex, llm: BlendLLM) -> None:
     assert "0 of 2 chunks hit" in first and others == [f"  {each['id']}: {each['reason']}" for each in report["chunks"]]
     report["dropped"] = ["n7", "n8"]
     assert str(report).endswith("\nno room for n7, n8")
+
+
+def test_a_page_of_the_answer(index: VectorStoreIndex, llm: BlendLLM) -> None:
+    response = index.as_query_engine(llm=llm, response_mode="blend", similarity_top_k=3).query(QUESTION)
+    report = response.metadata["blend"]
+    page = report.to_html()
+    assert report._repr_html_().startswith("<iframe")
+    assert page.startswith("<!DOCTYPE html>")
+    assert all(chunk["id"] in page for chunk in report["chunks"])
+    unfinished = AnswerReport()
+    assert unfinished._repr_html_() is None
+    with pytest.raises(ConfigError, match="not finished"):
+        unfinished.to_html()

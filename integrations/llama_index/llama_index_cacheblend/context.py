@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
@@ -20,6 +20,7 @@ from cacheblend_rag.errors import PromptTooLongError, StoreError
 from llama_index_cacheblend.llm import BlendLLM
 from llama_index_cacheblend.nodes import SEPARATOR
 from llama_index_cacheblend.pml import PMLPromptTemplate
+from llama_index_cacheblend.report import AnswerReport, CallReport
 from llama_index_cacheblend.sources import annotate, warn_of_other_texts
 
 __all__ = ["ContextPrompt", "ModelResponse", "Rounds", "make_context_prompt"]
@@ -252,7 +253,7 @@ class Rounds:
         The answer so far.
     report : dict
         What ``response.metadata["blend"]`` will be.
-    earlier_calls : list of dict
+    earlier_calls : list of CallReport
         The reports of the calls before the last.
     dropped : list of Chunk
         Context that no call has read or will read.
@@ -269,7 +270,7 @@ class Rounds:
     values: dict[str, Any]
     answer: str | None
     report: dict[str, Any]
-    earlier_calls: list[dict[str, Any]] = field(default_factory=list)
+    earlier_calls: list[CallReport] = field(default_factory=list)
     dropped: list[Chunk] = field(default_factory=list)
     last: str | BaseModel | None = None
     sources: Sequence[NodeWithScore] = ()
@@ -292,14 +293,22 @@ class Rounds:
         """Fill the report; the call that answered last is the last, since beside its answer no chunk has room any more."""
         self._fill(self.earlier_calls.pop(), [*self.dropped, *self.chunks])
 
-    def _fill(self, report: dict[str, Any], dropped: Sequence[Chunk]) -> None:
+    def _fill(self, report: CallReport, dropped: Sequence[Chunk]) -> None:
         if self.engine is not None:
             warn_of_other_texts(self.engine, [*self.earlier_calls, report])
-        self.report.update(report, dropped=[chunk.id for chunk in dropped], earlier_calls=self.earlier_calls)
+        left_out = [chunk.id for chunk in dropped]
+        if isinstance(self.report, AnswerReport):
+            self.report.fill(report, self.earlier_calls, left_out)
+        else:
+            self.report.update(report, dropped=left_out, earlier_calls=self.earlier_calls)
         annotate(self.sources, self.report)
 
 
-def _call_report(prompt: ContextPrompt, response: ModelResponse) -> dict[str, Any]:
+def _call_report(prompt: ContextPrompt, response: ModelResponse) -> CallReport:
     assert response.raw is not None
-    report: dict[str, Any] = response.raw["blend"]
-    return report if prompt.fallback_reason is None else report | {"fallback_reason": prompt.fallback_reason}
+    report: CallReport = response.raw["blend"]
+    if prompt.fallback_reason is None:
+        return report
+    changed = CallReport(report | {"fallback_reason": prompt.fallback_reason})
+    changed.last = report.last and replace(report.last, fallback_reason=prompt.fallback_reason)
+    return changed

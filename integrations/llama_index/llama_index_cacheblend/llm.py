@@ -321,7 +321,7 @@ class BlendLLM(JSONAnswers):
         def made(text: str, delta: str | None, result: GenerationResult | None) -> R:
             if result is not None:
                 for each in watchers:
-                    each.end(result.report.to_dict())
+                    each.end(result.report)
             return make(text, delta, result)
 
         return made

@@ -21,6 +21,7 @@ from llama_index.core.base.llms.types import (
 from cacheblend_rag.engine import BlendStream, GenerationResult
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.stops import acut_pieces, cut_pieces
+from llama_index_cacheblend.report import CallReport
 
 __all__ = ["Make", "R", "aresponses", "as_chat", "as_completion", "render_messages", "responses"]
 
@@ -91,7 +92,7 @@ def _raw(result: GenerationResult) -> dict[str, Any]:
     report = result.report
     usage = {"prompt_tokens": report.prompt_tokens, "completion_tokens": report.output_tokens}
     usage["total_tokens"] = report.prompt_tokens + report.output_tokens
-    return {"usage": usage, "token_ids": list(result.token_ids), "blend": report.to_dict()}
+    return {"usage": usage, "token_ids": list(result.token_ids), "blend": CallReport.of(report)}
 
 
 def responses(stream: BlendStream, stops: Sequence[str], make: Make[R]) -> Generator[R, None, None]:

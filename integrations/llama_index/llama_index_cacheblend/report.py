@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import aclosing, closing
 from contextvars import ContextVar, Token
 from dataclasses import fields
@@ -13,9 +13,10 @@ from llama_index.core.base.response.schema import AsyncStreamingResponse, Stream
 from llama_index.core.chat_engine.types import AgentChatResponse, StreamingAgentChatResponse
 
 from cacheblend_rag.calibration import ModelCall
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.report import BlendReport
 
-__all__ = ["REPORT_KEY", "AnswerReport", "Calls", "watching"]
+__all__ = ["REPORT_KEY", "AnswerReport", "CallReport", "Calls", "watching"]
 
 REPORT_KEY = "blend"
 """Where a response's metadata hold the report."""
@@ -23,12 +24,51 @@ REPORT_KEY = "blend"
 _END = object()
 
 
-class AnswerReport(dict[str, Any]):
-    """The `BlendReport` of an answer's last call as a dictionary, which prints as lines that people read.
+class CallReport(dict[str, Any]):
+    """The `BlendReport` of a call as a dictionary, which still has its page.
+
+    Attributes
+    ----------
+    last : BlendReport or None
+        The report itself; None where there is none yet, or the dictionary was read from a file.
+    """
+
+    last: BlendReport | None = None
+
+    @classmethod
+    def of(cls, report: BlendReport) -> CallReport:
+        """Return a report as a dictionary."""
+        made = cls(report.to_dict())
+        made.last = report
+        return made
+
+    def to_html(self) -> str:
+        """Return the inspector's page of the call, of several the last; see `BlendReport.to_html`.
+
+        Raises
+        ------
+        ConfigError
+            If the answer is not finished, or the report was copied or read from a file.
+        """
+        if self.last is None:
+            raise ConfigError("there is no page: the answer is not finished, or its report was read from a file")
+        return self.last.to_html()
+
+    def _repr_html_(self) -> str | None:
+        return None if self.last is None else self.last._repr_html_()
+
+
+class AnswerReport(CallReport):
+    """The report of an answer's last call, which prints as lines that people read.
 
     ``earlier_calls`` are the reports of the calls before it, ``dropped`` the ids of the nodes for which there was no room. It is
     empty until the answer is whole.
     """
+
+    def fill(self, call: CallReport, earlier_calls: Sequence[CallReport], dropped: list[Any]) -> None:
+        """Take the report of the last call."""
+        self.update(call, dropped=dropped, earlier_calls=earlier_calls)
+        self.last = call.last
 
     def __str__(self) -> str:
         if not self:
@@ -57,7 +97,7 @@ class Calls:
     def __init__(self) -> None:
         self.made: list[ModelCall] = []
         self.report = AnswerReport()
-        self._ended: list[dict[str, Any]] = []
+        self._ended: list[CallReport] = []
         self._lock = threading.Lock()
         self._token: Token[tuple[Calls, ...]] | None = None
         self._all: tuple[Calls, ...] = ()
@@ -71,11 +111,11 @@ class Calls:
         assert self._token is not None
         _watching.reset(self._token)
 
-    def end(self, report: dict[str, Any]) -> None:
+    def end(self, report: BlendReport) -> None:
         """Take the report of a call that has ended."""
         with self._lock:
-            self._ended.append(report)
-            self.report.update(report, dropped=[], earlier_calls=self._ended[:-1])
+            self._ended.append(CallReport.of(report))
+            self.report.fill(self._ended[-1], self._ended[:-1], [])
 
     def complete(self, response: Any, is_ours: bool) -> Any:
         """Put the report into a response that has none yet, if the model that was asked is ours.
