@@ -275,9 +275,9 @@
       const first = view.layers[0];
       lane(`To layer ${first[0]}`, [[began, first[3], "", "masks, embedding, and all before the first layer that was loaded"]]);
       view.layers.forEach(([layer, loadFrom, loadTo, asked, handed], number) => {
-        const next = number + 1 < view.layers.length ? view.layers[number + 1][3] : ended, bars = [];
+        const isLast = number + 1 === view.layers.length, next = isLast ? ended : view.layers[number + 1][3], bars = [];
         if (loadTo !== null) bars.push([loadFrom, loadTo, "load upper", `layer ${layer} loaded`]);
-        bars.push([asked, handed, "wait lower", `waiting for layer ${layer}`], [handed, next, "lower", `layer ${layer} computed`]);
+        bars.push([asked, handed, "wait lower", `waiting for layer ${layer}`], [handed, next, "lower", `layer ${layer} computed${isLast ? ", and all behind it up to the first token" : ""}`]);
         lane(`Layer ${layer}`, bars);
       });
     } else {
