@@ -11,6 +11,7 @@ import torch
 
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import PromptLayout
+from cacheblend_rag.loader.buffers import empty_buffer
 from cacheblend_rag.model import Decoder
 from cacheblend_rag.rope import Rotation, RotationTable, shift_layer
 from cacheblend_rag.store.base import KVReader
@@ -221,7 +222,9 @@ class Assembly:
             torch.cat(joined, dim=1, out=into[0, :, piece.rows])
 
     def _empty(self, sample: LayerKV, device: torch.device, is_pinned: bool = False) -> LayerKV:
-        shapes = ((1, part.shape[0], self._capacity, part.shape[2]) for part in sample)
+        shapes = [(1, part.shape[0], self._capacity, part.shape[2]) for part in sample]
+        if device.type == "cpu" and not is_pinned:
+            return LayerKV(*(empty_buffer(shape, part.dtype) for shape, part in zip(shapes, sample, strict=True)))
         return LayerKV(
             *(
                 torch.empty(shape, dtype=part.dtype, device=device, pin_memory=is_pinned)
