@@ -330,3 +330,9 @@ def test_a_reach_below_the_engine_is_found(tmp_path: Path) -> None:
     (outside / "llm.py").write_text("\n".join(lines), encoding="utf-8")
     found = below_the_engine(modules_in(outside), core)
     assert [line.split(":")[1].split()[0] for line in found] == ["3", "4"]
+
+
+@pytest.mark.parametrize("module", ["lab.bench.shapes", "lab.cli.bench", "cli.output"])
+def test_a_module_can_be_the_first_to_be_imported(module: str) -> None:
+    """What commands bring in by their entry points must not lead back to who imports them."""
+    subprocess.run([sys.executable, "-c", f"import {PACKAGE}.{module}"], check=True)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from cacheblend_rag.cli import app
+from cacheblend_rag.cli.app import app
 
 from .conftest import Command
 

@@ -42,7 +42,7 @@ def test_a_family_that_is_none_is_answered_in_one_line(run: Command) -> None:
 
 def test_the_shipped_table_is_shown_without_running_anything() -> None:
     script = (
-        "import sys\nfrom cacheblend_rag.cli import app\n"
+        "import sys\nfrom cacheblend_rag.cli.app import app\n"
         "app(['families'], standalone_mode=False)\nassert 'torch' not in sys.modules"
     )
     shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout

@@ -91,7 +91,7 @@ def state_of(
 def undisturbed(documents: Path, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Warmed:
     from typer.testing import CliRunner
 
-    from cacheblend_rag.cli import app
+    from cacheblend_rag.cli.app import app
 
     def run(*arguments: Any, code: int = 0, input: str | None = None) -> Any:
         result = CliRunner().invoke(app, [str(argument) for argument in arguments])

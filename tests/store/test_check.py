@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cacheblend_rag import BlendEngine, Chunk
-from cacheblend_rag.cli import app
+from cacheblend_rag.cli.app import app
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import KVStore, check_store, collect_garbage, open_store

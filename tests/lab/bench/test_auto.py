@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cacheblend_rag.cli import app
+from cacheblend_rag.cli.app import app
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.lab.bench.auto import AutoBench, AutoRun

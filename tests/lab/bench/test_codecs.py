@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cacheblend_rag.cli import app
+from cacheblend_rag.cli.app import app
 from cacheblend_rag.codec import codec_names
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lab.bench.codecs import CodecBench

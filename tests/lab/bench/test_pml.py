@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 from typer.testing import CliRunner
 
-from cacheblend_rag.cli import app
+from cacheblend_rag.cli.app import app
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lab.bench.pml import PMLBench
 from cacheblend_rag.lab.bench.settings import PMLSetting

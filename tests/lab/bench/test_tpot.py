@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cacheblend_rag.cli import app
+from cacheblend_rag.cli.app import app
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.lab.bench.settings import TPOTSetting
 from cacheblend_rag.lab.bench.tpot import TPOTBench

@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from cacheblend_rag import BlendConfig
-from cacheblend_rag.cli import app
+from cacheblend_rag.cli.app import app
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.lab.bench.settings import Shape, TTFTSetting
 from cacheblend_rag.lab.bench.shapes import SHAPES, random_model, shape_config, word_tokenizer

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cacheblend_rag import BlendEngine
-from cacheblend_rag.cli import app
+from cacheblend_rag.cli.app import app
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.lab.eval import (
     EvalContext,

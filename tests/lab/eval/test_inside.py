@@ -18,7 +18,7 @@ from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.cli import app
+from cacheblend_rag.cli.app import app
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.lab.eval import EvalContext, EvalQuestion, EvalTask, reference_task
 from cacheblend_rag.lab.eval.inside import PromptInside

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cacheblend_rag import BlendEngine, Chunk
-from cacheblend_rag.cli import app
+from cacheblend_rag.cli.app import app
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lab.eval import parse_method, reference_task
 from cacheblend_rag.lab.eval.inquiry import Inquiry

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cacheblend_rag import BlendEngine
-from cacheblend_rag.cli import app
+from cacheblend_rag.cli.app import app
 from cacheblend_rag.documents import Embedding
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lab.eval import EvalContext, EvalSetting, EvalTask, evaluate, parse_methods, reference_task
