@@ -6,12 +6,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from cacheblend_rag.cli.options import (
     AnswerTokensOption,
     CompareOption,
     JsonOption,
+    QuestionArgument,
     RatioOption,
     SelectorOption,
     StoredModelOption,
@@ -31,7 +30,7 @@ __all__ = ["ask"]
 
 
 def ask(
-    question: Annotated[str, typer.Argument(help="What to ask.")],
+    question: QuestionArgument,
     store: StoreOption = Path(".cacheblend"),
     model: StoredModelOption = None,
     top_k: TopKOption = 6,
@@ -46,8 +45,6 @@ def ask(
     ] = None,
 ) -> None:
     """Answer a question from what was warmed, by blended prefill."""
-    if not question.strip():
-        raise typer.BadParameter("the question is empty", param_hint="QUESTION")
     with warmed(store, model, None, recompute_ratio=ratio, selector=selector) as (engine, library, name):
         found = library.search(question, top_k)
         results = print_answer(engine, library.prompt(question, found), max_new_tokens, stream=stream, compare=compare)

@@ -9,6 +9,7 @@ import typer
 
 from cacheblend_rag.cli.options import (
     AnswerTokensOption,
+    QuestionArgument,
     RatioOption,
     SelectorOption,
     StoredModelOption,
@@ -23,7 +24,7 @@ __all__ = ["inspect"]
 
 
 def inspect(
-    question: Annotated[str, typer.Argument(help="What to ask.")],
+    question: QuestionArgument,
     store: StoreOption = Path(".cacheblend"),
     model: StoredModelOption = None,
     top_k: TopKOption = 6,
@@ -37,8 +38,6 @@ def inspect(
     ] = False,
 ) -> None:
     """Answer a question as ask does, and write a page that shows what became of every token and where the time went."""
-    if not question.strip():
-        raise typer.BadParameter("the question is empty", param_hint="QUESTION")
     with warmed(store, model, None, recompute_ratio=ratio, selector=selector, source_attention=attention or None) as (
         engine,
         library,

@@ -16,6 +16,7 @@ __all__ = [
     "JsonOption",
     "MarkdownOption",
     "ModelOption",
+    "QuestionArgument",
     "RatioOption",
     "SelectorOption",
     "StoreOption",
@@ -61,6 +62,15 @@ JsonOption = Annotated[
     ),
 ]
 MarkdownOption = Annotated[Path | None, output_option("--markdown", "Write the tables to FILE as Markdown too.")]
+
+
+def _asked(question: str) -> str:
+    if not question.strip():
+        raise typer.BadParameter("the question is empty")
+    return question
+
+
+QuestionArgument = Annotated[str, typer.Argument(callback=_asked, help="What to ask.")]
 _MODEL = 'A Hugging Face id, a folder, or "reference", the small model in this package'
 ModelOption = Annotated[str, typer.Option("--model", metavar="NAME", help=f"{_MODEL}.")]
 StoredModelOption = Annotated[

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -245,8 +244,7 @@ class Runner:
                 if _goes_on(run, selection):
                     # Nothing has to be steered: the model goes on behind its cache, as it does when it decodes.
                     run.recomputed = None if run.plan.selection is None else torch.empty(0, dtype=torch.int64)
-                    for layer, held in enumerate(cache.kv_layers[: decoder.num_kv_layers]):
-                        held.expect(int(run.layout.text_rows[0]), partial(loader.synchronize, layer))
+                    cache.expect(int(run.layout.text_rows[0]), decoder.num_kv_layers, loader.synchronize)
                 else:
                     steering = Steering(decoder, cache, run.layout, selection, loader.synchronize)
                     stack.enter_context(steering())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
@@ -63,9 +62,7 @@ def _check_rows(decoder: Decoder, name: str, drawn: torch.Tensor) -> list[LayerK
         blended = decoder.model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, -1]
     _check_logits(decoder, name, "computing some rows over the model's own KV", blended, wanted)
     stored, behind = own.kv(), KVCache(decoder.num_layers)
-    for number, layer in enumerate(stored):
-        buffer = LayerKV(*(tensor.clone() for tensor in layer))
-        behind.kv_layers[number].expect(_STORED_TOKENS, partial(LayerKV, *buffer))
+    behind.expect(_STORED_TOKENS, len(stored), true_kv(stored))
     going_on = decoder.model(input_ids=ids[:, _STORED_TOKENS:], past_key_values=behind, use_cache=True).logits[0, -1]
     _check_logits(decoder, name, "going on behind the model's own KV", going_on, wanted)
     return stored

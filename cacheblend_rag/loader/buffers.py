@@ -19,7 +19,6 @@ __all__ = ["BufferPool", "empty_buffer"]
 # Smaller ones are not worth it. Few sizes, so that prompts of other lengths can have the same memory.
 _LEAST_BYTES = 1 << 18
 _HUGE_PAGE = 1 << 21
-_STEPS = (1 << 18, 1 << 19, 1 << 20, _HUGE_PAGE)
 
 
 class BufferPool:
@@ -42,7 +41,7 @@ class BufferPool:
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < _LEAST_BYTES:
             return torch.empty(*shape, dtype=dtype)
-        step = next((step for step in _STEPS if nbytes <= step), _HUGE_PAGE)
+        step = min(1 << (nbytes - 1).bit_length(), _HUGE_PAGE)
         memory = self._take(-(-nbytes // step) * step)
         # The tensor holds the view, and nothing else does.
         view = memoryview(memory)

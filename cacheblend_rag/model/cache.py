@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -149,6 +150,11 @@ class KVCache(Cache):
         for layer, kept in zip(cache.kv_layers, prefix, strict=True):
             layer.hold(_with_room(kept, length, batch), kept.keys.shape[2])
         return cache
+
+    def expect(self, length: int, layers: int, source: Callable[[int], LayerKV]) -> None:
+        """Have each of the first `layers` layers count `length` tokens as held, in a buffer that `source` returns for it."""
+        for number, layer in enumerate(self.kv_layers[:layers]):
+            layer.expect(length, partial(source, number))
 
     def cut(self, length: int) -> None:
         """Forget all but the first tokens of each row."""

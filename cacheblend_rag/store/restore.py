@@ -248,8 +248,6 @@ def _copy(source: Source, table: str, connection: sqlite3.Connection) -> bool:
     """Copy what is sound of a table and not there yet; return whether that was everything."""
     names = columns(table)
     statement = f"INSERT OR IGNORE INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
-    if table == "entries":
-        statement = statement.replace("file,", "last_used, file,").replace("VALUES (?", "VALUES (?, 0")
     is_complete = True
     rows = source.rows(table)
     while batch := list(islice(rows, _ROWS_AT_ONCE)):

@@ -36,7 +36,7 @@ MIRRORED = {
 # moment: the store's time and the wall clock's when it was last written down.
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
-    key TEXT PRIMARY KEY, file TEXT NOT NULL, bytes INTEGER NOT NULL, digest BLOB NOT NULL, last_used INTEGER NOT NULL,
+    key TEXT PRIMARY KEY, file TEXT NOT NULL, bytes INTEGER NOT NULL, digest BLOB NOT NULL, last_used INTEGER NOT NULL DEFAULT 0,
     tenant TEXT NOT NULL DEFAULT '', added_at REAL NOT NULL DEFAULT 0, expires_at REAL, pinned INTEGER NOT NULL DEFAULT 0
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS removals (file TEXT PRIMARY KEY) WITHOUT ROWID;

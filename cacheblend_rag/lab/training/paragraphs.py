@@ -9,7 +9,7 @@ from cacheblend_rag.demo.corpus import Document
 from cacheblend_rag.lab.training.fillers import filler
 from cacheblend_rag.lab.training.templates import ATTRIBUTES, RELATIONS, statement_template
 from cacheblend_rag.lab.training.vocabulary import Maker, Split
-from cacheblend_rag.lab.training.world import LINKED, SHAREABLE, SHARED, Fact, World, draw_pool
+from cacheblend_rag.lab.training.world import LINKED, SHAREABLE, SHARED, Fact, World, draw_pool, draw_subjects
 
 __all__ = ["ORDERS", "Paragraphs", "build_paragraphs"]
 
@@ -68,11 +68,7 @@ _FILLER_WORDS = 8
 def build_paragraphs(rng: random.Random, style: Paragraphs, split: Split) -> World:
     """Draw the documents of one context."""
     maker = Maker(rng, split)
-    people = [maker.person() for _ in range(rng.randint(*style.people))]
-    firms = [maker.value("firm") for _ in range(rng.randint(*style.firms))]
-    pronouns = [rng.choice(("She", "He"))] if rng.random() < 0.5 else ["She", "He"]
-    subjects = [(name, "person", rng.choice(pronouns)) for name in people] + [(name, "firm", "It") for name in firms]
-    rng.shuffle(subjects)
+    people, firms, subjects = draw_subjects(rng, maker, style.people, style.firms)
     pool = draw_pool(rng, style.attributes, style.pool)
     documents: list[Document] = []
     facts: list[Fact] = []

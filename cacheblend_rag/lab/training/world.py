@@ -10,7 +10,7 @@ from cacheblend_rag.demo.corpus import Document
 from cacheblend_rag.lab.training.templates import ATTRIBUTES, FILLERS, RELATIONS, statement_template
 from cacheblend_rag.lab.training.vocabulary import Maker, Split
 
-__all__ = ["LINKED", "SHAREABLE", "SHARED", "Fact", "Style", "World", "build_world", "draw_pool"]
+__all__ = ["LINKED", "SHAREABLE", "SHARED", "Fact", "Style", "World", "build_world", "draw_pool", "draw_subjects"]
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,7 @@ LINKED = 0.85
 def build_world(rng: random.Random, style: Style, split: Split) -> World:
     """Draw the documents of one context."""
     maker = Maker(rng, split)
-    people = [maker.person() for _ in range(rng.randint(*style.people))]
-    firms = [maker.value("firm") for _ in range(rng.randint(*style.firms))]
-    pronouns = [rng.choice(("She", "He"))] if rng.random() < 0.5 else ["She", "He"]
-    subjects = [(name, "person", rng.choice(pronouns)) for name in people] + [(name, "firm", "It") for name in firms]
-    rng.shuffle(subjects)
+    people, firms, subjects = draw_subjects(rng, maker, style.people, style.firms)
     pool = draw_pool(rng, style.attributes, style.pool)
     documents: list[Document] = []
     facts: list[Fact] = []
@@ -108,6 +104,19 @@ def build_world(rng: random.Random, style: Style, split: Split) -> World:
             facts.append(Fact(name, attribute, value, sum(len(d.chunks) for d in documents) + place, named))
         documents.append(Document(name, tuple(chunks)))
     return World(tuple(documents), tuple(facts))
+
+
+def draw_subjects(
+    rng: random.Random, maker: Maker, people: tuple[int, int], firms: tuple[int, int]
+) -> tuple[list[str], list[str], list[tuple[str, str, str]]]:
+    """Draw whom a context is about: people, companies, and both as (name, "person" or "firm", pronoun) in any order."""
+    persons = [maker.person() for _ in range(rng.randint(*people))]
+    companies = [maker.value("firm") for _ in range(rng.randint(*firms))]
+    pronouns = [rng.choice(("She", "He"))] if rng.random() < 0.5 else ["She", "He"]
+    subjects = [(name, "person", rng.choice(pronouns)) for name in persons]
+    subjects += [(name, "firm", "It") for name in companies]
+    rng.shuffle(subjects)
+    return persons, companies, subjects
 
 
 def draw_pool(rng: random.Random, attributes: Sequence[str], sizes: tuple[int, int]) -> list[str]:
