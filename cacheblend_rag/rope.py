@@ -57,9 +57,12 @@ class Rotation:
         RotationTable
             The table for `shift_layer`.
         """
+        # Tokens of a chunk move equally far.
+        different, counts = torch.unique_consecutive(distances, return_counts=True)
         # float64 keeps the angle of a far position as exact as the frequency itself.
-        angles = distances.to(torch.float64)[:, None] * self.inv_freq.to(torch.float64).cpu()[None, :]
-        return RotationTable(angles.cos().float().to(device), angles.sin().float().to(device), self.layout, self.part)
+        angles = different.to(torch.float64)[:, None] * self.inv_freq.to(torch.float64).cpu()[None, :]
+        cos, sin = (each.float().repeat_interleave(counts, 0).to(device) for each in (angles.cos(), angles.sin()))
+        return RotationTable(cos, sin, self.layout, self.part)
 
 
 @dataclass(frozen=True, eq=False)

@@ -224,6 +224,8 @@ class Assembly:
     def _empty(self, sample: LayerKV, device: torch.device, is_pinned: bool = False) -> LayerKV:
         shapes = [(1, part.shape[0], self._capacity, part.shape[2]) for part in sample]
         if device.type == "cpu" and not is_pinned:
+            if sample.keys.shape == sample.values.shape and sample.keys.dtype == sample.values.dtype:
+                return LayerKV(*empty_buffer((2, *shapes[0]), sample.keys.dtype))
             return LayerKV(*(empty_buffer(shape, part.dtype) for shape, part in zip(shapes, sample, strict=True)))
         return LayerKV(
             *(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import TracebackType
 
 import torch
@@ -26,10 +26,14 @@ __all__ = ["LayerLoader", "compute_alone", "loads_ahead"]
 
 # Below this, handing a layer from thread to thread costs more than assembling it.
 _THREAD_PAYS_BYTES = 1 << 20
+_CPU_TIERS = frozenset({"ram", "device"})
 
 
-def loads_ahead(decoder: Decoder, layout: PromptLayout) -> bool:
-    """Return whether the layers of a prompt's chunks are large enough to be loaded by threads."""
+def loads_ahead(decoder: Decoder, layout: PromptLayout, tiers: Collection[str]) -> bool:
+    """Return whether the layers of a prompt's chunks, whose KV is in these tiers, are loaded by threads."""
+    # What only moves within the CPU's memory is moved fastest by the threads of the computation.
+    if all(device.type == "cpu" for device in decoder.devices) and _CPU_TIERS.issuperset(tiers):
+        return False
     return layout.context_tokens * decoder.kv_bytes_per_token >= _THREAD_PAYS_BYTES * decoder.num_kv_layers
 
 
@@ -81,7 +85,7 @@ class LayerLoader:
     ) -> None:
         assert len(readers) == len(layout.chunks) and capacity >= len(layout)
         self._devices = decoder.devices
-        if not loads_ahead(decoder, layout):
+        if not loads_ahead(decoder, layout, {reader.tier for reader in readers}):
             threads = 0
         self._assembly = Assembly(decoder, layout, readers, capacity, max(2 * threads, 1), reposition)
         self._ahead = ahead if threads else 0

@@ -221,11 +221,10 @@ class RamReader(KVReader):
 
     tier = "ram"
 
-    def __init__(self, kv: PackedKV | ChunkKV) -> None:
+    def __init__(self, kv: PackedKV | ChunkKV, packed_bytes: int | None = None) -> None:
         packed = kv if isinstance(kv, PackedKV) else pack_kv(kv, make_codec("native"))
-        super().__init__(
-            packed.token_ids, packed.start, packed.context, len(packed.layers), packed.codec, packed.nbytes
-        )
+        nbytes = packed.nbytes if packed_bytes is None else packed_bytes
+        super().__init__(packed.token_ids, packed.start, packed.context, len(packed.layers), packed.codec, nbytes)
         self._kv = packed
 
     @property

@@ -48,7 +48,9 @@ class MemoryStore(KVStore):
             self._device.drop([key])
             return self._open_remote(key)
         resident = self._device.get(key, now)
-        return self._promoting(key, RamReader(cached.kv)) if resident is None else DeviceReader(resident.kv)
+        return (
+            self._promoting(key, RamReader(cached.kv, cached.nbytes)) if resident is None else DeviceReader(resident.kv)
+        )
 
     def stats(self, tenant: str | None = None) -> StoreStats:
         figures = super().stats(tenant)
@@ -147,7 +149,7 @@ class FolderStore(KVStore):
         cached = self._ram.get(key, now)
         if cached is not None:
             self._disk.touch(key)
-            return self._promoting(key, RamReader(cached.kv), cached.tenant, cached.expires_at)
+            return self._promoting(key, RamReader(cached.kv, cached.nbytes), cached.tenant, cached.expires_at)
         # What has expired in memory may have been given a longer life on disk.
         found = self._disk.find(key)
         if found is None:

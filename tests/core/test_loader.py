@@ -42,6 +42,8 @@ def decoder() -> Decoder:
 @pytest.fixture(autouse=True)
 def _threads_always_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend_rag.loader.layers._THREAD_PAYS_BYTES", 0)
+    # Such tests read from RAM.
+    monkeypatch.setattr("cacheblend_rag.loader.layers._CPU_TIERS", frozenset())
     monkeypatch.setattr("cacheblend_rag.loader.assembly._PIECE_BYTES", 1)
 
 
