@@ -41,8 +41,8 @@ install: $(STAMP)  ## make the virtual environment and install the three distrib
 # using it
 
 .PHONY: demo
-demo: $(STAMP)  ## documents through both frameworks, answered by full prefill and blend; the second run starts warm
-	$(BIN)/cacheblend-rag demo
+demo: $(STAMP)  ## documents through both frameworks, answered in four ways; the second run starts warm (ARGS=--verbose)
+	$(BIN)/cacheblend-rag demo $(ARGS)
 
 .PHONY: bench
 bench: $(STAMP)  ## time to first token: full prefill, prefix cache, reuse and blend at the shapes of Qwen2-0.5B

@@ -14,7 +14,6 @@ from typer.core import TyperGroup
 from cacheblend_rag import __version__
 from cacheblend_rag.cli.ask import ask
 from cacheblend_rag.cli.calibrate import calibrate
-from cacheblend_rag.cli.demo import demo
 from cacheblend_rag.cli.inspect import inspect
 from cacheblend_rag.cli.models import models
 from cacheblend_rag.cli.output import on_interrupt
@@ -69,7 +68,7 @@ def _root(
     del version
 
 
-for _command in (demo, warm, ask, inspect, profile, calibrate, models):
+for _command in (warm, ask, inspect, profile, calibrate, models):
     app.command()(_command)
 app.add_typer(store_app, name="store")
 app.add_typer(pml_app, name="pml")

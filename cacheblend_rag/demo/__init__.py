@@ -1,4 +1,4 @@
-"""The demonstration: fictional documents, a real Chroma, a real embedding model, two frameworks, three ways to answer."""
+"""The demonstration's documents, which the reference model can read, and questions about them."""
 
 from __future__ import annotations
 

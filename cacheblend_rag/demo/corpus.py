@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,14 +18,12 @@ __all__ = [
     "DemoChunk",
     "Document",
     "Question",
-    "best_documents",
     "demo_chunks",
     "demo_documents",
     "demo_questions",
 ]
 
 CORPUS_FILE = Path(__file__).with_name("corpus.json")
-_SLACK = 4
 
 
 @dataclass(frozen=True)
@@ -118,38 +115,6 @@ def demo_chunks(framework: str) -> list[DemoChunk]:
             chunks.append(DemoChunk(id, text, start, about))
             start += len(text) + 1
     return chunks
-
-
-def best_documents(ranked: Iterable[int], sizes: Sequence[int], enough: int) -> list[int]:
-    """Choose whole documents to answer from.
-
-    A chunk may say only "she", so a document is read as a whole and in order.
-
-    Parameters
-    ----------
-    ranked : iterable of int
-        The document of each chunk that was found, best first.
-    sizes : sequence of int
-        How many chunks each document has.
-    enough : int
-        How many chunks to answer from.
-
-    Returns
-    -------
-    list of int
-        Documents in ascending order, best ones first chosen, until they have enough chunks; never more than four beyond that,
-        unless the best alone has.
-    """
-    chosen: list[int] = []
-    count = 0
-    for document in dict.fromkeys(ranked):
-        if chosen and count + sizes[document] > enough + _SLACK:
-            continue
-        chosen.append(document)
-        count += sizes[document]
-        if count >= enough:
-            break
-    return sorted(chosen)
 
 
 @cache

@@ -22,13 +22,29 @@ __all__ = ["LlamaIndexDemo"]
 
 
 class LlamaIndexDemo:
-    """One framework over one Chroma collection."""
+    """One framework over one Chroma collection.
+
+    Parameters
+    ----------
+    client : ClientAPI
+        Chroma.
+    collection : Collection
+        Where its chunks are.
+    engine : BlendEngine
+        Encodes what is added.
+    embedding : str
+        Folder of the embedding model.
+    max_new_tokens : int
+        Most tokens of an answer.
+    """
+
+    title = "LlamaIndex"
 
     def __init__(
         self, client: ClientAPI, collection: Collection, engine: BlendEngine, embedding: str, max_new_tokens: int
     ) -> None:
         del client
-        self._llm = BlendLLM(engine=engine, max_new_tokens=max_new_tokens)
+        self._max_new_tokens = max_new_tokens
         self._store = BlendVectorStore(ChromaVectorStore(chroma_collection=collection), engine=engine)
         embed_model = HuggingFaceEmbedding(model_name=embedding, device="cpu", local_files_only=True)
         self._index = VectorStoreIndex.from_vector_store(self._store, embed_model=embed_model)
@@ -55,19 +71,24 @@ class LlamaIndexDemo:
             ]
         )
 
-    def search(self, question: str, count: int) -> list[int]:
-        """Return the document of each of so many chunks that are found, best first."""
+    def retrieve(self, question: str, count: int) -> dict[str, BaseNode]:
+        """Return so many chunks as the framework represents them, by their ids, best first."""
         found = self._index.as_retriever(similarity_top_k=count).retrieve(question)
-        return [each.node.metadata["document"] for each in found]
+        return {each.node.node_id: each.node for each in found}
 
-    def read(self, documents: list[int]) -> list[BaseNode]:
-        """Return all chunks of some documents in reading order, as the framework represents them."""
-        wanted = MetadataFilter(key="document", operator=FilterOperator.IN, value=list(documents))
-        found = self._store.get_nodes(filters=MetadataFilters(filters=[wanted]))
-        return sorted(found, key=lambda node: (node.metadata["document"], node.metadata["number"]))
+    def whole(self, retrieved: dict[str, BaseNode]) -> dict[str, BaseNode]:
+        """Return all chunks of the documents that some chunks are of, the document that was found first in front."""
+        wanted = list(dict.fromkeys(node.metadata["document"] for node in retrieved.values()))
+        among = MetadataFilter(key="document", operator=FilterOperator.IN, value=wanted)
+        found = self._store.get_nodes(filters=MetadataFilters(filters=[among]))
+        found.sort(key=lambda node: (wanted.index(node.metadata["document"]), node.metadata["number"]))
+        return {node.node_id: node for node in found}
 
-    def answer(self, question: str, retrieved: Sequence[Any], blend: BlendConfig) -> tuple[str, dict[str, Any]]:
-        """Return the answer from chunks, and the engine's report as the framework hands it on."""
-        nodes = [NodeWithScore(node=node) for node in retrieved]
-        response = BlendSynthesizer(llm=self._llm, blend_config=blend).synthesize(QueryBundle(question), nodes)
+    def answer(
+        self, engine: BlendEngine, question: str, nodes: Sequence[BaseNode], blend: BlendConfig
+    ) -> tuple[str, dict[str, Any]]:
+        """Return an engine's answer from chunks, and its report as the framework hands it on."""
+        llm = BlendLLM(engine=engine, max_new_tokens=self._max_new_tokens)
+        scored = [NodeWithScore(node=node) for node in nodes]
+        response = BlendSynthesizer(llm=llm, blend_config=blend).synthesize(QueryBundle(question), scored)
         return str(response), (response.metadata or {})["blend"]
