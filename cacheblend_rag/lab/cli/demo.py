@@ -63,9 +63,10 @@ def demo(
         size = None
         # Another model has a size of its own.
         if model == "reference":
-            status.update("the same prompt at the size of a model that people use")
+            status.update("the example's documents at the size of a model that people use")
             chunks = demo_chunks(shown["blend"].framework)
-            texts = [chunks[place].text for place in shown["blend"].places]
+            documents = {chunks[place].metadata["document"] for place in shown["blend"].places}
+            texts = [chunk.text for chunk in chunks if chunk.metadata["document"] in documents]
             size = at_real_size(engine.tokenizer, texts, shown["blend"].question.text)
         status.stop()
         if verbose:

@@ -53,8 +53,8 @@ def show_demo(
         screen.print(example.why, markup=False)
     if size is not None:
         screen.print(
-            f"\nThe same at the shape of {size.shape}, {size.prompt_tokens:,} tokens, random weights: first token after "
-            f"{say_seconds(size.full_s)} by full prefill, {say_seconds(size.blend_s)} by the default, "
+            f"\nIts documents and question at the shape of {size.shape}, {size.prompt_tokens:,} tokens, random weights: first "
+            f"token after {say_seconds(size.full_s)} by full prefill, {say_seconds(size.blend_s)} by the default, "
             f"[bold]{size.full_s / size.blend_s:.0f}x[/bold] as soon."
         )
 

@@ -1,4 +1,4 @@
-"""The same prompt at the size of a model that people use."""
+"""A prompt at the size of a model that people use."""
 
 from __future__ import annotations
 
