@@ -9,7 +9,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.page import framed, inspector_page
 from cacheblend_rag.trace import Trace
 
-__all__ = ["OTHER_TEXT", "BlendReport", "ChunkReport"]
+__all__ = ["OTHER_TEXT", "BlendReport", "CallReport", "ChunkReport"]
 
 OTHER_TEXT = "its text is not the one that was added under this id"
 """The reason of a chunk whose id stands for another text."""
@@ -217,6 +217,40 @@ class BlendReport:
     def _repr_html_(self) -> str | None:
         # A notebook shows what `repr` says where this is None.
         return None if self.trace is None else framed(self.to_html())
+
+
+class CallReport(dict[str, Any]):
+    """The `BlendReport` of a call as a dictionary, which still has its page.
+
+    Attributes
+    ----------
+    last : BlendReport or None
+        The report itself; None where there is none yet, or the dictionary was read from a file.
+    """
+
+    last: BlendReport | None = None
+
+    @classmethod
+    def of(cls, report: BlendReport) -> CallReport:
+        """Return a report as a dictionary."""
+        made = cls(report.to_dict())
+        made.last = report
+        return made
+
+    def to_html(self) -> str:
+        """Return the inspector's page of the call, of several the last; see `BlendReport.to_html`.
+
+        Raises
+        ------
+        ConfigError
+            If the answer is not finished, or the report was copied or read from a file.
+        """
+        if self.last is None:
+            raise ConfigError("there is no page: the answer is not finished, or its report was read from a file")
+        return self.last.to_html()
+
+    def _repr_html_(self) -> str | None:
+        return None if self.last is None else self.last._repr_html_()
 
 
 def _trace_of(report: BlendReport) -> Trace:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +14,14 @@ import torch
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
 from langchain_core.language_models import BaseLanguageModel
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.messages import (
+    AIMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolMessage,
+    messages_from_dict,
+    messages_to_dict,
+)
 from langchain_core.prompt_values import ChatPromptValue, StringPromptValue
 from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from transformers import LlamaForCausalLM
@@ -111,6 +119,7 @@ def test_usage_and_report(engine: BlendEngine, context: str, chunks: dict[str, s
     assert report["hits"] == len(chunks)
     assert report["recompute_ratio"] == 0.25
     assert answer.response_metadata["finish_reason"] == "length"
+    assert report.to_html().lower().startswith("<!doctype html>")
     assert (
         usage["input_tokens"]
         == report["prompt_tokens"]
@@ -125,6 +134,9 @@ def test_usage_and_report(engine: BlendEngine, context: str, chunks: dict[str, s
     assert last.chunk_position == "last"
     assert whole.usage_metadata == last.usage_metadata == usage
     assert whole.response_metadata["blend"]["hits"] == len(chunks)
+    assert whole.response_metadata["blend"].to_html()
+    [read] = messages_from_dict(json.loads(json.dumps(messages_to_dict([answer]))))
+    assert type(read.response_metadata["blend"]) is dict and read.response_metadata["blend"] == report
     assert whole.text == answer.text
 
     full = llm.invoke(context + "\nWho?", blend_config=engine.blend.replace(enabled=False))

@@ -17,6 +17,7 @@ from transformers import GenerationConfig, StoppingCriteria
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, BlendReport, GenerationResult
 from cacheblend_rag.calibration import ModelCall
 from cacheblend_rag.errors import AnswerTimeoutError, ConfigError
+from cacheblend_rag.report import CallReport
 from cacheblend_rag.stops import cut_at_stop
 
 __all__ = [
@@ -120,7 +121,7 @@ class Answer:
 
     def info(self) -> dict[str, Any]:
         """Return what goes into the response metadata."""
-        return {"finish_reason": self.finish_reason, "blend": self.report.to_dict()}
+        return {"finish_reason": self.finish_reason, "blend": CallReport.of(self.report)}
 
     def usage(self) -> UsageMetadata:
         """Return the tokens used; ``cache_read`` counts the prompt tokens whose stored KV was used unchanged."""

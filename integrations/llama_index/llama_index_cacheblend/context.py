@@ -17,10 +17,11 @@ from llama_index.core.schema import NodeWithScore
 from cacheblend_rag.chunk import BlendPrompt, Chunk, FixedText, Segment, text_hash
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import PromptTooLongError, StoreError
+from cacheblend_rag.report import CallReport
 from llama_index_cacheblend.llm import BlendLLM
 from llama_index_cacheblend.nodes import SEPARATOR
 from llama_index_cacheblend.pml import PMLPromptTemplate
-from llama_index_cacheblend.report import AnswerReport, CallReport
+from llama_index_cacheblend.report import AnswerReport
 from llama_index_cacheblend.sources import annotate, warn_of_other_texts
 
 __all__ = ["ContextPrompt", "ModelResponse", "Rounds", "make_context_prompt"]

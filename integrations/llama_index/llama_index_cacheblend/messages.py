@@ -20,8 +20,8 @@ from llama_index.core.base.llms.types import (
 
 from cacheblend_rag.engine import BlendStream, GenerationResult
 from cacheblend_rag.errors import PromptError
+from cacheblend_rag.report import CallReport
 from cacheblend_rag.stops import acut_pieces, cut_pieces
-from llama_index_cacheblend.report import CallReport
 
 __all__ = ["Make", "R", "aresponses", "as_chat", "as_completion", "render_messages", "responses"]
 

@@ -13,49 +13,14 @@ from llama_index.core.base.response.schema import AsyncStreamingResponse, Stream
 from llama_index.core.chat_engine.types import AgentChatResponse, StreamingAgentChatResponse
 
 from cacheblend_rag.calibration import ModelCall
-from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.report import BlendReport
+from cacheblend_rag.report import BlendReport, CallReport
 
-__all__ = ["REPORT_KEY", "AnswerReport", "CallReport", "Calls", "watching"]
+__all__ = ["REPORT_KEY", "AnswerReport", "Calls", "watching"]
 
 REPORT_KEY = "blend"
 """Where a response's metadata hold the report."""
 
 _END = object()
-
-
-class CallReport(dict[str, Any]):
-    """The `BlendReport` of a call as a dictionary, which still has its page.
-
-    Attributes
-    ----------
-    last : BlendReport or None
-        The report itself; None where there is none yet, or the dictionary was read from a file.
-    """
-
-    last: BlendReport | None = None
-
-    @classmethod
-    def of(cls, report: BlendReport) -> CallReport:
-        """Return a report as a dictionary."""
-        made = cls(report.to_dict())
-        made.last = report
-        return made
-
-    def to_html(self) -> str:
-        """Return the inspector's page of the call, of several the last; see `BlendReport.to_html`.
-
-        Raises
-        ------
-        ConfigError
-            If the answer is not finished, or the report was copied or read from a file.
-        """
-        if self.last is None:
-            raise ConfigError("there is no page: the answer is not finished, or its report was read from a file")
-        return self.last.to_html()
-
-    def _repr_html_(self) -> str | None:
-        return None if self.last is None else self.last._repr_html_()
 
 
 class AnswerReport(CallReport):
