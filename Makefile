@@ -54,6 +54,10 @@ reference-model: $(STAMP)  ## train the reference model, or go on training it (A
 	$(BIN)/python -m cacheblend_rag.lab.training.train --out .training --resume \
 		--export cacheblend_rag/reference/weights $(ARGS)
 
+.PHONY: notebooks
+notebooks: $(STAMP)  ## run the notebooks of examples/ and keep what they show
+	$(BIN)/python -m tests.notebooks
+
 # ---------------------------------------------------------------------------------------------------------------------------
 # proving it
 

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+import nbformat
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,6 +48,7 @@ def test_pages_and_examples_import_public_names_only() -> None:
     for file, source in [
         *_blocks(),
         *((file, file.read_text(encoding="utf-8")) for file in ROOT.glob("examples/**/*.py")),
+        *_cells(),
     ]:
         for module, name in _imports(source):
             if module.startswith("cacheblend_rag.lab") and file.name in LAB_PAGES:
@@ -61,6 +63,14 @@ def _blocks() -> Iterator[tuple[Path, str]]:
     for page in PAGES:
         for _, block in re.findall(r"^( *)```python\n(.*?)^\1```", page.read_text(encoding="utf-8"), re.M | re.S):
             yield page, textwrap.dedent(block)
+
+
+def _cells() -> Iterator[tuple[Path, str]]:
+    """Every cell of Python in the notebooks."""
+    for file in ROOT.glob("examples/**/*.ipynb"):
+        for cell in nbformat.read(file, as_version=4).cells:
+            if cell.cell_type == "code":
+                yield file, cell.source
 
 
 def _imports(source: str) -> Iterator[tuple[str, str]]:
