@@ -26,7 +26,8 @@ from cacheblend_rag.engine.background import AddJob, AddResult, Feed
 from cacheblend_rag.engine.collection import ChunkCollection
 from cacheblend_rag.engine.conversation import Conversation, Turn
 from cacheblend_rag.engine.cost import WarmEstimate
-from cacheblend_rag.engine.decode import check_options, decode
+from cacheblend_rag.engine.decode import check_options
+from cacheblend_rag.engine.gathering import Gathering
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PrefillResult
 from cacheblend_rag.engine.guard import Guard, GuardOrder
 from cacheblend_rag.engine.ingest import Ingest
@@ -174,6 +175,7 @@ class BlendEngine:
                 self.store.stats, lambda: answering.failures, self.guard.status if self.guard.active else None
             )
             self._many = Many(model, tokenizer, self.decoder, self._runner, self.tuning)
+            self._gathering = Gathering(model, tokenizer, self._runner, self._many)
             undo.pop_all()
 
     @classmethod
@@ -887,7 +889,7 @@ class BlendEngine:
         return BlendStream(lambda streamer, stop: self._decode(run, stop, streamer), self.tokenizer)
 
     def _decode(self, run: PromptRun, stop: threading.Event, streamer: Any) -> GenerationResult:
-        result = decode(self.model, self.tokenizer, self._runner, run, stop, streamer)
+        result = self._gathering.answer(run, stop, streamer)
         self._finish(run, result, stop)
         return result
 

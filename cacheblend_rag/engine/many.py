@@ -6,7 +6,7 @@ import copy
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,9 +26,10 @@ from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.model import Decoder, num_decoder_layers
 from cacheblend_rag.tuning import Tuning
 
-__all__ = ["Many", "options_of_each", "plan_decoding"]
+__all__ = ["OBJECTS", "Call", "Many", "options_of_each", "plan_decoding"]
 
-_OBJECTS = ("stopping_criteria", "logits_processor")
+OBJECTS = ("stopping_criteria", "logits_processor")
+"""Options that are objects, with a state of their own."""
 # Options of transformers' generate that mean the same for a row of a padded batch as for a prompt of its own.
 _BY_ROW = frozenset(
     {
@@ -51,7 +52,7 @@ _BY_ROW = frozenset(
         "repetition_penalty",
         "stop_strings",
         # Objects, of which every row gets its own.
-        *_OBJECTS,
+        *OBJECTS,
         "suppress_tokens",
         "temperature",
         "tokenizer",
@@ -64,6 +65,30 @@ _BY_ROW = frozenset(
 )
 # What a checkpoint's generation settings may say besides, to no effect here.
 _WITHOUT_EFFECT = frozenset({"max_length", "transformers_version"})
+
+
+@dataclass(eq=False)
+class Call:
+    """A prompt that somebody wants to have answered.
+
+    Attributes
+    ----------
+    run : PromptRun
+        The prompt.
+    stop : threading.Event
+        Ends the answer at the next token.
+    streamer : Any
+        A transformers streamer, or None.
+    """
+
+    run: PromptRun
+    stop: threading.Event
+    streamer: Any = None
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether nobody needs its answer any more."""
+        return self.stop.is_set() or (self.streamer is not None and not threading.main_thread().is_alive())
 
 
 def plan_decoding(
@@ -110,7 +135,7 @@ class Many:
         self._tokenizer = tokenizer
         self._decoder = decoder
         self._runner = runner
-        self._batch_tokens = tuning.decode_batch_tokens
+        self.batch_tokens = tuning.decode_batch_tokens
         self._self_check = tuning.self_check
         self._refused: str | None = None
 
@@ -133,17 +158,24 @@ class Many:
         (int, GenerationResult)
             The index of a prompt in `runs`, and its answer.
         """
-        reason = self._alone_reason(runs) if len(runs) > 1 and batch_size != 1 else None
+        reasons = (self.alone_reason(run) for run in runs) if len(runs) > 1 and batch_size != 1 else ()
+        reason = next((each for each in reasons if each is not None), None)
         limits = [output_limit(self._model, run) for run in runs]
         lengths = [len(run.prompt.layout) for run in runs]
-        for group in plan_decoding(lengths, limits, self._batch_tokens, batch_size):
+        for group in plan_decoding(lengths, limits, self.batch_tokens, batch_size):
             if stop.is_set():
                 return
-            self._runner.encode_misses([runs[index] for index in group])
             if len(group) > 1 and reason is None:
+                answers = self.together([Call(runs[index], stop) for index in group])
                 # Of a group that was stopped before its first token there are no answers.
-                yield from zip(group, self._together([runs[index] for index in group], stop), strict=False)
+                if stop.is_set() and not any(isinstance(each, GenerationResult) and each.token_ids for each in answers):
+                    return
+                for index, answer in zip(group, answers, strict=True):
+                    if isinstance(answer, BaseException):
+                        raise answer
+                    yield index, answer
                 continue
+            self._runner.encode_misses([runs[index] for index in group])
             for index in group:
                 if not stop.is_set():
                     run = runs[index]
@@ -152,9 +184,21 @@ class Many:
                     run.kv.encoded.clear()
                     yield index, result
 
-    def _together(self, runs: Sequence[PromptRun], stop: threading.Event) -> list[GenerationResult]:
-        """Answer a group of prompts in one batch."""
+    def together(self, calls: Sequence[Call]) -> list[GenerationResult | Exception]:
+        """Answer prompts in one batch, whose options differ in objects and limits only.
+
+        Parameters
+        ----------
+        calls : sequence of Call
+            The prompts, of none of which `alone_reason` says why not. A call that was given up gets an answer without tokens.
+
+        Returns
+        -------
+        list of GenerationResult or Exception
+            The answers, or what went wrong with one of them.
+        """
         model, tokenizer = self._model, self._tokenizer
+        runs = [call.run for call in calls]
         limits = [output_limit(model, run) for run in runs]
         layouts = [run.prompt.layout for run in runs]
         batch = PaddedBatch(
@@ -162,20 +206,7 @@ class Many:
             [layout.positions for layout in layouts],
             min(max(limits), ROOM_FOR_OUTPUT),
         )
-
-        def prefill(row: int, cache: BlendCache | None, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-            assert cache is not None
-            logits = last_logits(model, inputs, cache)
-            batch.take(row, cache, logits)
-            return logits
-
-        for row, run in enumerate(runs):
-            if stop.is_set():
-                return []
-            self._runner.run(run, 0, partial(prefill, row))
-            run.timings.forward_ended = time.perf_counter()
-            run.kv.encoded.clear()
-        shared = {name: value for name, value in runs[0].request.options.items() if name not in _OBJECTS}
+        shared = {name: value for name, value in runs[0].request.options.items() if name not in OBJECTS}
         options = complete_options(model, tokenizer, shared)
         end_ids = options.get("eos_token_id")
         end_ids = model.generation_config.eos_token_id if end_ids is None else end_ids
@@ -185,38 +216,71 @@ class Many:
             end_ids if isinstance(end_ids, list | tuple) else [] if end_ids is None else [end_ids],
             [run.request.options.get("stopping_criteria", ()) for run in runs],
             options.pop("stopping_criteria", ()),
-            stop,
+            [call.stop for call in calls],
+            [call.streamer for call in calls],
         )
-        options["stopping_criteria"] = StoppingCriteriaList([ends])
-        processors = [run.request.options.get("logits_processor", ()) for run in runs]
-        if any(processors):
-            options["logits_processor"] = LogitsProcessorList([RowProcessor(batch.starts, processors)])
-        with (
-            self._runner.lock.within(runs[0].request.wait_until),
-            torch.no_grad(),
-            batch.prefilled(model) as cache,
-        ):
-            output = model.generate(  # type: ignore[operator]  # transformers' stubs take it for a tensor
-                **batch.inputs(model.device), past_key_values=cache, max_new_tokens=max(limits), **options
-            )
-        sequences = output if isinstance(output, torch.Tensor) else output.sequences
-        answers = sequences[:, batch.width :].tolist()
-        results = []
-        for row, run in enumerate(runs):
-            run.figures["batch_size"] = len(runs)
-            token_ids = tuple(answers[row][: ends.count(row)])
-            results.append(make_result(tokenizer, run, num_decoder_layers(model), token_ids, ends))
-        return results
+        self._prefill(calls, batch, ends)
+        answers: list[list[int]] = [[] for _ in calls]
+        if not all(map(ends.has_ended, range(len(calls)))):
+            options["stopping_criteria"] = StoppingCriteriaList([ends])
+            processors = [run.request.options.get("logits_processor", ()) for run in runs]
+            if any(processors):
+                options["logits_processor"] = LogitsProcessorList([RowProcessor(batch.starts, processors, ends)])
+            with (
+                self._runner.lock.within(runs[0].request.wait_until),
+                torch.no_grad(),
+                batch.prefilled(model) as cache,
+            ):
+                output = model.generate(  # type: ignore[operator]  # transformers' stubs take it for a tensor
+                    **batch.inputs(model.device), past_key_values=cache, max_new_tokens=max(limits), **options
+                )
+            sequences = output if isinstance(output, torch.Tensor) else output.sequences
+            answers = sequences[:, batch.width :].tolist()
+        return [
+            ends.errors[row] if row in ends.errors else self._result(run, answers[row], row, ends, len(runs))
+            for row, run in enumerate(runs)
+        ]
 
-    def _alone_reason(self, runs: Sequence[PromptRun]) -> str | None:
-        """Return why these prompts cannot be decoded in one batch, or None."""
+    def _prefill(self, calls: Sequence[Call], batch: PaddedBatch, ends: RowEnds) -> None:
+        """Prefill the prompts one after the other; one that fails or was given up is dropped."""
+        self._runner.encode_misses([call.run for call in calls if not call.is_given_up])
+
+        def prefill(row: int, cache: BlendCache | None, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+            assert cache is not None
+            if calls[row].is_given_up:
+                ends.drop(row)
+                return torch.empty(0)
+            logits = last_logits(self._model, inputs, cache)
+            batch.take(row, cache, logits)
+            return logits
+
+        for row, call in enumerate(calls):
+            try:
+                self._runner.run(call.run, 0, partial(prefill, row))
+                if call.streamer is not None:
+                    # A streamer is shown the prompt first.
+                    call.streamer.put(torch.tensor([call.run.prompt.layout.token_ids]))
+            except Exception as error:  # handed to who asked for this row
+                ends.drop(row, error)
+            call.run.timings.forward_ended = time.perf_counter()
+            call.run.kv.encoded.clear()
+
+    def _result(self, run: PromptRun, answer: list[int], row: int, ends: RowEnds, rows: int) -> GenerationResult:
+        run.figures["batch_size"] = rows
+        token_ids = tuple(answer[: ends.count(row)])
+        return make_result(self._tokenizer, run, num_decoder_layers(self._model), token_ids, ends)
+
+    def alone_reason(self, run: PromptRun) -> str | None:
+        """Return why a prompt cannot be decoded together with others, or None."""
         if self._decoder is None:
             return "the model cannot be blended, and is not known to decode several prompts as it decodes one"
         if self._decoder.rope_reach is not None:
             return "the rotary frequencies of the model depend on the longest prompt that it reads"
-        if self._decoder.column_biases and any(run.prompt.places is not None for run in runs):
+        if self._decoder.column_biases and run.prompt.places is not None:
             return "the bias of the model counts the tokens of a batch, and a prompt places its own"
-        request = runs[0].request
+        request = run.request
+        if request.turn is not None:
+            return "a conversation keeps the KV of its answer"
         reason = decodes_alone(request.blend)
         if reason is not None:
             return reason
@@ -226,8 +290,8 @@ class Many:
             # What is 0, False or empty is switched off.
             if value and name not in _BY_ROW | _WITHOUT_EFFECT and not name.startswith("_"):
                 return f"the generation option {name}={value!r} may read the padding of a batch"
-        with self._runner.lock.within(request.wait_until) if self._self_check else nullcontext():
-            if self._self_check:
+        if self._self_check:
+            with self._runner.lock.within(request.wait_until):
                 try:
                     check_batching(self._decoder)
                 except UnsupportedModelError as error:
@@ -243,7 +307,7 @@ def options_of_each(options: dict[str, Any], count: int) -> list[dict[str, Any]]
     for the answer they are used in; or lists of them, one for each prompt.
     """
     each = [dict(options) for _ in range(count)]
-    for name in _OBJECTS:
+    for name in OBJECTS:
         objects = list(options.get(name) or ())
         if not any(isinstance(given, list | tuple) for given in objects):
             own = [[copy.copy(given) for given in objects] for _ in range(count)]

@@ -98,7 +98,9 @@ class PaddedBatch:
         # What wraps a model (adapters, torch.compile) hands generate on to the model inside.
         model = unwrapped(model)
         cache = KVCache(len(self._buffers))
-        logits = torch.stack([row for row in self._logits if row is not None])[:, None]
+        known = next(row for row in self._logits if row is not None)
+        # Of a row that was dropped nothing is read.
+        logits = torch.stack([known if row is None else row for row in self._logits])[:, None]
         forward, own = model.forward, vars(model).get("forward")
 
         @wraps(forward)
@@ -122,7 +124,9 @@ class PaddedBatch:
 
 
 class RowEnds(TokenWatch):
-    """Ends each row of a batch by its own measure, and notes after how many tokens, and when, that was.
+    """Ends each row of a batch by its own measure, hands its tokens on, and notes after how many, and when, it ended.
+
+    What goes wrong in one row's criteria, processors or streamer ends that row alone.
 
     Parameters
     ----------
@@ -136,8 +140,15 @@ class RowEnds(TokenWatch):
         Further criteria of each row, which see it as a batch of one without padding.
     shared : sequence of StoppingCriteria
         Criteria that look at the last tokens of each row only, and see all rows at once.
-    stop : threading.Event
-        Ends all rows at the next token.
+    stops : sequence of threading.Event
+        Each ends its row at the next token.
+    streamers : sequence
+        What takes each row's tokens as they come, a transformers streamer, or None.
+
+    Attributes
+    ----------
+    errors : dict
+        What went wrong, by rows. A row that is noted here before the first token has none.
     """
 
     def __init__(
@@ -147,9 +158,13 @@ class RowEnds(TokenWatch):
         end_ids: Collection[int],
         criteria: Sequence[Sequence[StoppingCriteria]],
         shared: Sequence[StoppingCriteria],
-        stop: threading.Event,
+        stops: Sequence[threading.Event],
+        streamers: Sequence[Any],
     ) -> None:
-        super().__init__(stop)
+        super().__init__(threading.Event())
+        self._stops = stops
+        self._streamers = streamers
+        self.errors: dict[int, Exception] = {}
         self._batch = batch
         self._limits = limits
         self._end_ids = frozenset(map(int, end_ids))
@@ -162,6 +177,16 @@ class RowEnds(TokenWatch):
         ended = self._counts[row]
         return len(self.times) if ended is None else ended
 
+    def has_ended(self, row: int) -> bool:
+        """Whether nothing more is wanted of a row."""
+        return self._counts[row] is not None or row in self.errors
+
+    def drop(self, row: int, error: Exception | None = None) -> None:
+        """End a row before its first token."""
+        self._counts[row] = 0
+        if error is not None:
+            self.errors[row] = error
+
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """Return whether each row is done."""
         ended = self.note()
@@ -171,16 +196,26 @@ class RowEnds(TokenWatch):
         for row, start in enumerate(self._batch.starts):
             if self._counts[row] is not None:
                 continue
-            own = input_ids[row : row + 1, start:]
-            if (
-                count >= self._limits[row]
-                or newest[row] in self._end_ids
-                or any(done[row] for done in together)
-                # A list, since each may have to see every token.
-                or any([bool(each(own, None, **kwargs)) for each in self._criteria[row]])
-            ):
+            own, streamer = input_ids[row : row + 1, start:], self._streamers[row]
+            try:
+                if streamer is not None:
+                    streamer.put(input_ids[row, -1:].cpu())
+                is_done = (
+                    ended
+                    or self._stops[row].is_set()
+                    or count >= self._limits[row]
+                    or newest[row] in self._end_ids
+                    or any(done[row] for done in together)
+                    # A list, since each may have to see every token.
+                    or any([bool(each(own, None, **kwargs)) for each in self._criteria[row]])
+                )
+                if is_done and streamer is not None:
+                    streamer.end()
+            except Exception as error:  # handed to who asked for this row
+                self.errors[row], is_done = error, True
+            if is_done or row in self.errors:
                 self._counts[row] = count
-        done = [ended or each is not None for each in self._counts]
+        done = [each is not None for each in self._counts]
         return torch.tensor(done, dtype=torch.bool, device=input_ids.device)
 
 
@@ -193,18 +228,29 @@ class RowProcessor(LogitsProcessor):
         The column of each row's first token.
     processors : sequence of sequence of LogitsProcessor
         Those of each row.
+    ends : RowEnds
+        Knows which rows have ended, whose processors are no longer asked, and is told what goes wrong.
     """
 
-    def __init__(self, starts: Sequence[int], processors: Sequence[Sequence[LogitsProcessor]]) -> None:
+    def __init__(
+        self,
+        starts: Sequence[int],
+        processors: Sequence[Sequence[LogitsProcessor]],
+        ends: RowEnds,
+    ) -> None:
         self._starts = starts
         self._processors = processors
+        self._ends = ends
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return the scores, ``(rows, vocab)``, as the processors change them."""
         rows = []
         for row, start in enumerate(self._starts):
             own, changed = input_ids[row : row + 1, start:], scores[row : row + 1]
-            for each in self._processors[row]:
-                changed = each(own, changed)
+            try:
+                for each in () if self._ends.has_ended(row) else self._processors[row]:
+                    changed = each(own, changed)
+            except Exception as error:  # handed to who asked for this row
+                self._ends.errors[row], changed = error, scores[row : row + 1]
             rows.append(changed)
         return torch.cat(rows)

@@ -93,6 +93,11 @@ class SchedulerLock:
             self._leave()
 
     @property
+    def is_mine(self) -> bool:
+        """Whether this thread has the model."""
+        return self._line.owner == threading.get_ident()
+
+    @property
     def wanted(self) -> bool:
         """Whether a thread waits in line."""
         return bool(self._line.waiting)

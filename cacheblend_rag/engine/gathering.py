@@ -1,0 +1,208 @@
+"""Calls of several threads at the same time: who finds the model busy is answered together with the others that do."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cacheblend_rag.engine.decode import decode, output_limit
+from cacheblend_rag.engine.generation import GenerationResult
+from cacheblend_rag.engine.many import OBJECTS, Call, Many
+from cacheblend_rag.engine.request import PromptRun
+from cacheblend_rag.engine.runner import Runner
+from cacheblend_rag.errors import AnswerTimeoutError
+
+__all__ = ["Gathering"]
+
+
+@dataclass(eq=False)
+class _Waiting(Call):
+    """A call that waits for its answer in another thread than the one that computes it."""
+
+    outcome: Future[GenerationResult] = field(default_factory=Future)
+
+
+@dataclass
+class _Line:
+    """The calls of one process; what is in it is guarded by its lock."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    # Whether a thread answers, which looks for those that wait when it is done.
+    is_served: bool = False
+    waiting: deque[_Waiting] = field(default_factory=deque)
+
+
+class Gathering:
+    """Answers calls one at a time as long as they come one at a time, and those that had to wait together.
+
+    A call that finds nobody before it is answered in its own thread, as if there were no others. Those that come meanwhile wait,
+    and are then answered in batches by a thread of their own, the oldest first, each batch with all that may be decoded
+    with its oldest call. An answer does not depend on its company, except for rounding.
+
+    Parameters
+    ----------
+    model, tokenizer : PreTrainedModel, Any
+        The model and its tokenizer.
+    runner : Runner
+        Runs prompts.
+    many : Many
+        Answers in batches.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, runner: Runner, many: Many) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._runner = runner
+        self._many = many
+        # A child of a fork has none of the threads that answer in its parent.
+        self._lines = {os.getpid(): _Line()}
+
+    @property
+    def _line(self) -> _Line:
+        """The line of this process."""
+        # `setdefault` is one step, which threads cannot get between.
+        return self._lines.get(os.getpid()) or self._lines.setdefault(os.getpid(), _Line())
+
+    def answer(self, run: PromptRun, stop: threading.Event, streamer: Any = None) -> GenerationResult:
+        """Answer a prompt, in this thread or in another.
+
+        Parameters
+        ----------
+        run : PromptRun
+            The prompt.
+        stop : threading.Event
+            Ends the answer at the next token.
+        streamer : Any
+            A transformers streamer, or None.
+
+        Raises
+        ------
+        AnswerTimeoutError
+            If the model was not free within the time that the prompt may wait.
+        """
+        if self._runner.lock.is_mine:
+            # A criterion of an answer under way asks something itself.
+            return self._alone(Call(run, stop, streamer))
+        line, call = self._line, _Waiting(run, stop, streamer)
+        with line.lock:
+            waits = line.is_served
+            line.is_served = True
+            if waits:
+                line.waiting.append(call)
+        if waits:
+            return self._wait(line, call)
+        try:
+            return self._alone(call)
+        finally:
+            self._hand_on(line)
+
+    def _alone(self, call: Call) -> GenerationResult:
+        return decode(self._model, self._tokenizer, self._runner, call.run, call.stop, call.streamer)
+
+    def _wait(self, line: _Line, call: _Waiting) -> GenerationResult:
+        until = call.run.request.wait_until
+        try:
+            try:
+                return call.outcome.result(None if until is None else max(until - time.perf_counter(), 0.0))
+            except FutureTimeout:
+                if self._withdraw(line, call):
+                    raise AnswerTimeoutError(
+                        "other calls held the model for all of the time that this one may wait, so it was given up; let it wait "
+                        "longer, or make fewer calls at once"
+                    ) from None
+                # It is being answered.
+                return call.outcome.result()
+        except BaseException:
+            # Nobody waits for it any more.
+            call.stop.set()
+            self._withdraw(line, call)
+            raise
+
+    def _withdraw(self, line: _Line, call: _Waiting) -> bool:
+        """Take a call out of the line; return whether it was still in it."""
+        with line.lock:
+            if call not in line.waiting:
+                return False
+            line.waiting.remove(call)
+            return True
+
+    def _hand_on(self, line: _Line) -> None:
+        with line.lock:
+            line.is_served = bool(line.waiting)
+            if line.is_served:
+                # No daemon: an interpreter that ends while this thread computes would abort.
+                threading.Thread(target=self._serve, args=(line,), name="cacheblend-gathering").start()
+
+    def _serve(self, line: _Line) -> None:
+        """Answer those that wait, until there are none."""
+        while True:
+            # Who comes while others have the model is answered with this batch.
+            with self._runner.lock:
+                group = self._next_group(line)
+                if group is None:
+                    return
+                self._answer_group(group)
+
+    def _next_group(self, line: _Line) -> list[_Waiting] | None:
+        """Take the oldest call out of the line, with those that may be decoded with it."""
+        with line.lock:
+            if not line.waiting:
+                line.is_served = False
+                return None
+            oldest = line.waiting.popleft()
+            others = list(line.waiting)
+        group = [oldest]
+        if oldest.is_given_up or self._reason(oldest) is not None:
+            return group
+        width = limit = 0
+        for call in (oldest, *others):
+            if call is not oldest and (call.is_given_up or not _agree(oldest, call) or self._reason(call) is not None):
+                continue
+            length, tokens = len(call.run.prompt.layout), output_limit(self._model, call.run)
+            rows = len(group) + (call is not oldest)
+            if call is oldest or rows * (max(width, length) + max(limit, tokens)) <= self._many.batch_tokens:
+                width, limit = max(width, length), max(limit, tokens)
+                if call is not oldest and self._withdraw(line, call):
+                    group.append(call)
+        return group
+
+    def _reason(self, call: Call) -> str | None:
+        """Return why a call is answered alone."""
+        # Objects of one call could hold up, or end, the others.
+        if any(call.run.request.options.get(name) for name in OBJECTS):
+            return "it brings objects of its own"
+        return self._many.alone_reason(call.run)
+
+    def _answer_group(self, group: list[_Waiting]) -> None:
+        try:
+            if len(group) == 1:
+                answers: list[GenerationResult | Exception] = [self._alone(group[0])]
+            else:
+                answers = self._many.together(group)
+        except BaseException as error:  # handed to those who wait
+            for call in group:
+                call.outcome.set_exception(error)
+            return
+        for call, answer in zip(group, answers, strict=True):
+            if isinstance(answer, Exception):
+                call.outcome.set_exception(answer)
+            else:
+                call.outcome.set_result(answer)
+
+
+def _agree(one: Call, other: Call) -> bool:
+    """Return whether two calls ask for the same way of decoding."""
+    mine, theirs = one.run.request.options, other.run.request.options
+    return mine.keys() == theirs.keys() and all(_is_same(mine[name], theirs[name]) for name in mine)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and not isinstance(one, torch.Tensor) and bool(one == other))

@@ -1,0 +1,265 @@
+"""Calls that come at the same time are answered as if each had come alone, those that had to wait in one batch."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import StoppingCriteria
+
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag.engine.generation import GenerationResult
+from cacheblend_rag.errors import AnswerTimeoutError
+from cacheblend_rag.lab.settings import engine_settings
+from tests.families import tiny_model, tiny_tokenizer, words
+
+CHUNKS = [Chunk(words(6 + 5 * number, number), f"c{number}") for number in range(5)]
+PROMPTS = [
+    BlendPrompt(words(3, 50), [CHUNKS[(number + place) % 5] for place in range(number % 4)], words(2 + 3 * number, 70))
+    for number in range(7)
+]
+
+
+@pytest.fixture
+def engine() -> Iterator[BlendEngine]:
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings(self_check=False)) as made:
+        made.add(CHUNKS)
+        yield made
+
+
+@contextmanager
+def busy(engine: BlendEngine) -> Iterator[Callable[[int], None]]:
+    """Keep the model from the calls made within the block; yields what waits until so many of them stand in line."""
+
+    def until(count: int) -> None:
+        line = engine._gathering._line
+        while len(line.waiting) < count:
+            time.sleep(0.001)
+
+    with engine._runner.lock:
+        yield until
+
+
+def together(engine: BlendEngine, calls: Sequence[Callable[[], Any]], pool: ThreadPoolExecutor) -> list[Future[Any]]:
+    """Make calls at the same time: the first has the model before it knows of the others, which wait."""
+    with busy(engine) as until:
+        made = [pool.submit(calls[0])]
+        while not engine._gathering._line.is_served:
+            time.sleep(0.001)
+        for number, call in enumerate(calls[1:], 1):
+            made.append(pool.submit(call))
+            until(number)
+    return made
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(16) as made:
+        yield made
+
+
+def answer(engine: BlendEngine, prompt: BlendPrompt, tokens: int = 9, **options: Any) -> Callable[[], GenerationResult]:
+    return lambda: engine.generate(prompt, tokens, do_sample=False, **options)
+
+
+def test_calls_that_wait_are_one_batch(engine: BlendEngine, pool: ThreadPoolExecutor) -> None:
+    wanted = [answer(engine, prompt)() for prompt in PROMPTS]
+    assert {each.report.batch_size for each in wanted} == {1}
+    found = [each.result() for each in together(engine, [answer(engine, prompt) for prompt in PROMPTS], pool)]
+    assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
+    assert [each.text for each in found] == [each.text for each in wanted]
+    assert [each.report.batch_size for each in found] == [1, 6, 6, 6, 6, 6, 6]
+    assert [each.report.hits for each in found] == [each.report.hits for each in wanted]
+    # Afterwards there is nobody, and a call is answered in its own thread again.
+    assert answer(engine, PROMPTS[0])().report.batch_size == 1
+    assert not engine._gathering._line.is_served
+
+
+def test_streams_are_part_of_it(engine: BlendEngine, pool: ThreadPoolExecutor) -> None:
+    wanted = [answer(engine, prompt, eos_token_id=-1)() for prompt in PROMPTS]
+
+    def read(prompt: BlendPrompt) -> tuple[list[str], GenerationResult]:
+        stream = engine.stream(prompt, 9, do_sample=False, eos_token_id=-1)
+        return list(stream), stream.result()
+
+    calls: list[Callable[[], Any]] = [lambda prompt=prompt: read(prompt) for prompt in PROMPTS]
+    found = [each.result() for each in together(engine, calls, pool)]
+    for (pieces, result), alone in zip(found, wanted, strict=True):
+        assert result.token_ids == alone.token_ids
+        assert "".join(pieces) == alone.text and len(pieces) > 1
+    assert [result.report.batch_size for _, result in found] == [1, 6, 6, 6, 6, 6, 6]
+
+
+def test_only_what_is_decoded_alike_is_decoded_together(engine: BlendEngine, pool: ThreadPoolExecutor) -> None:
+    calls = [
+        answer(engine, PROMPTS[0]),
+        answer(engine, PROMPTS[1]),
+        answer(engine, PROMPTS[2], repetition_penalty=2.0),
+        answer(engine, PROMPTS[3], tokens=3),
+        answer(engine, PROMPTS[4], blend=BlendConfig(recompute_ratio=0.3, selector="random")),
+        answer(engine, PROMPTS[5], repetition_penalty=2.0),
+        answer(engine, PROMPTS[6], blend=BlendConfig(kv_capacity=30)),
+    ]
+    wanted = [call().token_ids for call in calls]
+    found = [each.result() for each in together(engine, calls, pool)]
+    assert [each.token_ids for each in found] == wanted
+    assert [each.report.batch_size for each in found] == [1, 3, 2, 3, 3, 2, 1]
+
+
+def test_a_batch_keeps_the_budget(pool: ThreadPoolExecutor) -> None:
+    room = engine_settings(self_check=False, decode_batch_tokens=150)
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **room) as engine:
+        calls = [answer(engine, BlendPrompt(words(40, number)), 10) for number in range(8)]
+        found = [each.result() for each in together(engine, calls, pool)]
+        # Three of 51 tokens with their answers are more than 150.
+        assert [each.report.batch_size for each in found] == [1, 2, 2, 2, 2, 2, 2, 1]
+
+
+def test_who_waits_too_long_is_told_and_who_is_being_answered_is_not(
+    engine: BlendEngine, pool: ThreadPoolExecutor
+) -> None:
+    with busy(engine) as until:
+        first = pool.submit(answer(engine, PROMPTS[0]))
+        while not engine._gathering._line.is_served:
+            time.sleep(0.001)
+        late = pool.submit(answer(engine, PROMPTS[1], wait_s=0.05))
+        until(1)
+        with pytest.raises(AnswerTimeoutError, match="other calls held the model"):
+            late.result()
+        assert not engine._gathering._line.waiting
+    assert first.result().report.batch_size == 1
+
+    class Slow(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            time.sleep(0.05)
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+    slow = [answer(engine, PROMPTS[0]), answer(engine, PROMPTS[1], 6, wait_s=0.1, stopping_criteria=[Slow()])]
+    assert len(together(engine, slow, pool)[1].result().token_ids) == 6
+
+
+def test_a_stream_that_is_closed_ends_alone(engine: BlendEngine, pool: ThreadPoolExecutor) -> None:
+    wanted = [answer(engine, prompt, 60, eos_token_id=-1)() for prompt in PROMPTS[:4]]
+
+    def first_piece() -> GenerationResult:
+        stream = engine.stream(PROMPTS[2], 60, do_sample=False, eos_token_id=-1)
+        next(stream)
+        stream.close()
+        return stream.result()
+
+    calls = [answer(engine, prompt, 60, eos_token_id=-1) for prompt in PROMPTS[:4]]
+    calls[2] = first_piece
+    found = [each.result() for each in together(engine, calls, pool)]
+    closed = found.pop(2)
+    assert [each.token_ids for each in found] == [wanted[number].token_ids for number in (0, 1, 3)]
+    assert 1 <= len(closed.token_ids) < 60
+    assert closed.token_ids == wanted[2].token_ids[: len(closed.token_ids)]
+    assert closed.report.batch_size == 3
+
+
+def test_a_call_that_is_given_up_while_it_waits_is_not_computed(engine: BlendEngine) -> None:
+    with busy(engine) as until:
+        first = engine.stream(PROMPTS[0], 5, do_sample=False)
+        while not engine._gathering._line.is_served:
+            time.sleep(0.001)
+        streams = [engine.stream(PROMPTS[1], 5, do_sample=False) for _ in range(3)]
+        until(3)
+        streams[1].close()
+    assert [len(stream.result().token_ids) for stream in (first, *streams)] == [5, 5, 0, 5]
+    assert list(streams[1]) == []
+
+
+def test_what_fails_fails_alone(engine: BlendEngine, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [answer(engine, prompt) for prompt in PROMPTS[:4]]
+    wanted = [call().token_ids for call in calls]
+    run = engine._runner.run
+
+    def failing(each: Any, headroom: int, forward: Any) -> torch.Tensor:
+        if each.prompt.layout.token_ids == engine.prompt_ids(PROMPTS[2]):
+            raise MemoryError("no room for this one")
+        return run(each, headroom, forward)
+
+    monkeypatch.setattr(engine._runner, "run", failing)
+    made = together(engine, calls, pool)
+    with pytest.raises(MemoryError, match="no room for this one"):
+        made.pop(2).result()
+    assert [each.result().token_ids for each in made] == [wanted[number] for number in (0, 1, 3)]
+
+
+def test_a_batch_that_fails_is_told_to_all_who_wait(
+    engine: BlendEngine, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._many, "together", lambda calls: 1 / 0)
+        made = together(engine, [answer(engine, prompt) for prompt in PROMPTS[:4]], pool)
+        for each in made[1:]:
+            with pytest.raises(ZeroDivisionError):
+                each.result()
+    assert answer(engine, PROMPTS[1])().report.batch_size == 1
+
+
+def test_an_answer_may_ask_something_itself(engine: BlendEngine, pool: ThreadPoolExecutor) -> None:
+    asked: list[tuple[int, ...]] = []
+
+    class Asking(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            asked.append(answer(engine, PROMPTS[1], 2)().token_ids)
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+    calls = [answer(engine, PROMPTS[number], 3, stopping_criteria=[Asking()]) for number in (0, 3)]
+    found = [each.result(timeout=60) for each in together(engine, calls, pool)]
+    assert [len(each.token_ids) for each in found] == [3, 3]
+    assert asked == [answer(engine, PROMPTS[1], 2)().token_ids] * 6
+
+
+@settings(deadline=None, max_examples=6)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 6), st.integers(1, 12), st.sampled_from([1.0, 2.0]), st.booleans()),
+        min_size=2,
+        max_size=10,
+    )
+)
+def test_any_company_changes_no_answer(drawn: list[tuple[int, int, float, bool]]) -> None:
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings(self_check=False)) as engine:
+        engine.add(CHUNKS[:3])
+
+        def ask(number: int, tokens: int, penalty: float, streams: bool) -> tuple[int, ...]:
+            options: dict[str, Any] = {"do_sample": False, "repetition_penalty": penalty}
+            if not streams:
+                return engine.generate(PROMPTS[number], tokens, **options).token_ids
+            stream = engine.stream(PROMPTS[number], tokens, **options)
+            assert "".join(stream) == stream.result().text
+            return stream.result().token_ids
+
+        wanted = [ask(*each) for each in drawn]
+        with ThreadPoolExecutor(len(drawn)) as pool:
+            assert list(pool.map(lambda each: ask(*each), drawn)) == wanted
+        assert not engine._gathering._line.is_served
+        assert threading.active_count() < 20
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_does_not_wait_for_its_parents_answers(engine: BlendEngine, pool: ThreadPoolExecutor) -> None:
+    # Threads of torch's own would be missing in the child.
+    wanted = answer(engine, PROMPTS[1])().token_ids
+    with busy(engine):
+        first = pool.submit(answer(engine, PROMPTS[0]))
+        while not engine._gathering._line.is_served:
+            time.sleep(0.001)
+        child = os.fork()
+        if not child:
+            torch.set_num_threads(1)
+            os._exit(0 if answer(engine, PROMPTS[1])().token_ids == wanted else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    first.result()
