@@ -63,8 +63,8 @@ logger = logging.getLogger(__name__)
 class BlendEngine:
     """Answers prompts made of stored chunks with an open-weight model in this process.
 
-    Any number of threads may call it, and any number of engines may share a model; computations queue for the model, one at a
-    time.
+    Any number of threads may call it, and any number of engines may share a model, which one computation at a time has. Calls of
+    `generate` and `stream` that find it busy are decoded together, as `generate_many` does, if settings and options allow it.
 
     Parameters
     ----------
