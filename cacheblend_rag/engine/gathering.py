@@ -146,33 +146,35 @@ class Gathering:
         while True:
             # Who comes while others have the model is answered with this batch.
             with self._runner.lock:
-                group = self._next_group(line)
-                if group is None:
-                    return
-                self._answer_group(group)
+                with line.lock:
+                    if not line.waiting:
+                        line.is_served = False
+                        return
+                    group = [line.waiting.popleft()]
+                try:
+                    self._gather(line, group)
+                    self._answer_group(group)
+                except BaseException as error:  # handed to those who wait
+                    for call in group:
+                        call.outcome.set_exception(error)
 
-    def _next_group(self, line: _Line) -> list[_Waiting] | None:
-        """Take the oldest call out of the line, with those that may be decoded with it."""
-        with line.lock:
-            if not line.waiting:
-                line.is_served = False
-                return None
-            oldest = line.waiting.popleft()
-            others = list(line.waiting)
-        group = [oldest]
+    def _gather(self, line: _Line, group: list[_Waiting]) -> None:
+        """Take those out of the line that may be decoded with the first of a group, as far as there is room."""
+        [oldest] = group
         if oldest.is_given_up or self._reason(oldest) is not None:
-            return group
-        width = limit = 0
-        for call in (oldest, *others):
-            if call is not oldest and (call.is_given_up or not _agree(oldest, call) or self._reason(call) is not None):
+            return
+        width, limit = len(oldest.run.prompt.layout), output_limit(self._model, oldest.run)
+        with line.lock:
+            others = list(line.waiting)
+        for call in others:
+            if call.is_given_up or not _agree(oldest, call) or self._reason(call) is not None:
                 continue
-            length, tokens = len(call.run.prompt.layout), output_limit(self._model, call.run)
-            rows = len(group) + (call is not oldest)
-            if call is oldest or rows * (max(width, length) + max(limit, tokens)) <= self._many.batch_tokens:
-                width, limit = max(width, length), max(limit, tokens)
-                if call is not oldest and self._withdraw(line, call):
-                    group.append(call)
-        return group
+            wider = max(width, len(call.run.prompt.layout))
+            longer = max(limit, output_limit(self._model, call.run))
+            # It may have left the line meanwhile.
+            if (len(group) + 1) * (wider + longer) <= self._many.batch_tokens and self._withdraw(line, call):
+                group.append(call)
+                width, limit = wider, longer
 
     def _reason(self, call: Call) -> str | None:
         """Return why a call is answered alone."""
@@ -182,15 +184,10 @@ class Gathering:
         return self._many.alone_reason(call.run)
 
     def _answer_group(self, group: list[_Waiting]) -> None:
-        try:
-            if len(group) == 1:
-                answers: list[GenerationResult | Exception] = [self._alone(group[0])]
-            else:
-                answers = self._many.together(group)
-        except BaseException as error:  # handed to those who wait
-            for call in group:
-                call.outcome.set_exception(error)
-            return
+        if len(group) == 1:
+            answers: list[GenerationResult | Exception] = [self._alone(group[0])]
+        else:
+            answers = self._many.together(group)
         for call, answer in zip(group, answers, strict=True):
             if isinstance(answer, Exception):
                 call.outcome.set_exception(answer)
