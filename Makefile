@@ -82,6 +82,10 @@ check-all: lint  ## lint, and the tests at full counts in two processes; writes 
 		&& $(BIN)/python -m pytest -m full -n 2 --dist worksteal -q -rN --durations=20 ) 2>&1 \
 		| sed 's|$(CURDIR)|.|g' | tee tests/check-all.txt
 
+.PHONY: gpu
+gpu: $(STAMP)  ## what needs a CUDA device, tests and measurements, nine minutes a call; makes docs/gpu.md (ARGS="--minutes 60")
+	$(BIN)/python -m cacheblend_rag.lab.gpu $(ARGS)
+
 .PHONY: docs
 docs: $(DOC_STAMP)  ## the documentation, as a site in site/
 	NO_MKDOCS_2_WARNING=true $(BIN)/python -m mkdocs build --strict

@@ -15,6 +15,14 @@ import torch
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a CUDA device where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("cuda"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 @pytest.fixture(autouse=True)
 def _no_outer_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove ``CACHEBLEND_*`` from the environment, so that a test reads only the settings it makes; KV on disk is exact."""

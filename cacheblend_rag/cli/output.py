@@ -278,6 +278,7 @@ def _machine() -> dict[str, Any]:
         "processor": _processor(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "cuda": torch.version.cuda,
     }
 
 

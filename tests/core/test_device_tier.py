@@ -154,7 +154,7 @@ def test_how_much_by_default(make: Make) -> None:
         EngineConfig(device_bytes=-1)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 @pytest.mark.parametrize("threads", [1, 3])
 def test_on_a_cuda_device(make: Make, threads: int) -> None:
     model = tiny_model("llama").to("cuda")  # type: ignore[arg-type]

@@ -387,7 +387,7 @@ def test_an_abandoned_stream_leaves_nothing(stored: BlendEngine) -> None:
     assert open_files() == []
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 @pytest.mark.parametrize("threads", [0, 1, 4])
 def test_layers_on_a_cuda_device_are_those_on_the_cpu(decoder: Decoder, threads: int) -> None:
     on_device = inspect_model(tiny_model("llama").to("cuda"))  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.lab.settings import EngineSettings
 
 __all__ = [
+    "DEVICE",
     "IDS_AT_ONCE",
     "NO_LIMIT",
     "NO_PIPELINE",
@@ -47,6 +48,8 @@ __all__ = [
 
 NO_LIMIT = 2**63 - 1
 """Bytes that no measurement needs, for a RAM tier that keeps everything."""
+DEVICE = "device"
+"""The tier beside the model, from which nothing is loaded."""
 NO_PIPELINE = "-no-pipeline"
 """What stands behind a tier whose KV is loaded without the pipeline."""
 IDS_AT_ONCE = 8
@@ -117,7 +120,7 @@ def device_rate(tier: str) -> float | None:
     except ValueError:
         rate = 0.0
     if not tier.endswith("MB/s") or not 0 < rate < float("inf"):
-        raise ConfigError(f"tier {tier!r} is unknown; give ram, disk, or a rate such as 200MB/s")
+        raise ConfigError(f"tier {tier!r} is not measured here; give ram, disk, or a rate such as 200MB/s")
     return rate * 1e6
 
 
@@ -126,8 +129,8 @@ Shape = Annotated[
     typer.Option(
         "--shape",
         metavar="NAME",
-        help="The model's shape: tiny, smollm2-360m, qwen2-0.5b, gemma-3-1b, phi-3-mini-8-layers, llama-3.2-1b, qwen2.5-7b or "
-        "llama-3.1-8b.",
+        help="The model's shape: tiny, smollm2-360m, qwen2-0.5b, gemma-3-1b, phi-3-mini-8-layers, llama-3.2-1b, llama-3.2-3b, "
+        "qwen2.5-7b or llama-3.1-8b.",
     ),
 ]
 Chunks = Annotated[int, typer.Option(min=1, help="Chunks in the prompt.")]
@@ -249,6 +252,8 @@ class ModelSetting(RoundsSetting):
             "encode_on": "add",
             "dtype": self.dtype,
             "device": self.device,
+            # KV in RAM comes from RAM: on a CUDA device, what was used once would else stay there.
+            "device_bytes": 0,
             "ram_bytes": NO_LIMIT,
             "disk_bytes": NO_LIMIT,
             "disk_codec": "native",
@@ -294,8 +299,9 @@ class TTFTSetting(ModelSetting):
         typer.Option(
             "--tiers",
             "--tier",
-            help="Where stored KV is read from, comma-separated: ram, disk (the page cache is emptied of it before each run), or "
-            "a rate such as 100MB/s for an emulated device; with -no-pipeline behind it, loaded without the pipeline.",
+            help="Where stored KV is read from, comma-separated: device (kept beside the model), ram, disk (the page cache is "
+            "emptied of it before each run), or a rate such as 100MB/s for an emulated device; with -no-pipeline behind it, "
+            "loaded without the pipeline.",
         ),
         Written(parse_names),
     ] = ("ram",)
@@ -310,7 +316,8 @@ class TTFTSetting(ModelSetting):
     def __post_init__(self) -> None:
         super().__post_init__()
         for tier in self.tiers or ("",):
-            device_rate(tier.removesuffix(NO_PIPELINE))
+            if tier != DEVICE:
+                device_rate(tier.removesuffix(NO_PIPELINE))
 
 
 @dataclass(frozen=True)

@@ -146,6 +146,21 @@ _SHAPES: dict[str, _Shape] = {
             tie_word_embeddings=True,
         ),
     ),
+    "llama-3.2-3b": (
+        LlamaConfig,
+        dict(
+            vocab_size=128256,
+            hidden_size=3072,
+            intermediate_size=8192,
+            num_hidden_layers=28,
+            num_attention_heads=24,
+            num_key_value_heads=8,
+            head_dim=128,
+            max_position_embeddings=131072,
+            rope_parameters=_llama3_rope(32.0),
+            tie_word_embeddings=True,
+        ),
+    ),
     "qwen2.5-7b": (
         Qwen2Config,
         dict(

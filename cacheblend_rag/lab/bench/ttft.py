@@ -15,7 +15,7 @@ from cacheblend_rag.chunk import BlendPrompt, Chunk, FixedText
 from cacheblend_rag.cli.output import say_seconds
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.lab.bench.runner import RoundsBench, median_ratio, say_range, wait_for_device
-from cacheblend_rag.lab.bench.settings import NO_LIMIT, NO_PIPELINE, TTFTSetting, device_rate
+from cacheblend_rag.lab.bench.settings import DEVICE, NO_LIMIT, NO_PIPELINE, TTFTSetting, device_rate
 from cacheblend_rag.lab.bench.shapes import RandomWords, make_model
 from cacheblend_rag.lab.bench.tiers import SlowStore
 from cacheblend_rag.lab.eval.prefix import PrefixCache
@@ -129,7 +129,9 @@ class TTFTBench(RoundsBench[TTFTSetting, _Method, "tuple[float, BlendReport | No
         self._engines = {"ram": self.engine}
         if location is not None:
             self._engines["disk"] = engine(location, engine_settings(settings, ram_bytes=0))
-        for tier in dict.fromkeys(each.removesuffix(NO_PIPELINE) for each in setting.tiers):
+        if DEVICE in setting.tiers:
+            self._engines[DEVICE] = engine(None, engine_settings(settings, device_bytes=NO_LIMIT))
+        for tier in dict.fromkeys(each.removesuffix(NO_PIPELINE) for each in setting.tiers if each != DEVICE):
             rate = device_rate(tier)
             if rate is not None:
                 slow = SlowStore(tier, rate, NO_LIMIT)

@@ -125,7 +125,7 @@ def test_prompts_without_gaps_are_measured_beside_plain_reuse(tmp_path: Path) ->
 
 
 def test_tiers_are_measured_side_by_side(tmp_path: Path) -> None:
-    tiers = ("ram", "disk", "disk-no-pipeline")
+    tiers = ("ram", "disk", "disk-no-pipeline", "device")
     setting = TTFTSetting("tiny", 3, 20, 5, ratios=(0.15,), tiers=tiers, folder=tmp_path, repeats=2)
     with TTFTBench(setting) as bench:
         rows = bench.measure()
@@ -137,7 +137,10 @@ def test_tiers_are_measured_side_by_side(tmp_path: Path) -> None:
         ("blend", "ram", True),
         ("blend", "disk", True),
         ("blend", "disk", False),
+        ("blend", "device", True),
     ]
+    # What lies on the device is not loaded.
+    assert rows.pop().load_bytes == 0
     for row in rows[:2]:
         assert (row.over_ram, row.load_s, row.load_bytes) == (None, None, None)
     assert rows[2].over_ram == 1
@@ -149,15 +152,19 @@ def test_tiers_are_measured_side_by_side(tmp_path: Path) -> None:
 
 
 def test_a_run_from_a_tier_reads_that_tier(tmp_path: Path) -> None:
-    setting = TTFTSetting("tiny", 3, 20, 5, ratios=(0.15,), tiers=("ram", "disk"), folder=tmp_path, repeats=1)
+    setting = TTFTSetting("tiny", 3, 20, 5, ratios=(0.15,), tiers=("ram", "disk", "device"), folder=tmp_path, repeats=1)
     with TTFTBench(setting) as bench:
-        for tier in ("ram", "disk", "ram", "disk"):
+        # It comes there with its first use.
+        bench._blend("device", "hkvd", 0.15, True)
+        for tier in ("ram", "disk", "device", "ram", "disk", "device"):
             report = bench._blend(tier, "hkvd", 0.15, True)
             assert {chunk.tier for chunk in report.chunks} == {tier}
 
 
 def test_a_tier_that_is_not_measured_is_refused() -> None:
-    with pytest.raises(ConfigError, match="tier 'tape' is unknown; give ram, disk, or a rate such as 200MB/s"):
+    with pytest.raises(
+        ConfigError, match="tier 'tape' is not measured here; give ram, disk, or a rate such as 200MB/s"
+    ):
         TTFTSetting("tiny", tiers=("ram", "tape"))
 
 
@@ -173,6 +180,7 @@ def test_every_shape_is_a_model(name: str) -> None:
         "smollm2-360m": 362,
         "qwen2-0.5b": 494,
         "llama-3.2-1b": 1236,
+        "llama-3.2-3b": 3213,
         "qwen2.5-7b": 7616,
         "llama-3.1-8b": 8030,
     }

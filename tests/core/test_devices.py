@@ -1,0 +1,223 @@
+"""What is computed on a CUDA device is what the CPU computes, on every way that KV takes there; and on the CPU the same twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, FixedText
+from cacheblend_rag.engine import GenerationResult
+from cacheblend_rag.lab.families import prove, tiny_config
+from cacheblend_rag.lab.families import tiny_model as family_model
+from cacheblend_rag.lab.family_table import shipped_table
+from cacheblend_rag.lab.settings import engine_settings
+from tests.families import tiny_model, tiny_tokenizer, words
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+# Logits are of the size of 10. What sums in another order differs in the last digits, layer upon layer.
+TOLERANCE = 1e-3
+DOCUMENT = [Chunk(words(length, seed), f"d{seed}", document="d") for seed, length in enumerate((20, 33, 9))]
+ALONE = [Chunk(words(length, 50 + seed), f"a{seed}") for seed, length in enumerate((25, 14))]
+MISSING = Chunk(words(11, 70), "missing")
+HEAD = FixedText(words(6, 71))
+PROMPTS = {
+    "every chunk stored": BlendPrompt(words(3, 80), [DOCUMENT[2], ALONE[0], DOCUMENT[0], ALONE[1]], words(5, 81)),
+    "one not stored": BlendPrompt(words(3, 80), [ALONE[1], MISSING, DOCUMENT[1]], words(7, 82)),
+    "nothing computed but the question": BlendPrompt(HEAD, DOCUMENT, words(5, 83), " t9 "),
+    "no chunk": BlendPrompt(words(30, 84), [], words(5, 85)),
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain reuse": {"selector": "none", "recompute_ratio": 0.0},
+    "hkvd": {"selector": "hkvd", "recompute_ratio": 0.15},
+    "query": {"selector": "query", "recompute_ratio": 0.3},
+    "random": {"selector": "random", "recompute_ratio": 0.3},
+    "everything recomputed": {"recompute_ratio": 1.0},
+    "full prefill": {"enabled": False},
+    "evicted": {"recompute_ratio": 0.0, "kv_capacity": 0.5},
+    "source attention": {"recompute_ratio": 0.0, "source_attention": True},
+}
+
+
+@cache
+def model_on(device: str, family: str = "llama") -> PreTrainedModel:
+    model = tiny_model(family)
+    torch.nn.Module.to(model, device)
+    return model
+
+
+def engine_on(device: str, store: Path | None = None, family: str = "llama", **settings: Any) -> BlendEngine:
+    given = {"disk_codec": "native"} | settings
+    return BlendEngine(model_on(device, family), tiny_tokenizer(), **engine_settings(**given), store=store)
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[dict[str, BlendEngine]]:
+    """An engine on each device that this machine has, with the same chunks stored."""
+    names = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    made = {name: engine_on(name, separator=" t9 ") for name in names}
+    for engine in made.values():
+        engine.add([*DOCUMENT, *ALONE])
+    yield made
+    for engine in made.values():
+        engine.close()
+
+
+def assert_same(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert got.device.type == wanted.device.type == "cpu"
+    torch.testing.assert_close(got, wanted, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def assert_same_answer(got: GenerationResult, wanted: GenerationResult) -> None:
+    assert got.token_ids == wanted.token_ids
+    assert got.text == wanted.text
+    assert got.report.hits == wanted.report.hits
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("prompt", PROMPTS.values(), ids=list(PROMPTS))
+@pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
+def test_a_prompt_is_answered_as_on_the_cpu(
+    engines: dict[str, BlendEngine], device: str, prompt: BlendPrompt, way: dict[str, Any]
+) -> None:
+    engine, wanted = engines[device], engines["cpu"]
+    blend, cpu_blend = engine.blend.replace(**way), wanted.blend.replace(**way)
+    # The second time, what was used once lies beside the model on a CUDA device.
+    for _ in range(2):
+        ours, theirs = engine.prefill(prompt, blend=blend), wanted.prefill(prompt, blend=cpu_blend)
+        assert_same(ours.logits, theirs.logits)
+        assert ours.report.recomputed_tokens == theirs.report.recomputed_tokens
+    assert_same_answer(
+        engine.generate(prompt, 10, blend=blend, do_sample=False),
+        wanted.generate(prompt, 10, blend=cpu_blend, do_sample=False),
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("codec", ["native", "int8", "int4"])
+@pytest.mark.parametrize("tier", ["ram", "disk", "device"])
+def test_kv_of_every_tier_and_codec_is_that_of_the_cpu(tmp_path: Path, device: str, codec: str, tier: str) -> None:
+    rooms = {
+        "ram": {"device_bytes": 0},
+        "disk": {"device_bytes": 0, "ram_bytes": 0},
+        "device": {"device_bytes": 10**8},
+    }
+    prompt = PROMPTS["every chunk stored"]
+    results = []
+    for name in dict.fromkeys(("cpu", device)):
+        settings = {"ram_codec": codec, "disk_codec": codec, **rooms[tier]}
+        with engine_on(name, tmp_path / name, **settings) as engine:
+            engine.add([*DOCUMENT, *ALONE])
+            engine.flush()
+            engine.prefill(prompt)
+            result = engine.prefill(prompt)
+            assert {chunk.tier for chunk in result.report.chunks} == {tier}
+            results.append(result.logits)
+    if codec == "native":
+        assert_same(results[0], results[-1])
+    else:
+        # A number that lies between two that the codec has may be rounded either way.
+        assert float((results[0] - results[-1]).norm() / results[0].norm()) < 0.02
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_folder_written_by_one_device_serves_the_other(tmp_path: Path, device: str, threads: int) -> None:
+    prompt = PROMPTS["every chunk stored"]
+    with engine_on("cpu", tmp_path) as engine:
+        engine.add([*DOCUMENT, *ALONE])
+        wanted = engine.prefill(prompt).logits
+    with engine_on(device, tmp_path, load_threads=threads, ram_bytes=0, device_bytes=0) as engine:
+        result = engine.prefill(prompt)
+        assert result.report.hits == 4
+        assert_same(result.logits, wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_many_prompts_together_and_at_once(engines: dict[str, BlendEngine], device: str) -> None:
+    prompts = list(PROMPTS.values())[:3]
+    wanted = [engines["cpu"].generate(prompt, 12, do_sample=False) for prompt in prompts]
+    for ours, theirs in zip(engines[device].generate_many(prompts, 12, do_sample=False), wanted, strict=True):
+        assert_same_answer(ours, theirs)
+    with ThreadPoolExecutor(3) as pool:
+        at_once = list(pool.map(lambda prompt: engines[device].generate(prompt, 12, do_sample=False), prompts))
+    for ours, theirs in zip(at_once, wanted, strict=True):
+        assert_same_answer(ours, theirs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_stream_a_conversation_and_a_sample(engines: dict[str, BlendEngine], device: str) -> None:
+    prompt, engine = PROMPTS["every chunk stored"], engines[device]
+    stream = engine.stream(prompt, 12, do_sample=False)
+    text = "".join(stream)
+    assert_same_answer(stream.result(), engines["cpu"].generate(prompt, 12, do_sample=False))
+    assert text == stream.result().text
+
+    answers: dict[str, list[str]] = {}
+    for name in dict.fromkeys(("cpu", device)):
+        conversation = engines[name].conversation()
+        first = engines[name].generate(prompt, 6, do_sample=False, conversation=conversation)
+        asked = BlendPrompt(prompt.prefix, prompt.chunks, f"{prompt.suffix} {first.text} {words(4, 90)}")
+        second = engines[name].generate(asked, 6, do_sample=False, conversation=conversation)
+        assert second.report.conversation_tokens > 0
+        answers[name] = [first.text, second.text]
+    assert answers[device] == answers["cpu"]
+    # Drawn by the device's own generator, so that it is another answer; but an answer.
+    assert 1 <= len(engine.generate(prompt, 6, do_sample=True, temperature=1.0).token_ids) <= 6
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", [row.family for row in shipped_table()[1] if row.is_exact])
+def test_every_family_is_exact_on_cuda(family: str) -> None:
+    model = family_model(tiny_config(family))
+    torch.nn.Module.to(model, "cuda")
+    # Both sides are computed on the device, whose kernels sum in orders of their own.
+    proof = prove(model, tolerance=1e-3)
+    assert proof.is_exact, proof
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text"])
+def test_half_precision_on_cuda(family: str, dtype: torch.dtype) -> None:
+    model = family_model(tiny_config(family), dtype=dtype)
+    torch.nn.Module.to(model, "cuda")
+    differences = dict(prove(model).differences)
+    assert max(differences[name] for name in ("oracle", "ratio 1.0", "hits and misses")) <= 0.05
+
+
+@pytest.mark.cuda
+def test_pinned_memory_and_what_is_given_back() -> None:
+    with engine_on("cuda") as engine:
+        engine.add([*DOCUMENT, *ALONE])
+        engine.generate(PROMPTS["every chunk stored"], 4)
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated()
+        for _ in range(5):
+            engine.generate(PROMPTS["every chunk stored"], 4)
+        torch.cuda.synchronize()
+        # No prompt leaves its cache behind.
+        assert torch.cuda.memory_allocated() <= held
+
+
+@pytest.mark.cuda
+def test_the_reference_model_answers_as_on_the_cpu() -> None:
+    from cacheblend_rag.demo.corpus import demo_chunks, demo_questions
+
+    answers = {}
+    for device in ("cpu", "cuda"):
+        with BlendEngine.from_pretrained("reference", **engine_settings(device=device, dtype="float32")) as engine:
+            chunks = [Chunk(each.text, each.id, document=each.document) for each in demo_chunks("any")]
+            engine.add(chunks)
+            answers[device] = [
+                engine.generate(BlendPrompt("Read:\n", chunks[:10], f"\n{question.text}"), 24, do_sample=False).text
+                for question in demo_questions(6)
+            ]
+    assert answers["cuda"] == answers["cpu"]
