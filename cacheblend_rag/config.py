@@ -19,7 +19,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.files import load_yaml, read_yaml_text
 
-__all__ = ["BlendConfig", "EngineConfig", "did_you_mean"]
+__all__ = ["BlendConfig", "EngineConfig", "SettingsBase", "did_you_mean"]
 
 _Codec = Literal["native", "float32", "float16", "bfloat16", "int8", "int4", "int2"]
 _PREFIX = "CACHEBLEND_"
@@ -29,16 +29,16 @@ _NAME_SHOWN = 60
 _shown = Repr()
 _shown.maxstring = _shown.maxother = 100
 _log = logging.getLogger(__name__)
-_Settings = TypeVar("_Settings", bound="_Base")
+_Settings = TypeVar("_Settings", bound="SettingsBase")
 
 
-class _Base(BaseSettings):
-    """Base of both kinds of settings; frozen, and an unknown name is an error."""
+class SettingsBase(BaseSettings):
+    """Base of all kinds of settings; frozen, and an unknown name is an error."""
 
     # A message shows the inputs that may be seen; pydantic's own, in a traceback, would show all of them.
     model_config = SettingsConfigDict(env_prefix=_PREFIX, extra="forbid", frozen=True, hide_input_in_errors=True)
 
-    kinds: ClassVar[dict[str, type[_Base]]] = {}
+    kinds: ClassVar[dict[str, type[SettingsBase]]] = {}
     """The class that has each setting, by the setting's name."""
     lifetime: ClassVar[str]
 
@@ -149,17 +149,22 @@ def _warn_of(variable: str) -> None:
     if _warned_of.setdefault(variable, mine) is not mine:
         return
     name = variable.removeprefix(_PREFIX).lower()
-    _log.warning("unknown setting %s in the environment%s; it is ignored", variable, did_you_mean(name, _Base.kinds))
+    _log.warning(
+        "unknown setting %s in the environment%s; it is ignored", variable, did_you_mean(name, SettingsBase.kinds)
+    )
 
 
 def _warn_of_unknown_variables() -> None:
     """Warn once of each environment variable that looks like a setting but is not one."""
     for variable in os.environ:
-        if variable.upper().startswith(_PREFIX) and variable.upper().removeprefix(_PREFIX).lower() not in _Base.kinds:
+        if (
+            variable.upper().startswith(_PREFIX)
+            and variable.upper().removeprefix(_PREFIX).lower() not in SettingsBase.kinds
+        ):
             _warn_of(variable)
 
 
-class EngineConfig(_Base):
+class EngineConfig(SettingsBase):
     """Settings of an engine, fixed when it is made.
 
     Every field can also be set by an environment variable, its name in capitals after ``CACHEBLEND_``, as in
@@ -276,7 +281,7 @@ class EngineConfig(_Base):
         return None if self.dtype is None else getattr(torch, self.dtype)
 
 
-class BlendConfig(_Base):
+class BlendConfig(SettingsBase):
     """Settings of blending: whether, how much, and which tokens. An engine has its own, and each call may bring others.
 
     Every field can also be set by an environment variable, its name in capitals after ``CACHEBLEND_``, as in

@@ -1,6 +1,6 @@
 """An endpoint that streams answers, over documents that can be put and deleted while it runs.
 
-Needs ``pip install "cacheblend-rag[demo,fastapi]"`` and no network. Start it and ask::
+Needs ``pip install "cacheblend-rag[demo,serve]"`` and no network. Start it and ask::
 
     python examples/llama_index_fastapi.py
     curl -N localhost:8000/ask --json '{"question": "Where was Mara Lindell born?"}'

@@ -38,7 +38,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
     2: ("store", "model"),
     3: ("encode", "loader", "controller", "fuse", "snapkv"),
     4: ("engine",),
-    5: ("reference", "documents", "calibration", "demo", "cli", "__main__"),
+    5: ("reference", "documents", "calibration", "chat", "demo", "serve", "cli", "__main__"),
     # What measures and trains. The core imports none of it: its commands are found by their entry points.
     6: ("lab",),
 }
@@ -49,7 +49,7 @@ ENGINE_FLOOR = FLOOR_OF["engine"]
 FRAMEWORKS = ("llama_index", "langchain", "langgraph", "langsmith", "chromadb", "sentence_transformers")
 
 # What a framework package may import of `cacheblend_rag`, besides the package itself.
-DOOR = ("engine", "pml", "calibration", *FLOORS[0])
+DOOR = ("engine", "pml", "calibration", "chat", *FLOORS[0])
 INTEGRATIONS = {
     "llama_index_cacheblend": ROOT / "integrations" / "llama_index" / "llama_index_cacheblend",
     "langchain_cacheblend": ROOT / "integrations" / "langchain" / "langchain_cacheblend",

@@ -19,6 +19,7 @@ from cacheblend_rag.cli.models import models
 from cacheblend_rag.cli.output import on_interrupt
 from cacheblend_rag.cli.pml import pml_app
 from cacheblend_rag.cli.profile import profile
+from cacheblend_rag.cli.serve import keys_app, serve
 from cacheblend_rag.cli.store import store_app
 from cacheblend_rag.cli.warm import warm
 from cacheblend_rag.errors import CacheBlendError, ConfigError, DatasetError, UnknownChunkError
@@ -68,10 +69,11 @@ def _root(
     del version
 
 
-for _command in (warm, ask, inspect, profile, calibrate, models):
+for _command in (warm, ask, inspect, serve, profile, calibrate, models):
     app.command()(_command)
 app.add_typer(store_app, name="store")
 app.add_typer(pml_app, name="pml")
+app.add_typer(keys_app, name="keys")
 for _entry in sorted(entry_points(group="cacheblend_rag.commands"), key=lambda entry: entry.name):
     _added = _entry.load()
     if isinstance(_added, typer.Typer):

@@ -11,7 +11,7 @@ from pathlib import Path
 from cacheblend_rag.chunk import Chunk, text_hash
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["Passage", "read_passages", "split_text"]
+__all__ = ["Passage", "named_passages", "read_passages", "split_text"]
 
 _SUFFIXES = {".txt", ".text", ".md", ".markdown", ".rst"}
 _HEADING = re.compile(r"#{1,6} ")
@@ -93,7 +93,7 @@ def read_passages(
                     raise ConfigError(f"{file} cannot be read: {reason}") from error
                 skipped.append(f"{file} is left out: {reason}")
                 continue
-            passages[source] = list(_passages(source, text, count_tokens, chunk_tokens))
+            passages[source] = list(named_passages(source, split_text(text, count_tokens, chunk_tokens)))
     return [passage for source in sorted(passages) for passage in passages[source]], skipped
 
 
@@ -107,10 +107,11 @@ def _files(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _passages(source: str, text: str, count_tokens: TokenCount, chunk_tokens: int) -> Iterator[Passage]:
+def named_passages(source: str, pieces: Sequence[str]) -> Iterator[Passage]:
+    """Yield the pieces of a document, in the order of reading, as passages; `source` is the document's name."""
     seen: dict[str, int] = {}
     start = 0
-    for position, piece in enumerate(split_text(text, count_tokens, chunk_tokens)):
+    for position, piece in enumerate(pieces):
         digest = text_hash(piece)[:16]
         seen[digest] = number = seen.get(digest, 0) + 1
         # The same words twice in one file are two passages.

@@ -222,6 +222,20 @@ class BlendEngine:
         engine.model_name = str(model)
         return engine
 
+    def for_tenant(self, tenant: str) -> BlendEngine:
+        """Return an engine of another tenant over this one's model, store and settings; close it before this one."""
+        engine = BlendEngine(
+            self.model,
+            self.tokenizer,
+            config=self.config,
+            blend=self.blend,
+            store=self._store,
+            tenant=tenant,
+            tuning=self.tuning,
+        )
+        engine.model_name = self.model_name
+        return engine
+
     def __enter__(self) -> BlendEngine:
         return self
 

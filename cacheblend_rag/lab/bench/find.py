@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cacheblend_rag.chat.catalog import ChunkCatalog
 from cacheblend_rag.chunk import Chunk, text_hash
 from cacheblend_rag.cli.output import say_bytes, say_seconds
 from cacheblend_rag.engine import BlendEngine
@@ -21,7 +22,6 @@ from cacheblend_rag.lab.bench.shapes import made_up_word
 from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.reference import load_model, load_tokenizer
 from cacheblend_rag.store import NodeRecord
-from langchain_cacheblend.catalog import ChunkCatalog
 
 __all__ = ["FindBench", "FindRow"]
 

@@ -564,14 +564,13 @@ class BatchSetting(RoundsSetting):
 
 @dataclass(frozen=True)
 class FindSetting(BenchSetting):
-    """Measure what LangChain calls wait while stored chunks are looked for in their prompts.
+    """Measure what a prompt waits while stored chunks are looked for in it.
 
     The prompts hold 0 to 16 chunks and as many with one character changed, between other text.
     """
 
     bench: ClassVar[str] = "find:FindBench"
     preparing: ClassVar[str] = "making the texts"
-    extra: ClassVar[str | None] = "langchain"
     chunks: Annotated[int, typer.Option(min=16, help="Stored chunks.")] = 100_000
     # For a 99th percentile.
     prompts: Annotated[int, typer.Option(min=100, help="Prompts that are looked through.")] = 500

@@ -16,8 +16,9 @@ from langchain_core.runnables.config import get_config_list, get_executor_for_co
 from transformers import StoppingCriteria
 
 from cacheblend_rag import BlendEngine, GenerationResult
+from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.errors import CacheBlendError
-from langchain_cacheblend.calls import Answer, Call
+from langchain_cacheblend.calls import Call
 
 __all__ = ["AnswersTogether", "Meeting", "options_of_all"]
 
@@ -187,11 +188,11 @@ class AnswersTogether:
         """Answer one call, together with the others of its batch if it is of one."""
         meeting = _joined.get()
         if meeting is None:
-            return call.answer(self.engine.generate(call.prompt, **call.options), self.engine)
+            return call.ending.read(self.engine.generate(call.prompt, **call.options), self.engine)
         # A prompt that cannot be served fails alone.
         self.engine.prompt_layout(call.prompt)
         try:
-            return call.answer(meeting.ask(call).result(), self.engine)
+            return call.ending.read(meeting.ask(call).result(), self.engine)
         except CancelledError:
             raise CacheBlendError("the batch was interrupted, so this answer is incomplete; ask again") from None
 
@@ -201,11 +202,11 @@ class AnswersTogether:
         meeting = _joined.get()
         if meeting is not None:
             await run_in_executor(None, self.engine.prompt_layout, call.prompt)
-            return call.answer(await asyncio.wrap_future(meeting.ask(call)), self.engine)
+            return call.ending.read(await asyncio.wrap_future(meeting.ask(call)), self.engine)
         # A stream, so that a cancelled task does not leave the engine busy with an answer that nobody waits for.
         stream = await run_in_executor(None, self.engine.stream, call.prompt, **call.options)
         try:
-            return call.answer(await stream.aresult(), self.engine)
+            return call.ending.read(await stream.aresult(), self.engine)
         finally:
             stream.close()
 

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from pydantic import BaseModel, Field, ValidationError
-from transformers import GenerationConfig, StoppingCriteria
+from transformers import GenerationConfig
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, BlendReport, GenerationResult
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt
 from cacheblend_rag.calibration import ModelCall
-from cacheblend_rag.errors import AnswerTimeoutError, ConfigError
+from cacheblend_rag.chat.answer import Answer, Ending
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.report import CallReport
-from cacheblend_rag.stops import cut_at_stop
 
 __all__ = [
-    "Answer",
     "Call",
-    "Deadline",
     "DecodingFields",
     "calls_made",
     "check_engine",
@@ -31,8 +27,10 @@ __all__ = [
     "explain",
     "generation_options",
     "hinted",
+    "info_of",
     "note_call",
     "stop_strings",
+    "usage_of",
     "with_objects",
 ]
 
@@ -67,72 +65,29 @@ _ELSEWHERE = {
 }
 
 
-class Deadline(StoppingCriteria):
-    """Ends a generation at the first token that is later than `timeout_s` from now."""
-
-    def __init__(self, timeout_s: float) -> None:
-        if not isinstance(timeout_s, int | float) or not timeout_s > 0:
-            raise ConfigError(f"timeout={timeout_s!r} must be a positive number of seconds, or None for no limit")
-        self._timeout_s = timeout_s
-        self._until = time.monotonic() + timeout_s
-        self._passed = False
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """Return whether each sequence is done."""
-        self._passed = self._passed or time.monotonic() > self._until
-        return torch.full((input_ids.shape[0],), self._passed, dtype=torch.bool, device=input_ids.device)
-
-    def check(self) -> None:
-        """Raise `AnswerTimeoutError` if a generation was ended."""
-        if self._passed:
-            raise AnswerTimeoutError(
-                f"the answer was not finished after timeout={self._timeout_s:g} s, waiting for the model included; "
-                "give it more time, or lower max_tokens"
-            )
-
-
 @dataclass(frozen=True)
 class Call:
-    """One call of the engine: the prompt, the strings that end the answer, options of `BlendEngine.generate`, a time limit."""
+    """One call of the engine: the prompt, what ends the answer early, options of `BlendEngine.generate`."""
 
     prompt: BlendPrompt
-    stop: tuple[str, ...]
+    ending: Ending
     options: dict[str, Any] = field(default_factory=dict)
-    deadline: Deadline | None = None
-
-    def answer(self, result: GenerationResult, engine: BlendEngine) -> Answer:
-        """Return what the engine generated as an answer; `AnswerTimeoutError` if that took too long."""
-        if self.deadline is not None:
-            self.deadline.check()
-        text = cut_at_stop(result.text, self.stop)
-        ends = engine.model.generation_config.eos_token_id
-        ends = ends if isinstance(ends, list) else [ends]
-        at_end = len(text) < len(result.text) or result.token_ids[-1:] in [(end,) for end in ends]
-        return Answer(text, "stop" if at_end else "length", result.report)
 
 
-@dataclass(frozen=True)
-class Answer:
-    """An answer, cut at the first stop string; `finish_reason` is "stop" at an end token or a stop string, else "length"."""
+def info_of(answer: Answer) -> dict[str, Any]:
+    """Return what goes into the response metadata."""
+    return {"finish_reason": answer.finish_reason, "blend": CallReport.of(answer.report)}
 
-    text: str
-    finish_reason: str
-    report: BlendReport
 
-    def info(self) -> dict[str, Any]:
-        """Return what goes into the response metadata."""
-        return {"finish_reason": self.finish_reason, "blend": CallReport.of(self.report)}
-
-    def usage(self) -> UsageMetadata:
-        """Return the tokens used; ``cache_read`` counts the prompt tokens whose stored KV was used unchanged."""
-        report = self.report
-        reused = sum(chunk.tokens - chunk.recomputed_tokens for chunk in report.chunks if chunk.hit)
-        return UsageMetadata(
-            input_tokens=report.prompt_tokens,
-            output_tokens=report.output_tokens,
-            total_tokens=report.prompt_tokens + report.output_tokens,
-            input_token_details=InputTokenDetails(cache_read=reused),
-        )
+def usage_of(answer: Answer) -> UsageMetadata:
+    """Return the tokens used; ``cache_read`` counts the prompt tokens whose stored KV was used unchanged."""
+    report = answer.report
+    return UsageMetadata(
+        input_tokens=report.prompt_tokens,
+        output_tokens=report.output_tokens,
+        total_tokens=report.prompt_tokens + report.output_tokens,
+        input_token_details=InputTokenDetails(cache_read=answer.cached_tokens),
+    )
 
 
 class DecodingFields(BaseModel):

@@ -14,9 +14,10 @@ from langchain_core.prompts import BasePromptTemplate, PromptTemplate, format_do
 from langchain_core.runnables import Runnable, RunnableLambda
 
 from cacheblend_rag import Chunk, FixedText
+from cacheblend_rag.chat.render import Holes
 from cacheblend_rag.errors import ConfigError
 from langchain_cacheblend.documents import as_chunks
-from langchain_cacheblend.holes import Holes, TextPromptValue, as_content, declare_fixed, said_first, static_value
+from langchain_cacheblend.holes import TextPromptValue, as_content, declare_fixed, said_first, static_value
 
 __all__ = ["create_blend_documents_chain"]
 
@@ -68,11 +69,11 @@ def create_blend_documents_chain(
     writer = document_prompt or PromptTemplate.from_template("{page_content}")
 
     def fill(inputs: dict[str, Any]) -> PromptValue:
-        holes = Holes()
+        holes = Holes[Chunk]()
         written = (_written(document, writer, holes) for document in inputs[document_variable_name])
         value = prompt.invoke({**inputs, document_variable_name: document_separator.join(written)})
         # What the template writes before the documents, with none of these values.
-        marks = Holes()
+        marks = Holes[Chunk]()
         own = static_value(prompt, document_variable_name, marks.text([Chunk("context")]), uuid.uuid4().hex)
         if isinstance(value, ChatPromptValue):
             made = ChatPromptValue(messages=_with_blocks(value.messages, holes))
@@ -90,7 +91,7 @@ def create_blend_documents_chain(
     return chain.with_config(run_name="blend_documents_chain")
 
 
-def _written(document: Document, writer: BasePromptTemplate[Any], holes: Holes) -> str:
+def _written(document: Document, writer: BasePromptTemplate[Any], holes: Holes[Chunk]) -> str:
     """Return a document as it stands in the prompt, with a mark for its text where that stands there verbatim, once."""
     if document.page_content:
         probe = uuid.uuid4().hex
@@ -100,7 +101,7 @@ def _written(document: Document, writer: BasePromptTemplate[Any], holes: Holes) 
     return format_document(document, writer)
 
 
-def _with_blocks(messages: Sequence[BaseMessage], holes: Holes) -> list[BaseMessage]:
+def _with_blocks(messages: Sequence[BaseMessage], holes: Holes[Chunk]) -> list[BaseMessage]:
     """Return the messages with a block for each document whose mark stands in them."""
     filled: list[BaseMessage] = []
     for message in messages:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from operator import itemgetter
@@ -12,7 +11,6 @@ from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackMana
 from langchain_core.documents import Document
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
-from langchain_core.messages.tool import tool_call_chunk
 from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableLambda, RunnableMap, RunnablePassthrough
@@ -21,23 +19,19 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
 from cacheblend_rag import BlendPrompt
+from cacheblend_rag.chat.answer import Answer
+from cacheblend_rag.chat.grammar import Guide, json_grammar, requested_schema
+from cacheblend_rag.chat.render import knows_tools, render_chat
+from cacheblend_rag.chat.tools import ToolGate, ToolReply, call_grammar, chosen_tools, parse_calls
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.pml import prompt_in
-from langchain_cacheblend.calls import Answer, Call, with_objects
+from langchain_cacheblend.calls import Call, info_of, usage_of, with_objects
 from langchain_cacheblend.holes import fixed_head
 from langchain_cacheblend.model import BlendModel
 from langchain_cacheblend.pml import refuse_beside
-from langchain_cacheblend.structured import AnswerForm, Guide, json_grammar, requested_schema, with_schema
-from langchain_cacheblend.template import knows_tools, render_chat
-from langchain_cacheblend.tools import (
-    ToolGate,
-    ToolReply,
-    as_functions,
-    call_grammar,
-    chosen_tools,
-    parse_calls,
-    unreadable,
-)
+from langchain_cacheblend.structured import AnswerForm, with_schema
+from langchain_cacheblend.template import passages, turns_of
+from langchain_cacheblend.tools import as_functions, call_chunks, calls_of
 
 __all__ = ["ChatBlend"]
 
@@ -91,7 +85,9 @@ class ChatBlend(BlendModel, BaseChatModel):
             refuse_beside(tools=tools, documents=documents)
             return self.engine.schemas.blend_prompt(prompt)
         shown = as_functions(tools) if tools else []
-        parts = render_chat(self.engine.tokenizer, messages, tools=shown, documents=documents)
+        parts = render_chat(
+            self.engine.tokenizer, turns_of(messages), tools=shown, documents=passages(documents) if documents else ()
+        )
         return self._found_in(fixed_head(messages, parts, documents))
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
@@ -267,20 +263,10 @@ class ChatBlend(BlendModel, BaseChatModel):
             shown = piece if gate is None else gate.pass_on(piece)
             return [ChatGenerationChunk(message=AIMessageChunk(content=shown))] if shown else []
         reply = ToolReply("") if gate is None else _reply(piece, kwargs)
-        calls = [
-            tool_call_chunk(
-                name=call["name"], args=json.dumps(call["args"], ensure_ascii=False), id=call["id"], index=number
-            )
-            for number, call in enumerate(reply.calls)
-        ]
-        calls += [
-            tool_call_chunk(name=call["name"], args=unreadable(call["args"] or ""), id=call["id"], index=number)
-            for number, call in enumerate(reply.invalid, len(calls))
-        ]
         message = AIMessageChunk(
             content="" if gate is None else reply.text[gate.shown :],
-            tool_call_chunks=calls,
-            usage_metadata=piece.usage(),
+            tool_call_chunks=call_chunks(reply),
+            usage_metadata=usage_of(piece),
             response_metadata=self._metadata(piece, reply),
             chunk_position="last",
         )
@@ -288,17 +274,18 @@ class ChatBlend(BlendModel, BaseChatModel):
 
     def _result(self, answer: Answer, kwargs: dict[str, Any]) -> ChatResult:
         reply = _reply(answer, kwargs) if kwargs.get("tools") else ToolReply(answer.text)
+        calls, invalid = calls_of(reply)
         message = AIMessage(
             content=reply.text,
-            tool_calls=reply.calls,
-            invalid_tool_calls=reply.invalid,
-            usage_metadata=answer.usage(),
+            tool_calls=calls,
+            invalid_tool_calls=invalid,
+            usage_metadata=usage_of(answer),
             response_metadata=self._metadata(answer, reply),
         )
         return ChatResult(generations=[ChatGeneration(message=message)])
 
     def _metadata(self, answer: Answer, reply: ToolReply) -> dict[str, Any]:
-        info = answer.info() | ({"finish_reason": "tool_calls"} if reply.calls else {})
+        info = info_of(answer) | ({"finish_reason": "tool_calls"} if reply.calls else {})
         return {"model_name": self.model, "model_provider": "cacheblend"} | info
 
     # What LangChain asks about

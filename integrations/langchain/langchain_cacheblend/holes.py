@@ -1,9 +1,7 @@
-"""Prompts made of text and chunks: marks that stand in for the chunks, and what of the text is a template's own words."""
+"""Prompts made of text and chunks, and what of the text is a template's own words."""
 
 from __future__ import annotations
 
-import re
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,11 +12,9 @@ from langchain_core.prompts import BasePromptTemplate, ChatPromptTemplate, Promp
 
 from cacheblend_rag import Chunk, FixedText
 from cacheblend_rag.chunk import Segment, text_hash
-from cacheblend_rag.errors import PromptError
 from langchain_cacheblend.documents import chunk_block, parts_of
 
 __all__ = [
-    "Holes",
     "PromptText",
     "TextPromptValue",
     "as_content",
@@ -66,44 +62,6 @@ class TextPromptValue(StringPromptValue):
 def as_content(parts: Sequence[str | Chunk]) -> list[str | dict[str, Any]]:
     """Return text and chunks as the content of a message that adds nothing between them."""
     return [part if isinstance(part, str) else dict(chunk_block(part, inline=True)) for part in parts]
-
-
-class Holes:
-    """Gives each chunk a mark to stand in for it, and puts the chunks where the marks came to stand."""
-
-    def __init__(self) -> None:
-        self._chunks: list[Chunk] = []
-        self._shown: set[int] = set()
-        self._name = uuid.uuid4().hex
-
-    def text(self, parts: Sequence[str | Chunk]) -> str:
-        """Return parts as one text with marks."""
-        texts = []
-        for part in parts:
-            if isinstance(part, Chunk):
-                texts.append(f"[[{self._name}-{len(self._chunks)}]]")
-                self._chunks.append(part)
-            else:
-                texts.append(part)
-        return "".join(texts)
-
-    def split(self, text: str) -> list[str | Chunk]:
-        """Return a text with the chunks in their places; a chunk may stand there more than once."""
-        pieces = re.split(rf"\[\[{self._name}-(\d+)\]\]", text)
-        parts: list[str | Chunk] = [pieces[0]]
-        for number, after in zip(map(int, pieces[1::2]), pieces[2::2], strict=True):
-            self._shown.add(number)
-            parts += [self._chunks[number], after]
-        return [part for part in parts if part]
-
-    def check(self) -> None:
-        """Raise `PromptError` if a chunk has come to stand nowhere."""
-        lost = len(self._chunks) - len(self._shown)
-        if lost:
-            raise PromptError(
-                f"the template drops or changes content: {lost} of the {len(self._chunks)} documents do not appear in "
-                "its output; put the documents into the text of a message instead"
-            )
 
 
 def static_value(prompt: BasePromptTemplate[Any], variable: str, context: str, value: str) -> PromptValue | None:

@@ -15,10 +15,11 @@ from langchain_core.runnables.config import run_in_executor
 from pydantic import PrivateAttr
 
 from cacheblend_rag import BlendPrompt
+from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.chunk import Segment
 from cacheblend_rag.pml import PMLText
 from langchain_cacheblend.batch import options_of_all
-from langchain_cacheblend.calls import Answer, Call
+from langchain_cacheblend.calls import Call, info_of, usage_of
 from langchain_cacheblend.documents import as_chunks
 from langchain_cacheblend.holes import PromptText, TextPromptValue
 from langchain_cacheblend.model import BlendModel
@@ -118,7 +119,7 @@ class BlendLLM(BlendModel, BaseLLM):
         if len(calls) == 1:
             return _result([self._answer(calls[0])])
         results = self.engine.generate_many([call.prompt for call in calls], **options_of_all(calls))
-        return _result([call.answer(result, self.engine) for call, result in zip(calls, results, strict=True)])
+        return _result([call.ending.read(result, self.engine) for call, result in zip(calls, results, strict=True)])
 
     async def _agenerate(
         self,
@@ -131,7 +132,7 @@ class BlendLLM(BlendModel, BaseLLM):
             return _result([await self._aanswer(partial(self._prepared, prompts[0], stop, kwargs))])
         calls = [await run_in_executor(None, self._prepared, prompt, stop, kwargs) for prompt in prompts]
         results = await self.engine.agenerate_many([call.prompt for call in calls], **options_of_all(calls))
-        return _result([call.answer(result, self.engine) for call, result in zip(calls, results, strict=True)])
+        return _result([call.ending.read(result, self.engine) for call, result in zip(calls, results, strict=True)])
 
     def _prepared(self, prompt: str, stop: list[str] | None, kwargs: dict[str, Any]) -> Call:
         options = dict(kwargs)
@@ -174,11 +175,11 @@ def _chunk(piece: str | Answer) -> GenerationChunk:
 
 
 def _info(answer: Answer) -> dict[str, Any]:
-    return answer.info() | {"usage_metadata": dict(answer.usage())}
+    return info_of(answer) | {"usage_metadata": dict(usage_of(answer))}
 
 
 def _result(answers: list[Answer]) -> LLMResult:
-    usage = [answer.usage() for answer in answers]
+    usage = [usage_of(answer) for answer in answers]
     total = {
         "prompt_tokens": sum(each["input_tokens"] for each in usage),
         "completion_tokens": sum(each["output_tokens"] for each in usage),

@@ -13,15 +13,15 @@ from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, ValidationError
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, EngineConfig
 from cacheblend_rag.calibration import ModelCall
-from cacheblend_rag.chunk import Chunk, Segment
-from cacheblend_rag.engine import StopStrings
+from cacheblend_rag.chat.answer import Answer, Deadline, Ending
+from cacheblend_rag.chat.catalog import ChunkCatalog, catalog_of
+from cacheblend_rag.chat.finder import HEAD_CHARS
+from cacheblend_rag.chunk import Segment
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.stops import acut_pieces, cut_pieces
 from langchain_cacheblend.batch import AnswersTogether
 from langchain_cacheblend.calls import (
-    Answer,
     Call,
-    Deadline,
     DecodingFields,
     check_engine,
     check_options,
@@ -32,8 +32,6 @@ from langchain_cacheblend.calls import (
     stop_strings,
     with_objects,
 )
-from langchain_cacheblend.catalog import ChunkCatalog, catalog_of
-from langchain_cacheblend.find import HEAD_CHARS
 
 __all__ = ["BlendModel"]
 
@@ -156,15 +154,7 @@ class BlendModel(AnswersTogether, DecodingFields):
 
     def _found_in(self, parts: Iterable[Segment]) -> BlendPrompt:
         """Return the prompt of these parts, with the stored chunks told apart that stand in its text."""
-        segments: list[Segment] = []
-        for part in parts:
-            segments += (
-                self._catalog.split(self.engine, part, self.min_chunk_chars) if isinstance(part, str) else [part]
-            )
-        if not any(isinstance(segment, Chunk) for segment in segments):
-            text = "".join(part for part in segments if isinstance(part, str))
-            self._catalog.look_closer(self.engine, text, self.min_chunk_chars)
-        return BlendPrompt(segments=segments)
+        return self._catalog.prompt(self.engine, parts, self.min_chunk_chars)
 
     def _call(self, prompt: BlendPrompt, stop: Sequence[str] | None, kwargs: Mapping[str, Any]) -> Call:
         """Merge the options of this object and of one call, which wins."""
@@ -182,13 +172,11 @@ class BlendModel(AnswersTogether, DecodingFields):
         options = generation_options(own, self.generation_kwargs, DecodingFields.checked(given) if given else {})
         stop = self.stop if stop is None else stop
         ends = () if stop is None else stop_strings(stop)
-        deadline = Deadline(timeout) if timeout is not None else None
-        criteria: list[Any] = [StopStrings(self.engine.tokenizer, ends)] if ends else []
-        criteria += [deadline] if deadline is not None else []
-        if criteria:
+        ending = Ending(ends, None if timeout is None else Deadline(timeout))
+        if criteria := ending.criteria(self.engine.tokenizer):
             options["stopping_criteria"] = with_objects(options, "stopping_criteria", *criteria)
         note_call(ModelCall(self.engine, prompt, blend))
-        return Call(prompt, ends, options | {"blend": blend, "wait_s": timeout}, deadline)
+        return Call(prompt, ending, options | {"blend": blend, "wait_s": timeout})
 
     # How it is answered
 
@@ -196,8 +184,8 @@ class BlendModel(AnswersTogether, DecodingFields):
         """Yield the answer piece by piece, and at the end the whole of it."""
         stream = self.engine.stream(call.prompt, **call.options)
         try:
-            yield from cut_pieces(stream, call.stop)
-            yield call.answer(stream.result(), self.engine)
+            yield from cut_pieces(stream, call.ending.stop)
+            yield call.ending.read(stream.result(), self.engine)
         finally:
             stream.close()
 
@@ -205,10 +193,10 @@ class BlendModel(AnswersTogether, DecodingFields):
         call = await run_in_executor(None, make_call)
         stream = await run_in_executor(None, self.engine.stream, call.prompt, **call.options)
         try:
-            async with aclosing(acut_pieces(stream, call.stop)) as pieces:
+            async with aclosing(acut_pieces(stream, call.ending.stop)) as pieces:
                 async for piece in pieces:
                     yield piece
-            yield call.answer(await stream.aresult(), self.engine)
+            yield call.ending.read(await stream.aresult(), self.engine)
         finally:
             stream.close()
 

@@ -1,30 +1,20 @@
-"""Answers in a given form: the schema that is asked for, the grammar that constrains an answer to it, and how it is read."""
+"""Answers in a given form: what LangChain asks for, how a model is told of it, and how it is read."""
 
 from __future__ import annotations
 
 import json
-import threading
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
 from langchain_core.exceptions import OutputParserException
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage
 from langchain_core.utils.function_calling import convert_to_json_schema
 from langchain_core.utils.pydantic import is_basemodel_subclass
-from llguidance import LLMatcher, LLTokenizer
-from llguidance.hf import from_tokenizer
 from pydantic import BaseModel
-from transformers import LogitsProcessor
 
-from cacheblend_rag import BlendEngine
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.chat.grammar import schema_request
 
-__all__ = ["AnswerForm", "Guide", "json_grammar", "requested_schema", "with_schema"]
-
-_SHOWN = "\n\nAnswer with JSON of this schema and nothing else:\n"
+__all__ = ["AnswerForm", "with_schema"]
 
 
 @dataclass(frozen=True)
@@ -71,24 +61,9 @@ class AnswerForm:
         return value
 
 
-def requested_schema(response_format: Any) -> dict[str, Any]:
-    """Return the JSON schema that OpenAI's ``response_format`` asks for; `ConfigError` if it is of no known form."""
-    kind = response_format.get("type") if isinstance(response_format, dict) else None
-    if kind == "json_object":
-        return {"type": "object"}
-    asked = response_format.get("json_schema") if kind == "json_schema" else None
-    if isinstance(asked, dict) and isinstance(asked.get("schema"), dict):
-        schema: dict[str, Any] = asked["schema"]
-        return schema
-    raise ConfigError(
-        f"response_format={response_format!r:.200} is not known; give {{'type': 'json_object'}}, or {{'type': 'json_schema', "
-        "'json_schema': {'name': ..., 'schema': ...}}}, or use with_structured_output"
-    )
-
-
 def with_schema(messages: list[BaseMessage], schema: dict[str, Any]) -> list[BaseMessage]:
     """Return the messages with the schema said in the last one of the user, so that the model knows what its words will be."""
-    said = _SHOWN + json.dumps(schema, ensure_ascii=False)
+    said = schema_request(schema)
     for place in range(len(messages) - 1, -1, -1):
         message = messages[place]
         if isinstance(message, HumanMessage):
@@ -102,95 +77,3 @@ def _unfenced(text: str) -> str:
     lines = text.strip().split("\n")
     fenced = len(lines) > 2 and lines[0].startswith("```") and lines[-1].strip() == "```"
     return "\n".join(lines[1:-1]) if fenced else text.strip()
-
-
-def json_grammar(schema: dict[str, Any], before: str = "", after: str = "") -> str:
-    """Return the grammar of the JSON texts that fit a schema, with `before` and `after` around them.
-
-    `ConfigError` if the schema holds what cannot be enforced.
-    """
-    # Compact but for one blank after separators, as models write JSON; endless whitespace would be JSON too.
-    schema = _closed(schema) | {
-        "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    }
-    around = [json.dumps(text) if text else "" for text in (before, after)]
-    grammar = LLMatcher.grammar_from_lark(f"start: {around[0]} json {around[1]}\njson: %json {json.dumps(schema)}")
-    problem = LLMatcher.validate_grammar(grammar)
-    if problem:
-        raise ConfigError(f"this JSON schema cannot be enforced: {problem}; leave that part out of the schema")
-    return grammar
-
-
-class Guide(LogitsProcessor):
-    """Lets a generation write only what a grammar allows, and end only where it may end.
-
-    `ConfigError` if the tokenizer's tokens cannot be taken apart into bytes.
-    """
-
-    def __init__(self, engine: BlendEngine, grammar: str) -> None:
-        self._vocabulary = _vocabulary(engine)
-        self._grammar = grammar
-        self._matchers: list[LLMatcher] = []
-        self._read = 0
-        self._prompt_len = 0
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return the scores, ``(batch, vocab)``, with those of tokens that may not follow at minus infinity."""
-        if not self._matchers or input_ids.shape[1] <= self._prompt_len:
-            # The first token of an answer; after damaged KV the same prompt comes again.
-            self._matchers = [LLMatcher(self._vocabulary, self._grammar) for _ in range(input_ids.shape[0])]
-            self._prompt_len = self._read = input_ids.shape[1]
-        allowed = np.zeros((len(self._matchers), self._vocabulary.vocab_size), np.bool_)
-        for row, matcher in enumerate(self._matchers):
-            for token in input_ids[row, self._read :].tolist():
-                if not matcher.is_stopped():
-                    matcher.consume_token(token)
-            if matcher.is_stopped():
-                allowed[row, self._vocabulary.eos_tokens] = True
-            else:
-                bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-                allowed[row] = np.unpackbits(bits, bitorder="little")[: allowed.shape[1]]
-        self._read = input_ids.shape[1]
-        mask = torch.zeros(scores.shape, dtype=torch.bool)
-        width = min(scores.shape[1], allowed.shape[1])
-        mask[:, :width] = torch.from_numpy(allowed[:, :width])
-        return scores.masked_fill(~mask.to(scores.device), -torch.inf)
-
-
-def _closed(schema: Any) -> Any:
-    """Return a JSON schema whose objects have no other properties than those it names, unless it says that they may."""
-    if isinstance(schema, list):
-        return [_closed(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {
-        # Below these stand names of the user, and values.
-        name: {key: _closed(value) for key, value in each.items()}
-        if name in ("properties", "$defs", "definitions") and isinstance(each, dict)
-        else each
-        if name in ("const", "enum", "default", "examples")
-        else _closed(each)
-        for name, each in schema.items()
-    }
-    return {"additionalProperties": False} | closed if "properties" in schema else closed
-
-
-# Taking a vocabulary of 150,000 tokens apart takes about a second, so it is done once for each engine.
-_vocabularies: weakref.WeakKeyDictionary[BlendEngine, LLTokenizer] = weakref.WeakKeyDictionary()
-_vocabularies_lock = threading.Lock()
-
-
-def _vocabulary(engine: BlendEngine) -> LLTokenizer:
-    with _vocabularies_lock:
-        vocabulary = _vocabularies.get(engine)
-        if vocabulary is None:
-            ends = engine.model.generation_config.eos_token_id
-            try:
-                vocabulary = from_tokenizer(engine.tokenizer, eos_token=ends, slices=[])
-            except ValueError as error:
-                raise ConfigError(
-                    f"answers of this model cannot be constrained to a form: its tokenizer, a {type(engine.tokenizer).__name__}, "
-                    f"cannot be taken apart ({error}); ask for the form in words and parse the text"
-                ) from error
-            _vocabularies[engine] = vocabulary
-        return vocabulary

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cacheblend_rag.chat.finder import HEAD_CHARS, ChunkFinder
 from cacheblend_rag.chunk import text_hash
-from langchain_cacheblend.find import HEAD_CHARS, ChunkFinder
 
 # Few letters, so that texts overlap, nest and repeat; some from beyond the basic plane, since positions count characters.
 TEXTS = st.text("ab \n🙂é", min_size=HEAD_CHARS, max_size=40)

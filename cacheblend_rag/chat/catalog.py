@@ -9,13 +9,13 @@ import threading
 import unicodedata
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from cacheblend_rag import BlendEngine, Chunk
-from cacheblend_rag.chunk import Segment, text_hash
+from cacheblend_rag.chat.finder import HEAD_CHARS, ChunkFinder, Match
+from cacheblend_rag.chunk import BlendPrompt, Chunk, Segment, text_hash
+from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import StoreError
-from langchain_cacheblend.find import HEAD_CHARS, ChunkFinder, Match
 
 __all__ = ["ChunkCatalog", "catalog_of"]
 
@@ -68,7 +68,16 @@ class ChunkCatalog:
             segments.append(text[end:])
         return segments
 
-    def look_closer(self, engine: BlendEngine, text: str, min_chars: int = HEAD_CHARS) -> None:
+    def prompt(self, engine: BlendEngine, parts: Iterable[Segment], min_chars: int = HEAD_CHARS) -> BlendPrompt:
+        """Return the prompt of these parts, with the stored chunks told apart that stand in its text."""
+        segments: list[Segment] = []
+        for part in parts:
+            segments += self.split(engine, part, min_chars) if isinstance(part, str) else [part]
+        if not any(isinstance(segment, Chunk) for segment in segments):
+            self._look_closer(engine, "".join(part for part in segments if isinstance(part, str)), min_chars)
+        return BlendPrompt(segments=segments)
+
+    def _look_closer(self, engine: BlendEngine, text: str, min_chars: int) -> None:
         """Count a prompt in which no chunk was found, though it holds one in another form, and say so once for each engine."""
         with self._lock:
             match = next(

@@ -1,0 +1,78 @@
+"""What ends an answer early, and how one reads that was generated: its text up to a stop string, why it ended, what it used."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import StoppingCriteria
+
+from cacheblend_rag.engine import BlendEngine, GenerationResult, StopStrings
+from cacheblend_rag.errors import AnswerTimeoutError, ConfigError
+from cacheblend_rag.report import BlendReport
+from cacheblend_rag.stops import cut_at_stop
+
+__all__ = ["Answer", "Deadline", "Ending"]
+
+
+class Deadline(StoppingCriteria):
+    """Ends a generation at the first token that is later than `timeout_s` from now."""
+
+    def __init__(self, timeout_s: float) -> None:
+        if not isinstance(timeout_s, int | float) or not timeout_s > 0:
+            raise ConfigError(f"timeout={timeout_s!r} must be a positive number of seconds, or None for no limit")
+        self.timeout_s = timeout_s
+        self._until = time.monotonic() + timeout_s
+        self._passed = False
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Return whether each sequence is done."""
+        self._passed = self._passed or time.monotonic() > self._until
+        return torch.full((input_ids.shape[0],), self._passed, dtype=torch.bool, device=input_ids.device)
+
+    def check(self) -> None:
+        """Raise `AnswerTimeoutError` if a generation was ended."""
+        if self._passed:
+            raise AnswerTimeoutError(
+                f"the answer was not finished after timeout={self.timeout_s:g} s, waiting for the model included; "
+                "give it more time, or lower max_tokens"
+            )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer, cut at the first stop string; `finish_reason` is "stop" at an end token or a stop string, else "length"."""
+
+    text: str
+    finish_reason: str
+    report: BlendReport
+
+    @property
+    def cached_tokens(self) -> int:
+        """How many of the prompt's tokens had their stored KV used unchanged."""
+        return sum(chunk.tokens - chunk.recomputed_tokens for chunk in self.report.chunks if chunk.hit)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What ends an answer before an end token or the most tokens: strings, of which none is empty, and a time limit."""
+
+    stop: tuple[str, ...] = ()
+    deadline: Deadline | None = None
+
+    def criteria(self, tokenizer: Any) -> list[StoppingCriteria]:
+        """Return the stopping criteria of a generation."""
+        criteria: list[StoppingCriteria] = [StopStrings(tokenizer, self.stop)] if self.stop else []
+        return criteria + ([] if self.deadline is None else [self.deadline])
+
+    def read(self, result: GenerationResult, engine: BlendEngine) -> Answer:
+        """Return what an engine generated as an answer; `AnswerTimeoutError` if that took too long."""
+        if self.deadline is not None:
+            self.deadline.check()
+        text = cut_at_stop(result.text, self.stop)
+        ends = engine.model.generation_config.eos_token_id
+        ends = ends if isinstance(ends, list) else [ends]
+        at_end = len(text) < len(result.text) or result.token_ids[-1:] in [(end,) for end in ends]
+        return Answer(text, "stop" if at_end else "length", result.report)

@@ -1,0 +1,142 @@
+"""From the turns of a conversation to a prompt, by the model's own chat template."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from cacheblend_rag.chunk import Chunk, ChunkRef
+from cacheblend_rag.errors import ConfigError, PromptError
+
+__all__ = ["Holes", "Passage", "knows_tools", "render_chat"]
+
+Piece = TypeVar("Piece", bound="Chunk | ChunkRef")
+_PROBE = "probe_of_cacheblend"
+_SEPARATOR = "\n\n"
+
+
+class Holes(Generic[Piece]):
+    """Gives each chunk a mark to stand in for it, and puts the chunks where the marks came to stand."""
+
+    def __init__(self) -> None:
+        self._chunks: list[Piece] = []
+        self._shown: set[int] = set()
+        self._name = uuid.uuid4().hex
+
+    def text(self, parts: Sequence[str | Piece]) -> str:
+        """Return parts as one text with marks."""
+        texts = []
+        for part in parts:
+            if isinstance(part, str):
+                texts.append(part)
+            else:
+                texts.append(f"[[{self._name}-{len(self._chunks)}]]")
+                self._chunks.append(part)
+        return "".join(texts)
+
+    def split(self, text: str) -> list[str | Piece]:
+        """Return a text with the chunks in their places; a chunk may stand there more than once."""
+        pieces = re.split(rf"\[\[{self._name}-(\d+)\]\]", text)
+        parts: list[str | Piece] = [pieces[0]]
+        for number, after in zip(map(int, pieces[1::2]), pieces[2::2], strict=True):
+            self._shown.add(number)
+            parts += [self._chunks[number], after]
+        return [part for part in parts if part]
+
+    def check(self) -> None:
+        """Raise `PromptError` if a chunk has come to stand nowhere."""
+        lost = len(self._chunks) - len(self._shown)
+        if lost:
+            raise PromptError(
+                f"the template drops or changes content: {lost} of the {len(self._chunks)} documents do not appear in "
+                "its output; put the documents into the text of a message instead"
+            )
+
+
+@dataclass(frozen=True)
+class Passage(Generic[Piece]):
+    """A document beside a conversation: what it is called, and the chunk that it is."""
+
+    title: str
+    chunk: Piece
+
+
+def knows_tools(tokenizer: Any) -> bool:
+    """Return whether a tokenizer's chat template shows tools to the model."""
+    function = {"name": _PROBE, "description": "None.", "parameters": {"type": "object", "properties": {}}}
+    return _shows_probe(tokenizer, tools=[{"type": "function", "function": function}])
+
+
+def render_chat(
+    tokenizer: Any,
+    turns: Sequence[dict[str, Any]],
+    *,
+    tools: Sequence[dict[str, Any]] = (),
+    documents: Sequence[Passage[Piece]] = (),
+) -> list[str | Piece]:
+    """Render a conversation by the tokenizer's chat template, up to where the answer begins, as text and chunks.
+
+    Parameters
+    ----------
+    tokenizer : Any
+        The model's tokenizer.
+    turns : sequence of dict
+        The messages as chat templates take them (`role`, `content`, `tool_calls`, ...), the content being a list of text and
+        chunks.
+    tools : sequence of dict
+        Tools in OpenAI's form.
+    documents : sequence of Passage
+        Documents beside the conversation. They stand where the template shows documents, or else, where it knows none, before the
+        text of the last message of the user.
+
+    Raises
+    ------
+    ConfigError
+        If the tokenizer has no chat template.
+    PromptError
+        If the template cannot show the conversation, its tools included.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigError("this model's tokenizer has no chat template; set tokenizer.chat_template, or use BlendLLM")
+    is_about_tools = tools or any(turn["role"] == "tool" or turn.get("tool_calls") for turn in turns)
+    if is_about_tools and not knows_tools(tokenizer):
+        raise PromptError(
+            "this model's chat template has no tools, so neither tools nor their calls and results can be shown to it; put what "
+            "a tool returned into a user message, or use a model that has learnt to call tools"
+        )
+    holes = Holes[Piece]()
+    variables: dict[str, Any] = {"tools": list(tools)} if tools else {}
+    if documents and _shows_probe(tokenizer, documents=[{"title": "", "text": _PROBE}]):
+        variables["documents"] = [{"title": each.title, "text": holes.text([each.chunk])} for each in documents]
+    elif documents:
+        turns = _with_documents(turns, documents)
+    shown = [{**turn, "content": holes.text(turn["content"])} for turn in turns]
+    parts = holes.split(_apply(tokenizer, shown, variables))
+    holes.check()
+    return parts
+
+
+def _apply(tokenizer: Any, turns: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+    try:
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **variables))
+    except Exception as error:  # a template may raise what it likes, mostly about the order of roles
+        raise PromptError(f"the model's chat template refuses these messages: {error}") from error
+
+
+def _shows_probe(tokenizer: Any, **variables: Any) -> bool:
+    try:
+        return _PROBE in _apply(tokenizer, [{"role": "user", "content": "Hello."}], variables)
+    except PromptError:
+        return False
+
+
+def _with_documents(turns: Sequence[dict[str, Any]], documents: Sequence[Passage[Piece]]) -> list[dict[str, Any]]:
+    for place in range(len(turns) - 1, -1, -1):
+        if turns[place]["role"] == "user":
+            before = [part for document in documents for part in (document.chunk, _SEPARATOR)]
+            changed = {**turns[place], "content": [*before, *turns[place]["content"]]}
+            return [*turns[:place], changed, *turns[place + 1 :]]
+    raise PromptError("documents= needs a user message to go into; there is none among the messages")

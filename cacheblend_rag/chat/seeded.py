@@ -1,0 +1,48 @@
+"""Sampling that a seed repeats, whoever is answered in the same batch."""
+
+from __future__ import annotations
+
+import torch
+from transformers import LogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+__all__ = ["SeededSampling"]
+
+
+class SeededSampling(LogitsProcessor):
+    """Makes greedy decoding draw: to each token's score a number is added such that the greatest is a draw (Gumbel-max).
+
+    transformers draws from one generator for a whole batch; here each answer has its own, so that it is the same alone.
+
+    Parameters
+    ----------
+    seed : int
+        What is drawn follows from it and from the number of the token.
+    temperature : float
+        Above 0.
+    top_k : int, optional
+        Only so many of the likeliest tokens are drawn from.
+    top_p : float, optional
+        Only the likeliest tokens that together have this probability are drawn from.
+    """
+
+    def __init__(self, seed: int, temperature: float, top_k: int | None = None, top_p: float | None = None) -> None:
+        self._seed = seed
+        self._prompt_len: int | None = None
+        self._warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(temperature)]
+        if top_k:
+            self._warpers.append(TopKLogitsWarper(top_k))
+        if top_p is not None and top_p < 1:
+            self._warpers.append(TopPLogitsWarper(top_p))
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return the scores, ``(1, vocab)``, of which the greatest is the draw."""
+        if self._prompt_len is None:
+            self._prompt_len = input_ids.shape[1]
+        for warper in self._warpers:
+            scores = warper(input_ids, scores)
+        generator = torch.Generator().manual_seed(
+            (self._seed * 1_000_003 + input_ids.shape[1] - self._prompt_len) % 2**63
+        )
+        # Of numbers that are exponentially distributed, the negative logarithm is Gumbel-distributed.
+        noise = -torch.empty(scores.shape, dtype=torch.float32).exponential_(generator=generator).log()
+        return scores.float() + noise.to(scores.device)

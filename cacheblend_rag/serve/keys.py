@@ -1,0 +1,154 @@
+"""API keys: a file of their digests, and the tenant that each one speaks for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from cacheblend_rag.errors import ConfigError
+
+__all__ = ["OPEN", "KeyFile", "Owner"]
+
+_MARK = "cb-"
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Whom a key speaks for.
+
+    Attributes
+    ----------
+    tenant : str or None
+        The tenant whose chunks it sees; None is that of the engine's settings.
+    name : str
+        What people call the key.
+    per_minute : int or None
+        Most requests of a minute; None for those of the server's settings.
+    is_admin : bool
+        Whether it may also see the figures of all tenants.
+    """
+
+    tenant: str | None
+    name: str
+    per_minute: int | None = None
+    is_admin: bool = False
+
+
+OPEN = Owner(None, "anybody", is_admin=True)
+"""Who asks a server without keys."""
+
+
+class KeyFile:
+    """The keys of a server, in a JSON file that only holds what a key's digest is; it is read again when it changes.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._seen: tuple[int, int] | None = None
+        self._owners: dict[str, Owner] = {}
+
+    def owner(self, key: str) -> Owner | None:
+        """Return whom a key speaks for; None if nobody has given it out, or it was taken back.
+
+        Raises
+        ------
+        ConfigError
+            If the file cannot be read.
+        """
+        # A digest of 256 random bits can be looked up: how long that takes says nothing of the key.
+        return self._read().get(_digest(key))
+
+    def check(self) -> None:
+        """Raise `ConfigError` if the file cannot be read, or holds no key."""
+        if not self._read():
+            raise ConfigError(
+                f"{self._path} holds no key; make one: cacheblend-rag keys add {self._path} --tenant NAME"
+            )
+
+    def add(self, owner: Owner) -> str:
+        """Make a key; it is told here and never again.
+
+        Raises
+        ------
+        ConfigError
+            If a key of that name is there already, or the file cannot be read or written.
+        """
+        with self._lock:
+            owners = self._load() if self._path.exists() else {}
+            if any(known.name == owner.name for known in owners.values()):
+                raise ConfigError(
+                    f"{self._path} has a key called {owner.name!r} already; give another name, or remove that one"
+                )
+            key = _MARK + secrets.token_urlsafe(32)
+            self._write(owners | {_digest(key): owner})
+        return key
+
+    def remove(self, name: str) -> None:
+        """Take a key back by its name; servers notice with the next request.
+
+        Raises
+        ------
+        ConfigError
+            If there is none of that name, or the file cannot be read or written.
+        """
+        with self._lock:
+            owners = self._load()
+            left = {digest: owner for digest, owner in owners.items() if owner.name != name}
+            if len(left) == len(owners):
+                names = ", ".join(sorted(owner.name for owner in owners.values())) or "none"
+                raise ConfigError(f"{self._path} has no key called {name!r}; it has {names}")
+            self._write(left)
+
+    def __iter__(self) -> Iterator[Owner]:
+        return iter(self._read().values())
+
+    def _read(self) -> dict[str, Owner]:
+        with self._lock:
+            try:
+                status = self._path.stat()
+            except OSError as error:
+                raise ConfigError(f"the keys in {self._path} cannot be read: {error.strerror}") from error
+            seen = (status.st_mtime_ns, status.st_ino)
+            if seen != self._seen:
+                self._owners, self._seen = self._load(), seen
+            return self._owners
+
+    def _load(self) -> dict[str, Owner]:
+        try:
+            written = json.loads(self._path.read_text(encoding="utf-8"))
+            return {each.pop("digest"): Owner(**each) for each in written["keys"]}
+        except OSError as error:
+            raise ConfigError(f"the keys in {self._path} cannot be read: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{self._path} is no file of keys ({error}); make one: cacheblend-rag keys add FILE --tenant NAME"
+            ) from error
+
+    def _write(self, owners: dict[str, Owner]) -> None:
+        text = json.dumps({"keys": [{"digest": digest, **asdict(owner)} for digest, owner in owners.items()]}, indent=2)
+        temporary = self._path.with_name(self._path.name + ".new")
+        try:
+            # Digests are no secret, but whose keys there are is nobody's business.
+            with open(os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+                file.write(text + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self._path)
+        except OSError as error:
+            raise ConfigError(f"the keys in {self._path} cannot be written: {error.strerror}") from error
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()

@@ -1,0 +1,141 @@
+"""Responses that are computed while their clients wait, and no longer than these are there."""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import anyio
+from fastapi.responses import JSONResponse, Response
+from starlette.types import Message, Receive, Scope, Send
+
+__all__ = ["EventStream", "Whole"]
+
+Explain = Callable[[Exception], Response]
+
+
+class _Unread(Exception):
+    """Nobody reads."""
+
+
+class _Live(Response):
+    """A response that ends, and what computes it is cancelled, when its client has gone.
+
+    Parameters
+    ----------
+    explain : callable
+        Makes the response that tells of an error.
+    end : callable
+        Called at the end, however it came.
+    """
+
+    def __init__(self, explain: Explain, end: Callable[[], None]) -> None:
+        super().__init__()
+        self._explain = explain
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer."""
+        try:
+            async with anyio.create_task_group() as group:
+
+                async def listen() -> None:
+                    while (await receive())["type"] != "http.disconnect":
+                        pass
+                    group.cancel_scope.cancel()
+
+                group.start_soon(listen)
+                await self._respond(scope, receive, send)
+                group.cancel_scope.cancel()
+        finally:
+            self._end()
+
+    @abstractmethod
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send everything."""
+
+
+class Whole(_Live):
+    """A reply in one piece.
+
+    Parameters
+    ----------
+    make : callable
+        Makes what is sent as JSON.
+    explain, end : callable
+        As above.
+    """
+
+    def __init__(self, make: Callable[[], Awaitable[Any]], explain: Explain, end: Callable[[], None]) -> None:
+        super().__init__(explain, end)
+        self._make = make
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            response: Response = JSONResponse(await self._make())
+        except Exception as error:
+            response = self._explain(error)
+        await response(scope, receive, send)
+
+
+class EventStream(_Live):
+    """A reply as server-sent events. What goes wrong before the first is told as if there were to be none, later as an event.
+
+    Parameters
+    ----------
+    events : AsyncGenerator
+        What is sent as JSON, an event each.
+    reader_s : float
+        Seconds that an event may be left unread before the client counts as gone.
+    explain, end : callable
+        As above.
+    done : str
+        The text of the last event.
+    """
+
+    def __init__(
+        self,
+        events: AsyncGenerator[Any, None],
+        reader_s: float,
+        explain: Explain,
+        end: Callable[[], None],
+        done: str = "[DONE]",
+    ) -> None:
+        super().__init__(explain, end)
+        self._events = events
+        self._reader_s = reader_s
+        self._done = done
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def write(text: str) -> None:
+            nonlocal has_begun
+            if not has_begun:
+                has_begun = True
+                headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+            body: Message = {"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True}
+            with anyio.move_on_after(self._reader_s) as patience:
+                await send(body)
+            if patience.cancelled_caught:
+                raise _Unread
+
+        async with aclosing(self._events):
+            try:
+                async for event in self._events:
+                    await write(json.dumps(event, ensure_ascii=False))
+            except _Unread:
+                # To return without an end makes the server close the connection.
+                return
+            except Exception as error:
+                response = self._explain(error)
+                if not has_begun:
+                    await response(scope, receive, send)
+                    return
+                await write(bytes(response.body).decode())
+            await write(self._done)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})

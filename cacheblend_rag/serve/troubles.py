@@ -1,0 +1,82 @@
+"""What clients are told when something goes wrong: what was wrong with their request, and nothing of this machine."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from cacheblend_rag.errors import (
+    AnswerTimeoutError,
+    ConfigError,
+    PromptError,
+    PromptTooLongError,
+    StoreError,
+    UnknownChunkError,
+)
+from cacheblend_rag.serve.limits import Overload
+
+__all__ = ["Denied", "error_body", "explained"]
+
+logger = logging.getLogger(__name__)
+
+_SENDERS = "invalid_request_error"
+_PROBLEMS_SHOWN = 5
+_PROBLEM_CHARS = 300
+
+
+class Denied(Exception):
+    """A request without a key that is known."""
+
+
+def error_body(message: str, kind: str = _SENDERS, code: str | None = None) -> dict[str, Any]:
+    """Return an error as OpenAI's clients read it."""
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def explained(error: Exception) -> JSONResponse:
+    """Return the response that tells of an error."""
+    if isinstance(error, Denied):
+        body = error_body(str(error), code="invalid_api_key")
+        return JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})
+    if isinstance(error, Overload):
+        retry = {"Retry-After": str(max(1, round(error.retry_after_s + 0.5)))}
+        if error.is_rate:
+            return JSONResponse(error_body(str(error), "rate_limit_error", "rate_limit_exceeded"), 429, retry)
+        return JSONResponse(error_body(str(error), "overloaded_error", "overloaded"), 503, retry)
+    if isinstance(error, RequestValidationError):
+        return JSONResponse(error_body(_said(error)), 400)
+    if isinstance(error, HTTPException):
+        return JSONResponse(error_body(str(error.detail)), error.status_code, error.headers)
+    for kind, status, code in _KNOWN:
+        if isinstance(error, kind):
+            return JSONResponse(error_body(str(error), code=code), status)
+    # Paths, and what else of this machine stands in a message, are for its log.
+    number = uuid.uuid4().hex[:12]
+    logger.error("request %s failed", number, exc_info=error)
+    if isinstance(error, StoreError):
+        text = f"the store cannot do that now; the server's log says why (request {number})"
+        return JSONResponse(error_body(text, "store_error"), 503, {"Retry-After": "5"})
+    text = f"something went wrong in the server; its log says what (request {number})"
+    return JSONResponse(error_body(text, "server_error"), 500)
+
+
+_KNOWN: tuple[tuple[type[Exception], int, str | None], ...] = (
+    (AnswerTimeoutError, 504, "timeout"),
+    (UnknownChunkError, 404, "unknown_chunk"),
+    (PromptTooLongError, 400, "context_length_exceeded"),
+    (PromptError, 400, None),
+    (ConfigError, 400, None),
+)
+
+
+def _said(error: RequestValidationError) -> str:
+    said = []
+    for item in error.errors()[:_PROBLEMS_SHOWN]:
+        place = ".".join(str(part) for part in item["loc"] if part != "body")
+        said.append(f"{place or 'the request'}: {item['msg'].removeprefix('Value error, ')}"[:_PROBLEM_CHARS])
+    return "; ".join(said)

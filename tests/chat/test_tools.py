@@ -1,0 +1,110 @@
+"""How a model's calls of tools are read, whole and from a stream."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cacheblend_rag.chat.tools import ToolGate, parse_calls
+
+CALL = ("weather", {"city": "Oslo", "days": 2})
+TWO = [CALL, ("time", {})]
+
+
+def as_json(name: str, args: dict[str, Any], key: str = "arguments") -> str:
+    return json.dumps({"name": name, key: args})
+
+
+FORMS = {
+    "tags": (f"<tool_call>\n{as_json(*CALL)}\n</tool_call>", [CALL]),
+    "tags of two": ("".join(f"\n<tool_call>\n{as_json(*each)}\n</tool_call>" for each in TWO), TWO),
+    "tags without an end": (f"<tool_call>\n{as_json(*CALL)}", [CALL]),
+    "xml": (
+        "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\n"
+        "</tool_call>",
+        [CALL],
+    ),
+    "parameters": (as_json(*CALL, key="parameters"), [CALL]),
+    "python tag": (f"<|python_tag|>{as_json(*CALL, key='parameters')}", [CALL]),
+    "semicolons": ("; ".join(as_json(*each, key="parameters") for each in TWO), TWO),
+    "list": (f"[TOOL_CALLS][{', '.join(as_json(*each) for each in TWO)}]", TWO),
+    "list without its mark": (f" [{as_json(*CALL)}]", [CALL]),
+    "arguments as a string": (json.dumps({"name": "weather", "arguments": json.dumps(CALL[1])}), [CALL]),
+    "OpenAI's": (json.dumps({"type": "function", "function": {"name": "weather", "arguments": CALL[1]}}), [CALL]),
+    "python": ('[weather(city="Oslo", days=2), time()]', TWO),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_calls_are_read_in_the_forms_that_models_write(form: str) -> None:
+    text, calls = FORMS[form]
+    reply = parse_calls(text)
+    assert [(call.name, call.arguments) for call in reply.calls] == calls
+    assert reply.text == ""
+    assert not reply.invalid
+    assert len({call.id for call in reply.calls}) == len(calls)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "It is 4.",
+        '{"city": "Oslo"}',
+        "[1, 2]",
+        "[x for x in y]",
+        '{"name": "weather"',
+        "weather(1)",
+        "[f(1)]",
+        "{}",
+        "[]",
+    ],
+)
+def test_what_is_no_call_is_text(text: str) -> None:
+    reply = parse_calls(text)
+    assert (reply.text, reply.calls, reply.invalid) == (text, [], [])
+
+
+def test_a_call_that_cannot_be_read_is_said_to_be_invalid() -> None:
+    reply = parse_calls('Well.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Os')
+    assert reply.text == "Well."
+    assert not reply.calls
+    assert (reply.invalid[0].name, reply.invalid[0].arguments) == ("weather", '{"city": "Os')
+
+
+@pytest.mark.parametrize("kept", range(1, len("\n</tool_call>")))
+def test_a_call_whose_closing_tag_was_cut_is_a_call(kept: int) -> None:
+    text, calls = FORMS["tags"]
+    reply = parse_calls(text[:-kept], is_cut=True, must_call=True)
+    assert [(call.name, call.arguments) for call in reply.calls] == calls
+    assert (reply.text, reply.invalid) == ("", [])
+
+
+@pytest.mark.parametrize("form", ["tags", "xml", "parameters", "list"])
+def test_a_call_that_was_cut_is_said_to_be(form: str) -> None:
+    text, _ = FORMS[form]
+    for size in range(text.index("weather") + 12):
+        reply = parse_calls(text[:size], is_cut=True, must_call=True)
+        assert (reply.text, reply.calls) == ("", [])
+        assert "raise max_tokens" in reply.invalid[0].error
+    assert parse_calls("<tool_", is_cut=True).text == "<tool_"
+    assert "raise" not in str(parse_calls("<tool_call>nothing</tool_call>", is_cut=True).invalid[0].error)
+    assert "had to be a call" in str(parse_calls("Well.", must_call=True).invalid[0].error)
+
+
+@given(st.text(max_size=60), st.lists(st.integers(1, 12), max_size=12), st.sampled_from([*FORMS, "none"]))
+def test_a_stream_shows_what_the_answer_says(before: str, cuts: list[int], form: str) -> None:
+    text = before + (FORMS[form][0] if form.startswith("tags") else "") or FORMS.get(form, ("",))[0]
+    gate = ToolGate()
+    shown, rest = "", text
+    for size in [*cuts, len(text)]:
+        shown += gate.pass_on(rest[:size])
+        rest = rest[size:]
+    reply = parse_calls(text)
+    assert len(shown) == gate.shown
+    assert reply.text.startswith(shown)
+    assert "<tool_call>" not in shown

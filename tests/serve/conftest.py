@@ -1,0 +1,98 @@
+"""A server in a thread of its own, over a tiny random Llama with the reference tokenizer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import uvicorn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from cacheblend_rag import BlendEngine
+from cacheblend_rag.lab.settings import engine_settings
+from cacheblend_rag.reference import load_tokenizer
+from cacheblend_rag.serve.app import make_app
+from cacheblend_rag.serve.settings import ServeConfig
+
+CHUNKS = {
+    "mara": "Mara Lind was born in Oslo and moved north.",
+    "works": "She works at the harbour as a rope maker.",
+    "house": "Her house stands behind the old light tower.",
+}
+Serve = Callable[..., httpx.Client]
+
+
+@pytest.fixture(scope="session")
+def tiny() -> LlamaForCausalLM:
+    tokenizer = load_tokenizer()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=None,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def engine_of(model: LlamaForCausalLM, store: Path | None = None, **settings: Any) -> BlendEngine:
+    return BlendEngine(model, load_tokenizer(), store=store, **engine_settings(self_check=False, **settings))
+
+
+@contextmanager
+def serving(engine: BlendEngine, **settings: Any) -> Iterator[str]:
+    """Serve an engine; yields the address."""
+    config = ServeConfig(port=0, **settings)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            make_app(engine, config), host="127.0.0.1", port=0, log_level="error", timeout_graceful_shutdown=5
+        )
+    )
+    # Only the main thread may say what a signal does.
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    (listener,) = server.servers
+    port = listener.sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture
+def serve(tiny: LlamaForCausalLM) -> Iterator[Serve]:
+    """Starts servers; returns a client of each."""
+    with ExitStack() as stack:
+
+        def start(engine: BlendEngine | None = None, key: str | None = None, **settings: Any) -> httpx.Client:
+            used = engine or stack.enter_context(engine_of(tiny))
+            address = stack.enter_context(serving(used, **settings))
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            return stack.enter_context(httpx.Client(base_url=address, headers=headers, timeout=60))
+
+        yield start
+
+
+@pytest.fixture
+def engine(tiny: LlamaForCausalLM) -> Iterator[BlendEngine]:
+    with engine_of(tiny) as engine:
+        yield engine

@@ -1,0 +1,119 @@
+"""Chunks and documents over HTTP: stored, replaced, listed, deleted, and known to the answers that follow."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cacheblend_rag import BlendEngine, BlendPrompt
+from tests.serve.conftest import CHUNKS, Serve, engine_of
+
+TEXT = "\n\n".join(CHUNKS.values())
+MESSAGES = [{"role": "user", "content": "Where was Mara born?"}]
+
+
+def hits(client: httpx.Client, *ids: str) -> tuple[int, int]:
+    body = {"messages": MESSAGES, "documents": ids, "max_tokens": 1, "temperature": 0, "report": True}
+    report = client.post("/v1/chat/completions", json=body).json()["blend"][0]
+    return report["hits"], report["misses"]
+
+
+def test_chunks_come_and_go(engine: BlendEngine, serve: Serve) -> None:
+    client = serve(engine)
+    chunks = [
+        {"id": id, "text": text, "document": "mara.md", "start": 50 * n} for n, (id, text) in enumerate(CHUNKS.items())
+    ]
+    stored = client.post("/v1/chunks", json={"chunks": chunks}).json()
+    assert stored["ids"] == list(CHUNKS) and (stored["encoded"], stored["status"]) == (3, "stored")
+    assert client.post("/v1/chunks", json={"chunks": chunks}).json()["unchanged"] == 3
+    assert engine.document("mara.md") == list(CHUNKS)
+    listed = client.get("/v1/chunks", params={"limit": 2}).json()
+    assert [each["id"] for each in listed["data"]] == sorted(CHUNKS)[:2] and listed["has_more"]
+    rest = client.get("/v1/chunks", params={"after": listed["data"][-1]["id"]}).json()
+    assert rest["data"] == [{"id": sorted(CHUNKS)[2], "document": "mara.md"}] and not rest["has_more"]
+    assert hits(client, *CHUNKS) == (3, 0)
+    assert client.post("/v1/prefetch", json={"ids": list(CHUNKS)}).status_code == 202
+    assert client.post("/v1/chunks/delete", json={"ids": ["works", "nobody"]}).json() == {"deleted": 1}
+    assert engine.ids() == ["mara", "house"]
+    # What stood behind it knew of it, and is encoded anew.
+    assert hits(client, "mara", "house") == (1, 1)
+
+
+def test_a_document_is_cut_replaced_and_deleted(engine: BlendEngine, serve: Serve) -> None:
+    client = serve(engine)
+    put = client.put("/v1/documents/notes/mara.md", json={"text": TEXT, "chunk_tokens": 20}).json()
+    assert len(put["ids"]) == 3 and put["encoded"] == 3
+    assert client.get("/v1/documents/notes/mara.md").json()["chunks"] == put["ids"]
+    assert client.get("/v1/documents").json()["data"] == [{"id": "notes/mara.md"}]
+    # The last passage changes: the others keep their names and their KV.
+    changed = [*list(CHUNKS.values())[:2], "Her house was sold."]
+    replaced = client.put("/v1/documents/notes/mara.md", json={"chunks": changed}).json()
+    assert replaced["ids"][:2] == put["ids"][:2] and replaced["ids"][2] != put["ids"][2]
+    assert (replaced["encoded"], replaced["unchanged"]) == (1, 2)
+    assert engine.document("notes/mara.md") == replaced["ids"]
+    assert hits(client, *replaced["ids"]) == (3, 0)
+    # KV is that of the document.
+    ours, other = (
+        engine.prefill(BlendPrompt("", ids, "Where?")).logits for ids in (replaced["ids"], replaced["ids"][::-1])
+    )
+    assert not bool((ours == other).all())
+    assert client.delete("/v1/documents/notes/mara.md").json() == {"deleted": 3}
+    assert client.get("/v1/documents/notes/mara.md").status_code == 404
+    assert client.delete("/v1/documents/notes/mara.md").status_code == 404
+    assert engine.ids() == []
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"text": "x", "chunks": ["y"]}, {"chunks": [""]}, {"text": ""}, {"text": "x", "colour": 1}]
+)
+def test_what_is_no_document(serve: Serve, body: dict[str, Any]) -> None:
+    assert serve().put("/v1/documents/x", json=body).status_code == 400
+
+
+def test_progress_is_told_while_it_is_stored(serve: Serve) -> None:
+    client = serve()
+    body = {"text": TEXT, "chunk_tokens": 20, "stream": True}
+    with client.stream("PUT", "/v1/documents/mara", json=body) as reply:
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
+    assert lines.pop() == "[DONE]"
+    *steps, last = map(json.loads, lines)
+    assert steps[-1] == {"done": 3, "total": 3} and last["status"] == "stored"
+
+
+def test_in_the_background(engine: BlendEngine, serve: Serve) -> None:
+    client = serve(engine)
+    put = client.put("/v1/documents/mara", json={"text": TEXT, "background": True}).json()
+    assert put["status"] == "named" and engine.document("mara") == put["ids"]
+    engine.flush()
+    assert hits(client, *put["ids"]) == (len(put["ids"]), 0)
+
+
+def test_the_command_serves_and_what_was_acknowledged_is_kept(tiny: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    with engine_of(tiny) as engine:
+        tiny.save_pretrained(folder)
+        engine.tokenizer.save_pretrained(folder)
+    command = [sys.executable, "-c", "from cacheblend_rag.cli.app import app; app()", "serve", "--model", str(folder)]
+    command += ["--store", str(tmp_path / "kv"), "--port", "0"]
+    for ending in (signal.SIGTERM, signal.SIGKILL):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            address = process.stdout.readline().split()[-1].removesuffix("/v1")
+            with httpx.Client(base_url=address, timeout=60) as client:
+                # The address is told once somebody listens there.
+                assert client.get("/readyz").status_code == 200
+                put = client.put(f"/v1/documents/{ending.name}", json={"text": TEXT, "chunk_tokens": 20})
+                assert put.json()["status"] == "stored"
+                process.send_signal(ending)
+            assert process.wait(30) == -ending
+    with engine_of(tiny, store=tmp_path / "kv") as engine:
+        assert len(engine.ids()) == 6
+        assert engine.store.holds(engine.ids()) == [True] * 6
