@@ -100,7 +100,7 @@ def _chat(engine: BlendEngine, request: ChatRequest, config: ServeConfig) -> Ask
     elif must_call and tools:
         template = str(engine.tokenizer.get_chat_template(tools=tools))
         processors.append(Guide(engine, call_grammar(tools, template)))
-    documents = [Passage(each.title, _chunk(each)) for each in _items(request.documents)]
+    documents = [Passage(each.title, _chunk(each)) for each in _items(engine, request.documents)]
     parts = render_chat(engine.tokenizer, turns, tools=tools, documents=documents)
     prompt = catalog_of(engine).prompt(engine, parts)
     kind: Literal["none", "may", "must"] = "none" if not tools else "must" if must_call else "may"
@@ -108,7 +108,7 @@ def _chat(engine: BlendEngine, request: ChatRequest, config: ServeConfig) -> Ask
 
 
 def _completion(engine: BlendEngine, prompt: str | list[int], documents: Sequence[str | DocumentItem]) -> BlendPrompt:
-    before = [part for each in _items(documents) for part in (_chunk(each), _SEPARATOR)]
+    before = [part for each in _items(engine, documents) for part in (_chunk(each), _SEPARATOR)]
     if isinstance(prompt, str):
         return catalog_of(engine).prompt(engine, [*before, *([prompt] if prompt else [])])
     size = len(engine.tokenizer)
@@ -156,8 +156,16 @@ def _asked(
     return Asked(engine, prompt, ending, options, tools)
 
 
-def _items(documents: Sequence[str | DocumentItem]) -> list[DocumentItem]:
-    return [DocumentItem(id=each) if isinstance(each, str) else each for each in documents]
+def _items(engine: BlendEngine, documents: Sequence[str | DocumentItem]) -> list[DocumentItem]:
+    """Return what a request names, the chunks of a document in the place of its name."""
+    items: list[DocumentItem] = []
+    for each in documents:
+        if isinstance(each, str):
+            ids = [] if engine.contains(each) else engine.document(each)
+            items += [DocumentItem(id=id) for id in ids or [each]]
+        else:
+            items.append(each)
+    return items
 
 
 def _chunk(item: DocumentItem) -> Chunk | ChunkRef:

@@ -58,7 +58,7 @@ def test_a_document_is_cut_replaced_and_deleted(engine: BlendEngine, serve: Serv
     assert replaced["ids"][:2] == put["ids"][:2] and replaced["ids"][2] != put["ids"][2]
     assert (replaced["encoded"], replaced["unchanged"]) == (1, 2)
     assert engine.document("notes/mara.md") == replaced["ids"]
-    assert hits(client, *replaced["ids"]) == (3, 0)
+    assert hits(client, *replaced["ids"]) == hits(client, "notes/mara.md") == (3, 0)
     # KV is that of the document.
     ours, other = (
         engine.prefill(BlendPrompt("", ids, "Where?")).logits for ids in (replaced["ids"], replaced["ids"][::-1])
