@@ -61,8 +61,8 @@ def test_every_cell_of_the_grid_is_measured() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tiers": ("tape",)}, "tier 'tape' is unknown"),
-        ({"tiers": ("0MB/s",)}, "is unknown"),
+        ({"tiers": ("tape",)}, "tier 'tape' is not measured here"),
+        ({"tiers": ("0MB/s",)}, "is not measured here"),
         ({"tiers": ()}, "at least one tier"),
         ({"prompts": ((0, 5),)}, "at least 1 of each"),
         ({"repeats": 0}, "must be at least 1"),
@@ -146,7 +146,7 @@ def test_the_commands_measure_draw_and_write(tmp_path: Path) -> None:
         ("profile --prices ram", "'ram' in --prices is not a price"),
         ("profile --prices =2", "is not a price"),
         ("bench auto --shape tiny --prompts 3", "'3' is not a prompt"),
-        ("bench auto --shape tiny --tiers tape", "tier 'tape' is unknown"),
+        ("bench auto --shape tiny --tiers tape", "tier 'tape' is not measured here"),
         ("bench auto --shape tiny --quality-ratio 2", "quality_ratio=2"),
         ("bench figures x --runs pyproject.toml", "holds no runs"),
     ],
