@@ -2,21 +2,52 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from weakref import WeakKeyDictionary
 
+import torch
 from transformers import PreTrainedModel
 
 from cacheblend_rag.errors import AnswerTimeoutError
 from cacheblend_rag.model import unwrapped
 
 __all__ = ["SchedulerLock", "scheduler_lock"]
+
+
+_OMP_PAUSE_SOFT = 1
+
+
+def _omp_pause() -> Callable[[int], int] | None:
+    """Return ``omp_pause_resource_all`` of GNU's OpenMP, by which torch computes on Linux; None elsewhere."""
+    if sys.platform != "linux":
+        return None
+    try:
+        pause: Callable[[int], int] = ctypes.CDLL(None).omp_pause_resource_all
+    except (AttributeError, OSError):
+        return None
+    return pause
+
+
+_pause = _omp_pause()
+
+
+def _end_workers() -> None:
+    """End the threads that this thread's kernels are shared out to; the next kernel begins new ones.
+
+    Each thread that computes has workers of its own. GNU's runtime lets them wait awake for the next kernel only as long as there
+    are no more of them than processors: where a second thread has computed, every kernel waits for its workers to wake up, which
+    makes small models 1.6 times slower. Ending them takes as long as a few kernels.
+    """
+    if _pause is not None and torch.get_num_threads() > 1:
+        _pause(_OMP_PAUSE_SOFT)
 
 
 class _Line:
@@ -123,6 +154,8 @@ class SchedulerLock:
 
     def _leave(self) -> None:
         line = self._line
+        if line.depth == 1:
+            _end_workers()
         with line.changed:
             line.depth -= 1
             if not line.depth:
