@@ -28,6 +28,7 @@ from cacheblend_rag.serve.keys import OPEN, KeyFile, Owner
 from cacheblend_rag.serve.limits import Gate, Overload, Rates
 from cacheblend_rag.serve.live import EventStream, Whole
 from cacheblend_rag.serve.settings import ServeConfig
+from cacheblend_rag.serve.spans import RequestSpans
 from cacheblend_rag.serve.tenants import Tenants
 from cacheblend_rag.serve.troubles import Denied, explained
 from cacheblend_rag.serve.wire import (
@@ -88,9 +89,10 @@ class _Server:
 class _Asker:
     """Who asks, and what they see: their tenant's engine."""
 
-    def __init__(self, server: _Server, owner: Owner) -> None:
+    def __init__(self, server: _Server, owner: Owner, request: Request) -> None:
         self.server = server
         self.owner = owner
+        self.spans = RequestSpans(request.url.path.removeprefix("/v1/"), request.headers)
 
     async def engine(self) -> BlendEngine:
         """Return the tenant's engine, which may be made first."""
@@ -99,7 +101,7 @@ class _Asker:
 
 async def _asker(request: Request) -> _Asker:
     server: _Server = request.app.state.server
-    return _Asker(server, await _in_thread(server.owner, request.headers.get("authorization")))
+    return _Asker(server, await _in_thread(server.owner, request.headers.get("authorization")), request)
 
 
 Asker = Annotated[_Asker, Depends(_asker)]
@@ -196,12 +198,12 @@ async def _answer(request: ChatRequest | CompletionRequest, asker: _Asker) -> Re
         replies = Replies(server.model, request)
         leave = entered.pop_all().close
         if request.stream:
-            return EventStream(_pieces(calls, replies), server.config.reader_s, explained, leave)
-        return Whole(partial(_whole, calls, replies), explained, leave)
+            return EventStream(_pieces(calls, replies, asker.spans), server.config.reader_s, explained, leave)
+        return Whole(partial(_whole, calls, replies, asker.spans), explained, leave)
 
 
-async def _whole(calls: Sequence[Asked], replies: Replies) -> dict[str, Any]:
-    tasks = [asyncio.create_task(_last(call)) for call in calls]
+async def _whole(calls: Sequence[Asked], replies: Replies, spans: RequestSpans) -> dict[str, Any]:
+    tasks = [asyncio.create_task(_last(call, spans)) for call in calls]
     try:
         answers = await asyncio.gather(*tasks)
     finally:
@@ -210,20 +212,22 @@ async def _whole(calls: Sequence[Asked], replies: Replies) -> dict[str, Any]:
     return replies.whole(answers, calls[0].reply(answers[0]))
 
 
-async def _last(call: Asked) -> Answer:
-    async with aclosing(_spoken(call)) as spoken:
+async def _last(call: Asked, spans: RequestSpans) -> Answer:
+    async with aclosing(_spoken(call, spans)) as spoken:
         async for piece in spoken:
             if isinstance(piece, Answer):
                 return piece
     raise AssertionError("an answer has an end")
 
 
-async def _pieces(calls: Sequence[Asked], replies: Replies) -> AsyncGenerator[dict[str, Any], None]:
+async def _pieces(
+    calls: Sequence[Asked], replies: Replies, spans: RequestSpans
+) -> AsyncGenerator[dict[str, Any], None]:
     answers: list[Answer] = []
     has_begun = False
     for number, call in enumerate(calls):
         gate = None if call.tools == "none" else ToolGate()
-        async with aclosing(_spoken(call)) as spoken:
+        async with aclosing(_spoken(call, spans)) as spoken:
             async for piece in spoken:
                 # Not before there is something to say: until then, what goes wrong has a status of its own.
                 for event in () if has_begun else replies.begin():
@@ -245,14 +249,16 @@ async def _pieces(calls: Sequence[Asked], replies: Replies) -> AsyncGenerator[di
         yield event
 
 
-async def _spoken(call: Asked) -> AsyncGenerator[str | Answer, None]:
+async def _spoken(call: Asked, spans: RequestSpans) -> AsyncGenerator[str | Answer, None]:
     """Yield an answer piece by piece, and at its end the whole of it."""
     stream = await _in_thread(partial(call.engine.stream, call.prompt, **call.options))
     try:
         async with aclosing(acut_pieces(stream, call.ending.stop)) as pieces:
             async for piece in pieces:
                 yield piece
-        yield call.ending.read(await stream.aresult(), call.engine)
+        answer = call.ending.read(await stream.aresult(), call.engine)
+        spans.record(answer)
+        yield answer
     finally:
         stream.close()
 
