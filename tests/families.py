@@ -8,7 +8,16 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from cacheblend_rag.reference import load_tokenizer
 
 _BASE: dict[str, Any] = {
     "vocab_size": 97,
@@ -158,3 +167,25 @@ def words(count: int, seed: int) -> str:
     return " ".join(
         f"t{number}" for number in torch.randint(3, _BASE["vocab_size"], (count,), generator=generator).tolist()
     )
+
+
+def tiny_reader(**changes: Any) -> LlamaForCausalLM:
+    """Return a random Llama of four layers for the reference model's tokenizer; `changes` are to its configuration."""
+    tokenizer = load_tokenizer()
+    torch.manual_seed(0)
+    config: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        # Large weights, so that what is attended to changes what is answered.
+        "initializer_range": 0.2,
+        "tie_word_embeddings": False,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    return LlamaForCausalLM(LlamaConfig(**(config | changes))).eval()

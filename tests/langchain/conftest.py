@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from langchain_core.embeddings import Embeddings
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.reference import load_tokenizer
+from tests.families import tiny_reader
 
 CHUNKS = {
     "mara": "Mara Lind was born in Oslo and moved north.",
@@ -39,23 +40,8 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture(scope="session")
-def tiny(tokenizer: Any) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return LlamaForCausalLM(config).eval()
+def tiny() -> LlamaForCausalLM:
+    return tiny_reader()
 
 
 @pytest.fixture(scope="package")

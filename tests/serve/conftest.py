@@ -11,15 +11,15 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 import uvicorn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.reference import load_tokenizer
 from cacheblend_rag.serve.app import make_app
 from cacheblend_rag.serve.settings import ServeConfig
+from tests.families import tiny_reader
 
 CHUNKS = {
     "mara": "Mara Lind was born in Oslo and moved north.",
@@ -31,23 +31,7 @@ Serve = Callable[..., httpx.Client]
 
 @pytest.fixture(scope="session")
 def tiny() -> LlamaForCausalLM:
-    tokenizer = load_tokenizer()
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=None,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return LlamaForCausalLM(config).eval()
+    return tiny_reader(eos_token_id=None)
 
 
 def engine_of(model: LlamaForCausalLM, store: Path | None = None, **settings: Any) -> BlendEngine:
