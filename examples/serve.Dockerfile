@@ -1,8 +1,8 @@
 # A server for clients of OpenAI's API; from the clone's root:
 #
-#   cacheblend-rag keys add keys.json --name notebook --tenant me
+#   mkdir keys && cacheblend-rag keys add keys/keys.json --name notebook --tenant me
 #   docker build -f examples/serve.Dockerfile -t cacheblend-serve .
-#   docker run -p 8000:8000 -v kv:/kv -v ./keys.json:/keys.json:ro cacheblend-serve --model Qwen/Qwen2.5-0.5B-Instruct
+#   docker run -p 8000:8000 -v kv:/kv -v ./keys:/keys:ro cacheblend-serve --model Qwen/Qwen2.5-0.5B-Instruct
 #
 # Without a GPU the CPU build of torch is enough, which is smaller: --build-arg PIP_EXTRA_INDEX_URL=... with the address that
 # PyTorch's installation page gives for it. With a GPU, run with --gpus all.
@@ -16,4 +16,4 @@ VOLUME /kv
 EXPOSE 8000
 HEALTHCHECK --interval=30s --start-period=300s \
     CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8000/readyz')"]
-ENTRYPOINT ["cacheblend-rag", "serve", "--store", "/kv", "--host", "0.0.0.0", "--keys", "/keys.json"]
+ENTRYPOINT ["cacheblend-rag", "serve", "--store", "/kv", "--host", "0.0.0.0", "--keys", "/keys/keys.json"]
