@@ -25,7 +25,7 @@ from cacheblend_rag.lab.training.batch import (
     verdict_batch,
 )
 from cacheblend_rag.lab.training.corpus import eval_examples, make_example
-from cacheblend_rag.lab.training.curriculum import COPY_LENGTHS, SHORT, STAGES, Stage
+from cacheblend_rag.lab.training.curriculum import COPY_LENGTHS, MEDIUM, SHORT, STAGES, Stage
 from cacheblend_rag.lab.training.paragraphs import ORDERS, Paragraphs
 from cacheblend_rag.lab.training.questions import ContextStyle
 from cacheblend_rag.lab.training.scoring import answer_logits, score
@@ -42,6 +42,7 @@ _COPY_ROWS = 4
 _VERDICTS = 4
 _GAP_SHARE = 0.3
 _SHORT_QUESTIONS = 10
+_MEDIUM_QUESTIONS = 24
 _CHECK_QUESTIONS = 160
 _CHECK_PER_CONTEXT = 16
 _MAX_GAP = 400
@@ -162,7 +163,8 @@ class Trainer:
             # Such contexts are dear: each is asked about in every way.
             long = [self._row(rng, stage.style, stage.style.orders, stage.questions) for _ in range(stage.rows)]
             short = [self._row(rng, SHORT, ORDERS, _SHORT_QUESTIONS) for _ in range(stage.short_rows)]
-            return parts + _packed(long) + _packed(short)
+            medium = [self._row(rng, MEDIUM, ORDERS, _MEDIUM_QUESTIONS) for _ in range(stage.medium_rows)]
+            return parts + _packed(long) + _packed(short) + _packed(medium)
         groups = [tuple(kind for kind in group if kind in stage.style.kinds) for group in _KIND_GROUPS]
         groups = [group for group in groups if group]
         for number, kinds in enumerate(groups):
