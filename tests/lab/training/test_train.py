@@ -221,6 +221,15 @@ def test_contexts_of_like_length_are_computed_together(monkeypatch: pytest.Monke
     assert wanted(alone) == wanted(together)
 
 
+def test_a_batch_has_contexts_of_every_length_that_the_stage_names() -> None:
+    stage = Stage("paragraphs", FEW_WORDS, rows=1, short_rows=2, medium_rows=2, questions=4)
+    _, few_words, *others = Trainer(TINY, (stage,)).batches(3)
+    assert len(few_words.ids) == 1
+    lengths = sorted(int(each) for part in others for each in (part.ids != part.ids.new_zeros(())).sum(1))
+    # Paragraphs are several times as long as sentences.
+    assert len(lengths) == 4 and lengths[2] > 1.5 * lengths[1]
+
+
 def test_half_a_line_of_the_log_is_forgotten(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     log.write_text('{"step": 50}\n{"step": 100}\n{"step": 1', encoding="utf-8")
