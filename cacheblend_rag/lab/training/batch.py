@@ -123,6 +123,12 @@ class Batch:
         visible |= torch.eye(length, dtype=torch.bool, device=self.ids.device)
         return visible[:, None]
 
+    def firsts(self) -> torch.Tensor:
+        """Return which of the tokens that are to be predicted are the first of an answer, as booleans in their order."""
+        wanted = self.labels != IGNORED
+        before = torch.nn.functional.pad(wanted[:, :-1] & (self.branches[:, 1:] == self.branches[:, :-1]), (1, 0))
+        return (wanted & ~before)[wanted]
+
     def to(self, device: torch.device) -> Batch:
         """Return the batch on a device."""
         moved = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.type == "torch.Tensor"}

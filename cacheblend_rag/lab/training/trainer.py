@@ -199,12 +199,17 @@ class Trainer:
             for group in optimizer.param_groups:
                 group["lr"] = rate * factor
         parts = [part.to(self.device) for part in self.batches(self.step)]
-        count = sum(int((part.labels != IGNORED).sum()) for part in parts)
+        more = self.stages[self.stage].first_weight - 1
+        firsts = [part.firsts() for part in parts]
+        count = sum(int((part.labels != IGNORED).sum()) for part in parts) + more * sum(
+            int(each.sum()) for each in firsts
+        )
         total = 0.0
-        for part in parts:
+        for part, first in zip(parts, firsts, strict=True):
             with torch.autocast(self.device.type, dtype=torch.bfloat16):
                 logits, labels = answer_logits(self.model, part)
-            loss = cross_entropy(logits.float(), labels, reduction="sum") / count
+            loss = cross_entropy(logits.float(), labels, reduction="sum")
+            loss = (loss + more * cross_entropy(logits[first].float(), labels[first], reduction="sum")) / count
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

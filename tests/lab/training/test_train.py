@@ -221,6 +221,17 @@ def test_contexts_of_like_length_are_computed_together(monkeypatch: pytest.Monke
     assert wanted(alone) == wanted(together)
 
 
+def test_the_first_token_of_an_answer_can_count_for_more() -> None:
+    stage = Stage("paragraphs", FEW_WORDS, rows=2, questions=4)
+    trainer = Trainer(TINY, (stage,))
+    for part in trainer.batches(3):
+        wanted = part.labels != IGNORED
+        answers = {(row, int(part.branches[row, column])) for row, column in wanted.nonzero().tolist()}
+        assert int(part.firsts().sum()) == len(answers)
+    losses = [Trainer(TINY, (replace(stage, first_weight=weight),)).train_step() for weight in (1.0, 1.0, 50.0)]
+    assert losses[0] == losses[1] != losses[2]
+
+
 def test_a_batch_has_contexts_of_every_length_that_the_stage_names() -> None:
     stage = Stage("paragraphs", FEW_WORDS, rows=1, short_rows=2, medium_rows=2, questions=4)
     _, few_words, *others = Trainer(TINY, (stage,)).batches(3)
