@@ -70,15 +70,17 @@ class SettingsBase(BaseSettings):
         return given
 
     @classmethod
-    def from_yaml(cls: type[_Settings], path: str | Path) -> _Settings:
+    def from_yaml(cls: type[_Settings], path: str | Path, **changes: Any) -> _Settings:
         """Read the settings from a YAML file; the environment fills what the file leaves out.
 
-        One file may hold both kinds of settings; those of the other kind are ignored.
+        One file may hold all kinds of settings; those of the other kinds are ignored.
 
         Parameters
         ----------
         path : str or Path
             A file that holds one mapping of names to values.
+        **changes : Any
+            Settings that take precedence over the file's.
 
         Raises
         ------
@@ -91,7 +93,7 @@ class SettingsBase(BaseSettings):
             raise ConfigError(
                 f"settings file {path} holds a {type(values).__name__}; it must be a mapping of names to values"
             )
-        return cls.from_mapping(values)
+        return cls.from_mapping({**values, **changes})
 
     @classmethod
     def from_mapping(cls: type[_Settings], values: Mapping[Any, Any]) -> _Settings:
@@ -156,11 +158,9 @@ def _warn_of(variable: str) -> None:
 
 def _warn_of_unknown_variables() -> None:
     """Warn once of each environment variable that looks like a setting but is not one."""
+    known = {f"{kind.model_config['env_prefix']}{name}".upper() for name, kind in SettingsBase.kinds.items()}
     for variable in os.environ:
-        if (
-            variable.upper().startswith(_PREFIX)
-            and variable.upper().removeprefix(_PREFIX).lower() not in SettingsBase.kinds
-        ):
+        if variable.upper().startswith(_PREFIX) and variable.upper() not in known:
             _warn_of(variable)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from cacheblend_rag.chunk import Chunk, ChunkRef
 from cacheblend_rag.errors import ConfigError, PromptError
 
-__all__ = ["Holes", "Passage", "knows_tools", "render_chat"]
+__all__ = ["Holes", "Passage", "around_question", "knows_tools", "render_chat"]
 
 Piece = TypeVar("Piece", bound="Chunk | ChunkRef")
 _PROBE = "probe_of_cacheblend"
@@ -133,10 +133,19 @@ def _shows_probe(tokenizer: Any, **variables: Any) -> bool:
         return False
 
 
-def _with_documents(turns: Sequence[dict[str, Any]], documents: Sequence[Passage[Piece]]) -> list[dict[str, Any]]:
+def around_question(
+    turns: Sequence[dict[str, Any]], before: Sequence[Any] = (), after: Sequence[Any] = ()
+) -> list[dict[str, Any]] | None:
+    """Return the turns with parts before and after what the user said last; None if there is no such turn."""
     for place in range(len(turns) - 1, -1, -1):
         if turns[place]["role"] == "user":
-            before = [part for document in documents for part in (document.chunk, _SEPARATOR)]
-            changed = {**turns[place], "content": [*before, *turns[place]["content"]]}
+            changed = {**turns[place], "content": [*before, *turns[place]["content"], *after]}
             return [*turns[:place], changed, *turns[place + 1 :]]
-    raise PromptError("documents= needs a user message to go into; there is none among the messages")
+    return None
+
+
+def _with_documents(turns: Sequence[dict[str, Any]], documents: Sequence[Passage[Piece]]) -> list[dict[str, Any]]:
+    changed = around_question(turns, [part for document in documents for part in (document.chunk, _SEPARATOR)])
+    if changed is None:
+        raise PromptError("documents= needs a user message to go into; there is none among the messages")
+    return changed

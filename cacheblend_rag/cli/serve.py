@@ -84,12 +84,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _config(kind: Any, settings: Path | None, changes: dict[str, Any]) -> Any:
     """Return settings from a file, where one is given, and from the environment, with those of the command line over them."""
-    if settings is None:
-        return kind(**changes)
-    from cacheblend_rag.files import load_yaml, read_yaml_text
-
-    values = load_yaml(read_yaml_text(settings), str(settings)) or {}
-    return kind.from_mapping({**values, **changes})
+    return kind(**changes) if settings is None else kind.from_yaml(settings, **changes)
 
 
 keys_app = typer.Typer(help="Who may ask a server.", no_args_is_help=True, rich_markup_mode=None)

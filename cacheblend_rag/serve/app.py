@@ -35,9 +35,8 @@ from cacheblend_rag.serve.wire import (
     AddRequest,
     ChatRequest,
     CompletionRequest,
-    DeleteRequest,
     DocumentRequest,
-    PrefetchRequest,
+    IdsRequest,
     Replies,
 )
 from cacheblend_rag.stops import acut_pieces
@@ -285,7 +284,7 @@ async def _add_chunks(request: AddRequest, asker: Asker) -> Response:
     return await _store(request, asker, lambda engine: chunks)
 
 
-async def _delete_chunks(request: DeleteRequest, asker: Asker) -> dict[str, int]:
+async def _delete_chunks(request: IdsRequest, asker: Asker) -> dict[str, int]:
     engine = await asker.engine()
     return {"deleted": await _in_thread(engine.delete, request.ids)}
 
@@ -333,7 +332,7 @@ async def _delete_document(name: str, asker: Asker) -> dict[str, int]:
     return {"deleted": deleted}
 
 
-async def _prefetch(request: PrefetchRequest, asker: Asker) -> Response:
+async def _prefetch(request: IdsRequest, asker: Asker) -> Response:
     engine = await asker.engine()
     await _in_thread(engine.prefetch, request.ids)
     return JSONResponse({"status": "begun"}, 202)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from cacheblend_rag.chat.answer import Answer, Deadline, Ending
 from cacheblend_rag.chat.catalog import catalog_of
 from cacheblend_rag.chat.grammar import Guide, json_grammar, requested_schema, schema_request
-from cacheblend_rag.chat.render import Passage, render_chat
+from cacheblend_rag.chat.render import Passage, around_question, render_chat
 from cacheblend_rag.chat.seeded import SeededSampling
 from cacheblend_rag.chat.tools import ToolReply, call_grammar, chosen_tools, parse_calls
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef
@@ -95,7 +95,7 @@ def _chat(engine: BlendEngine, request: ChatRequest, config: ServeConfig) -> Ask
         schema = requested_schema(request.response_format)
         processors.append(Guide(engine, json_grammar(schema)))
         if request.response_format["type"] == "json_schema":
-            turns = _told(turns, schema_request(schema))
+            turns = around_question(turns, after=[schema_request(schema)]) or turns
         must_call = False
     elif must_call and tools:
         template = str(engine.tokenizer.get_chat_template(tools=tools))
@@ -223,11 +223,3 @@ def _call(call: Any, number: int) -> dict[str, Any]:
             f"message {number} has a tool call that cannot be read ({type(error).__name__}: {error}); give id, function.name "
             "and function.arguments, which is JSON"
         ) from error
-
-
-def _told(turns: list[dict[str, Any]], said: str) -> list[dict[str, Any]]:
-    for place in range(len(turns) - 1, -1, -1):
-        if turns[place]["role"] == "user":
-            changed = {**turns[place], "content": [*turns[place]["content"], said]}
-            return [*turns[:place], changed, *turns[place + 1 :]]
-    return turns

@@ -19,10 +19,9 @@ __all__ = [
     "ChunkItem",
     "CompletionRequest",
     "Decoding",
-    "DeleteRequest",
     "DocumentItem",
     "DocumentRequest",
-    "PrefetchRequest",
+    "IdsRequest",
     "Replies",
 ]
 
@@ -190,16 +189,8 @@ class DocumentRequest(BaseModel):
         return self
 
 
-class DeleteRequest(BaseModel):
-    """A request to forget chunks."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    ids: list[str] = Field(min_length=1)
-
-
-class PrefetchRequest(BaseModel):
-    """A request to read the KV of chunks ahead."""
+class IdsRequest(BaseModel):
+    """A request about stored chunks: to forget them, or to read their KV ahead."""
 
     model_config = ConfigDict(extra="forbid")
 

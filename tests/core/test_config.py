@@ -134,3 +134,16 @@ def test_a_selector_in_the_environment_that_cannot_be_read(monkeypatch: pytest.M
 def test_values_without_a_meaning_are_named(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         engine_settings(**settings)
+
+
+def test_settings_of_a_server_are_known_in_the_environment(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from cacheblend_rag.serve.settings import ServeConfig
+
+    monkeypatch.setenv("CACHEBLEND_SERVE_PER_MINUTE", "60")
+    monkeypatch.setenv("CACHEBLEND_PER_MINUTE", "61")
+    EngineConfig()
+    assert ServeConfig().per_minute == 60
+    # One prefix is not another's.
+    assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == ["CACHEBLEND_PER_MINUTE"]
