@@ -1,15 +1,19 @@
 # The commands that people and CI call. `make` alone lists them.
 #
 #   VENV=dir     the virtual environment to use and, if it is not there, to make (default: .venv)
-#   PYTHON=exe   the Python it is made with (default: python3)
+#   VLLM_VENV=dir  the same for the tests that need vLLM (default: .venv-vllm)
+#   PYTHON=exe   the Python they are made with (default: python3)
 
-VENV   ?= .venv
-PYTHON ?= python3
+VENV      ?= .venv
+VLLM_VENV ?= .venv-vllm
+PYTHON    ?= python3
 
 BIN       := $(VENV)/bin
 STAMP     := $(VENV)/.cacheblend-installed
 DOC_STAMP := $(VENV)/.cacheblend-docs-installed
-PROJECTS  := pyproject.toml integrations/llama_index/pyproject.toml integrations/langchain/pyproject.toml
+PROJECTS  := pyproject.toml $(wildcard integrations/*/pyproject.toml)
+
+VLLM_STAMP := $(VLLM_VENV)/.cacheblend-installed
 
 SHELL       := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -26,7 +30,7 @@ help:  ## list the commands
 $(STAMP): $(PROJECTS) constraints.txt
 	@test -x $(BIN)/python || { echo "making the virtual environment $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt \
-		-e '.[dev]' -e integrations/llama_index -e integrations/langchain
+		-e '.[dev]' -e integrations/llama_index -e integrations/langchain -e integrations/vllm
 	@touch $@
 
 $(DOC_STAMP): $(STAMP)
@@ -34,8 +38,15 @@ $(DOC_STAMP): $(STAMP)
 		-e integrations/llama_index -e integrations/langchain
 	@touch $@
 
+# vLLM wants another transformers than the rest is tested with.
+$(VLLM_STAMP): $(PROJECTS) requirements-vllm.txt
+	@test -x $(VLLM_VENV)/bin/python || { echo "making the virtual environment $(VLLM_VENV)"; $(PYTHON) -m venv $(VLLM_VENV); }
+	$(VLLM_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r requirements-vllm.txt
+	$(VLLM_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps -e . -e integrations/vllm
+	@touch $@
+
 .PHONY: install
-install: $(STAMP)  ## make the virtual environment and install the three distributions in it
+install: $(STAMP)  ## make the virtual environment and install the four distributions in it
 
 # ---------------------------------------------------------------------------------------------------------------------------
 # using it
@@ -75,6 +86,10 @@ lint: $(STAMP)  ## formatting, lint and types
 .PHONY: check
 check: lint  ## lint, and the tests in two processes, sampled where a count is large
 	$(BIN)/python -m pytest -m "not full" -n 2 --dist loadfile
+
+.PHONY: check-vllm
+check-vllm: $(VLLM_STAMP)  ## the tests that need vLLM, in a virtual environment of their own
+	$(VLLM_VENV)/bin/python -m pytest -o filterwarnings=default -v -rN tests/vllm
 
 .PHONY: check-all
 check-all: lint  ## lint, and the tests at full counts in two processes; writes tests/check-all.txt

@@ -8,9 +8,12 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TypeAlias
 
-from cacheblend_rag.errors import ConfigError, EmptyChunkError
+from cacheblend_rag.errors import ConfigError, EmptyChunkError, PromptError
 
-__all__ = ["BlendPrompt", "Chunk", "ChunkPart", "ChunkRef", "FixedText", "Segment", "text_hash"]
+__all__ = ["BlendPrompt", "Chunk", "ChunkPart", "ChunkRef", "FixedText", "Segment", "check_text", "text_hash"]
+
+# More than any text has, and its end is still a number that the store's index can hold.
+_MOST_CHARACTERS = 2**62
 
 
 def text_hash(text: str) -> str:
@@ -27,6 +30,17 @@ def text_hash(text: str) -> str:
         32 hexadecimal digits (blake2b, 128 bits).
     """
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def check_text(text: str) -> None:
+    """Raise `PromptError` for a text that holds half a character, which neither tokenizers nor JSON can have."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"the text {text[:40]!r} has {text[error.start]!r} at character {error.start}, half of a UTF-16 pair, which no "
+            'tokenizer can read; repair the text at its source, or replace it: text.encode(errors="replace").decode()'
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +143,10 @@ class Chunk:
                 f"chunk {self.id!r} of document {self.document!r:.40} has its own token ids, whose place in the document is "
                 "unknown; leave out token_ids or document"
             )
-        if self.start is not None and (type(self.start) is not int or self.start < 0):
-            raise ConfigError(f"start={self.start!r} of chunk {self.id!r} must be a number of characters, 0 or more")
+        if self.start is not None and (type(self.start) is not int or not 0 <= self.start < _MOST_CHARACTERS):
+            raise ConfigError(
+                f"start={self.start!r} of chunk {self.id!r} must be a number of characters, from 0 to 2^62"
+            )
         if self.previous is not None and (not isinstance(self.previous, str) or self.previous in ("", self.id)):
             raise ConfigError(f"previous={self.previous!r:.40} of chunk {self.id!r} must be the id of another chunk")
         if self.body is not None:

@@ -23,6 +23,8 @@ __all__ = ["BlendConfig", "EngineConfig", "SettingsBase", "did_you_mean"]
 
 _Codec = Literal["native", "float32", "float16", "bfloat16", "int8", "int4", "int2"]
 _PREFIX = "CACHEBLEND_"
+SERVER_KEY_VARIABLE = "CACHEBLEND_SERVER_KEY"
+"""The environment variable that has the key of the servers that are asked."""
 # Of a message, however long the values that it speaks of.
 _PROBLEMS_SHOWN = 5
 _NAME_SHOWN = 60
@@ -159,6 +161,7 @@ def _warn_of(variable: str) -> None:
 def _warn_of_unknown_variables() -> None:
     """Warn once of each environment variable that looks like a setting but is not one."""
     known = {f"{kind.model_config['env_prefix']}{name}".upper() for name, kind in SettingsBase.kinds.items()}
+    known.add(SERVER_KEY_VARIABLE)
     for variable in os.environ:
         if variable.upper().startswith(_PREFIX) and variable.upper() not in known:
             _warn_of(variable)

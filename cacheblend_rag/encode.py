@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -10,10 +11,10 @@ import torch
 
 from cacheblend_rag.keys import context_digest
 from cacheblend_rag.kv import ChunkKV, LayerKV
-from cacheblend_rag.model import Decoder, KVCache, text_decoder
+from cacheblend_rag.model import Decoder, KVCache, ModelCard, text_decoder
 from cacheblend_rag.rope import Rotation, RotationTable, shift_layer
 
-__all__ = ["Encoder", "Target", "plan_batches"]
+__all__ = ["ChunkEncoder", "Encoder", "Reading", "Target", "plan_batches"]
 
 # Sharing the prefix saves its rows, but rows behind a cache need a mask where rows from the start are plainly causal, and the
 # prefix's KV is copied for each row: with a few tokens it is no faster. docs/encoding.md has the figures.
@@ -45,7 +46,7 @@ class Target:
 
 
 @dataclass(slots=True)
-class _Reading:
+class Reading:
     """Targets that are encoded in one pass, because each begins with what the one before it has read, or most of that.
 
     Attributes
@@ -95,8 +96,118 @@ def plan_batches(lengths: Sequence[int], prefix_len: int, batch_tokens: int) -> 
     return batches
 
 
-class Encoder:
-    """Computes the KV of each chunk behind the encoding prefix and its context.
+class ChunkEncoder(ABC):
+    """Computes the KV of each chunk behind the encoding prefix and its context, wherever the model is.
+
+    Parameters
+    ----------
+    form : Decoder or ModelCard
+        The model's KV.
+    prefix_ids : sequence of int
+        The encoding prefix.
+    batch_tokens : int
+        Most tokens of a batch, prefix and padding included.
+    """
+
+    def __init__(self, form: Decoder | ModelCard, prefix_ids: Sequence[int], batch_tokens: int) -> None:
+        self._form = form
+        self.prefix_ids = tuple(prefix_ids)
+        self._batch_tokens = batch_tokens
+
+    @abstractmethod
+    def encode(self, targets: Sequence[Target]) -> Iterator[list[tuple[int, ChunkKV]]]:
+        """Compute the KV of chunks.
+
+        A document is read once, front to back: of targets that stand behind each other what comes first is computed once, and cut
+        back where the next one begins before its end.
+
+        Parameters
+        ----------
+        targets : sequence of Target
+            What is to be encoded, in any order.
+
+        Yields
+        ------
+        list of (int, ChunkKV)
+            One batch: the index of each target, and its KV on the CPU, as if it stood right behind the encoding prefix.
+        """
+
+    @abstractmethod
+    def head(self, token_ids: Sequence[int]) -> ChunkKV:
+        """Compute the KV of what a prompt begins with, behind nothing.
+
+        Parameters
+        ----------
+        token_ids : sequence of int
+            The tokens, the BOS among them.
+
+        Returns
+        -------
+        ChunkKV
+            Their KV on the CPU, from position 0 on.
+        """
+
+    def plan(self, targets: Sequence[Target]) -> list[list[int]]:
+        """Return the batches in which targets are encoded, as indices into `targets`."""
+        return [[index for reading in batch for index in reading.targets] for batch in self.batches(targets)]
+
+    def num_tokens(self, targets: Sequence[Target]) -> int:
+        """Return how many tokens are computed to encode targets, the encoding prefix and padding not counted."""
+        count = 0
+        for reading in _readings(targets, range(len(targets))):
+            read: tuple[int, ...] = ()
+            for sequence, _ in reading.steps:
+                count += len(sequence) - _shared(read, sequence)
+                read = sequence
+        return count
+
+    def batches(self, targets: Sequence[Target]) -> list[list[Reading]]:
+        """Return what is read together; a placed target, and a document whose parts part from each other, is read alone."""
+        prefix_len, reach = len(self.prefix_ids), self._form.rope_reach
+        batches = [
+            [Reading([(target.token_ids, [index])])]
+            for index, target in enumerate(targets)
+            if target.positions is not None
+        ]
+        readings = _readings(targets, [index for index, target in enumerate(targets) if target.positions is None])
+        batches += [[reading] for reading in readings if len(reading.steps) > 1]
+        single = [reading for reading in readings if len(reading.steps) == 1]
+        # The longest row of a batch decides on the frequencies of all of it.
+        far = [reach is not None and prefix_len + reading.length >= reach for reading in single]
+        for is_far in (True, False):
+            alike = [reading for reading, each in zip(single, far, strict=True) if each == is_far]
+            for batch in plan_batches([reading.length for reading in alike], prefix_len, self._batch_tokens):
+                batches.append([alike[place] for place in batch])
+        return batches
+
+    def cut_out(self, layers: Sequence[LayerKV], target: Target) -> ChunkKV:
+        """Return a target's KV, cut out of that of its sequence and turned to where it would stand without its context.
+
+        Parameters
+        ----------
+        layers : sequence of LayerKV
+            The KV of the encoding prefix and the sequence, ``(num_kv_heads, seq_len, head_dim)``.
+        target : Target
+            The target.
+        """
+        start, distance, count = len(self.prefix_ids), len(target.context), len(target.token_ids)
+        first = start + distance
+        tables: dict[tuple[Rotation, torch.device], RotationTable] = {}
+        kept = []
+        for layer, rotation in zip(layers, self._form.rotations, strict=True):
+            # A copy, so that one chunk does not keep its whole batch in memory.
+            kv = LayerKV(*(_copy(tensor[:, first : first + count]) for tensor in layer))
+            if rotation is not None and distance:
+                known = (rotation, kv.keys.device)
+                if known not in tables:
+                    tables[known] = rotation.table(torch.full((count,), -distance), kv.keys.device)
+                shift_layer(kv, tables[known])
+            kept.append(LayerKV(*(_on_cpu(tensor) for tensor in kv)))
+        return ChunkKV(target.token_ids, start, kept, context=context_digest(target.context))
+
+
+class Encoder(ChunkEncoder):
+    """Computes the KV of chunks with the model of this process.
 
     Encoding behind the prefix and keeping only the chunk's slice leaves one attention sink and one BOS in a prompt of many
     chunks. A prefix that is long enough to be worth it is computed once, and its KV handed to every row of every batch.
@@ -116,34 +227,14 @@ class Encoder:
     def __init__(
         self, decoder: Decoder, prefix_ids: Sequence[int], batch_tokens: int, share_prefix: bool | None = None
     ) -> None:
+        super().__init__(decoder, prefix_ids, batch_tokens)
         self._decoder = decoder
-        self._prefix_ids = tuple(prefix_ids)
-        self._batch_tokens = batch_tokens
-        wanted = len(self._prefix_ids) >= _SHARED_PREFIX_TOKENS if share_prefix is None else share_prefix
-        self._shares_prefix = wanted and bool(self._prefix_ids)
+        wanted = len(self.prefix_ids) >= _SHARED_PREFIX_TOKENS if share_prefix is None else share_prefix
+        self._shares_prefix = wanted and bool(self.prefix_ids)
         self._prefix_kv: list[LayerKV] | None = None
 
-    def plan(self, targets: Sequence[Target]) -> list[list[int]]:
-        """Return the batches in which targets are encoded, as indices into `targets`."""
-        return [[index for reading in batch for index in reading.targets] for batch in self._batches(targets)]
-
     def encode(self, targets: Sequence[Target]) -> Iterator[list[tuple[int, ChunkKV]]]:
-        """Compute the KV of chunks.
-
-        A document is read once, front to back: of targets that stand behind each other what comes first is computed once, and cut
-        back where the next one begins before its end.
-
-        Parameters
-        ----------
-        targets : sequence of Target
-            What is to be encoded, in any order.
-
-        Yields
-        ------
-        list of (int, ChunkKV)
-            One batch: the index of each target, and its KV on the CPU, as if it stood right behind the encoding prefix.
-        """
-        for batch in self._batches(targets):
+        for batch in self.batches(targets):
             if len(batch) == 1 and len(batch[0].steps) > 1:
                 yield list(self._step_by_step(batch[0], targets))
                 continue
@@ -151,87 +242,30 @@ class Encoder:
             # A placed target is a batch of its own.
             layers = self._run(sequences) if places is None else self._placed(sequences[0], places)
             yield [
-                (index, self._slice(layers, row, targets[index]))
+                (index, self.cut_out(_row(layers, row), targets[index]))
                 for row, reading in enumerate(batch)
                 for index in reading.targets
             ]
 
     @torch.no_grad()
     def head(self, token_ids: Sequence[int]) -> ChunkKV:
-        """Compute the KV of what a prompt begins with, behind nothing.
-
-        Parameters
-        ----------
-        token_ids : sequence of int
-            The tokens, the BOS among them.
-
-        Returns
-        -------
-        ChunkKV
-            Their KV on the CPU, from position 0 on.
-        """
         layers = self._forward([token_ids], KVCache(self._decoder.num_layers))
         kept = [LayerKV(*(_on_cpu(_copy(tensor[0])) for tensor in layer)) for layer in layers]
         return ChunkKV(tuple(token_ids), 0, kept)
 
-    def num_tokens(self, targets: Sequence[Target]) -> int:
-        """Return how many tokens are computed to encode targets, the encoding prefix and padding not counted."""
-        count = 0
-        for reading in _readings(targets, range(len(targets))):
-            read: tuple[int, ...] = ()
-            for sequence, _ in reading.steps:
-                count += len(sequence) - _shared(read, sequence)
-                read = sequence
-        return count
-
-    def _batches(self, targets: Sequence[Target]) -> list[list[_Reading]]:
-        prefix_len, reach = len(self._prefix_ids), self._decoder.rope_reach
-        batches = [
-            [_Reading([(target.token_ids, [index])])]
-            for index, target in enumerate(targets)
-            if target.positions is not None
-        ]
-        readings = _readings(targets, [index for index, target in enumerate(targets) if target.positions is None])
-        batches += [[reading] for reading in readings if len(reading.steps) > 1]
-        single = [reading for reading in readings if len(reading.steps) == 1]
-        # The longest row of a batch decides on the frequencies of all of it.
-        far = [reach is not None and prefix_len + reading.length >= reach for reading in single]
-        for is_far in (True, False):
-            alike = [reading for reading, each in zip(single, far, strict=True) if each == is_far]
-            for batch in plan_batches([reading.length for reading in alike], prefix_len, self._batch_tokens):
-                batches.append([alike[place] for place in batch])
-        return batches
-
     @torch.no_grad()
-    def _step_by_step(self, reading: _Reading, targets: Sequence[Target]) -> Iterator[tuple[int, ChunkKV]]:
+    def _step_by_step(self, reading: Reading, targets: Sequence[Target]) -> Iterator[tuple[int, ChunkKV]]:
         """Yield the targets of a reading whose steps part from each other."""
-        start = len(self._prefix_ids)
+        start = len(self.prefix_ids)
         cache = KVCache(self._decoder.num_layers)
         read: tuple[int, ...] = ()
         for sequence, indices in reading.steps:
             known = min(_shared(read, sequence), len(sequence) - 1)
             cache.cut(start + known)
-            layers = self._forward([sequence[known:] if read else self._prefix_ids + sequence], cache)
+            layers = self._forward([sequence[known:] if read else self.prefix_ids + sequence], cache)
             read = sequence
             for index in indices:
-                yield index, self._slice(layers, 0, targets[index])
-
-    def _slice(self, layers: Sequence[LayerKV], row: int, target: Target) -> ChunkKV:
-        """Return a target's KV, cut out of that of its sequence and turned to where it would stand without its context."""
-        start, distance, count = len(self._prefix_ids), len(target.context), len(target.token_ids)
-        first = start + distance
-        tables: dict[tuple[Rotation, torch.device], RotationTable] = {}
-        kept = []
-        for layer, rotation in zip(layers, self._decoder.rotations, strict=True):
-            # A copy, so that one chunk does not keep its whole batch in memory.
-            kv = LayerKV(*(_copy(tensor[row, :, first : first + count]) for tensor in layer))
-            if rotation is not None and distance:
-                known = (rotation, kv.keys.device)
-                if known not in tables:
-                    tables[known] = rotation.table(torch.full((count,), -distance), kv.keys.device)
-                shift_layer(kv, tables[known])
-            kept.append(LayerKV(*(_on_cpu(tensor) for tensor in kv)))
-        return ChunkKV(target.token_ids, start, kept, context=context_digest(target.context))
+                yield index, self.cut_out(_row(layers, 0), targets[index])
 
     @torch.no_grad()
     def _run(self, rows: Sequence[Sequence[int]]) -> list[LayerKV]:
@@ -240,16 +274,16 @@ class Encoder:
         # Padding stands behind the text, where causal attention does not see it: any id will do, without a mask.
         padded = [[*row, *[row[-1]] * (width - len(row))] for row in rows]
         if not self._shares_prefix:
-            return self._forward([[*self._prefix_ids, *row] for row in padded], KVCache(self._decoder.num_layers))
+            return self._forward([[*self.prefix_ids, *row] for row in padded], KVCache(self._decoder.num_layers))
         if self._prefix_kv is None:
-            self._prefix_kv = self._forward([self._prefix_ids], KVCache(self._decoder.num_layers))
-        return self._forward(padded, KVCache.behind(self._prefix_kv, len(rows), len(self._prefix_ids) + width))
+            self._prefix_kv = self._forward([self.prefix_ids], KVCache(self._decoder.num_layers))
+        return self._forward(padded, KVCache.behind(self._prefix_kv, len(rows), len(self.prefix_ids) + width))
 
     @torch.no_grad()
     def _placed(self, ids: Sequence[int], places: Sequence[int]) -> list[LayerKV]:
         """Return the KV of the encoding prefix and a chunk that stands at `places`, the chunk's moved to where it has no gaps."""
-        start = len(self._prefix_ids)
-        layers = self._forward([[*self._prefix_ids, *ids]], KVCache(self._decoder.num_layers), [*range(start), *places])
+        start = len(self.prefix_ids)
+        layers = self._forward([[*self.prefix_ids, *ids]], KVCache(self._decoder.num_layers), [*range(start), *places])
         distances = torch.tensor([start + number - place for number, place in enumerate(places)])
         for layer, rotation in zip(layers, self._decoder.rotations, strict=True):
             if rotation is not None:
@@ -267,9 +301,9 @@ class Encoder:
         return cache.kv()
 
 
-def _readings(targets: Sequence[Target], indices: Sequence[int]) -> list[_Reading]:
+def _readings(targets: Sequence[Target], indices: Sequence[int]) -> list[Reading]:
     """Chain targets of which one begins with what another has read."""
-    readings: list[_Reading] = []
+    readings: list[Reading] = []
     # In this order what begins alike stands together, the shorter first.
     for index in sorted(indices, key=lambda index: targets[index].sequence):
         target, sequence = targets[index], targets[index].sequence
@@ -283,7 +317,7 @@ def _readings(targets: Sequence[Target], indices: Sequence[int]) -> list[_Readin
             if 2 * known >= min(len(read), len(target.context)):
                 readings[-1].steps.append((sequence, [index]))
                 continue
-        readings.append(_Reading([(sequence, [index])]))
+        readings.append(Reading([(sequence, [index])]))
     return readings
 
 
@@ -293,6 +327,10 @@ def _shared(one: Sequence[int], other: Sequence[int]) -> int:
     if one[:length] == other[:length]:
         return length
     return int(np.argmin(np.equal(one[:length], other[:length])))
+
+
+def _row(layers: Sequence[LayerKV], row: int) -> list[LayerKV]:
+    return [LayerKV(kv.keys[row], kv.values[row]) for kv in layers]
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@
     │   ├── EmptyChunkError       a chunk without text, or whose text has no tokens
     │   └── PromptTooLongError    more tokens than the model's window holds
     ├── PMLError                  a schema or a prompt in PML is wrong; the message says where (also a ValueError)
+    ├── BackendError              the server that answers in this one's place has ended, or cannot be reached
     ├── AnswerTimeoutError        an answer was not finished in the time that the caller allowed (also a TimeoutError)
     ├── StructuredOutputError     an answer is not of the form that was asked for; it says what the model wrote (a ValueError)
     ├── DatasetError              a data set of an evaluation cannot be read; the message says where (also a ValueError)
@@ -25,6 +26,7 @@ Every message says what was wrong, with which value, and what to do about it.
 
 __all__ = [
     "AnswerTimeoutError",
+    "BackendError",
     "CacheBlendError",
     "ChunkReadError",
     "ConfigError",
@@ -70,6 +72,10 @@ class EmptyChunkError(PromptError):
 
 class PromptTooLongError(PromptError):
     """A prompt has more tokens than the model's window holds."""
+
+
+class BackendError(CacheBlendError):
+    """The server that answers in this one's place has ended, cannot be reached, or answers what nobody asked."""
 
 
 class PMLError(CacheBlendError, ValueError):

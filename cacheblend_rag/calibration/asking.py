@@ -11,7 +11,7 @@ from typing import Any
 from cacheblend_rag.calibration.calibrate import Calibration, calibrate, check_count, checked_ratios
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.engine import AnyEngine, BlendEngine
 from cacheblend_rag.errors import ConfigError
 
 __all__ = ["ModelCall", "calibrate_asking"]
@@ -21,7 +21,7 @@ __all__ = ["ModelCall", "calibrate_asking"]
 class ModelCall:
     """One call of a framework's model: its engine, its prompt, and the settings of the call over the engine's."""
 
-    engine: BlendEngine
+    engine: AnyEngine
     prompt: BlendPrompt
     blend: BlendConfig | None
 
@@ -76,6 +76,10 @@ def calibrate_asking(
             "or a chain with a ChatBlend or BlendLLM whose documents are stored"
         )
     first = asked[0][0]
+    if not isinstance(first.engine, BlendEngine):
+        raise ConfigError(
+            f"a {type(first.engine).__name__} answered, and calibrating takes the model itself; ask an engine of this process"
+        )
     if any(call.engine is not first.engine for call, _ in asked):
         raise ConfigError("the questions were answered by several engines; calibrate one at a time")
     found = calibrate(

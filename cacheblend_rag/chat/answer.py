@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -9,16 +10,18 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria
 
-from cacheblend_rag.engine import BlendEngine, GenerationResult, StopStrings
+from cacheblend_rag.engine import GenerationResult, StopStrings
 from cacheblend_rag.errors import AnswerTimeoutError, ConfigError
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.stops import cut_at_stop
 
-__all__ = ["Answer", "Deadline", "Ending"]
+__all__ = ["Answer", "Deadline", "EndWhenSet", "Ending"]
 
 
 class Deadline(StoppingCriteria):
     """Ends a generation at the first token that is later than `timeout_s` from now."""
+
+    is_of_one_answer = True
 
     def __init__(self, timeout_s: float) -> None:
         if not isinstance(timeout_s, int | float) or not timeout_s > 0:
@@ -26,6 +29,11 @@ class Deadline(StoppingCriteria):
         self.timeout_s = timeout_s
         self._until = time.monotonic() + timeout_s
         self._passed = False
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until then, less than 0 afterwards."""
+        return self._until - time.monotonic()
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """Return whether each sequence is done."""
@@ -39,6 +47,19 @@ class Deadline(StoppingCriteria):
                 f"the answer was not finished after timeout={self.timeout_s:g} s, waiting for the model included; "
                 "give it more time, or lower max_tokens"
             )
+
+
+class EndWhenSet(StoppingCriteria):
+    """Ends a generation at the first token after an event is set."""
+
+    is_of_one_answer = True
+
+    def __init__(self, event: threading.Event) -> None:
+        self.event = event
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Return whether each sequence is done."""
+        return torch.full((input_ids.shape[0],), self.event.is_set(), dtype=torch.bool, device=input_ids.device)
 
 
 @dataclass(frozen=True)
@@ -67,12 +88,9 @@ class Ending:
         criteria: list[StoppingCriteria] = [StopStrings(tokenizer, self.stop)] if self.stop else []
         return criteria + ([] if self.deadline is None else [self.deadline])
 
-    def read(self, result: GenerationResult, engine: BlendEngine) -> Answer:
-        """Return what an engine generated as an answer; `AnswerTimeoutError` if that took too long."""
+    def read(self, result: GenerationResult) -> Answer:
+        """Return what was generated as an answer; `AnswerTimeoutError` if that took too long."""
         if self.deadline is not None:
             self.deadline.check()
         text = cut_at_stop(result.text, self.stop)
-        ends = engine.model.generation_config.eos_token_id
-        ends = ends if isinstance(ends, list) else [ends]
-        at_end = len(text) < len(result.text) or result.token_ids[-1:] in [(end,) for end in ends]
-        return Answer(text, "stop" if at_end else "length", result.report)
+        return Answer(text, "stop" if len(text) < len(result.text) else result.finish_reason, result.report)

@@ -14,8 +14,8 @@ from typing import Any
 
 from cacheblend_rag.chat.finder import HEAD_CHARS, ChunkFinder, Match
 from cacheblend_rag.chunk import BlendPrompt, Chunk, Segment, text_hash
-from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.errors import StoreError
+from cacheblend_rag.engine import AnyLibrary
+from cacheblend_rag.errors import BackendError, StoreError
 
 __all__ = ["ChunkCatalog", "catalog_of"]
 
@@ -37,7 +37,7 @@ class ChunkCatalog:
     def __init__(self) -> None:
         self._finder = ChunkFinder()
         self._passed_over: dict[str, str] = {}
-        # Which name has which number, as `BlendEngine.changes` counts them, and which names had none.
+        # Which name has which number, as `AnyLibrary.changes` counts them, and which names had none.
         self._names: dict[int, str] = {}
         self._waiting: set[str] = set()
         self._mark: int | None = None
@@ -45,15 +45,18 @@ class ChunkCatalog:
         self._warned = self._told = self._is_out = False
         self._lock = threading.Lock()
 
-    def split(self, engine: BlendEngine, text: str, min_chars: int = HEAD_CHARS) -> list[Segment]:
+    def split(self, engine: AnyLibrary, text: str, min_chars: int = HEAD_CHARS) -> list[Segment]:
         """Split a text into the stored chunks of `min_chars` or more that stand in it, and the text around them.
 
         Each chunk of the result carries its text, so that the engine can tell if it is deleted or replaced meanwhile. Of a text
         that is stored in several documents, the chunk of the one that has most chunks here is taken; where two have as many,
         none of theirs: it is one that is encoded alone, with or without an id.
         """
+        self.follow(engine)
+        return self._split(engine, text, min_chars)
+
+    def _split(self, engine: AnyLibrary, text: str, min_chars: int) -> list[Segment]:
         with self._lock:
-            self._follow(engine)
             matches = self._finder.find(text, min_chars)
         is_clear = all(len(match.ids) == 1 for match in matches)
         ids = [match.ids[0] for match in matches] if is_clear else _choose(engine, matches)
@@ -68,16 +71,17 @@ class ChunkCatalog:
             segments.append(text[end:])
         return segments
 
-    def prompt(self, engine: BlendEngine, parts: Iterable[Segment], min_chars: int = HEAD_CHARS) -> BlendPrompt:
+    def prompt(self, engine: AnyLibrary, parts: Iterable[Segment], min_chars: int = HEAD_CHARS) -> BlendPrompt:
         """Return the prompt of these parts, with the stored chunks told apart that stand in its text."""
+        self.follow(engine)
         segments: list[Segment] = []
         for part in parts:
-            segments += self.split(engine, part, min_chars) if isinstance(part, str) else [part]
+            segments += self._split(engine, part, min_chars) if isinstance(part, str) else [part]
         if not any(isinstance(segment, Chunk) for segment in segments):
             self._look_closer(engine, "".join(part for part in segments if isinstance(part, str)), min_chars)
         return BlendPrompt(segments=segments)
 
-    def _look_closer(self, engine: BlendEngine, text: str, min_chars: int) -> None:
+    def _look_closer(self, engine: AnyLibrary, text: str, min_chars: int) -> None:
         """Count a prompt in which no chunk was found, though it holds one in another form, and say so once for each engine."""
         with self._lock:
             match = next(
@@ -86,7 +90,7 @@ class ChunkCatalog:
             if match is None:
                 return
             is_first, self._told = not self._told, True
-        engine.metrics.count_unfound()
+        engine.note_unfound()
         if is_first:
             logger.warning(
                 "no stored chunk was found in a prompt, though chunk %r is in it in another form: escaped as json.dumps does, "
@@ -96,19 +100,20 @@ class ChunkCatalog:
                 match.ids[0],
             )
 
-    def _follow(self, engine: BlendEngine) -> None:
+    def follow(self, engine: AnyLibrary) -> None:
         """Take in what has changed; where that cannot be read, chunks are looked for as they were known before."""
-        try:
-            self._refresh(engine)
-            self._is_out = False
-        except StoreError as error:
-            if not self._is_out:
-                self._is_out = True
-                logger.warning(
-                    "which chunks are stored cannot be read now, so new ones are not found in prompts: %s", error
-                )
+        with self._lock:
+            try:
+                self._refresh(engine)
+                self._is_out = False
+            except (BackendError, StoreError) as error:
+                if not self._is_out:
+                    self._is_out = True
+                    logger.warning(
+                        "which chunks are stored cannot be read now, so new ones are not found in prompts: %s", error
+                    )
 
-    def _refresh(self, engine: BlendEngine) -> None:
+    def _refresh(self, engine: AnyLibrary) -> None:
         # Read first, so that what changes during the pass is seen by the next one.
         revision = engine.revision
         if revision == self._revision:
@@ -137,7 +142,7 @@ class ChunkCatalog:
         self._waiting = changes.waiting.keys() - named.keys()
         self._mark, self._revision = changes.mark, revision
 
-    def _learn(self, engine: BlendEngine, ids: Sequence[str]) -> None:
+    def _learn(self, engine: AnyLibrary, ids: Sequence[str]) -> None:
         """Take in chunks that are new or have another text than before."""
         records = [record for record in engine.records(ids) if record is not None]
         fresh: list[tuple[str, str]] = []
@@ -175,7 +180,7 @@ def _unescaped(escaped: re.Match[str]) -> str:
     return str(json.loads(f'"{escaped[0]}"'))
 
 
-def _choose(engine: BlendEngine, matches: Sequence[Match]) -> list[str | None]:
+def _choose(engine: AnyLibrary, matches: Sequence[Match]) -> list[str | None]:
     """Return the id that serves each match, None to have it encoded alone."""
     every = list(dict.fromkeys(id for match in matches for id in match.ids))
     try:
@@ -208,11 +213,11 @@ def _texts(tokenizer: Any, token_ids: Sequence[list[int]]) -> list[str]:
     return [tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) for ids in token_ids]
 
 
-_catalogs: weakref.WeakKeyDictionary[BlendEngine, ChunkCatalog] = weakref.WeakKeyDictionary()
+_catalogs: weakref.WeakKeyDictionary[AnyLibrary, ChunkCatalog] = weakref.WeakKeyDictionary()
 _catalogs_lock = threading.Lock()
 
 
-def catalog_of(engine: BlendEngine) -> ChunkCatalog:
+def catalog_of(engine: AnyLibrary) -> ChunkCatalog:
     """Return the one catalog of an engine, which all models over it share; it is made when it is first asked for."""
     with _catalogs_lock:
         catalog = _catalogs.get(engine)

@@ -13,10 +13,10 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 from transformers import LogitsProcessor
 
-from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.engine import AnyEngine
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["Guide", "json_grammar", "requested_schema", "schema_request"]
+__all__ = ["Guide", "check_grammar", "json_grammar", "requested_schema", "schema_request"]
 
 
 def requested_schema(response_format: Any) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def schema_request(schema: dict[str, Any]) -> str:
 
 
 def json_grammar(schema: dict[str, Any], before: str = "", after: str = "") -> str:
-    """Return the grammar of the JSON texts that fit a schema, with `before` and `after` around them.
+    """Return the grammar, in llguidance's form of Lark, of the JSON texts that fit a schema, `before` and `after` around them.
 
     `ConfigError` if the schema holds what cannot be enforced.
     """
@@ -49,22 +49,32 @@ def json_grammar(schema: dict[str, Any], before: str = "", after: str = "") -> s
         "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     }
     around = [json.dumps(text) if text else "" for text in (before, after)]
-    grammar = LLMatcher.grammar_from_lark(f"start: {around[0]} json {around[1]}\njson: %json {json.dumps(schema)}")
-    problem = LLMatcher.validate_grammar(grammar)
+    grammar = f"start: {around[0]} json {around[1]}\njson: %json {json.dumps(schema)}"
+    problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar))
     if problem:
         raise ConfigError(f"this JSON schema cannot be enforced: {problem}; leave that part out of the schema")
     return grammar
 
 
+def check_grammar(grammar: str) -> None:
+    """Raise `ConfigError` if a grammar, in llguidance's form of Lark, is none."""
+    problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar))
+    if problem:
+        raise ConfigError(f"the grammar cannot be read: {problem:.200}; give it in llguidance's form of Lark")
+
+
 class Guide(LogitsProcessor):
-    """Lets a generation write only what a grammar allows, and end only where it may end.
+    """Lets a generation write only what a grammar (in Lark) allows, and end only where it may end.
 
     `ConfigError` if the tokenizer's tokens cannot be taken apart into bytes.
     """
 
-    def __init__(self, engine: BlendEngine, grammar: str) -> None:
+    is_of_one_answer = True
+
+    def __init__(self, engine: AnyEngine, grammar: str) -> None:
         self._vocabulary = _vocabulary(engine)
-        self._grammar = grammar
+        self.grammar = grammar
+        self._rules = LLMatcher.grammar_from_lark(grammar)
         self._matchers: list[LLMatcher] = []
         self._read = 0
         self._prompt_len = 0
@@ -73,7 +83,7 @@ class Guide(LogitsProcessor):
         """Return the scores, ``(batch, vocab)``, with those of tokens that may not follow at minus infinity."""
         if not self._matchers or input_ids.shape[1] <= self._prompt_len:
             # The first token of an answer; after damaged KV the same prompt comes again.
-            self._matchers = [LLMatcher(self._vocabulary, self._grammar) for _ in range(input_ids.shape[0])]
+            self._matchers = [LLMatcher(self._vocabulary, self._rules) for _ in range(input_ids.shape[0])]
             self._prompt_len = self._read = input_ids.shape[1]
         allowed = np.zeros((len(self._matchers), self._vocabulary.vocab_size), np.bool_)
         for row, matcher in enumerate(self._matchers):
@@ -111,17 +121,16 @@ def _closed(schema: Any) -> Any:
 
 
 # Taking a vocabulary of 150,000 tokens apart takes about a second, so it is done once for each engine.
-_vocabularies: weakref.WeakKeyDictionary[BlendEngine, LLTokenizer] = weakref.WeakKeyDictionary()
+_vocabularies: weakref.WeakKeyDictionary[AnyEngine, LLTokenizer] = weakref.WeakKeyDictionary()
 _vocabularies_lock = threading.Lock()
 
 
-def _vocabulary(engine: BlendEngine) -> LLTokenizer:
+def _vocabulary(engine: AnyEngine) -> LLTokenizer:
     with _vocabularies_lock:
         vocabulary = _vocabularies.get(engine)
         if vocabulary is None:
-            ends = engine.model.generation_config.eos_token_id
             try:
-                vocabulary = from_tokenizer(engine.tokenizer, eos_token=ends, slices=[])
+                vocabulary = from_tokenizer(engine.tokenizer, eos_token=list(engine.end_ids) or None, slices=[])
             except ValueError as error:
                 raise ConfigError(
                     f"answers of this model cannot be constrained to a form: its tokenizer, a {type(engine.tokenizer).__name__}, "

@@ -25,6 +25,8 @@ class SeededSampling(LogitsProcessor):
         Only the likeliest tokens that together have this probability are drawn from.
     """
 
+    is_of_one_answer = True
+
     def __init__(self, seed: int, temperature: float, top_k: int | None = None, top_p: float | None = None) -> None:
         self._seed = seed
         self._prompt_len: int | None = None

@@ -62,12 +62,13 @@ def chosen_tools(tools: Sequence[dict[str, Any]], choice: Any) -> tuple[list[dic
         return [], False
     if choice is True or choice in ("any", "required"):
         return list(tools), True
-    name = choice.get("function", choice).get("name") if isinstance(choice, dict) else choice
+    function = choice.get("function", choice) if isinstance(choice, dict) else {"name": choice}
+    name = function.get("name") if isinstance(function, dict) else None
     named = [tool for tool in tools if tool["function"]["name"] == name]
     if not named:
         names = ", ".join(tool["function"]["name"] for tool in tools)
         raise ConfigError(
-            f'tool_choice={choice!r} names none of the tools {names}; give one of them, "auto", "any" or "none"'
+            f'tool_choice={choice!r:.200} names none of the tools {names}; give one of them, "auto", "any" or "none"'
         )
     return named, True
 

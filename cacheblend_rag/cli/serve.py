@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
 
-from cacheblend_rag.cli.models import open_engine
 from cacheblend_rag.cli.options import ModelOption
-from cacheblend_rag.cli.output import show_table
+from cacheblend_rag.cli.output import make_quiet, show_table
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.extras import needs_extra
 
@@ -36,16 +40,29 @@ def serve(
         Path | None,
         typer.Option("--config", metavar="FILE", exists=True, dir_okay=False, help="Settings, as YAML, of all kinds."),
     ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="What answers: engine, or vllm, the default where it is installed."),
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option("--backend-url", metavar="URL", help="Where vLLM runs already, instead of starting it."),
+    ] = None,
+    show: Annotated[bool, typer.Option("--print-command", help="Print how vLLM is started, and do nothing.")] = False,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="What vLLM is started with besides.")
+    ] = None,
 ) -> None:
     """Answer over HTTP, as OpenAI's API does, with stored chunks and documents beside it.
 
     Settings that no option has come from --config, or from the environment (CACHEBLEND_SERVE_PER_MINUTE=60). On SIGTERM or
-    Ctrl-C, answers that are being written are finished first.
+    Ctrl-C, answers that are being written are finished first; on a second one they are not.
     """
     with needs_extra("serve", "serving"):
         import uvicorn
 
         from cacheblend_rag.serve.app import make_app
+        from cacheblend_rag.serve.backend import Wanted
         from cacheblend_rag.serve.settings import ServeConfig
 
     from cacheblend_rag.config import BlendConfig, EngineConfig
@@ -53,23 +70,72 @@ def serve(
     given = {"host": host, "port": port, "keys": keys}
     changes = {name: value for name, value in given.items() if value is not None}
     config = _config(ServeConfig, settings, changes)
-    engine_config = _config(EngineConfig, settings, {})
-    with open_engine(model, store=store, config=engine_config, blend=_config(BlendConfig, settings, {})) as engine:
-        app = make_app(engine, config)
+    engine_config, blend = _config(EngineConfig, settings, {}), _config(BlendConfig, settings, {})
+    wanted = Wanted(model, store, engine_config, blend, url, tuple(arguments or ()))
+    opener = _opener(backend)
+    if show:
+        typer.echo(opener.command(wanted))
+        return
+    make_quiet()
+    with _ended_by_sigterm(), opener.open_backend(wanted) as answering:
+        app = make_app(answering, config)
         listener = _listen(config.host, config.port)
-        server = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                log_level="warning",
-                timeout_graceful_shutdown=round(config.drain_s) + 1,
-                server_header=False,
-            )
+        patience_s = round(config.drain_s) + 1
+        server = _server(
+            uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=patience_s, server_header=False),
+            app.state.server.gate,
         )
-        typer.echo(f"{engine.model_name} answers at http://{config.host}:{listener.getsockname()[1]}/v1")
+        typer.echo(f"{answering.model_name} answers at http://{config.host}:{listener.getsockname()[1]}/v1")
         sys.stdout.flush()
         # uvicorn passes on the signal that it was stopped by.
         with suppress(KeyboardInterrupt):
             server.run(sockets=[listener])
+        if server.force_exit:
+            raise _Terminated
+
+
+def _server(config: Any, gate: Any) -> Any:
+    """Return uvicorn's server, which closes the gate as soon as it is told to stop, and waits for nobody when told so again."""
+    import uvicorn
+
+    class Stopping(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            gate.close()
+            self.force_exit = self.should_exit
+            super().handle_exit(sig, frame)
+
+    return Stopping(config)
+
+
+class _Terminated(BaseException):
+    """SIGTERM came."""
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end this process once what was opened in the context is closed."""
+
+    def terminate(*_: Any) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    except _Terminated:
+        signal.signal(signal.SIGTERM, before)
+        signal.raise_signal(signal.SIGTERM)
+
+
+def _opener(name: str | None) -> Any:
+    """Return the module of a backend, which has `open_backend` and `command`."""
+    found: dict[str, EntryPoint] = {each.name: each for each in entry_points(group="cacheblend_rag.backends")}
+    if name is None:
+        name = "vllm" if "vllm" in found and find_spec("vllm") is not None else "engine"
+    if name not in found:
+        raise ConfigError(
+            f"there is no backend {name!r}; installed are {', '.join(sorted(found))}; vllm comes with vllm-cacheblend"
+        )
+    return found[name].load()
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkPart, ChunkRef, FixedText, text_hash
+from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkPart, ChunkRef, FixedText, check_text, text_hash
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.engine.answering import AnsweringStore
 from cacheblend_rag.engine.prompt import AssembledPrompt, PromptChunk, PromptHead
@@ -26,7 +26,7 @@ from cacheblend_rag.errors import (
 )
 from cacheblend_rag.keys import HEAD_PREFIX, chunk_key, head_key
 from cacheblend_rag.layout import PromptLayout
-from cacheblend_rag.model import Decoder
+from cacheblend_rag.model import Decoder, ModelCard
 from cacheblend_rag.reading import Place, ReadingRules
 from cacheblend_rag.report import OTHER_TEXT
 from cacheblend_rag.store import KVReader, NodeRecord
@@ -73,17 +73,17 @@ class Assembler:
         store: AnsweringStore,
         identity: str,
         window: int | None,
-        decoder: Decoder | None,
+        form: Decoder | ModelCard | None,
         config: EngineConfig,
     ) -> None:
         self.tokenizer = tokenizer
         self._store = store
         self._window = window
         # Chunks that are retrieved for the first time are then computed like text.
-        defers = config.encode_on == "second_use" and decoder is not None
+        defers = config.encode_on == "second_use" and form is not None
         self._first_uses = _FirstUses(store) if defers else None
         # Otherwise a chunk's KV serves only where it was encoded, right after the encoding prefix.
-        self._is_movable = decoder is None or decoder.is_movable
+        self._is_movable = form is None or form.is_movable
         bos = getattr(tokenizer, "bos_token_id", None)
         self._bos: tuple[int, ...] = () if bos is None else (bos,)
         if config.encoding_prefix is None:
@@ -92,9 +92,9 @@ class Assembler:
             self.prefix_ids = self._with_bos(self.tokenize(config.encoding_prefix))
         else:
             self.prefix_ids = tuple(config.encoding_prefix)
-        reach = None if decoder is None or decoder.rope_reach is None else decoder.rope_reach - 1
+        reach = None if form is None or form.rope_reach is None else form.rope_reach - 1
         limits = [max(end - len(self.prefix_ids), 0) for end in (window, reach) if end is not None]
-        if config.context == "none" or decoder is None:
+        if config.context == "none" or form is None:
             limits.append(0)
         elif config.context_tokens is not None:
             limits.append(config.context_tokens)
@@ -118,13 +118,7 @@ class Assembler:
         return tuple(self._encode(text)["input_ids"])
 
     def _encode(self, text: str, **options: Any) -> Any:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise PromptError(
-                f"the text {text[:40]!r} has {text[error.start]!r} at character {error.start}, half of a UTF-16 pair, which no "
-                'tokenizer can read; repair the text at its source, or replace it: text.encode(errors="replace").decode()'
-            ) from None
+        check_text(text)
         # What is too long is refused where it is too long, and by a better message than the tokenizer's warning.
         return self.tokenizer(text, add_special_tokens=False, verbose=False, **options)
 

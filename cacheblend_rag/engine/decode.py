@@ -164,15 +164,26 @@ def decode(
         return generated
 
     runner.run(run, limit, forward)
-    return make_result(tokenizer, run, num_decoder_layers(model), run.output_ids, watch)
+    return make_result(model, tokenizer, run, run.output_ids, watch)
+
+
+def end_ids(model: Any) -> tuple[int, ...]:
+    """Return the tokens that end an answer, as the model's own settings say."""
+    return token_ids(model.generation_config.eos_token_id)
+
+
+def token_ids(given: int | list[int] | None) -> tuple[int, ...]:
+    """Return the ids of a setting that is one, several or none."""
+    return () if given is None else tuple(given) if isinstance(given, list) else (given,)
 
 
 def make_result(
-    tokenizer: Any, run: PromptRun, num_layers: int, token_ids: tuple[int, ...], watch: TokenWatch
+    model: PreTrainedModel, tokenizer: Any, run: PromptRun, token_ids: tuple[int, ...], watch: TokenWatch
 ) -> GenerationResult:
     """Return the answer to a prompt, whose tokens a watch has timed, with its report."""
     count = len(token_ids)
     first_output = watch.times[0] if watch.times else time.perf_counter()
-    report = make_report(run, num_layers, first_output, token_ids, watch.times, watch.tpot_s(count))
+    report = make_report(run, num_decoder_layers(model), first_output, token_ids, watch.times, watch.tpot_s(count))
     text = tokenizer.decode(token_ids, skip_special_tokens=True)
-    return GenerationResult(text, token_ids, run.prompt.layout.token_ids, report)
+    reason = "stop" if token_ids and token_ids[-1] in end_ids(model) else "length"
+    return GenerationResult(text, token_ids, run.prompt.layout.token_ids, report, reason)

@@ -6,53 +6,47 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from cacheblend_rag.chunk import BlendPrompt, Chunk
+from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig, EngineConfig
 from cacheblend_rag.controller import Profile, check_selector
+from cacheblend_rag.encode import Encoder
 from cacheblend_rag.engine.answering import AnsweringStore
 from cacheblend_rag.engine.assembler import Assembler
-from cacheblend_rag.engine.background import AddJob, AddResult, Feed
-from cacheblend_rag.engine.collection import ChunkCollection
 from cacheblend_rag.engine.conversation import Conversation, Turn
-from cacheblend_rag.engine.cost import WarmEstimate
-from cacheblend_rag.engine.decode import check_options
+from cacheblend_rag.engine.decode import check_options, end_ids
 from cacheblend_rag.engine.gathering import Gathering
-from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PrefillResult
+from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PieceStreamer, PrefillResult
 from cacheblend_rag.engine.guard import Guard, GuardOrder
-from cacheblend_rag.engine.ingest import Ingest
+from cacheblend_rag.engine.interface import AnyEngine
 from cacheblend_rag.engine.kept import KeptTurns
 from cacheblend_rag.engine.legend import EngineLegend
+from cacheblend_rag.engine.library import ChunkLibrary
 from cacheblend_rag.engine.many import Many, options_of_each
-from cacheblend_rag.engine.markup import SCHEMA_PREFIX, LoadedSchema, Schemas
+from cacheblend_rag.engine.markup import LoadedSchema, Schemas
 from cacheblend_rag.engine.metrics import EngineMetrics
 from cacheblend_rag.engine.opening import engine_identity, load_pretrained, look_at_model, open_engine_store
-from cacheblend_rag.engine.prefetch import Prefetch, Prefetcher
 from cacheblend_rag.engine.prompt import AssembledPrompt
 from cacheblend_rag.engine.request import PromptRun, Request, Timings, make_report
 from cacheblend_rag.engine.runner import Runner
+from cacheblend_rag.engine.scheduling import scheduler_lock
 from cacheblend_rag.engine.supply import KVSupply
-from cacheblend_rag.engine.tenant import TenantStore
 from cacheblend_rag.engine.watch import LayerWatcher, WatchedForward, WatchedPrefill, last_logits
-from cacheblend_rag.errors import ConfigError, PromptError, UnsupportedModelError
+from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache
-from cacheblend_rag.keys import HEAD_PREFIX
-from cacheblend_rag.layout import PromptLayout
-from cacheblend_rag.model import Capability, WeightsWatch, capability, model_window, num_decoder_layers
+from cacheblend_rag.model import Capability, ModelCard, WeightsWatch, capability, model_window, num_decoder_layers
 from cacheblend_rag.pml import Prompt, Schema
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.selection import make_selector
-from cacheblend_rag.store import KVStore, NameChanges, NodeRecord
+from cacheblend_rag.store import KVStore
 from cacheblend_rag.tuning import Tuning
 
 __all__ = ["BlendEngine"]
@@ -60,7 +54,7 @@ __all__ = ["BlendEngine"]
 logger = logging.getLogger(__name__)
 
 
-class BlendEngine:
+class BlendEngine(ChunkLibrary, AnyEngine):
     """Answers prompts made of stored chunks with an open-weight model in this process.
 
     Any number of threads may call it, and any number of engines may share a model, which one computation at a time has. Calls of
@@ -129,14 +123,12 @@ class BlendEngine:
         tuning: Tuning | None = None,
     ) -> None:
         config = EngineConfig.of(config)
-        self.config = config if tenant is None else config.replace(tenant=tenant)
+        config = self.config = config if tenant is None else config.replace(tenant=tenant)
         self.blend = BlendConfig.of(blend)
         self.tuning = tuning or Tuning()
         self.model = model.eval()
         self.model_name: str = getattr(model, "name_or_path", "") or type(model).__name__
-        self.tokenizer = tokenizer
         self.window = model_window(model)
-        self._closed = False
         self.decoder, self.unsupported_reason = look_at_model(
             self.model, strict=self.config.strict, self_check=self.tuning.self_check
         )
@@ -148,17 +140,18 @@ class BlendEngine:
                 # Nobody could close it if the rest fails.
                 undo.callback(self._store.close)
             self._weights = WeightsWatch(self.model)
-            identity = engine_identity(model, tokenizer, private=self._store.is_private)
-            answering = self._answering = AnsweringStore(self._store)
-            self._assembler = Assembler(tokenizer, answering, identity, self.window, self.decoder, self.config)
-            self.namespace = self._assembler.namespace
+            self._identity = engine_identity(model, tokenizer, private=self._store.is_private)
+            answering = AnsweringStore(self._store)
+            assembler = Assembler(tokenizer, answering, self._identity, self.window, self.decoder, config)
+            encoder, num_kv_layers = None, num_decoder_layers(model)
+            if self.decoder is not None:
+                encoder = Encoder(self.decoder, assembler.prefix_ids, self.tuning.encode_batch_tokens)
+                num_kv_layers = self.decoder.num_kv_layers
+            lock = scheduler_lock(model)
+            supply = KVSupply(encoder, num_kv_layers, lock, answering, assembler, config, self.tuning)
+            super().__init__(tokenizer, self.decoder, answering, assembler, supply, config, self.tuning)
             self._legend = EngineLegend(tokenizer, self._store, self.namespace)
-            self.store = TenantStore(self._store, self.config.tenant or "", self.namespace)
-            self._supply = KVSupply(model, self.decoder, answering, self._assembler, self.config, self.tuning)
-            self._ingest = Ingest(self._assembler, self._supply, self._store, self.decoder, self.config)
-            self._supply.on_late = self._ingest.encode_later
             self._kept = KeptTurns(answering, self.namespace, self.config.conversation_bytes)
-            self._prefetcher = Prefetcher(answering, self.tuning.threads)
             self.schemas = Schemas(self._assembler, self._ingest, self._store, self._prefetcher)
             self._runner = Runner(
                 model,
@@ -236,14 +229,6 @@ class BlendEngine:
         engine.model_name = self.model_name
         return engine
 
-    def __enter__(self) -> BlendEngine:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close(wait=error is None)
-
     def close(self, *, wait: bool = True) -> None:
         """Write what waits to be written and close the store, unless the store was passed in.
 
@@ -285,272 +270,20 @@ class BlendEngine:
             check_selector(blend, num_decoder_layers(self.model), self.decoder)
         return blend
 
-    @overload
-    def add(
-        self,
-        chunks: Iterable[Chunk],
-        *,
-        progress: Callable[[int, int], None] | None = ...,
-        ttl_s: float | None = ...,
-        on_refused: Callable[[Chunk, PromptError], None] | None = ...,
-        background: Literal[False] = ...,
-    ) -> AddResult: ...
-
-    @overload
-    def add(
-        self,
-        chunks: Iterable[Chunk],
-        *,
-        progress: Callable[[int, int], None] | None = ...,
-        ttl_s: float | None = ...,
-        on_refused: Callable[[Chunk, PromptError], None] | None = ...,
-        background: Literal[True],
-    ) -> AddJob: ...
-
-    @overload
-    def add(
-        self,
-        chunks: Iterable[Chunk],
-        *,
-        progress: Callable[[int, int], None] | None = ...,
-        ttl_s: float | None = ...,
-        on_refused: Callable[[Chunk, PromptError], None] | None = ...,
-        background: bool,
-    ) -> AddResult | AddJob: ...
-
-    def add(
-        self,
-        chunks: Iterable[Chunk],
-        *,
-        progress: Callable[[int, int], None] | None = None,
-        ttl_s: float | None = None,
-        on_refused: Callable[[Chunk, PromptError], None] | None = None,
-        background: bool = False,
-    ) -> AddResult | AddJob:
-        """Encode chunks and store their KV.
-
-        The same id with the same text does nothing; with another text it replaces the chunk. All chunks are checked
-        before the first is encoded, and every stored batch is kept even if the process dies in the next one.
-
-        In the background, the chunks are checked and named before this returns, and then encoded call by call, one
-        batch whenever no prompt waits for the model. Until a chunk's turn comes it is a miss; if it is deleted or replaced
-        before that, it is not encoded. With ``encode_on="second_use"`` chunks are only named.
-
-        A chunk that is a piece of a document (`Chunk.document`) is put into it, and encoded after the chunks before it there.
-        Chunks that it displaces, which now follow other text, are encoded anew in the same call. The pieces of a document may
-        come in any order if their places are given, and in several calls. An id that is added again with another document or
-        place is deleted there and added here.
-
-        Parameters
-        ----------
-        chunks : iterable of Chunk
-            The chunks; if several have the same id, the last counts.
-        progress : callable, optional
-            Called with the numbers of finished and of all chunks after each batch; by the background thread if `background`.
-        ttl_s : float, optional
-            Seconds that their KV lives, instead of ``config.ttl_s``. Adding a chunk again makes it live that long from then on,
-            if that is longer than it would have lived otherwise.
-        on_refused : callable, optional
-            Called with each chunk that cannot be served, and why, instead of the error being raised. The chunk is left out, and
-            what its id stood for is deleted.
-        background : bool
-            Whether to return before the chunks are encoded.
-
-        Returns
-        -------
-        AddResult or AddJob
-            What was done; in the background, a job that will say.
-
-        Raises
-        ------
-        EmptyChunkError
-            If a chunk's text has no tokens.
-        PromptTooLongError
-            If a chunk does not fit the model's window.
-        ConfigError
-            If `ttl_s` is not a positive number.
-        StoreError
-            If the KV cannot be stored; what was stored until then stays. For chunks added in the background, the job's `result`
-            and `flush` raise it.
-        """
-        self._check_open()
-        self._weights.check()
-        if ttl_s is not None and not (isinstance(ttl_s, int | float) and 0 < ttl_s < math.inf):
-            raise ConfigError(
-                f"ttl_s={ttl_s!r} must be a positive number of seconds; leave it out to keep chunks for ever"
-            )
-        add = self._ingest.add_later if background else self._ingest.add
-        return add(_chunk_list(chunks), progress, ttl_s, on_refused)
-
-    def flush(self) -> None:
-        """Wait until what was added in the background, and the KV of all misses so far, is stored.
-
-        Raises
-        ------
-        CacheBlendError
-            The first error in the background since the last flush.
-        """
-        self._check_open()
-        self._ingest.jobs.flush()
-        self._store.flush()
-
-    def estimate(self, chunks: Iterable[Chunk]) -> WarmEstimate:
-        """Estimate what `add` would cost, by encoding a few of the new chunks, for a few seconds; nothing is stored.
-
-        With ``encode_on="second_use"`` that is nothing. Chunks that cannot be served are left out.
-
-        Parameters
-        ----------
-        chunks : iterable of Chunk
-            The chunks.
-
-        Returns
-        -------
-        WarmEstimate
-            What is not stored yet: its `chunks` and `tokens`, and what they would take, `ram_bytes`, `disk_bytes` and `seconds`.
-        """
-        self._check_open()
-        return self._ingest.estimate(_chunk_list(chunks))
-
-    def delete(self, ids: Iterable[str], *, owner: str = "", sources: Iterable[str] = ()) -> int:
-        """Forget chunks: their names at once, and their KV unless another name has the same text after the same context.
-
-        The chunks after them in their documents know of them: their KV is dropped too, and computed again without them when
-        they are needed or added. Conversations forget what may know of them.
-
-        With the last chunk of a source that any vector store had, what prompts brought of that source is forgotten too, and what
-        was added of it that no vector store has.
-
-        Parameters
-        ----------
-        ids : iterable of str
-            The chunks.
-        owner : str
-            The vector store that has them no longer; what another one has is kept.
-        sources : iterable of str
-            Forget all that the owner has of these (`Chunk.source`), too.
-
-        Returns
-        -------
-        int
-            How many of the ids were known.
-        """
-        self._check_open()
-        gone = _id_list(ids)
-        known = self._store.forget(self.namespace, gone, owner, _id_list(sources))
-        self._kept.refresh()
-        return known
-
-    def collection(
-        self, name: str | None, is_known: bool, present: Callable[[Sequence[str]], Collection[str] | None]
-    ) -> ChunkCollection:
-        """Return what keeps this engine's chunks in step with a vector store that has them; see `ChunkCollection`."""
-        self._check_open()
-        return ChunkCollection(self._store, self.namespace, self.delete, name, is_known, present)
-
-    def delete_document(self, document: str) -> int:
-        """Forget all chunks of a document in one step; return how many there were."""
-        return self.delete(self.document(document))
-
-    def document(self, document: str) -> list[str]:
-        """Return the ids of a document's chunks in the order in which they are read; none if it is unknown."""
-        self._check_open()
-        return self._store.names.document(self.namespace, document)
-
-    def places(self, ids: Sequence[str]) -> list[str | None]:
-        """Return the document that each chunk is a piece of; None if the chunk is encoded alone, or unknown."""
-        self._check_open()
-        return self._store.names.documents(self.namespace, _id_list(ids))
-
-    def prefetch(self, ids: Iterable[str]) -> Prefetch:
-        """Begin to read the KV of chunks that are likely to be needed soon, and return at once.
-
-        While a reranker works on what was retrieved, for example, their KV comes from disk and remote tiers into RAM, and onto
-        the device, as far as these have room. A prompt that comes in the meantime waits for those of its chunks that are being
-        read, and reads the others itself.
-
-        Parameters
-        ----------
-        ids : iterable of str
-            The chunks, most likely ones first; those that are not known are left out.
-
-        Returns
-        -------
-        Prefetch
-            Can be waited for or cancelled; it need not be kept.
-        """
-        self._check_open()
-        records = self._answering.lookup(self.namespace, _id_list(ids)) or []
-        return self._prefetcher.begin(record.key for record in records if record is not None)
-
-    def pin(self, ids: Iterable[str]) -> None:
-        """Keep the KV of these chunks: it is never evicted, now or when it is computed again, and counts against the budget.
-
-        Raises
-        ------
-        UnknownChunkError
-            If an id is unknown; nothing is pinned then.
-        StoreFullError
-            If more would be pinned than `disk_bytes`.
-        """
-        self._check_open()
-        self._store.pin(self.namespace, _id_list(ids))
-
-    def unpin(self, ids: Iterable[str]) -> None:
-        """Let the KV of these chunks be evicted again.
-
-        Raises
-        ------
-        UnknownChunkError
-            If an id is unknown; nothing is unpinned then.
-        """
-        self._check_open()
-        self._store.unpin(self.namespace, _id_list(ids))
-
-    def contains(self, id: str) -> bool:
-        """Whether a chunk of this id is known; its KV may be evicted, and is then computed again when it is needed."""
-        self._check_open()
-        return self._store.names.lookup(self.namespace, [id])[0] is not None
-
-    def ids(self) -> list[str]:
-        """Return the ids of all known chunks of this model, without parts of loaded schemas and heads of prompts."""
-        self._check_open()
-        return [id for id in self._store.names.ids(self.namespace) if _reserved(id) is None]
-
-    def heads(self) -> list[str]:
-        """Return the names under which the KV of prompts' fixed heads (`FixedText`) is kept; `delete` takes them."""
-        self._check_open()
-        return [id for id in self._store.names.ids(self.namespace) if _reserved(id) == HEAD_PREFIX]
-
-    def records(self, ids: Sequence[str]) -> list[NodeRecord | None]:
-        """Return what is known of each id: its tokens and the digest of its text; None where the id is unknown."""
-        self._check_open()
-        return self._store.names.lookup(self.namespace, _id_list(ids))
+    def is_called(self, model: str) -> bool:
+        """Whether that is a name of the model: the one it is known by here, or that of its configuration."""
+        return model in (self.model_name, getattr(self.model, "name_or_path", ""))
 
     @property
-    def revision(self) -> int:
-        """A number that every added, replaced or deleted chunk raises, in any process; equal numbers mean no change."""
-        self._check_open()
-        return self._store.names.revision()
+    def end_ids(self) -> tuple[int, ...]:  # type: ignore[override]  # nobody sets it
+        """The tokens that end an answer, as the model's own settings say."""
+        return end_ids(self.model)
 
-    def changes(self, since: int | None = None) -> NameChanges:
-        """Return which chunks are known, or which of them were added, replaced or deleted since an earlier call.
-
-        Parameters
-        ----------
-        since : int, optional
-            The `mark` of the earlier call; by default, and if that was ten thousand changes ago, all chunks are returned.
-
-        Returns
-        -------
-        NameChanges
-            The names, without those that `ids` leaves out.
-        """
-        self._check_open()
-        changes = self._store.names.changes(self.namespace, since)
-        names = [each for each in changes.names if each[1] is None or _reserved(each[1]) is None]
-        waiting = {id: digest for id, digest in changes.waiting.items() if _reserved(id) is None}
-        return replace(changes, names=names, waiting=waiting)
+    def _delete(self, ids: list[str], owner: str, sources: list[str]) -> int:
+        known = super()._delete(ids, owner, sources)
+        # Conversations forget what may know of them.
+        self._kept.refresh()
+        return known
 
     def capability(self) -> Capability:
         """Return what each layer of the model is like, and what blending does there, or why it does nothing."""
@@ -591,6 +324,16 @@ class BlendEngine:
                 f"{type(self.model).__name__} counts its tokens and takes no positions, so it cannot serve schemas"
             )
         return self.schemas.load(schema, ttl_s)
+
+    def schema_prompt(self, prompt: Prompt) -> BlendPrompt:
+        """Return a prompt of a schema as it is served, loaded or not.
+
+        Raises
+        ------
+        PMLError
+            If its arguments or its new text do not fit.
+        """
+        return self.schemas.blend_prompt(prompt)
 
     def unload_schema(self, name: str) -> int:
         """Forget a schema and the KV that only it had; return how many of its modules and texts were stored.
@@ -665,32 +408,20 @@ class BlendEngine:
         with self._runner.lock:
             return self._runner.controller().measure(budget, progress)
 
-    def prompt_ids(self, prompt: BlendPrompt | Prompt) -> tuple[int, ...]:
-        """Return the token ids that the model is given for `prompt`."""
-        return self.prompt_layout(prompt).token_ids
+    def card(self) -> ModelCard:
+        """Return what a server of the same weights must know to take KV from this engine's store.
 
-    def prompt_layout(self, prompt: BlendPrompt | Prompt) -> PromptLayout:
-        """Return where the chunks of `prompt` are among its tokens."""
-        return self._assemble(prompt).layout
-
-    def whole_documents(self, prompt: BlendPrompt | Prompt) -> BlendPrompt | None:
-        """Return a prompt with whole documents, each in the place of the first of its chunks, instead of the chunks.
-
-        Its full prefill knows all that the chunks of `prompt` remember, so answers from those chunks are compared with it.
-
-        Parameters
-        ----------
-        prompt : BlendPrompt or Prompt
-            The prompt.
-
-        Returns
-        -------
-        BlendPrompt or None
-            The prompt in token ids; the same tokens if no chunk is a piece of a document, and None if the documents do not
-            fit the model's window.
+        Raises
+        ------
+        UnsupportedModelError
+            If the model's KV cannot be moved.
         """
-        ids = self._assembler.with_whole_documents(self._assemble(prompt))
-        return None if ids is None else BlendPrompt(segments=[ids])
+        if self.decoder is None or not self.decoder.is_movable:
+            raise UnsupportedModelError(
+                self.unsupported_reason or f"KV of {type(self.model).__name__} cannot be moved to another position"
+            )
+        with self._runner.lock:
+            return ModelCard.of(self.decoder, self._identity, self.window)
 
     def prefill(
         self,
@@ -779,82 +510,6 @@ class BlendEngine:
         run = self._begin(prompt, blend, conversation, wait_s, max_new_tokens=max_new_tokens, options=generation_kwargs)
         return self._decode(run, threading.Event(), None)
 
-    def generate_many(
-        self,
-        prompts: Sequence[BlendPrompt | Prompt],
-        max_new_tokens: int | None = None,
-        *,
-        batch_size: int | None = None,
-        blend: BlendConfig | None = None,
-        wait_s: float | None = None,
-        **generation_kwargs: Any,
-    ) -> list[GenerationResult]:
-        """Answer many prompts, which is faster than one after the other.
-
-        Chunks without stored KV are encoded in one go, each once whichever prompts have it; the prompts are prefilled one after
-        the other, and their answers are decoded together in a padded batch. Greedy answers are those of `generate`, except for
-        rounding: if two tokens are equally likely to the last digits, either may be chosen. Sampled answers are different
-        draws. Where settings or options do not allow a batch (repair, `kv_capacity`, options that read a prompt's ids),
-        answers are decoded one by one, and each report's `alone_reason` says why.
-
-        Stopping criteria and logits processors see each prompt as a batch of one without padding. Every prompt gets shallow
-        copies of those given, unless ``stopping_criteria`` and ``logits_processor`` hold a list for each prompt.
-
-        Parameters
-        ----------
-        prompts : sequence of (BlendPrompt or Prompt)
-            The prompts. All of them are checked before the first is computed.
-        max_new_tokens : int, optional
-            Maximum tokens of each answer, as in `generate`.
-        batch_size : int, optional
-            Maximum prompts that are decoded together; by default as many as memory is meant to allow.
-        blend : BlendConfig, optional
-            Blending settings for this call; those it does not set are the engine's.
-        wait_s : float, optional
-            Maximum seconds to wait for the model while other calls have it; by default as long as it takes.
-        **generation_kwargs : Any
-            Options of transformers' ``generate``.
-
-        Returns
-        -------
-        list of GenerationResult
-            The answers, in the order of the prompts. The times in their reports count from this call on.
-
-        Raises
-        ------
-        PromptError
-            If a prompt cannot be served.
-        AnswerTimeoutError
-            If the model was not free within `wait_s`.
-        ConfigError
-            If an option cannot be combined with blending, or `batch_size` is below 1.
-        """
-        return self._generate_many(
-            prompts, max_new_tokens, batch_size, blend, wait_s, generation_kwargs, threading.Event()
-        )
-
-    async def agenerate_many(
-        self,
-        prompts: Sequence[BlendPrompt | Prompt],
-        max_new_tokens: int | None = None,
-        *,
-        batch_size: int | None = None,
-        blend: BlendConfig | None = None,
-        wait_s: float | None = None,
-        **generation_kwargs: Any,
-    ) -> list[GenerationResult]:
-        """Answer many prompts as `generate_many` does, in a separate thread; if cancelled, that ends at the next token."""
-        stop = threading.Event()
-        answers: Feed[None, list[GenerationResult]] = Feed()
-        answers.start(
-            partial(self._generate_many, prompts, max_new_tokens, batch_size, blend, wait_s, generation_kwargs, stop),
-            "cacheblend-many",
-        )
-        try:
-            return await answers.aoutcome()
-        finally:
-            stop.set()
-
     def _generate_many(
         self,
         prompts: Sequence[BlendPrompt | Prompt],
@@ -900,7 +555,7 @@ class BlendEngine:
         """
         check_options(self.model, max_new_tokens, generation_kwargs)
         run = self._begin(prompt, blend, conversation, wait_s, max_new_tokens=max_new_tokens, options=generation_kwargs)
-        return BlendStream(lambda streamer, stop: self._decode(run, stop, streamer), self.tokenizer)
+        return BlendStream(lambda show, stop: self._decode(run, stop, PieceStreamer(self.tokenizer, show)))
 
     def _decode(self, run: PromptRun, stop: threading.Event, streamer: Any) -> GenerationResult:
         result = self._gathering.answer(run, stop, streamer)
@@ -1026,42 +681,10 @@ class BlendEngine:
         return run
 
     def _assemble(self, prompt: BlendPrompt | Prompt, *, retrieving: bool = False) -> AssembledPrompt:
-        self._check_open()
         if isinstance(prompt, Prompt):
+            self._check_open()
             prompt = self.schemas.blend_prompt(prompt)
-        elif not isinstance(prompt, BlendPrompt):
-            raise ConfigError(
-                f"the prompt is a {type(prompt).__name__}; give a BlendPrompt, as in BlendPrompt(text, chunks), or a schema's "
-                "prompt"
-            )
-        return self._assembler.assemble(prompt, retrieving=retrieving)
+        return super()._assemble(prompt, retrieving=retrieving)
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ConfigError("this engine is closed; make a new one")
-
-
-def _reserved(id: str) -> str | None:
-    """Return what an id begins with that no chunk's may."""
-    return next((prefix for prefix in (SCHEMA_PREFIX, HEAD_PREFIX) if id.startswith(prefix)), None)
-
-
-def _chunk_list(chunks: Iterable[Chunk]) -> list[Chunk]:
-    if isinstance(chunks, Chunk):
-        raise ConfigError("chunks is a single Chunk; give a list of them, as in [Chunk(text, id)]")
-    chunks = list(chunks)
-    for chunk in chunks:
-        if not isinstance(chunk, Chunk):
-            raise ConfigError(f"{chunk!r} is a {type(chunk).__name__}; give Chunk objects, as in Chunk(text, id)")
-        if (prefix := _reserved(chunk.id or "")) is not None:
-            what = "schemas" if prefix == SCHEMA_PREFIX else "prompts' heads"
-            raise ConfigError(
-                f"the id {chunk.id!r} begins with {prefix!r}, which is reserved for {what}; give the chunk another id"
-            )
-    return chunks
-
-
-def _id_list(ids: Iterable[str]) -> list[str]:
-    if isinstance(ids, str):
-        raise ConfigError(f"ids is the string {ids[:40]!r}; give a list of ids")
-    return list(ids)
+    def _check_model(self) -> None:
+        self._weights.check()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
 from collections import deque
+from concurrent import futures
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +19,12 @@ from cacheblend_rag.engine.generation import GenerationResult
 from cacheblend_rag.engine.many import OBJECTS, Call, Many
 from cacheblend_rag.engine.request import PromptRun
 from cacheblend_rag.engine.runner import Runner
-from cacheblend_rag.errors import AnswerTimeoutError
+from cacheblend_rag.errors import AnswerTimeoutError, CacheBlendError
 
 __all__ = ["Gathering"]
+
+# Seconds after which a call that waits looks whether anybody still wants its answer.
+_GLANCE_S = 0.2
 
 
 @dataclass(eq=False)
@@ -110,16 +114,19 @@ class Gathering:
     def _wait(self, line: _Line, call: _Waiting) -> GenerationResult:
         until = call.run.request.wait_until
         try:
-            try:
-                return call.outcome.result(None if until is None else max(until - time.perf_counter(), 0.0))
-            except FutureTimeout:
-                if self._withdraw(line, call):
-                    raise AnswerTimeoutError(
-                        "other calls held the model for all of the time that this one may wait, so it was given up; let it wait "
-                        "longer, or make fewer calls at once"
-                    ) from None
-                # It is being answered.
-                return call.outcome.result()
+            while not call.outcome.done():
+                left = math.inf if until is None else until - time.perf_counter()
+                is_over, is_given_up = left <= 0, call.is_given_up
+                if (is_over or is_given_up) and self._withdraw(line, call):
+                    if is_over:
+                        raise AnswerTimeoutError(
+                            "other calls held the model for all of the time that this one may wait, so it was given up; let it "
+                            "wait longer, or make fewer calls at once"
+                        )
+                    raise CacheBlendError("the answer was ended before it began; ask again")
+                # Once it is being answered, there is nothing to look for any more.
+                futures.wait([call.outcome], None if is_over or is_given_up else min(left, _GLANCE_S))
+            return call.outcome.result()
         except BaseException:
             # Nobody waits for it any more.
             call.stop.set()
@@ -178,8 +185,9 @@ class Gathering:
 
     def _reason(self, call: Call) -> str | None:
         """Return why a call is answered alone."""
-        # Objects of one call could hold up, or end, the others.
-        if any(call.run.request.options.get(name) for name in OBJECTS):
+        # Objects that are not ours could hold up the others.
+        brought = [each for name in OBJECTS for each in call.run.request.options.get(name) or ()]
+        if not all(getattr(each, "is_of_one_answer", False) for each in brought):
             return "it brings objects of its own"
         return self._many.alone_reason(call.run)
 
@@ -197,7 +205,10 @@ class Gathering:
 
 def _agree(one: Call, other: Call) -> bool:
     """Return whether two calls ask for the same way of decoding."""
-    mine, theirs = one.run.request.options, other.run.request.options
+    mine, theirs = (
+        {name: value for name, value in call.run.request.options.items() if name not in OBJECTS}
+        for call in (one, other)
+    )
     return mine.keys() == theirs.keys() and all(_is_same(mine[name], theirs[name]) for name in mine)
 
 

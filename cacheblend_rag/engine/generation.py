@@ -15,7 +15,7 @@ from transformers import StoppingCriteria, TextStreamer
 from cacheblend_rag.engine.background import Feed
 from cacheblend_rag.report import BlendReport
 
-__all__ = ["BlendStream", "GenerationResult", "PrefillResult", "StopStrings", "TokenWatch"]
+__all__ = ["BlendStream", "GenerationResult", "PieceStreamer", "PrefillResult", "StopStrings", "TokenWatch"]
 
 # No character takes more tokens than it has bytes in UTF-8.
 _TOKENS_PER_CHAR = 4
@@ -49,17 +49,20 @@ class GenerationResult:
     text : str
         The answer, without special tokens.
     token_ids : tuple of int
-        The generated ids as the model's own ``generate`` gives them, an end token included.
+        The generated ids as the model's own ``generate`` gives them, an end token included; none where a server answered.
     prompt_ids : tuple of int
-        The ids of the prompt.
+        The ids of the prompt; none where a server answered.
     report : BlendReport
         What it cost.
+    finish_reason : str
+        "stop" if it ended by itself, "length" if something else ended it.
     """
 
     text: str
     token_ids: tuple[int, ...]
     prompt_ids: tuple[int, ...]
     report: BlendReport
+    finish_reason: str = "length"
 
 
 class TokenWatch(StoppingCriteria):
@@ -109,9 +112,12 @@ class StopStrings(StoppingCriteria):
         The stop strings, of which none is empty.
     """
 
+    # Answers with such criteria alone are decoded together (`Gathering`).
+    is_of_one_answer = True
+
     def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
+        self.stop = tuple(stop)
         self._tokenizer = tokenizer
-        self._stop = stop
         self._tail = max(len(each) for each in stop) * _TOKENS_PER_CHAR + 1
         self._prompt_len: int | None = None
 
@@ -121,7 +127,7 @@ class StopStrings(StoppingCriteria):
             self._prompt_len = input_ids.shape[1] - 1
         begin = max(self._prompt_len, input_ids.shape[1] - self._tail)
         texts = (self._tokenizer.decode(row[begin:].tolist(), skip_special_tokens=True) for row in input_ids)
-        done = [any(each in text for each in self._stop) for text in texts]
+        done = [any(each in text for each in self.stop) for text in texts]
         return torch.tensor(done, dtype=torch.bool, device=input_ids.device)
 
 
@@ -134,19 +140,17 @@ class BlendStream(Iterator[str], AsyncIterator[str]):
     Parameters
     ----------
     run : callable
-        Generates with the streamer and the stop event it is given, and returns the result.
-    tokenizer : Any
-        Decodes the tokens.
+        Generates, hands each piece to the function that it is given, ends when the event is set, and returns the result.
     """
 
-    def __init__(self, run: Callable[[Any, threading.Event], GenerationResult], tokenizer: Any) -> None:
+    def __init__(self, run: Callable[[Callable[[str], None], threading.Event], GenerationResult]) -> None:
         stop = threading.Event()
         # The thread must not hold this object, or an abandoned stream would never be collected.
         feed: Feed[str, GenerationResult] = Feed()
         self._stop = stop
         self._feed = feed
         weakref.finalize(self, stop.set)
-        feed.start(lambda: run(_Streamer(tokenizer, feed), stop), "cacheblend-stream")
+        feed.start(lambda: run(feed.put, stop), "cacheblend-stream")
 
     def __iter__(self) -> BlendStream:
         return self
@@ -169,7 +173,10 @@ class BlendStream(Iterator[str], AsyncIterator[str]):
         return piece
 
     def close(self) -> None:
-        """End the generation at the next token; what was generated until then can still be read."""
+        """End the generation at the next token; what was generated until then can still be read.
+
+        One that still waits for the model ends without an answer: `result` raises that it has not begun.
+        """
         self._stop.set()
 
     def result(self) -> GenerationResult:
@@ -187,12 +194,22 @@ class BlendStream(Iterator[str], AsyncIterator[str]):
         return await self._feed.aoutcome()
 
 
-class _Streamer(TextStreamer):
-    def __init__(self, tokenizer: Any, feed: Feed[str, GenerationResult]) -> None:
+class PieceStreamer(TextStreamer):
+    """Decodes tokens as they come.
+
+    Parameters
+    ----------
+    tokenizer : Any
+        The model's tokenizer.
+    show : callable
+        Called with each piece of text.
+    """
+
+    def __init__(self, tokenizer: Any, show: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._feed = feed
+        self._show = show
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Hand over what is certain of the text by now."""
         if text:
-            self._feed.put(text)
+            self._show(text)

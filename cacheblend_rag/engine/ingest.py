@@ -19,7 +19,7 @@ from cacheblend_rag.engine.cost import WarmEstimate, estimate_cost
 from cacheblend_rag.engine.supply import KVSupply
 from cacheblend_rag.errors import ConfigError, PromptError, StoreError
 from cacheblend_rag.kv import ChunkKV
-from cacheblend_rag.model import Decoder
+from cacheblend_rag.model import Decoder, ModelCard
 from cacheblend_rag.store import KVStore, NamedTarget, NodeRecord
 from cacheblend_rag.store.base import earliest
 
@@ -126,25 +126,29 @@ class Ingest:
         Computes KV.
     store : KVStore
         Where it is kept.
-    decoder : Decoder or None
-        The model, or None if it cannot be blended: chunks are then known by their tokens, and have no KV.
+    form : Decoder, ModelCard or None
+        What is known of the model's KV; None if it cannot be blended: chunks are then known by their tokens, and have no KV.
     config : EngineConfig
         Whose chunks they are, how long their KV lives, and whether they are only named until they are retrieved.
     """
 
     def __init__(
-        self, assembler: Assembler, supply: KVSupply, store: KVStore, decoder: Decoder | None, config: EngineConfig
+        self,
+        assembler: Assembler,
+        supply: KVSupply,
+        store: KVStore,
+        form: Decoder | ModelCard | None,
+        config: EngineConfig,
     ) -> None:
         self._assembler = assembler
         self._namespace = assembler.namespace
         self._supply = supply
         self._store = store
-        self._decoder = decoder
         self._tenant = config.tenant or ""
         self._ttl_s = config.ttl_s
         self._config = config
         # Of a model without blending no KV is ever missing, nor where it is not computed before it is needed.
-        self._encodes = decoder is not None and config.encode_on != "second_use"
+        self._encodes = form is not None and config.encode_on != "second_use"
         self._has_told = False
         self.jobs = Jobs()
 

@@ -23,7 +23,7 @@ from cacheblend_rag.engine.selfcheck import check_batching
 from cacheblend_rag.engine.watch import last_logits
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache
-from cacheblend_rag.model import Decoder, num_decoder_layers
+from cacheblend_rag.model import Decoder
 from cacheblend_rag.tuning import Tuning
 
 __all__ = ["OBJECTS", "Call", "Many", "options_of_each", "plan_decoding"]
@@ -268,7 +268,7 @@ class Many:
     def _result(self, run: PromptRun, answer: list[int], row: int, ends: RowEnds, rows: int) -> GenerationResult:
         run.figures["batch_size"] = rows
         token_ids = tuple(answer[: ends.count(row)])
-        return make_result(self._tokenizer, run, num_decoder_layers(self._model), token_ids, ends)
+        return make_result(self._model, self._tokenizer, run, token_ids, ends)
 
     def alone_reason(self, run: PromptRun) -> str | None:
         """Return why a prompt cannot be decoded together with others, or None."""

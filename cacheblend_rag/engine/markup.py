@@ -12,13 +12,11 @@ from cacheblend_rag.engine.background import AddResult
 from cacheblend_rag.engine.ingest import Ingest
 from cacheblend_rag.engine.prefetch import Prefetcher
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.keys import SCHEMA_PREFIX
 from cacheblend_rag.pml import Part, Prompt, Schema, SchemaLayout, Span, Tokens, lay_out
 from cacheblend_rag.store import KVStore
 
-__all__ = ["SCHEMA_PREFIX", "LoadedSchema", "Schemas"]
-
-SCHEMA_PREFIX = "pml/"
-"""The prefix of the ids of schemas' parts, reserved for them."""
+__all__ = ["LoadedSchema", "Schemas"]
 
 _MOST_LAYOUTS = 64
 _MOST_TEXTS = 4096

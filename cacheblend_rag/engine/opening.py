@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import torch
-from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -32,7 +32,7 @@ from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.store.device import spare_bytes
 from cacheblend_rag.tuning import Tuning
 
-__all__ = ["engine_identity", "load_pretrained", "look_at_model", "open_engine_store"]
+__all__ = ["engine_identity", "load_pretrained", "look_at_model", "model_folder", "open_engine_store"]
 
 logger = logging.getLogger(__name__)
 
@@ -99,10 +99,7 @@ def load_pretrained(
         loaded = AutoModelForCausalLM.from_pretrained(name, **{"dtype": dtype, **model_kwargs})
         tokenizer = AutoTokenizer.from_pretrained(name, **hub_options)
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model {str(model)!r} cannot be loaded: {str(error).strip().splitlines()[0]} Give a Hugging Face id that can be "
-            'reached, a folder with a model and its tokenizer, or "reference"'
-        ) from error
+        raise _not_loaded(model, error) from error
     except TypeError as error:
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if unknown is None or unknown[1] not in model_kwargs:
@@ -112,6 +109,31 @@ def load_pretrained(
     if not placed:
         loaded = loaded.to(torch.device(device))  # type: ignore[arg-type]
     return loaded, tokenizer
+
+
+def model_folder(model: str | Path) -> Path:
+    """Return the folder of a model, which is downloaded first if it is on the Hub and not here.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such model, or it cannot be reached.
+    """
+    name = _checked_name(model)
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        _ask_hub(name, {})
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
+    except OSError as error:
+        raise _not_loaded(model, error) from error
+
+
+def _not_loaded(model: str | Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"model {str(model)!r} cannot be loaded: {str(error).strip().splitlines()[0]} Give a Hugging Face id that can be "
+        'reached, a folder with a model and its tokenizer, or "reference"'
+    )
 
 
 def _ask_hub(name: str, options: dict[str, Any]) -> None:

@@ -7,19 +7,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from transformers import PreTrainedModel
-
 from cacheblend_rag.codec import EXACT, pack_kv
 from cacheblend_rag.config import EngineConfig
-from cacheblend_rag.encode import Encoder, Target
+from cacheblend_rag.encode import ChunkEncoder, Target
 from cacheblend_rag.engine.answering import AnsweringStore
 from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.prompt import PromptChunk, PromptHead
 from cacheblend_rag.engine.request import PromptRun, why_missed
-from cacheblend_rag.engine.scheduling import scheduler_lock
+from cacheblend_rag.engine.scheduling import SchedulerLock
 from cacheblend_rag.errors import ChunkReadError
+from cacheblend_rag.keys import head_key
 from cacheblend_rag.kv import ChunkKV
-from cacheblend_rag.model import Decoder, num_decoder_layers
 from cacheblend_rag.store import KVReader, NamedTarget, NodeRecord
 from cacheblend_rag.store.base import part_of
 from cacheblend_rag.store.ram import RamReader
@@ -35,10 +33,12 @@ class KVSupply:
 
     Parameters
     ----------
-    model : PreTrainedModel
-        The model.
-    decoder : Decoder or None
-        The model as blending sees it, or None if it cannot be blended: there is no KV then.
+    encoder : ChunkEncoder or None
+        Computes KV; None if the model cannot be blended: there is no KV then.
+    num_kv_layers : int
+        Layers of the model that have KV of their own.
+    lock : SchedulerLock
+        Lets one computation at a time have the model.
     store : AnsweringStore
         Where KV is kept.
     assembler : Assembler
@@ -50,18 +50,17 @@ class KVSupply:
 
     Attributes
     ----------
-    lock : SchedulerLock
-        Lets one computation at a time have the model.
-    num_kv_layers : int
-        Layers of the model that have KV of their own.
+    lock, num_kv_layers
+        As given.
     on_late : callable or None
         Called with the ids of chunks that no answer waits for, to have them encoded in the background.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        decoder: Decoder | None,
+        encoder: ChunkEncoder | None,
+        num_kv_layers: int,
+        lock: SchedulerLock,
         store: AnsweringStore,
         assembler: Assembler,
         config: EngineConfig,
@@ -70,14 +69,14 @@ class KVSupply:
         self._store = store
         self._assembler = assembler
         self._namespace = assembler.namespace
-        self._encoder = None if decoder is None else Encoder(decoder, assembler.prefix_ids, tuning.encode_batch_tokens)
+        self._encoder = encoder
         self.on_late: Callable[[Sequence[str]], None] | None = None
         self._config = config
         self._tenant = config.tenant or ""
         self._miss_tokens = tuning.miss_tokens
-        self.num_kv_layers = num_decoder_layers(model) if decoder is None else decoder.num_kv_layers
+        self.num_kv_layers = num_kv_layers
         self._warned_of_no_hit = False
-        self.lock = scheduler_lock(model)
+        self.lock = lock
 
     def plan(self, targets: Sequence[Target]) -> list[list[int]]:
         """Return the batches in which targets are encoded; see `Encoder.plan`."""
@@ -360,6 +359,17 @@ class KVSupply:
             reader = RamReader(kv)
             run.timings.encode_s += run.timings.note("encode", started)
         return reader if head.rows == len(head.token_ids) else part_of(reader, 0, head.rows)
+
+    def store_head(self, token_ids: tuple[int, ...]) -> None:
+        """Have the KV of tokens that a prompt begins with where other processes find it too."""
+        head = PromptHead(head_key(self._namespace, token_ids), token_ids, len(token_ids))
+        if self._store.store.holds([head.key], durable=True)[0]:
+            return
+        assert self._encoder is not None
+        with self.lock:
+            kv = self._encoder.head(token_ids)
+        self._keep_head(head, kv)
+        self._store.store.settle()
 
     def _keep_head(self, head: PromptHead, kv: ChunkKV) -> None:
         # Whatever codec the tiers keep chunks in, these rows stand for computed ones.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cacheblend_rag.store import KVStore, StoreStats
+from cacheblend_rag.store.stores import FolderStore
 
 __all__ = ["TenantStore"]
 
@@ -34,6 +35,11 @@ class TenantStore:
     def path(self) -> Path | None:
         """The folder, if there is one and it may be written."""
         return self._store.path
+
+    @property
+    def outlives_process(self) -> bool:
+        """Whether it is over a folder, which is there when this process has ended."""
+        return isinstance(self._store, FolderStore)
 
     def stats(self) -> StoreStats:
         """Return figures of what the tenant has, for all models."""

@@ -6,22 +6,35 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Protocol
 
 import torch
 
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import PromptLayout
 from cacheblend_rag.loader.buffers import empty_buffer
-from cacheblend_rag.model import Decoder
 from cacheblend_rag.rope import Rotation, RotationTable, shift_layer
 from cacheblend_rag.store.base import KVReader
 from cacheblend_rag.store.device import Upload
 
-__all__ = ["Assembly", "Piece"]
+__all__ = ["Assembly", "KVForm", "Piece"]
 
 # Less than this of a layer is not worth a task of its own.
 _PIECE_BYTES = 256 * 1024
 _CLOSE_ROWS = 32
+
+
+class KVForm(Protocol):
+    """What must be known of a model's KV to load it; a `Decoder` and a `ModelCard` know it."""
+
+    @property
+    def num_kv_layers(self) -> int: ...
+    @property
+    def kv_bytes_per_token(self) -> int: ...
+    @property
+    def rotations(self) -> tuple[Rotation | None, ...]: ...
+    @property
+    def devices(self) -> tuple[torch.device, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -51,8 +64,8 @@ class Assembly:
 
     Parameters
     ----------
-    decoder : Decoder
-        The model.
+    form : KVForm
+        The model's KV.
     layout : PromptLayout
         The prompt.
     readers : sequence of KVReader
@@ -67,19 +80,19 @@ class Assembly:
 
     def __init__(
         self,
-        decoder: Decoder,
+        form: KVForm,
         layout: PromptLayout,
         readers: Sequence[KVReader],
         capacity: int,
         shares: int,
         reposition: bool,
     ) -> None:
-        self._rotations = decoder.rotations if reposition else (None,) * decoder.num_kv_layers
+        self._rotations = form.rotations if reposition else (None,) * form.num_kv_layers
         self._layout = layout
         self._readers = readers
         self._capacity = capacity
-        self._devices = decoder.devices
-        row_bytes = max(decoder.kv_bytes_per_token // decoder.num_kv_layers, 1)
+        self._devices = form.devices
+        row_bytes = max(form.kv_bytes_per_token // form.num_kv_layers, 1)
         self.pieces = self._cut(max(_PIECE_BYTES // row_bytes, layout.context_tokens // shares, 1))
         self._rising = [reader for reader in readers if reader.promotes_to_device]
         self._lock = threading.Lock()

@@ -16,8 +16,7 @@ import torch
 
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.layout import PromptLayout
-from cacheblend_rag.loader.assembly import Assembly
-from cacheblend_rag.model import Decoder
+from cacheblend_rag.loader.assembly import Assembly, KVForm
 from cacheblend_rag.store.base import KVReader
 from cacheblend_rag.store.device import Upload
 from cacheblend_rag.trace import LayerTimes
@@ -29,12 +28,12 @@ _THREAD_PAYS_BYTES = 1 << 20
 _CPU_TIERS = frozenset({"ram", "device"})
 
 
-def loads_ahead(decoder: Decoder, layout: PromptLayout, tiers: Collection[str]) -> bool:
+def loads_ahead(form: KVForm, layout: PromptLayout, tiers: Collection[str]) -> bool:
     """Return whether the layers of a prompt's chunks, whose KV is in these tiers, are loaded by threads."""
     # What only moves within the CPU's memory is moved fastest by the threads of the computation.
-    if all(device.type == "cpu" for device in decoder.devices) and _CPU_TIERS.issuperset(tiers):
+    if all(device.type == "cpu" for device in form.devices) and _CPU_TIERS.issuperset(tiers):
         return False
-    return layout.context_tokens * decoder.kv_bytes_per_token >= _THREAD_PAYS_BYTES * decoder.num_kv_layers
+    return layout.context_tokens * form.kv_bytes_per_token >= _THREAD_PAYS_BYTES * form.num_kv_layers
 
 
 class LayerLoader:
@@ -45,8 +44,8 @@ class LayerLoader:
 
     Parameters
     ----------
-    decoder : Decoder
-        The model.
+    form : KVForm
+        The model's KV.
     layout : PromptLayout
         The prompt.
     readers : sequence of KVReader
@@ -73,7 +72,7 @@ class LayerLoader:
 
     def __init__(
         self,
-        decoder: Decoder,
+        form: KVForm,
         layout: PromptLayout,
         readers: Sequence[KVReader],
         first_layer: int,
@@ -84,17 +83,17 @@ class LayerLoader:
         times: LayerTimes | None = None,
     ) -> None:
         assert len(readers) == len(layout.chunks) and capacity >= len(layout)
-        self._devices = decoder.devices
-        if not loads_ahead(decoder, layout, {reader.tier for reader in readers}):
+        self._devices = form.devices
+        if not loads_ahead(form, layout, {reader.tier for reader in readers}):
             threads = 0
-        self._assembly = Assembly(decoder, layout, readers, capacity, max(2 * threads, 1), reposition)
+        self._assembly = Assembly(form, layout, readers, capacity, max(2 * threads, 1), reposition)
         self._ahead = ahead if threads else 0
         self._times = times or LayerTimes()
         self._changed = threading.Condition()
         # All of these are guarded by `_changed`.
         self._next = (first_layer, 0)
         self._wanted = first_layer - 1
-        self._end = decoder.num_kv_layers
+        self._end = form.num_kv_layers
         self._unfinished: dict[int, int] = {}
         self._ready: dict[int, LayerKV | Upload] = {}
         self._error: BaseException | None = None

@@ -9,6 +9,7 @@ from cacheblend_rag.model.attention import (
 )
 from cacheblend_rag.model.cache import KVCache
 from cacheblend_rag.model.capability import Capability, LayerCapability, capability
+from cacheblend_rag.model.card import ModelCard
 from cacheblend_rag.model.decoder import (
     REACHES,
     Decoder,
@@ -32,6 +33,7 @@ __all__ = [
     "Decoder",
     "KVCache",
     "LayerCapability",
+    "ModelCard",
     "WeightsWatch",
     "attention_weights",
     "before_layers",

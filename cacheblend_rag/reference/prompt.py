@@ -116,6 +116,7 @@ _VALUE = re.compile(
     r".*\b(?:born in|lives in|works for|is a|keeps a|is based in|makes|founded by|called|is) (?P<value>.+?)\.?\s*",
     re.DOTALL,
 )
+_UNSAID = re.compile(r"(?:^|: )(The context does not say)\.?$")
 _VERDICT = re.compile(r", so (?:yes|no)\.?$")
 
 
@@ -125,5 +126,8 @@ def value_of(sentence: str) -> str:
     A verdict alone would be right half of the time, with both values wrong.
     """
     sentence = sentence.strip()
+    unsaid = _UNSAID.search(sentence)
+    if unsaid:
+        return unsaid[1]
     found = None if _VERDICT.search(sentence) else _VALUE.fullmatch(sentence)
     return found["value"] if found else sentence.rstrip(".")

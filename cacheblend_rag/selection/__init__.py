@@ -73,6 +73,10 @@ def selector_names() -> tuple[str, ...]:
     return tuple(sorted(_SELECTORS))
 
 
+# What is parsed may come from a client, and a long chain of operators takes more stack than there is.
+_MOST_CHARACTERS = 500
+
+
 @lru_cache(maxsize=256)
 def parse_selector(text: str) -> Selector:
     """Return the selector that a string names: ``"query"``, or ``"hkvd(check_layers=[1, 8], deviation=both)"``.
@@ -82,6 +86,8 @@ def parse_selector(text: str) -> Selector:
     ConfigError
         If there is no selector of that name, it has no such option, or a value has no meaning.
     """
+    if len(text) > _MOST_CHARACTERS:
+        raise ConfigError(f"selector={text[:40]!r}... has {len(text)} characters, and may have {_MOST_CHARACTERS}")
     name, options = text.strip(), dict[str, Any]()
     if "(" in name:
         try:
@@ -92,7 +98,7 @@ def parse_selector(text: str) -> Selector:
             for keyword in call.keywords:
                 value = keyword.value
                 options[str(keyword.arg)] = value.id if isinstance(value, ast.Name) else ast.literal_eval(value)
-        except (SyntaxError, ValueError) as error:
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise ConfigError(
                 f'selector={text!r} cannot be read; write a name, or options behind it as in "hkvd(check_layers=[1, 8])"'
             ) from error

@@ -1,68 +1,30 @@
-"""From a request to calls of an engine: the prompt with its chunks, what ends the answer, how it is decoded and read."""
+"""From a request to what a backend is asked: the prompt with its chunks, and how it is answered."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from cacheblend_rag.chat.answer import Answer, Deadline, Ending
 from cacheblend_rag.chat.catalog import catalog_of
-from cacheblend_rag.chat.grammar import Guide, json_grammar, requested_schema, schema_request
+from cacheblend_rag.chat.grammar import json_grammar, requested_schema, schema_request
 from cacheblend_rag.chat.render import Passage, around_question, render_chat
-from cacheblend_rag.chat.seeded import SeededSampling
-from cacheblend_rag.chat.tools import ToolReply, call_grammar, chosen_tools, parse_calls
+from cacheblend_rag.chat.tools import call_grammar, chosen_tools
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef
-from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.engine import ChunkLibrary
 from cacheblend_rag.errors import PromptError, PromptTooLongError
+from cacheblend_rag.serve.backend import Asked
 from cacheblend_rag.serve.settings import ServeConfig
 from cacheblend_rag.serve.wire import ChatRequest, CompletionRequest, Decoding, DocumentItem
 
-__all__ = ["Asked", "calls_for"]
+__all__ = ["calls_for", "check_length"]
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _SEPARATOR = "\n\n"
-# Most tokens of an answer where neither the request nor the model's own settings say.
-_ANSWER_TOKENS = 256
 _Part = str | Chunk | ChunkRef
 
 
-@dataclass(frozen=True)
-class Asked:
-    """One call of an engine.
-
-    Attributes
-    ----------
-    engine : BlendEngine
-        That of the tenant who asks.
-    prompt : BlendPrompt
-        The prompt.
-    ending : Ending
-        What ends the answer early.
-    options : dict
-        Options of `BlendEngine.stream`.
-    tools : "none", "may" or "must"
-        Whether the answer may be calls of tools, or has to be.
-    """
-
-    engine: BlendEngine
-    prompt: BlendPrompt
-    ending: Ending
-    options: dict[str, Any] = field(default_factory=dict)
-    tools: Literal["none", "may", "must"] = "none"
-
-    def reply(self, answer: Answer) -> ToolReply | None:
-        """Return what is read of an answer that may call tools; None where there are none."""
-        if self.tools == "none":
-            return None
-        is_cut = answer.finish_reason == "length"
-        reply = parse_calls(answer.text, is_cut=is_cut, must_call=self.tools == "must")
-        # OpenAI's form has no place for calls that cannot be read: what was written is shown.
-        return reply if not reply.invalid else ToolReply(answer.text)
-
-
-def calls_for(engine: BlendEngine, request: ChatRequest | CompletionRequest, config: ServeConfig) -> list[Asked]:
+def calls_for(library: ChunkLibrary, request: ChatRequest | CompletionRequest, config: ServeConfig) -> list[Asked]:
     """Return the calls that answer a request, one for each of its prompts.
 
     Raises
@@ -73,45 +35,47 @@ def calls_for(engine: BlendEngine, request: ChatRequest | CompletionRequest, con
         If a prompt cannot be made, or is too long.
     """
     if isinstance(request, ChatRequest):
-        calls = [_chat(engine, request, config)]
+        calls = [_chat(library, request, config)]
     else:
-        prompts = [_completion(engine, prompt, request.documents) for prompt in request.prompts]
-        calls = [_asked(engine, prompt, request, config) for prompt in prompts]
-    if config.prompt_tokens is not None:
-        for call in calls:
-            tokens = len(engine.prompt_ids(call.prompt))
-            if tokens > config.prompt_tokens:
-                raise PromptTooLongError(
-                    f"the prompt has {tokens} tokens, and this server takes {config.prompt_tokens}; send fewer documents"
-                )
+        prompts = [_completion(library, prompt, request.documents) for prompt in request.prompts]
+        calls = [_asked(prompt, request, config) for prompt in prompts]
+    for call in calls:
+        check_length(library, call.prompt, config)
     return calls
 
 
-def _chat(engine: BlendEngine, request: ChatRequest, config: ServeConfig) -> Asked:
+def check_length(library: ChunkLibrary, prompt: BlendPrompt, config: ServeConfig) -> None:
+    """Raise `PromptTooLongError` for a prompt of more tokens than the server takes."""
+    if config.prompt_tokens is not None and (tokens := len(library.prompt_ids(prompt))) > config.prompt_tokens:
+        raise PromptTooLongError(
+            f"the prompt has {tokens} tokens, and this server takes {config.prompt_tokens}; send fewer documents"
+        )
+
+
+def _chat(library: ChunkLibrary, request: ChatRequest, config: ServeConfig) -> Asked:
     tools, must_call = chosen_tools(request.tools, request.tool_choice) if request.tools else ([], False)
     turns = [_turn(message, number) for number, message in enumerate(request.messages)]
-    processors: list[Any] = []
+    grammar: str | None = None
     if request.response_format is not None and request.response_format.get("type") != "text":
         schema = requested_schema(request.response_format)
-        processors.append(Guide(engine, json_grammar(schema)))
+        grammar = json_grammar(schema)
         if request.response_format["type"] == "json_schema":
             turns = around_question(turns, after=[schema_request(schema)]) or turns
         must_call = False
     elif must_call and tools:
-        template = str(engine.tokenizer.get_chat_template(tools=tools))
-        processors.append(Guide(engine, call_grammar(tools, template)))
-    documents = [Passage(each.title, _chunk(each)) for each in _items(engine, request.documents)]
-    parts = render_chat(engine.tokenizer, turns, tools=tools, documents=documents)
-    prompt = catalog_of(engine).prompt(engine, parts)
+        grammar = call_grammar(tools, str(library.tokenizer.get_chat_template(tools=tools)))
+    documents = _passages(library, request.documents)
+    parts = render_chat(library.tokenizer, turns, tools=tools, documents=documents)
+    prompt = catalog_of(library).prompt(library, parts)
     kind: Literal["none", "may", "must"] = "none" if not tools else "must" if must_call else "may"
-    return _asked(engine, prompt, request, config, processors, kind)
+    return _asked(prompt, request, config, grammar, kind)
 
 
-def _completion(engine: BlendEngine, prompt: str | list[int], documents: Sequence[str | DocumentItem]) -> BlendPrompt:
-    before = [part for each in _items(engine, documents) for part in (_chunk(each), _SEPARATOR)]
+def _completion(library: ChunkLibrary, prompt: str | list[int], documents: Sequence[str | DocumentItem]) -> BlendPrompt:
+    before = [part for each in _passages(library, documents) for part in (each.chunk, _SEPARATOR)]
     if isinstance(prompt, str):
-        return catalog_of(engine).prompt(engine, [*before, *([prompt] if prompt else [])])
-    size = len(engine.tokenizer)
+        return catalog_of(library).prompt(library, [*before, *([prompt] if prompt else [])])
+    size = len(library.tokenizer)
     wrong = next((each for each in prompt if not 0 <= each < size), None)
     if wrong is not None:
         raise PromptError(
@@ -121,58 +85,46 @@ def _completion(engine: BlendEngine, prompt: str | list[int], documents: Sequenc
 
 
 def _asked(
-    engine: BlendEngine,
     prompt: BlendPrompt,
     request: Decoding,
     config: ServeConfig,
-    processors: Sequence[Any] = (),
+    grammar: str | None = None,
     tools: Literal["none", "may", "must"] = "none",
 ) -> Asked:
-    ending = Ending(request.stop_strings, Deadline(config.timeout_s))
-    own = engine.model.generation_config
-    most = request.most_tokens or own.max_new_tokens or _ANSWER_TOKENS
-    options: dict[str, Any] = {
-        "max_new_tokens": min(most, config.output_tokens),
-        "stopping_criteria": ending.criteria(engine.tokenizer),
-        "wait_s": config.timeout_s,
-    }
-    processors = list(processors)
-    top_k = request.top_k if request.top_k is None or request.top_k > 0 else None
-    if request.temperature == 0 or (request.temperature is None and not own.do_sample):
-        options["do_sample"] = False
-    elif request.seed is not None:
-        temperature = request.temperature or own.temperature or 1.0
-        processors.append(SeededSampling(request.seed, temperature, top_k, request.top_p))
-        options["do_sample"] = False
-    else:
-        asked = {"temperature": request.temperature, "top_p": request.top_p, "top_k": top_k}
-        options |= {name: value for name, value in asked.items() if value is not None}
-        if request.temperature is not None:
-            options["do_sample"] = True
-    if processors:
-        options["logits_processor"] = processors
-    if request.recompute_ratio is not None:
-        options["blend"] = engine.blend.replace(recompute_ratio=request.recompute_ratio)
-    return Asked(engine, prompt, ending, options, tools)
+    return Asked(
+        prompt,
+        request.most_tokens,
+        config.output_tokens,
+        request.stop_strings,
+        config.timeout_s,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        seed=request.seed,
+        grammar=grammar,
+        blend={} if request.recompute_ratio is None else {"recompute_ratio": request.recompute_ratio},
+        tools=tools,
+    )
 
 
-def _items(engine: BlendEngine, documents: Sequence[str | DocumentItem]) -> list[DocumentItem]:
+def _passages(library: ChunkLibrary, documents: Sequence[str | DocumentItem]) -> list[Passage[Chunk | ChunkRef]]:
     """Return what a request names, the chunks of a document in the place of its name."""
-    items: list[DocumentItem] = []
+    passages: list[Passage[Chunk | ChunkRef]] = []
     for each in documents:
         if isinstance(each, str):
-            ids = [] if engine.contains(each) else engine.document(each)
-            items += [DocumentItem(id=id) for id in ids or [each]]
+            ids = [] if library.contains(each) else library.document(each)
+            passages.extend(Passage("", _stored(id, None)) for id in ids or [each])
         else:
-            items.append(each)
-    return items
+            passages.append(Passage(each.title, _stored(each.id, each.text)))
+    return passages
 
 
-def _chunk(item: DocumentItem) -> Chunk | ChunkRef:
-    if item.text is not None:
-        return Chunk(item.text, item.id)
-    assert item.id is not None
-    return ChunkRef(item.id)
+def _stored(id: str | None, text: str | None) -> Chunk | ChunkRef:
+    """Return a chunk by its text, where there is one, or else by its id."""
+    if text:
+        return Chunk(text, id or None)
+    assert id
+    return ChunkRef(id)
 
 
 def _turn(message: dict[str, Any], number: int) -> dict[str, Any]:
@@ -186,6 +138,8 @@ def _turn(message: dict[str, Any], number: int) -> dict[str, Any]:
             turn[name] = message[name]
     calls = message.get("tool_calls")
     if calls and role == "assistant":
+        if not isinstance(calls, list):
+            raise PromptError(f"message {number} has tool_calls={calls!r:.40}, which is no list; give a list of calls")
         turn["tool_calls"] = [_call(call, number) for call in calls]
     return turn
 
@@ -202,7 +156,7 @@ def _content(content: Any, number: int) -> list[_Part]:
         if kind == "text" and isinstance(text, str):
             parts.append(text)
         elif kind == "document" and isinstance(text, str | None) and isinstance(id, str | None) and (text or id):
-            parts.append(_chunk(DocumentItem(id=id or None, text=text or None)))
+            parts.append(_stored(id, text))
         else:
             raise PromptError(
                 f"message {number} has content of the type {kind!r:.40}; this model reads text, and documents: "

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import secrets
 import threading
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.files import replace_text
 
 __all__ = ["OPEN", "KeyFile", "Owner"]
 
@@ -32,12 +35,15 @@ class Owner:
         Most requests of a minute; None for those of the server's settings.
     is_admin : bool
         Whether it may also see the figures of all tenants.
+    digest : str
+        The digest of the key; empty where none is asked for.
     """
 
     tenant: str | None
     name: str
     per_minute: int | None = None
     is_admin: bool = False
+    digest: str = ""
 
 
 OPEN = Owner(None, "anybody", is_admin=True)
@@ -85,14 +91,14 @@ class KeyFile:
         ConfigError
             If a key of that name is there already, or the file cannot be read or written.
         """
-        with self._lock:
-            owners = self._load() if self._path.exists() else {}
-            if any(known.name == owner.name for known in owners.values()):
+        with self._changing():
+            owners = list(self._load().values()) if self._path.exists() else []
+            if any(known.name == owner.name for known in owners):
                 raise ConfigError(
                     f"{self._path} has a key called {owner.name!r} already; give another name, or remove that one"
                 )
             key = _MARK + secrets.token_urlsafe(32)
-            self._write(owners | {_digest(key): owner})
+            self._write([*owners, replace(owner, digest=_digest(key))])
         return key
 
     def remove(self, name: str) -> None:
@@ -103,11 +109,11 @@ class KeyFile:
         ConfigError
             If there is none of that name, or the file cannot be read or written.
         """
-        with self._lock:
-            owners = self._load()
-            left = {digest: owner for digest, owner in owners.items() if owner.name != name}
+        with self._changing():
+            owners = self._load().values()
+            left = [owner for owner in owners if owner.name != name]
             if len(left) == len(owners):
-                names = ", ".join(sorted(owner.name for owner in owners.values())) or "none"
+                names = ", ".join(sorted(owner.name for owner in owners)) or "none"
                 raise ConfigError(f"{self._path} has no key called {name!r}; it has {names}")
             self._write(left)
 
@@ -128,26 +134,43 @@ class KeyFile:
     def _load(self) -> dict[str, Owner]:
         try:
             written = json.loads(self._path.read_text(encoding="utf-8"))
-            return {each.pop("digest"): Owner(**each) for each in written["keys"]}
+            owners = {each["digest"]: Owner(**each) for each in written["keys"]}
         except OSError as error:
             raise ConfigError(f"the keys in {self._path} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"{self._path} is no file of keys ({error}); make one: cacheblend-rag keys add FILE --tenant NAME"
             ) from error
+        names = [owner.name for owner in owners.values()]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"{self._path} has several keys called {twice!r}; leave one of them there")
+        return owners
 
-    def _write(self, owners: dict[str, Owner]) -> None:
-        text = json.dumps({"keys": [{"digest": digest, **asdict(owner)} for digest, owner in owners.items()]}, indent=2)
-        temporary = self._path.with_name(self._path.name + ".new")
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Keep everybody else from changing the file, which other processes do too."""
+        try:
+            # Its folder stays, whereas the file is replaced by another one.
+            fd = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise self._unwritten(error) from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
+    def _write(self, owners: Iterable[Owner]) -> None:
+        text = json.dumps({"keys": [asdict(owner) for owner in owners]}, indent=2)
         try:
             # Digests are no secret, but whose keys there are is nobody's business.
-            with open(os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-                file.write(text + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self._path)
+            replace_text(self._path, text + "\n", private=True)
         except OSError as error:
-            raise ConfigError(f"the keys in {self._path} cannot be written: {error.strerror}") from error
+            raise self._unwritten(error) from error
+
+    def _unwritten(self, error: OSError) -> ConfigError:
+        return ConfigError(f"the keys in {self._path} cannot be written: {error.strerror}")
 
 
 def _digest(key: str) -> str:

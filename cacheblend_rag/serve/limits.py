@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from cacheblend_rag.errors import PromptError
 
 __all__ = ["Gate", "Overload", "Rates"]
 
@@ -72,33 +75,55 @@ class Gate:
         self._most = most
         self._changed = threading.Condition()
         self._inside = 0
-        self._closed = False
+        self._closed_at = math.inf
 
     @property
     def is_open(self) -> bool:
         """Whether requests are let in, if there is room."""
-        return not self._closed
+        return self._closed_at == math.inf
 
     @contextmanager
-    def pass_through(self) -> Iterator[None]:
-        """Be inside for the time of a ``with`` block; `Overload` if there is no room, or the gate is closed."""
+    def pass_through(self, places: int = 1) -> Iterator[None]:
+        """Be inside for the time of a ``with`` block, in the places of so many requests.
+
+        Raises
+        ------
+        PromptError
+            If there are never so many.
+        Overload
+            If they are not free, or the gate is closed.
+        """
+        if places > self._most:
+            raise PromptError(
+                f"the request has {places} prompts, and this server answers {self._most} at the same time; send fewer at once"
+            )
         with self._changed:
-            if self._closed:
+            if not self.is_open:
                 raise Overload(
                     "this server is about to stop; ask another one, or the same in a moment", 5, is_rate=False
                 )
-            if self._inside >= self._most:
-                raise Overload(f"{self._most} requests are being answered; ask again in a moment", 1, is_rate=False)
-            self._inside += 1
+            if self._inside + places > self._most:
+                raise Overload(
+                    f"{self._inside} requests are being answered, of {self._most} at the same time; ask again in a moment",
+                    1,
+                    is_rate=False,
+                )
+            self._inside += places
         try:
             yield
         finally:
             with self._changed:
-                self._inside -= 1
+                self._inside -= places
                 self._changed.notify_all()
 
-    def close(self, wait_s: float) -> bool:
-        """Let nobody in any more, and wait for those inside; return whether all have gone."""
+    def close(self) -> None:
+        """Let nobody in any more."""
+        # Without the lock, which whoever is interrupted by a signal may have.
+        self._closed_at = min(self._closed_at, time.monotonic())
+
+    def drain(self, most_s: float) -> bool:
+        """Close, and wait for those inside up to so many seconds after that; return whether all have gone."""
+        self.close()
         with self._changed:
-            self._closed = True
-            return self._changed.wait_for(lambda: not self._inside, wait_s)
+            left = self._closed_at + most_s - time.monotonic()
+            return self._changed.wait_for(lambda: not self._inside, max(left, 0))

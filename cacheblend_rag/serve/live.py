@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
@@ -17,23 +18,22 @@ __all__ = ["EventStream", "Whole"]
 Explain = Callable[[Exception], Response]
 
 
-class _Unread(Exception):
-    """Nobody reads."""
-
-
 class _Live(Response):
     """A response that ends, and what computes it is cancelled, when its client has gone.
 
     Parameters
     ----------
+    reader_s : float
+        Seconds that what is sent may be left unread before the client counts as gone.
     explain : callable
         Makes the response that tells of an error.
-    end : callable
+    end : callable, optional
         Called at the end, however it came.
     """
 
-    def __init__(self, explain: Explain, end: Callable[[], None]) -> None:
+    def __init__(self, reader_s: float, explain: Explain, end: Callable[[], None] | None = None) -> None:
         super().__init__()
+        self._reader_s = reader_s
         self._explain = explain
         self._end = end
 
@@ -47,11 +47,18 @@ class _Live(Response):
                         pass
                     group.cancel_scope.cancel()
 
+                async def send_in_time(message: Message) -> None:
+                    # A response that then has no end makes the server close the connection.
+                    group.cancel_scope.deadline = anyio.current_time() + self._reader_s
+                    await send(message)
+                    group.cancel_scope.deadline = math.inf
+
                 group.start_soon(listen)
-                await self._respond(scope, receive, send)
+                await self._respond(scope, receive, send_in_time)
                 group.cancel_scope.cancel()
         finally:
-            self._end()
+            if self._end is not None:
+                self._end()
 
     @abstractmethod
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,12 +72,18 @@ class Whole(_Live):
     ----------
     make : callable
         Makes what is sent as JSON.
-    explain, end : callable
+    reader_s, explain, end
         As above.
     """
 
-    def __init__(self, make: Callable[[], Awaitable[Any]], explain: Explain, end: Callable[[], None]) -> None:
-        super().__init__(explain, end)
+    def __init__(
+        self,
+        make: Callable[[], Awaitable[Any]],
+        reader_s: float,
+        explain: Explain,
+        end: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(reader_s, explain, end)
         self._make = make
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -88,12 +101,8 @@ class EventStream(_Live):
     ----------
     events : AsyncGenerator
         What is sent as JSON, an event each.
-    reader_s : float
-        Seconds that an event may be left unread before the client counts as gone.
-    explain, end : callable
+    reader_s, explain, end
         As above.
-    done : str
-        The text of the last event.
     """
 
     def __init__(
@@ -101,13 +110,10 @@ class EventStream(_Live):
         events: AsyncGenerator[Any, None],
         reader_s: float,
         explain: Explain,
-        end: Callable[[], None],
-        done: str = "[DONE]",
+        end: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(explain, end)
+        super().__init__(reader_s, explain, end)
         self._events = events
-        self._reader_s = reader_s
-        self._done = done
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         has_begun = False
@@ -118,24 +124,17 @@ class EventStream(_Live):
                 has_begun = True
                 headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
-            body: Message = {"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True}
-            with anyio.move_on_after(self._reader_s) as patience:
-                await send(body)
-            if patience.cancelled_caught:
-                raise _Unread
+            await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True})
 
         async with aclosing(self._events):
             try:
                 async for event in self._events:
-                    await write(json.dumps(event, ensure_ascii=False))
-            except _Unread:
-                # To return without an end makes the server close the connection.
-                return
+                    await write(json.dumps(event))
             except Exception as error:
                 response = self._explain(error)
                 if not has_begun:
                     await response(scope, receive, send)
                     return
                 await write(bytes(response.body).decode())
-            await write(self._done)
+            await write("[DONE]")
             await send({"type": "http.response.body", "body": b"", "more_body": False})

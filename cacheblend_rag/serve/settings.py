@@ -10,9 +10,10 @@ from pydantic_settings import SettingsConfigDict
 
 from cacheblend_rag.config import SettingsBase
 
-__all__ = ["ServeConfig"]
+__all__ = ["LOOPBACK", "ServeConfig"]
 
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+"""What every machine calls itself, and nobody else can."""
 
 
 class ServeConfig(SettingsBase):
@@ -27,12 +28,15 @@ class ServeConfig(SettingsBase):
     keys : Path, optional
         The file of API keys (`cacheblend-rag keys add`). Without one everybody is let in, so that the host must be this machine.
     requests : int
-        Most requests that are answered at the same time; further ones are told to come again (status 503).
+        Most requests that are answered at the same time, each prompt of a completion counting as one; further ones are told to
+        come again (status 503).
     per_minute : int, optional
         Most requests of a key in a minute, unless the key has a number of its own; further ones are told when to come again
         (429). By default no limit.
     body_bytes : int
         Most bytes of a request.
+    body_s : float
+        Seconds in which a request must have arrived (408).
     prompt_tokens : int, optional
         Most tokens of a prompt; by default as many as the model's window holds.
     output_tokens : int
@@ -40,9 +44,12 @@ class ServeConfig(SettingsBase):
     timeout_s : float
         Seconds after which an answer ends with an error (504), the wait for the model included.
     reader_s : float
-        Seconds that a client may leave a piece of a streamed answer unread; then it has gone.
+        Seconds that a client may leave what is sent unread; then it has gone.
     drain_s : float
         Seconds that answers may still take once the server was told to stop.
+    pages_s : float, optional
+        Seconds for which the inspector's page of an answer can be looked at, at ``/ui``, by who asked for it (`keep`) and nobody
+        else. By default none is kept.
     """
 
     model_config = SettingsConfigDict(
@@ -56,15 +63,17 @@ class ServeConfig(SettingsBase):
     requests: int = Field(default=64, ge=1)
     per_minute: int | None = Field(default=None, ge=1)
     body_bytes: int = Field(default=8_000_000, ge=1)
+    body_s: float = Field(default=60.0, gt=0)
     prompt_tokens: int | None = Field(default=None, ge=1)
     output_tokens: int = Field(default=4096, ge=1)
     timeout_s: float = Field(default=300.0, gt=0)
     reader_s: float = Field(default=30.0, gt=0)
     drain_s: float = Field(default=30.0, ge=0)
+    pages_s: float | None = Field(default=None, gt=0)
 
     @model_validator(mode="after")
     def _keys_if_others_can_ask(self) -> ServeConfig:
-        if self.keys is None and self.host not in _LOOPBACK:
+        if self.keys is None and self.host not in LOOPBACK:
             raise ValueError(
                 f"host={self.host!r} can be reached from other machines, so that the server needs keys; give a file of keys "
                 "(cacheblend-rag keys add FILE --tenant NAME), or listen on 127.0.0.1"

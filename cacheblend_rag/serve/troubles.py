@@ -12,7 +12,9 @@ from starlette.exceptions import HTTPException
 
 from cacheblend_rag.errors import (
     AnswerTimeoutError,
+    BackendError,
     ConfigError,
+    EmptyChunkError,
     PromptError,
     PromptTooLongError,
     StoreError,
@@ -30,7 +32,19 @@ _PROBLEM_CHARS = 300
 
 
 class Denied(Exception):
-    """A request without a key that is known."""
+    """A request without a key that is known.
+
+    Parameters
+    ----------
+    message : str
+        What to do about it.
+    schemes : str
+        How a key may be sent, as the header of the reply says it.
+    """
+
+    def __init__(self, message: str, schemes: str = "Bearer") -> None:
+        super().__init__(message)
+        self.schemes = schemes
 
 
 def error_body(message: str, kind: str = _SENDERS, code: str | None = None) -> dict[str, Any]:
@@ -42,14 +56,16 @@ def explained(error: Exception) -> JSONResponse:
     """Return the response that tells of an error."""
     if isinstance(error, Denied):
         body = error_body(str(error), code="invalid_api_key")
-        return JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})
+        return JSONResponse(body, 401, {"WWW-Authenticate": error.schemes})
     if isinstance(error, Overload):
         retry = {"Retry-After": str(max(1, round(error.retry_after_s + 0.5)))}
         if error.is_rate:
             return JSONResponse(error_body(str(error), "rate_limit_error", "rate_limit_exceeded"), 429, retry)
         return JSONResponse(error_body(str(error), "overloaded_error", "overloaded"), 503, retry)
+    if isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError):
+        return JSONResponse(error_body("the request is nested too deeply; send JSON with fewer levels"), 400)
     if isinstance(error, RequestValidationError):
-        return JSONResponse(error_body(_said(error)), 400)
+        return JSONResponse(error_body(_said(error), code="invalid_option"), 400)
     if isinstance(error, HTTPException):
         return JSONResponse(error_body(str(error.detail)), error.status_code, error.headers)
     for kind, status, code in _KNOWN:
@@ -58,19 +74,25 @@ def explained(error: Exception) -> JSONResponse:
     # Paths, and what else of this machine stands in a message, are for its log.
     number = uuid.uuid4().hex[:12]
     logger.error("request %s failed", number, exc_info=error)
-    if isinstance(error, StoreError):
-        text = f"the store cannot do that now; the server's log says why (request {number})"
-        return JSONResponse(error_body(text, "store_error"), 503, {"Retry-After": "5"})
+    for kind, (what, name) in _PASSING.items():
+        if isinstance(error, kind):
+            text = f"{what} now; the server's log says why (request {number})"
+            return JSONResponse(error_body(text, name, name), 503, {"Retry-After": "5"})
     text = f"something went wrong in the server; its log says what (request {number})"
     return JSONResponse(error_body(text, "server_error"), 500)
 
 
+_PASSING: dict[type[Exception], tuple[str, str]] = {
+    StoreError: ("the store cannot do that", "store_error"),
+    BackendError: ("the model cannot answer", "server_error"),
+}
 _KNOWN: tuple[tuple[type[Exception], int, str | None], ...] = (
     (AnswerTimeoutError, 504, "timeout"),
     (UnknownChunkError, 404, "unknown_chunk"),
     (PromptTooLongError, 400, "context_length_exceeded"),
-    (PromptError, 400, None),
-    (ConfigError, 400, None),
+    (EmptyChunkError, 400, "empty_chunk"),
+    (PromptError, 400, "invalid_prompt"),
+    (ConfigError, 400, "invalid_option"),
 )
 
 

@@ -6,7 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -27,6 +27,8 @@ __all__ = [
 
 # What would be given to others' answers, or changes what is looked up for them.
 _REFUSED = ("cache_salt", "kv_transfer_params")
+# Of one request.
+_MOST_PROMPTS, _MOST_STOPS, _MOST_DOCUMENTS, _MOST_CHUNKS = 64, 16, 1000, 10_000
 # What another value than these asks for is not done, and leaving it out silently would give another answer than was asked for.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -63,17 +65,18 @@ class Decoding(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
-    documents: list[str | DocumentItem] = []
+    documents: list[Annotated[str, Field(min_length=1)] | DocumentItem] = Field(default=[], max_length=_MOST_DOCUMENTS)
     stream: bool = False
     stream_options: dict[str, Any] = {}
     temperature: float | None = Field(default=None, ge=0, le=100, allow_inf_nan=False)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(max_length=_MOST_STOPS)] | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     recompute_ratio: float | Literal["auto"] | None = Field(default=None)
     report: bool = False
+    keep: bool = False
 
     @model_validator(mode="after")
     def _is_done(self) -> Decoding:
@@ -133,7 +136,11 @@ class ChatRequest(Decoding):
 class CompletionRequest(Decoding):
     """A request of ``/v1/completions``."""
 
-    prompt: str | list[str] | list[int]
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1, max_length=_MOST_PROMPTS)]
+        | Annotated[list[int], Field(min_length=1)]
+    )
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -152,7 +159,7 @@ class ChunkItem(BaseModel):
     id: str = Field(min_length=1)
     text: str = Field(min_length=1)
     document: str | None = Field(default=None, min_length=1)
-    start: int | None = Field(default=None, ge=0)
+    start: int | None = Field(default=None, ge=0, lt=2**62)
     previous: str | None = Field(default=None, min_length=1)
     source: str | None = None
 
@@ -162,7 +169,7 @@ class AddRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    chunks: list[ChunkItem] = Field(min_length=1)
+    chunks: list[ChunkItem] = Field(min_length=1, max_length=_MOST_CHUNKS)
     ttl_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     background: bool = False
     stream: bool = False
@@ -174,7 +181,7 @@ class DocumentRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     text: str | None = Field(default=None, min_length=1)
-    chunks: list[str] = []
+    chunks: list[str] = Field(default=[], max_length=_MOST_CHUNKS)
     chunk_tokens: int = Field(default=256, ge=8)
     ttl_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     background: bool = False
@@ -194,7 +201,7 @@ class IdsRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    ids: list[str] = Field(min_length=1)
+    ids: list[str] = Field(min_length=1, max_length=_MOST_CHUNKS)
 
 
 class Replies:
@@ -206,9 +213,15 @@ class Replies:
         The name that clients call the model by.
     request : ChatRequest or CompletionRequest
         What was asked.
+
+    Attributes
+    ----------
+    pages : list of str
+        Where the pages of the answers can be looked at.
     """
 
     def __init__(self, model: str, request: ChatRequest | CompletionRequest) -> None:
+        self.pages: list[str] = []
         self._request = request
         self._is_chat = isinstance(request, ChatRequest)
         kind = "chat.completion" if self._is_chat else "text_completion"
@@ -250,14 +263,15 @@ class Replies:
 
     def last(self, answers: list[Answer]) -> Iterator[dict[str, Any]]:
         """Yield what a stream ends with, where it was asked for."""
-        if self._request.tells_usage or self._request.report:
+        if self._request.tells_usage or self._request.report or self._request.keep:
             yield self._chunk_head | {"choices": [], "usage": _usage(answers)} | self._report(answers)
 
     def _piece(self, choice: dict[str, Any], reason: str | None = None, number: int = 0) -> dict[str, Any]:
         return self._chunk_head | {"choices": [{"index": number, **choice, "logprobs": None, "finish_reason": reason}]}
 
     def _report(self, answers: list[Answer]) -> dict[str, Any]:
-        return {"blend": [answer.report.to_dict() for answer in answers]} if self._request.report else {}
+        told: dict[str, Any] = {"pages": self.pages} if self._request.keep else {}
+        return told | ({"blend": [answer.report.to_dict() for answer in answers]} if self._request.report else {})
 
 
 def _reason(answer: Answer, reply: ToolReply | None) -> str:

@@ -18,7 +18,7 @@ from transformers import StoppingCriteria
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.engine.generation import GenerationResult
-from cacheblend_rag.errors import AnswerTimeoutError
+from cacheblend_rag.errors import AnswerTimeoutError, CacheBlendError
 from cacheblend_rag.lab.settings import engine_settings
 from tests.families import tiny_model, tiny_tokenizer, words
 
@@ -174,8 +174,11 @@ def test_a_call_that_is_given_up_while_it_waits_is_not_computed(engine: BlendEng
         streams = [engine.stream(PROMPTS[1], 5, do_sample=False) for _ in range(3)]
         until(3)
         streams[1].close()
-    assert [len(stream.result().token_ids) for stream in (first, *streams)] == [5, 5, 0, 5]
-    assert list(streams[1]) == []
+        # Its thread does not wait for the model any longer.
+        with pytest.raises(CacheBlendError, match="ended before it began"):
+            streams[1].result()
+        assert len(engine._gathering._line.waiting) == 2
+    assert [len(stream.result().token_ids) for stream in (first, streams[0], streams[2])] == [5, 5, 5]
 
 
 def test_what_fails_fails_alone(engine: BlendEngine, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:

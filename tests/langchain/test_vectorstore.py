@@ -490,7 +490,7 @@ def test_wrong_objects_are_refused_before_anything_is_stored(embedding: Embeddin
         lambda: BlendRetriever(retriever=inner.as_retriever(), engine=llm),
         lambda: BlendLLM(engine=llm),
     ):
-        with pytest.raises(ConfigError, match=r"engine is a BlendLLM, not a BlendEngine; give its \.engine"):
+        with pytest.raises(ConfigError, match=r"engine is a BlendLLM, not an engine; give its \.engine"):
             make()
     assert not inner.store
     with pytest.raises(ConfigError, match=r"llm\.engine"):

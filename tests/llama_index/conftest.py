@@ -47,14 +47,22 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(autouse=True)
-def _event_loop() -> Iterator[None]:
-    """Give each test a loop and close it, since what llama-index-core runs in a loop of its own leaves that open."""
+@pytest.fixture(scope="session")
+def _own_loop() -> Iterator[asyncio.AbstractEventLoop]:
     loop = asyncio.new_event_loop()
-    asyncio.set_event_loop(loop)
+    yield loop
+    loop.close()
+
+
+@pytest.fixture(autouse=True)
+def _event_loop(_own_loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+    """Give the tests a loop and close it, since what llama-index-core runs in a loop of its own leaves that open.
+
+    It stays open until the last test: when a `Memory` is collected, its connection's thread still calls the loop of that moment.
+    """
+    asyncio.set_event_loop(_own_loop)
     yield
     asyncio.set_event_loop(None)
-    loop.close()
 
 
 @pytest.fixture(scope="session")

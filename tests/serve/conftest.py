@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from cacheblend_rag import BlendEngine
 from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.reference import load_tokenizer
 from cacheblend_rag.serve.app import make_app
+from cacheblend_rag.serve.inprocess import EngineBackend
 from cacheblend_rag.serve.settings import ServeConfig
 from tests.families import tiny_reader
 
@@ -38,13 +40,25 @@ def engine_of(model: LlamaForCausalLM, store: Path | None = None, **settings: An
     return BlendEngine(model, load_tokenizer(), store=store, **engine_settings(self_check=False, **settings))
 
 
+def command_of(model: LlamaForCausalLM, folder: Path) -> list[str]:
+    """Return the command that serves a model over a store, both of which are in a folder from then on."""
+    model.save_pretrained(folder / "model")
+    load_tokenizer().save_pretrained(folder / "model")
+    command = [sys.executable, "-c", "from cacheblend_rag.cli.app import app; app()", "serve"]
+    return [*command, "--model", str(folder / "model"), "--store", str(folder / "kv"), "--port", "0"]
+
+
 @contextmanager
 def serving(engine: BlendEngine, **settings: Any) -> Iterator[str]:
     """Serve an engine; yields the address."""
     config = ServeConfig(port=0, **settings)
     server = uvicorn.Server(
         uvicorn.Config(
-            make_app(engine, config), host="127.0.0.1", port=0, log_level="error", timeout_graceful_shutdown=5
+            make_app(EngineBackend(engine), config),
+            host="127.0.0.1",
+            port=0,
+            log_level="error",
+            timeout_graceful_shutdown=5,
         )
     )
     # Only the main thread may say what a signal does.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import signal
 import subprocess
-import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,12 @@ import httpx
 import pytest
 
 from cacheblend_rag import BlendEngine, BlendPrompt
-from tests.serve.conftest import CHUNKS, Serve, engine_of
+from cacheblend_rag.engine.scheduling import scheduler_lock
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.serve.asker import Server
+from cacheblend_rag.serve.inprocess import EngineBackend
+from cacheblend_rag.serve.settings import ServeConfig
+from tests.serve.conftest import CHUNKS, Serve, command_of, engine_of
 
 TEXT = "\n\n".join(CHUNKS.values())
 MESSAGES = [{"role": "user", "content": "Where was Mara born?"}]
@@ -77,6 +84,55 @@ def test_what_is_no_document(serve: Serve, body: dict[str, Any]) -> None:
     assert serve().put("/v1/documents/x", json=body).status_code == 400
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"chunks": [CHUNKS["house"], "word " * 3000]}, "split it"),
+        ({"text": " \n\n "}, "the text of the document 'mara' is blank"),
+    ],
+)
+def test_what_cannot_be_stored_leaves_the_document_as_it_was(
+    engine: BlendEngine, serve: Serve, body: dict[str, Any], said: str
+) -> None:
+    client = serve(engine)
+    put = client.put("/v1/documents/mara", json={"chunks": [CHUNKS["mara"], CHUNKS["works"]]}).json()
+    refused = client.put("/v1/documents/mara", json=body)
+    assert refused.status_code == 400 and said in refused.json()["error"]["message"]
+    assert engine.document("mara") == put["ids"]
+    assert hits(client, "mara") == (2, 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_does_not_end_what_is_stored(engine: BlendEngine, serve: Serve, stream: bool) -> None:
+    client = serve(engine, requests=1)
+    with scheduler_lock(engine.model):
+        with pytest.raises(httpx.ReadTimeout):
+            client.put("/v1/documents/mara", json={"text": TEXT, "chunk_tokens": 20, "stream": stream}, timeout=0.5)
+        # It is counted until it is done.
+        assert client.put("/v1/documents/other", json={"text": TEXT}).status_code == 503
+    began = time.monotonic()
+    while not engine.document("mara"):
+        assert time.monotonic() - began < 20
+        time.sleep(0.02)
+    while client.put("/v1/documents/other", json={"text": TEXT}).status_code == 503:
+        assert time.monotonic() - began < 20
+        time.sleep(0.02)
+    assert hits(client, "mara") == (3, 0)
+
+
+async def test_what_fails_when_nobody_waits_for_it_is_logged(
+    engine: BlendEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail() -> None:
+        raise StoreError("the disk is full")
+
+    server = Server(EngineBackend(engine), ServeConfig())
+    server.begin(fail())
+    await asyncio.sleep(0.01)
+    gc.collect()
+    assert "the disk is full" in caplog.text
+
+
 def test_progress_is_told_while_it_is_stored(serve: Serve) -> None:
     client = serve()
     body = {"text": TEXT, "chunk_tokens": 20, "stream": True}
@@ -97,12 +153,7 @@ def test_in_the_background(engine: BlendEngine, serve: Serve) -> None:
 
 
 def test_the_command_serves_and_what_was_acknowledged_is_kept(tiny: Any, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    with engine_of(tiny) as engine:
-        tiny.save_pretrained(folder)
-        engine.tokenizer.save_pretrained(folder)
-    command = [sys.executable, "-c", "from cacheblend_rag.cli.app import app; app()", "serve", "--model", str(folder)]
-    command += ["--store", str(tmp_path / "kv"), "--port", "0"]
+    command = command_of(tiny, tmp_path)
     for ending in (signal.SIGTERM, signal.SIGKILL):
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None

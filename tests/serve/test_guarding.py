@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import http.client
+import json
 import re
+import signal
+import socket
+import subprocess
 import threading
 import time
-from contextlib import suppress
+from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.cli.app import app
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.cli.serve import _server
+from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.serve.keys import KeyFile, Owner
 from cacheblend_rag.serve.limits import Gate, Overload, Rates
+from cacheblend_rag.serve.live import EventStream, Whole
 from cacheblend_rag.serve.settings import ServeConfig
-from tests.serve.conftest import CHUNKS, Serve
+from cacheblend_rag.serve.troubles import explained
+from tests.serve.conftest import CHUNKS, Serve, command_of
 
 MESSAGES = [{"role": "user", "content": "Where was Mara born?"}]
 SHORT = {"messages": MESSAGES, "temperature": 0, "max_tokens": 3}
 LONG = {"messages": MESSAGES, "temperature": 0, "max_tokens": 1500}
+TOOL = {"type": "function", "function": {"name": "weather"}}
+JSON = {"Content-Type": "application/json"}
 
 
 def error(reply: httpx.Response, status: int) -> dict[str, Any]:
@@ -48,6 +63,14 @@ def error(reply: httpx.Response, status: int) -> dict[str, Any]:
             400,
             "message 0 has a tool call that cannot be read",
         ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": {"id": "x"}}]},
+            400,
+            "message 0 has tool_calls={'id': 'x'}, which is no list",
+        ),
+        (SHORT | {"tools": [TOOL], "tool_choice": {"function": "x"}}, 400, "names none of the tools weather"),
+        (SHORT | {"stop": ["x"] * 17}, 400, "at most 16 items"),
+        (SHORT | {"documents": ["x"] * 1001}, 400, "at most 1000 items"),
         (SHORT | {"n": 2}, 400, "n=2 is not supported here"),
         (SHORT | {"logprobs": True}, 400, "logprobs=True is not supported here"),
         (SHORT | {"cache_salt": "x"}, 400, "cache_salt is the server's own"),
@@ -74,9 +97,21 @@ def test_other_addresses_and_bodies(tiny_client: httpx.Client) -> None:
     error(tiny_client.get("/v1/chat/completions"), 405)
     error(tiny_client.post("/v1/chat/completions", content=b"{not json"), 400)
     error(tiny_client.post("/v1/completions", json={"prompt": [-1, 3]}), 400)
+    error(tiny_client.post("/v1/completions", json={"prompt": ["x"] * 65}), 400)
+    error(tiny_client.post("/v1/chunks/delete", json={"ids": ["x"] * 10_001}), 400)
     error(tiny_client.get("/v1/documents/nobody"), 404)
     assert tiny_client.get("/healthz").json() == {"status": "alive"}
     assert tiny_client.get("/readyz").json() == {"status": "ready"}
+
+
+def test_json_that_is_nested_too_deeply_and_half_characters(tiny_client: httpx.Client) -> None:
+    deep = b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    found = error(tiny_client.post("/v1/chat/completions", content=deep, headers=JSON), 400)
+    assert "nested too deeply" in found["message"]
+    content = [{"type": "document", "id": "mara", "text": "half of \ud83d"}]
+    half = json.dumps({"messages": [{"role": "user", "content": content}], "max_tokens": 1})
+    found = error(tiny_client.post("/v1/chat/completions", content=half, headers=JSON), 400)
+    assert "half of a UTF-16 pair" in found["message"]
 
 
 json_values = st.recursive(
@@ -134,6 +169,62 @@ def test_large_bodies_are_refused_before_they_are_read(serve: Serve) -> None:
     assert client.post("/v1/chat/completions", json=SHORT).status_code == 200
 
 
+def connection_to(client: httpx.Client) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection(client.base_url.host, client.base_url.port, timeout=20)
+
+
+def test_a_request_has_to_arrive_in_time(serve: Serve) -> None:
+    client = serve(body_s=0.3)
+    with closing(connection_to(client)) as connection:
+        connection.putrequest("POST", "/v1/completions")
+        connection.putheader("Content-Length", "1000")
+        connection.endheaders(b'{"prompt": ')
+        reply = connection.getresponse()
+        assert reply.status == 408 and reply.headers["Connection"] == "close"
+        assert "did not arrive within 0.3 s" in json.loads(reply.read())["error"]["message"]
+    # An answer may take longer than that.
+    assert client.post("/v1/chat/completions", json=LONG | {"max_tokens": 300}).status_code == 200
+
+
+def test_who_may_not_ask_is_told_before_the_body_is_read(serve: Serve, tmp_path: Path) -> None:
+    KeyFile(tmp_path / "keys.json").add(Owner("acme", "mine"))
+    with closing(connection_to(serve(keys=tmp_path / "keys.json"))) as connection:
+        connection.putrequest("POST", "/v1/completions")
+        connection.putheader("Content-Length", "1000")
+        connection.endheaders()
+        assert connection.getresponse().status == 401
+
+
+def test_without_keys_it_answers_by_the_names_of_this_machine_only(serve: Serve, tmp_path: Path) -> None:
+    client = serve()
+    for host in ("127.0.0.1", "localhost", "LOCALHOST:8000", "[::1]:8000", "[::1]"):
+        assert client.get("/v1/models", headers={"Host": host}).status_code == 200
+    for host in ("rebound.example", "rebound.example:8000", "localhost.example", "127.0.0.1.example", ""):
+        for path in ("/v1/models", "/healthz"):
+            assert "answers as 127.0.0.1" in error(client.get(path, headers={"Host": host}), 403)["message"]
+    key = KeyFile(tmp_path / "keys.json").add(Owner("acme", "mine"))
+    client = serve(keys=tmp_path / "keys.json", key=key)
+    assert client.get("/v1/models", headers={"Host": "rag.example"}).status_code == 200
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_who_reads_nothing_keeps_no_place(is_stream: bool) -> None:
+    left = threading.Event()
+
+    async def make() -> dict[str, int]:
+        return {"answer": 42}
+
+    async def events() -> AsyncGenerator[dict[str, int], None]:
+        yield {"answer": 42}
+
+    async def wait_for_ever(*_: Any) -> Any:
+        await asyncio.Event().wait()
+
+    response = EventStream(events(), 0.05, explained, left.set) if is_stream else Whole(make, 0.05, explained, left.set)
+    await asyncio.wait_for(response({"type": "http"}, wait_for_ever, wait_for_ever), 20)
+    assert left.is_set()
+
+
 def test_keys_and_tenants(engine: BlendEngine, serve: Serve, tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     keys = {tenant: KeyFile(file).add(Owner(tenant, tenant, is_admin=tenant == "acme")) for tenant in ("acme", "other")}
@@ -182,7 +273,9 @@ def test_the_commands_for_keys(tmp_path: Path) -> None:
 
     made = run("add", file, "--name", "first", "--tenant", "acme", "--per-minute", "5")
     assert made.exit_code == 0
-    assert KeyFile(Path(file)).owner(made.output.strip()) == Owner("acme", "first", 5)
+    key = made.output.strip()
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    assert KeyFile(Path(file)).owner(key) == Owner("acme", "first", 5, digest=digest)
     again = run("add", file, "--name", "first", "--tenant", "other")
     assert again.exit_code == 2 and "has a key called 'first' already" in again.output
     assert re.search(r"first\W+acme\W+5", run("list", file).output)
@@ -193,6 +286,41 @@ def test_the_commands_for_keys(tmp_path: Path) -> None:
     assert "is no file of keys" in run("list", file).output
     with pytest.raises(ConfigError, match="so that the server needs keys"):
         ServeConfig(host="0.0.0.0")
+
+
+def test_keys_that_are_made_at_the_same_time_are_all_there(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    names = [f"key {number}" for number in range(16)]
+    with ThreadPoolExecutor(16) as pool:
+        # Each as another process would, with an object of its own.
+        made = list(pool.map(lambda name: KeyFile(file).add(Owner("acme", name)), names))
+    found = [KeyFile(file).owner(key) for key in made]
+    assert [owner and owner.name for owner in found] == names
+    assert [path.name for path in tmp_path.iterdir()] == ["keys.json"]
+
+
+def test_two_keys_of_one_name_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    KeyFile(file).add(Owner("acme", "mine"))
+    [written] = json.loads(file.read_text())["keys"]
+    file.write_text(json.dumps({"keys": [written, written | {"digest": "0" * 64, "tenant": "other"}]}))
+    with pytest.raises(ConfigError, match="has several keys called 'mine'"):
+        KeyFile(file).check()
+
+
+def test_nobody_is_let_in_while_the_keys_cannot_be_read(
+    serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "keys.json"
+    key = KeyFile(file).add(Owner("acme", "mine"))
+    client = serve(keys=file, key=key)
+    whole = file.read_text()
+    file.write_text("[]")
+    refused = client.get("/v1/models")
+    assert str(file) not in error(refused, 503)["message"] and refused.headers["Retry-After"]
+    assert any(str(file) in record.getMessage() for record in caplog.records)
+    file.write_text(whole)
+    assert client.get("/v1/models").status_code == 200
 
 
 def test_too_many_of_one_key(serve: Serve, tmp_path: Path) -> None:
@@ -222,6 +350,22 @@ def test_a_minute_never_holds_more_than_twice_the_rate(per_minute: int, waits: l
             with_wait._left = dict(rates._left)
             with_wait.take("a", per_minute)
         assert sum(each > now - 60 for each in let_in) <= 2 * per_minute
+
+
+def test_each_prompt_takes_a_place(serve: Serve) -> None:
+    many = {"prompt": ["Who?"] * 3, "max_tokens": 1}
+    refused = error(serve(requests=2).post("/v1/completions", json=many), 400)
+    assert "has 3 prompts, and this server answers 2 at the same time" in refused["message"]
+    gate = Gate(3)
+    with gate.pass_through(2):
+        with pytest.raises(Overload, match="2 requests are being answered"), gate.pass_through(2):
+            pass
+        with gate.pass_through():
+            pass
+        with pytest.raises(PromptError), gate.pass_through(4):
+            pass
+    with gate.pass_through(3):
+        pass
 
 
 def test_no_more_at_once_than_there_is_room(serve: Serve) -> None:
@@ -273,12 +417,47 @@ def test_a_gate_that_closes_waits_for_those_inside() -> None:
     thread = threading.Thread(target=go_through)
     thread.start()
     inside.wait()
-    assert not gate.close(0.05)
+    assert gate.is_open and not gate.drain(0.05) and not gate.is_open
     with pytest.raises(Overload, match="about to stop"), gate.pass_through():
         pass
     leave.set()
     thread.join()
-    assert gate.close(5)
+    assert gate.drain(5)
+
+
+def test_who_is_told_to_stop_lets_nobody_in_and_told_again_waits_for_nobody() -> None:
+    gate = Gate(1)
+    server = _server(uvicorn.Config(app, log_level="error"), gate)
+    server.handle_exit(signal.SIGTERM, None)
+    assert (gate.is_open, server.should_exit, server.force_exit) == (False, True, False)
+    server.handle_exit(signal.SIGTERM, None)
+    assert server.force_exit
+
+
+def test_a_second_signal_ends_it_at_once(tiny: Any, tmp_path: Path) -> None:
+    with subprocess.Popen(command_of(tiny, tmp_path), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = httpx.URL(process.stdout.readline().split()[-1])
+        address = url.host, url.port or 0
+        # A request that never arrives would be waited for.
+        with socket.create_connection(address) as slow:
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n")
+            # Once this is answered, that request has begun, and signals are heard.
+            assert httpx.get(url.join("/healthz")).is_success
+            process.send_signal(signal.SIGTERM)
+            while _is_listened_at(address):
+                time.sleep(0.02)
+            assert process.poll() is None
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(15) == -signal.SIGTERM
+
+
+def _is_listened_at(address: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(address).close()
+    except ConnectionRefusedError:
+        return False
+    return True
 
 
 def test_what_goes_wrong_inside_is_told_to_the_log_only(

@@ -39,6 +39,7 @@ __all__ = [
     "PMLSetting",
     "PrefetchSetting",
     "RoundsSetting",
+    "ServeSetting",
     "TPOTSetting",
     "TTFTSetting",
     "Written",
@@ -103,6 +104,20 @@ def parse_prompts(text: str) -> tuple[tuple[int, int], ...]:
         except ValueError:
             raise ConfigError(f"{part.strip()!r} is not a prompt; write chunks x tokens, as in 1x32,6x512") from None
     return tuple(prompts)
+
+
+def parse_rates(text: str) -> tuple[float, ...]:
+    """Return the numbers of a comma-separated list.
+
+    Raises
+    ------
+    ConfigError
+        If one is none.
+    """
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"{text!r} holds what is no number; write rates like 0.5,1,2") from error
 
 
 def device_rate(tier: str) -> float | None:
@@ -625,6 +640,42 @@ class AutoSetting(ModelSetting):
                 raise ConfigError(f"a prompt of {chunks} chunks of {tokens} tokens has none; give at least 1 of each")
 
 
+@dataclass(frozen=True)
+class ServeSetting(BenchSetting):
+    """Measure a server under load: Poisson arrivals, prompts of chunks that are drawn from a corpus by Zipf's law.
+
+    Any OpenAI-compatible server can be asked, with the key in OPENAI_API_KEY. With --prompts documents it must be one of this
+    package, which gets the corpus first and then names alone; with --prompts text the chunks stand in the prompt.
+    """
+
+    bench: ClassVar[str] = "serve:ServeBench"
+    preparing: ClassVar[str] = "handing the corpus over"
+    url: Annotated[str, typer.Option(help="The server's address, without /v1.")] = "http://127.0.0.1:8000"
+    model: Annotated[str | None, typer.Option(help="The model to ask; by default the first that the server names.")] = (
+        None
+    )
+    prompts: Annotated[str, typer.Option(help="What prompts have: documents (names) or text.")] = "documents"
+    rates: Annotated[
+        tuple[float, ...], typer.Option(help="Requests per second, comma-separated."), Written(parse_rates)
+    ] = (0.5, 1.0, 2.0, 4.0)
+    seconds: Annotated[float, typer.Option(min=1, help="How long requests arrive at each rate.")] = 60.0
+    corpus: Annotated[int, typer.Option(min=1, help="Chunks of the corpus.")] = 200
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks of a prompt.")] = 10
+    chunk_words: Annotated[int, typer.Option(min=4, help="Words of a chunk, each about 1.3 tokens.")] = 112
+    zipf: Annotated[float, typer.Option(min=0, help="How unequally chunks are asked for; 0 is equally.")] = 1.0
+    output_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 32
+    seed: Annotated[int, typer.Option(help="Seed of corpus and arrivals.")] = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prompts not in ("documents", "text"):
+            raise ConfigError(f"prompts={self.prompts!r} is not known; give documents or text")
+        if self.chunks > self.corpus:
+            raise ConfigError(f"a prompt of {self.chunks} chunks cannot be drawn from a corpus of {self.corpus}")
+        if not self.rates or min(self.rates) <= 0:
+            raise ConfigError(f"rates {list(self.rates)} must be above 0")
+
+
 SETTINGS: dict[str, type[BenchSetting]] = {
     "ttft": TTFTSetting,
     "tpot": TPOTSetting,
@@ -637,5 +688,6 @@ SETTINGS: dict[str, type[BenchSetting]] = {
     "batch": BatchSetting,
     "find": FindSetting,
     "auto": AutoSetting,
+    "serve": ServeSetting,
 }
 """Every bench by the name of its command."""

@@ -34,9 +34,8 @@ _SHARED = 0
 _PADDING = -1
 _NO_CHUNK = -1
 _MAX_JUMP = 64
-# Contexts of up to so many tokens attend by products written out, longer ones by the fused kernel, which on CPUs is the slower of
-# the two before and the quicker one after (bfloat16, head size 32: by a fifth at 384 tokens, twice as quick at 1,536).
-_WRITTEN_OUT = 512
+# A context attends in blocks of so many tokens: each to all blocks before it, and to itself.
+_BLOCK = 512
 
 
 @dataclass
@@ -88,19 +87,10 @@ class Batch:
     context_length: int
     question_length: int
 
-    def question_mask(self, heads: int) -> torch.Tensor:
-        """Return what is added to each question's scores, ``(batch * heads * questions, 1, question, context + question)``."""
-        count, width = self.ids.shape[0], self.question_length
-        real = self.branches != _PADDING
-        context = real[:, : self.context_length]
-        own = real[:, self.context_length :].reshape(-1, width)
-        questions = own.shape[0] // count
-        seen = torch.cat([context.repeat_interleave(questions, 0), own], 1)[:, None].repeat(1, width, 1)
-        seen[:, :, self.context_length :] &= torch.ones(width, width, dtype=torch.bool, device=seen.device).tril()
-        # A question that is all padding sees the context, for a row of the softmax must not be empty.
-        mask = torch.zeros(seen.shape, dtype=torch.bfloat16, device=seen.device).masked_fill(~seen, float("-inf"))
-        # A 4-D mask is what transformers hands through untouched.
-        return mask.view(count, 1, questions, *mask.shape[1:]).expand(-1, heads, -1, -1, -1).flatten(0, 2)[:, None]
+    def context_lengths(self) -> list[int]:
+        """Return how many tokens each row's questions share, padding not counted."""
+        counted: list[int] = (self.branches[:, : self.context_length] != _PADDING).sum(1).tolist()
+        return counted
 
     def mask(self, reuse: bool = False) -> torch.Tensor:
         """Return which token sees which, as a boolean tensor ``(batch, 1, seq_len, seq_len)``.
@@ -122,12 +112,6 @@ class Batch:
         # Padding sees itself, for a row of the softmax must not be empty.
         visible |= torch.eye(length, dtype=torch.bool, device=self.ids.device)
         return visible[:, None]
-
-    def firsts(self) -> torch.Tensor:
-        """Return which of the tokens that are to be predicted are the first of an answer, as booleans in their order."""
-        wanted = self.labels != IGNORED
-        before = torch.nn.functional.pad(wanted[:, :-1] & (self.branches[:, 1:] == self.branches[:, :-1]), (1, 0))
-        return (wanted & ~before)[wanted]
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on a device."""
@@ -257,6 +241,7 @@ def branched_attention(
     scaling: float,
     context_length: int | None = None,
     question_length: int = 0,
+    context_lengths: Sequence[int] = (),
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend within the context causally, and from each question to the context and itself.
@@ -268,11 +253,13 @@ def branched_attention(
     query, key, value
         ``(batch, heads, context_length + questions * question_length, head_dim)``.
     attention_mask
-        :meth:`Batch.question_mask`, or None without questions; where `context_length` is None, a mask over all tokens.
+        Where `context_length` is None, a mask over all tokens.
     scaling
         What scores are multiplied by.
     context_length, question_length
         The grid's measures; None asks for ordinary attention.
+    context_lengths
+        :meth:`Batch.context_lengths`: what questions see of the context.
     **kwargs
         What transformers passes besides (unused).
 
@@ -285,26 +272,91 @@ def branched_attention(
     query, key = query.to(value.dtype), key.to(value.dtype)
     if context_length is None:
         return scaled_dot_product_attention(query, key, value, attn_mask=attention_mask).transpose(1, 2), None
-    count, heads, _, size = query.shape
     query = query * scaling
-    context = [tensor[:, :, :context_length].flatten(0, 1) for tensor in (query, key, value)]
-    if context_length > _WRITTEN_OUT:
-        asked, known, told = (tensor[:, :, :context_length] for tensor in (query, key, value))
-        output = scaled_dot_product_attention(asked, known, told, is_causal=True, scale=1.0).flatten(0, 1)
-    else:
-        causal = torch.ones(context_length, context_length, dtype=torch.bool, device=query.device).tril()
-        scores = context[0] @ context[1].transpose(1, 2)
-        output = torch.softmax(scores.masked_fill(~causal, float("-inf")), -1) @ context[2]
-    if attention_mask is not None:
-        together = query[:, :, context_length:].flatten(0, 1)
-        own = [tensor[:, :, context_length:].reshape(-1, question_length, size) for tensor in (query, key, value)]
-        on_context = (together @ context[1].transpose(1, 2)).view(-1, question_length, context_length)
-        on_question = own[0] @ own[1].transpose(1, 2)
-        weights = torch.softmax(torch.cat([on_context, on_question], 2) + attention_mask[:, 0], -1)
-        answers = weights[:, :, :context_length].reshape(count * heads, -1, context_length) @ context[2]
-        answers = answers + (weights[:, :, context_length:] @ own[2]).view_as(answers)
-        output = torch.cat([output, answers], 1)
-    return output.view(count, heads, -1, size).transpose(1, 2), None
+    outputs = []
+    for start in range(0, context_length, _BLOCK):
+        end = min(start + _BLOCK, context_length)
+        block = [tensor[:, :, start:end] for tensor in (query, key, value)]
+        outputs.append(_Attend.apply(*block, key[:, :, :start], value[:, :, :start], None, end - start))  # type: ignore[no-untyped-call]
+    if question_length:
+        asked = [tensor[:, :, context_length:] for tensor in (query, key, value)]
+        shared = [tensor[:, :, :context_length] for tensor in (key, value)]
+        outputs.append(_Attend.apply(*asked, *shared, context_lengths, question_length))  # type: ignore[no-untyped-call]
+    return torch.cat(outputs, 2).transpose(1, 2), None
+
+
+class _Attend(torch.autograd.Function):
+    """Attention of tokens in groups of `width` to all of some shared keys, and causally to their own group.
+
+    The two softmaxes are taken apart and weighed by their normalizers, so that nothing as large as the scores is copied, neither
+    here nor in the gradient: with heads this small the time goes into memory, not into products.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        known: torch.Tensor,
+        told: torch.Tensor,
+        lengths: Sequence[int] | None,
+        width: int,
+    ) -> torch.Tensor:
+        own_query, own_key, own_value = (_in_groups(tensor, width) for tensor in (query, key, value))
+        own_scores = own_query @ own_key.transpose(2, 3)
+        later = torch.ones(width, width, dtype=torch.bool, device=query.device).triu(1)
+        own_weights, own_normalizer = _softmax(own_scores.masked_fill_(later, float("-inf")))
+        own_normalizer = own_normalizer.reshape(*query.shape[:3], 1)
+        out = (own_weights @ own_value).reshape(query.shape)
+        weights = share = own_share = None
+        if known.shape[2]:
+            scores = query @ known.transpose(2, 3).contiguous()
+            for row, length in enumerate(lengths or ()):
+                scores[row, :, :, length:] = float("-inf")
+            weights, normalizer = _softmax(scores)
+            whole = torch.logaddexp(normalizer, own_normalizer)
+            share, own_share = (torch.exp(part - whole).to(out.dtype) for part in (normalizer, own_normalizer))
+            out = weights @ told * share + out * own_share
+        ctx.save_for_backward(query, key, value, known, told, out, weights, own_weights, share, own_share)
+        ctx.width = width
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, known, told, out, weights, own_weights, share, own_share = ctx.saved_tensors
+        gradient = gradients[0]
+        mean = (gradient * out).sum(-1, keepdim=True)
+        if weights is None:
+            own_gradient, own_mean = gradient, mean
+            of_known = of_told = None
+            of_query = torch.zeros_like(query)
+        else:
+            own_gradient, own_mean = gradient * own_share, mean * own_share
+            gradient, mean = gradient * share, mean * share
+            of_scores = (gradient @ told.transpose(2, 3).contiguous()).sub_(mean).mul_(weights)
+            of_query = of_scores @ known
+            of_known = of_scores.transpose(2, 3) @ query
+            of_told = weights.transpose(2, 3) @ gradient
+        asked, heard, said = (_in_groups(tensor, ctx.width) for tensor in (query, key, value))
+        own_gradient, own_mean = (_in_groups(tensor, ctx.width) for tensor in (own_gradient, own_mean))
+        of_own_scores = (own_gradient @ said.transpose(2, 3)).sub_(own_mean).mul_(own_weights)
+        of_query = of_query + (of_own_scores @ heard).reshape(query.shape)
+        of_key = (of_own_scores.transpose(2, 3) @ asked).reshape(query.shape)
+        of_value = (own_weights.transpose(2, 3) @ own_gradient).reshape(query.shape)
+        return of_query, of_key, of_value, of_known, of_told, None, None
+
+
+def _softmax(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the softmax over the last dimension and the logarithms of its normalizers, which the largest entries tell."""
+    weights = torch.softmax(scores, -1)
+    largest, likeliest = (tensor.amax(-1, keepdim=True).float() for tensor in (scores, weights))
+    return weights, largest - likeliest.log()
+
+
+def _in_groups(tensor: torch.Tensor, width: int) -> torch.Tensor:
+    """Lay groups of tokens, ``(batch, heads, groups * width, size)``, beside the heads: they do not see each other."""
+    return tensor.reshape(tensor.shape[0], -1, width, tensor.shape[3])
 
 
 AttentionInterface.register(BRANCHED, branched_attention)

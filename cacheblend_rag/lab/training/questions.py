@@ -17,7 +17,7 @@ KINDS = ("single", "pronoun", "two_hop", "comparison", "unanswerable")
 """Every kind of question there is. Which of them a context asks is its style's `kinds`."""
 
 NOT_STATED = "The context does not say."
-"""The answer to an unanswerable question."""
+"""What the answer to an unanswerable question ends with, where the value would stand."""
 
 ContextStyle = Style | Paragraphs
 """How contexts are drawn: chunks of a sentence or two, or paragraphs."""
@@ -90,6 +90,11 @@ def _answer(fact: Fact, answer_words: int | None) -> str:
     words = attribute.clause.split()
     kept = words[max(0, len(words) - answer_words) :]
     return " ".join([fact.subject, *kept, fact.value]) + "."
+
+
+def _lead(subject: str, attribute: str) -> str:
+    """Return an answer up to its value."""
+    return ATTRIBUTES[attribute].answer.format(S=subject, V="").removesuffix(".").rstrip()
 
 
 def _joins(
@@ -165,33 +170,24 @@ def _comparison(attribute: Attribute, one: str, value: str, other: str, other_va
 
 
 def _unanswerable(rng: random.Random, sight: Sight, split: Split, attributes: tuple[str, ...]) -> list[Question]:
-    """Ask what is not said: of those who are named, mostly what is said of others, and of people who are not named at all."""
+    """Ask, of those who are named, what is said of nobody."""
     people = {fact.subject for fact in sight.known if ATTRIBUTES[fact.attribute].of == "person"}
     people |= {fact.value for fact in sight.known if ATTRIBUTES[fact.attribute].value_kind == "person"}
     firms = {fact.subject for fact in sight.known if ATTRIBUTES[fact.attribute].of == "firm"}
     of_firms = [name for name, attribute in ATTRIBUTES.items() if attribute.of == "firm"]
     pairs = [(name, key) for name in sorted(people) for key in attributes]
     pairs += [(name, key) for name in sorted(firms) for key in of_firms]
-    absent = [(name, key) for name, key in pairs if sight.is_absent(name, key)]
+    said = {attribute for _, attribute in sight.stated}
+    absent = [(name, key) for name, key in pairs if sight.is_absent(name, key) and key not in said]
     rng.shuffle(absent)
-    said = {fact.attribute for fact in sight.known}
-    # What is said of nobody is told from the attribute alone.
-    absent.sort(key=lambda pair: pair[1] not in said)
-    chosen = absent[:_MOST_ABSENT]
-    maker = Maker(rng, split)
-    text = "\n".join(sight.chunks)
-    for key in rng.sample(attributes, min(len(attributes), max(1, len(chosen) // 3))):
-        name = maker.person()
-        if name not in text and sight.is_absent(name, key):
-            chosen.append((name, key))
     return [
         Question(
             _ask(rng, ATTRIBUTES[key].questions, split, S=name),
             NOT_STATED.removesuffix("."),
-            NOT_STATED,
+            f"{_lead(name, key)}: {NOT_STATED}",
             "unanswerable",
             (),
             -1,
         )
-        for name, key in chosen
+        for name, key in absent[:_MOST_ABSENT]
     ]

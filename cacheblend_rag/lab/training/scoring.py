@@ -26,13 +26,15 @@ __all__ = ["answer_logits", "correct_answers", "export", "measure", "score"]
 def answer_logits(model: LlamaForCausalLM, batch: Batch, reuse: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits where something is to be predicted, and what is to be predicted there."""
     mask: torch.Tensor | None = None
-    extra = {}
+    extra: dict[str, Any] = {}
     if reuse or model.config._attn_implementation != BRANCHED:
         mask = batch.mask(reuse)
     else:
-        extra = {"context_length": batch.context_length, "question_length": batch.question_length}
-        if batch.question_length:
-            mask = batch.question_mask(model.config.num_attention_heads)
+        extra = {
+            "context_length": batch.context_length,
+            "question_length": batch.question_length,
+            "context_lengths": batch.context_lengths(),
+        }
     hidden = model.model(
         input_ids=batch.ids, position_ids=batch.positions, attention_mask=mask, use_cache=False, **extra
     ).last_hidden_state

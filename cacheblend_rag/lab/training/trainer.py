@@ -41,7 +41,7 @@ _KIND_GROUPS = (("single", "pronoun", "unanswerable"), ("two_hop",), ("compariso
 _COPY_ROWS = 4
 _VERDICTS = 4
 _GAP_SHARE = 0.3
-_SHORT_QUESTIONS = 10
+_SHORT_QUESTIONS = 16
 _MEDIUM_QUESTIONS = 24
 _CHECK_QUESTIONS = 160
 _CHECK_PER_CONTEXT = 16
@@ -79,7 +79,7 @@ class Options:
     lr: float = 2e-3
     muon_lr: float = 0.01
     warmup: int = 100
-    decay: int = 1000
+    decay: int = 400
     end_step: int | None = None
     seed: int = 1
     stage: int | None = None
@@ -199,17 +199,12 @@ class Trainer:
             for group in optimizer.param_groups:
                 group["lr"] = rate * factor
         parts = [part.to(self.device) for part in self.batches(self.step)]
-        more = self.stages[self.stage].first_weight - 1
-        firsts = [part.firsts() for part in parts]
-        count = sum(int((part.labels != IGNORED).sum()) for part in parts) + more * sum(
-            int(each.sum()) for each in firsts
-        )
+        count = sum(int((part.labels != IGNORED).sum()) for part in parts)
         total = 0.0
-        for part, first in zip(parts, firsts, strict=True):
+        for part in parts:
             with torch.autocast(self.device.type, dtype=torch.bfloat16):
                 logits, labels = answer_logits(self.model, part)
-            loss = cross_entropy(logits.float(), labels, reduction="sum")
-            loss = (loss + more * cross_entropy(logits[first].float(), labels[first], reduction="sum")) / count
+            loss = cross_entropy(logits.float(), labels, reduction="sum") / count
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

@@ -10,13 +10,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
-import torch
 from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.runnables.config import get_config_list, get_executor_for_config, run_in_executor
-from transformers import StoppingCriteria
 
-from cacheblend_rag import BlendEngine, GenerationResult
-from cacheblend_rag.chat.answer import Answer
+from cacheblend_rag import GenerationResult
+from cacheblend_rag.chat.answer import Answer, EndWhenSet
+from cacheblend_rag.engine import AnyEngine
 from cacheblend_rag.errors import CacheBlendError
 from langchain_cacheblend.calls import Call
 
@@ -104,17 +103,6 @@ class Meeting(Generic[Ask, Reply]):
                 reply.set_exception(error)
 
 
-class _EndWhenSet(StoppingCriteria):
-    """Ends a generation at the first token after an event is set."""
-
-    def __init__(self, event: threading.Event) -> None:
-        self._event = event
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """Return whether each sequence is done."""
-        return torch.full((input_ids.shape[0],), self._event.is_set(), dtype=torch.bool, device=input_ids.device)
-
-
 _CallMeeting = Meeting[Call, GenerationResult]
 # The batch under way, for its runs to join; and, inside a run, the meeting that it has joined. Two variables, so that a model
 # that is called by a callback of such a run does not take part in its place.
@@ -129,7 +117,7 @@ class AnswersTogether:
     or tasks. Where each would ask the engine it waits for the others, and `BlendEngine.generate_many` is asked once for all.
     """
 
-    engine: BlendEngine
+    engine: AnyEngine
 
     def invoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> Any:
         with _taking_part():
@@ -188,11 +176,11 @@ class AnswersTogether:
         """Answer one call, together with the others of its batch if it is of one."""
         meeting = _joined.get()
         if meeting is None:
-            return call.ending.read(self.engine.generate(call.prompt, **call.options), self.engine)
+            return call.ending.read(self.engine.generate(call.prompt, **call.options))
         # A prompt that cannot be served fails alone.
         self.engine.prompt_layout(call.prompt)
         try:
-            return call.ending.read(meeting.ask(call).result(), self.engine)
+            return call.ending.read(meeting.ask(call).result())
         except CancelledError:
             raise CacheBlendError("the batch was interrupted, so this answer is incomplete; ask again") from None
 
@@ -202,11 +190,11 @@ class AnswersTogether:
         meeting = _joined.get()
         if meeting is not None:
             await run_in_executor(None, self.engine.prompt_layout, call.prompt)
-            return call.ending.read(await asyncio.wrap_future(meeting.ask(call)), self.engine)
+            return call.ending.read(await asyncio.wrap_future(meeting.ask(call)))
         # A stream, so that a cancelled task does not leave the engine busy with an answer that nobody waits for.
         stream = await run_in_executor(None, self.engine.stream, call.prompt, **call.options)
         try:
-            return call.ending.read(await stream.aresult(), self.engine)
+            return call.ending.read(await stream.aresult())
         finally:
             stream.close()
 
@@ -216,7 +204,7 @@ class AnswersTogether:
 
         def answer(calls: list[Call], unwanted: threading.Event) -> list[GenerationResult]:
             options = options_of_all(calls)
-            ends = _EndWhenSet(unwanted)
+            ends = EndWhenSet(unwanted)
             options["stopping_criteria"] = [[*each, ends] for each in options["stopping_criteria"]]
             return self.engine.generate_many([call.prompt for call in calls], **options)
 

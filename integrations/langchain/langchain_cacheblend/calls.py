@@ -12,18 +12,20 @@ from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from pydantic import BaseModel, Field, ValidationError
 from transformers import GenerationConfig
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt
+from cacheblend_rag import BlendConfig, BlendPrompt
 from cacheblend_rag.calibration import ModelCall
 from cacheblend_rag.chat.answer import Answer, Ending
+from cacheblend_rag.engine import AnyEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.report import CallReport
+from cacheblend_rag.served.engine import served_engine
 
 __all__ = [
     "Call",
     "DecodingFields",
     "calls_made",
-    "check_engine",
     "check_options",
+    "chosen_engine",
     "explain",
     "generation_options",
     "hinted",
@@ -108,14 +110,25 @@ class DecodingFields(BaseModel):
             raise ConfigError(explain(error)) from error
 
 
-def check_engine(engine: Any) -> None:
-    """Raise `ConfigError` for anything but an engine."""
-    if not isinstance(engine, BlendEngine):
-        held = isinstance(getattr(engine, "engine", None), BlendEngine)
+def chosen_engine(engine: Any, server: str | None) -> AnyEngine:
+    """Return the engine that is given, or that of the server whose address is given.
+
+    Raises
+    ------
+    ConfigError
+        If not exactly one is given, or what is given is none.
+    """
+    if engine is not None and server is not None:
+        raise ConfigError("engine and server are both given; give the one that is to compute")
+    if server is not None:
+        return served_engine(server)
+    if not isinstance(engine, AnyEngine):
+        held = isinstance(getattr(engine, "engine", None), AnyEngine)
         raise ConfigError(
-            f"engine is a {type(engine).__name__}, not a BlendEngine; give "
-            + ("its .engine" if held else "that of the model, llm.engine")
+            f"engine is a {type(engine).__name__}, not an engine; give "
+            + ("its .engine" if held else "that of the model, llm.engine, or server=, the address of one")
         )
+    return engine
 
 
 def check_options(options: Iterable[str]) -> None:

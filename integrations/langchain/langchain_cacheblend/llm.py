@@ -62,7 +62,7 @@ class BlendLLM(BlendModel, BaseLLM):
         text = input if isinstance(input, PromptText | PMLText) else self._convert_input(input).to_string()
         if isinstance(text, PMLText):
             refuse_beside(documents=documents)
-            return self.engine.schemas.blend_prompt(text.prompt)
+            return self.engine.schema_prompt(text.prompt)
         parts: list[Segment] = []
         for chunk in as_chunks(documents):
             parts += [chunk, "\n\n"]
@@ -119,7 +119,7 @@ class BlendLLM(BlendModel, BaseLLM):
         if len(calls) == 1:
             return _result([self._answer(calls[0])])
         results = self.engine.generate_many([call.prompt for call in calls], **options_of_all(calls))
-        return _result([call.ending.read(result, self.engine) for call, result in zip(calls, results, strict=True)])
+        return _result([call.ending.read(result) for call, result in zip(calls, results, strict=True)])
 
     async def _agenerate(
         self,
@@ -132,7 +132,7 @@ class BlendLLM(BlendModel, BaseLLM):
             return _result([await self._aanswer(partial(self._prepared, prompts[0], stop, kwargs))])
         calls = [await run_in_executor(None, self._prepared, prompt, stop, kwargs) for prompt in prompts]
         results = await self.engine.agenerate_many([call.prompt for call in calls], **options_of_all(calls))
-        return _result([call.ending.read(result, self.engine) for call, result in zip(calls, results, strict=True)])
+        return _result([call.ending.read(result) for call, result in zip(calls, results, strict=True)])
 
     def _prepared(self, prompt: str, stop: list[str] | None, kwargs: dict[str, Any]) -> Call:
         options = dict(kwargs)

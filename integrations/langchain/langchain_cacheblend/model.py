@@ -17,14 +17,15 @@ from cacheblend_rag.chat.answer import Answer, Deadline, Ending
 from cacheblend_rag.chat.catalog import ChunkCatalog, catalog_of
 from cacheblend_rag.chat.finder import HEAD_CHARS
 from cacheblend_rag.chunk import Segment
+from cacheblend_rag.engine import AnyEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.stops import acut_pieces, cut_pieces
 from langchain_cacheblend.batch import AnswersTogether
 from langchain_cacheblend.calls import (
     Call,
     DecodingFields,
-    check_engine,
     check_options,
+    chosen_engine,
     explain,
     generation_options,
     hinted,
@@ -47,8 +48,11 @@ class BlendModel(AnswersTogether, DecodingFields):
     ----------
     model : str, optional
         A Hugging Face id, a folder, or "reference" for the small model that comes with cacheblend-rag.
-    engine : BlendEngine, optional
+    engine : BlendEngine or ServedEngine, optional
         A ready-made engine instead of `model`, which may then be omitted or must be the engine's own.
+    server : str, optional
+        The address of a server (`cacheblend-rag serve`) whose engine answers, instead of `model`; its key is taken from
+        ``CACHEBLEND_SERVER_KEY``.
     store : KVStore, str or Path, optional
         With `model`: where KV is kept, for example a folder; by default this process's RAM.
     model_kwargs : dict, optional
@@ -80,7 +84,7 @@ class BlendModel(AnswersTogether, DecodingFields):
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     model: str
-    engine: BlendEngine = Field(exclude=True, repr=False)
+    engine: AnyEngine = Field(exclude=True, repr=False)
     engine_config: EngineConfig | None = None
     blend_config: BlendConfig | None = None
     stop: list[str] | None = None
@@ -98,7 +102,8 @@ class BlendModel(AnswersTogether, DecodingFields):
         self,
         *,
         model: str | Path | None = None,
-        engine: BlendEngine | None = None,
+        engine: AnyEngine | None = None,
+        server: str | None = None,
         engine_config: EngineConfig | Mapping[str, Any] | None = None,
         blend_config: BlendConfig | Mapping[str, Any] | None = None,
         store: Any = None,
@@ -114,13 +119,12 @@ class BlendModel(AnswersTogether, DecodingFields):
             )
         check_options(fields.get("generation_kwargs") or {})
         blend, config = _settings(blend_config, BlendConfig), _settings(engine_config, EngineConfig)
-        loads = engine is None
-        if engine is not None:
-            check_engine(engine)
-        if engine is None:
+        loads = engine is None and server is None
+        if loads:
             if model is None:
                 raise ConfigError(
-                    'name a model (model="reference", a Hugging Face id or a folder), or give a ready-made engine'
+                    'name a model (model="reference", a Hugging Face id or a folder), or give a ready-made engine or the address '
+                    "of a server"
                 )
             loaded_with = EngineConfig.of(config)
             if "separator" not in loaded_with.model_fields_set:
@@ -128,11 +132,13 @@ class BlendModel(AnswersTogether, DecodingFields):
             engine = BlendEngine.from_pretrained(
                 model, config=loaded_with, blend=blend, store=store, **(model_kwargs or {})
             )
-        elif store is not None or model_kwargs or config is not None:
-            raise ConfigError(
-                "store, engine_config and model_kwargs apply when a model is loaded; a ready-made engine has them already"
-            )
-        if model is not None and str(model) not in (engine.model_name, getattr(engine.model, "name_or_path", "")):
+        else:
+            if store is not None or model_kwargs or config is not None:
+                raise ConfigError(
+                    "store, engine_config and model_kwargs apply when a model is loaded; a ready-made engine has them already"
+                )
+            engine = chosen_engine(engine, server)
+        if model is not None and not engine.is_called(str(model)):
             raise ConfigError(
                 f"model={str(model)!r} is not {engine.model_name!r}, the model of the given engine, which would answer "
                 "under that name; leave model out, or make one object per model and choose by configurable_alternatives"
@@ -149,6 +155,8 @@ class BlendModel(AnswersTogether, DecodingFields):
         self._catalog = catalog_of(engine)
         if loads:
             self._loaded = {"store": store, "model_kwargs": model_kwargs}
+        elif server is not None:
+            self._loaded = {"server": server}
 
     # What is asked
 
@@ -185,7 +193,7 @@ class BlendModel(AnswersTogether, DecodingFields):
         stream = self.engine.stream(call.prompt, **call.options)
         try:
             yield from cut_pieces(stream, call.ending.stop)
-            yield call.ending.read(stream.result(), self.engine)
+            yield call.ending.read(stream.result())
         finally:
             stream.close()
 
@@ -196,7 +204,7 @@ class BlendModel(AnswersTogether, DecodingFields):
             async with aclosing(acut_pieces(stream, call.ending.stop)) as pieces:
                 async for piece in pieces:
                     yield piece
-            yield call.ending.read(await stream.aresult(), self.engine)
+            yield call.ending.read(await stream.aresult())
         finally:
             stream.close()
 

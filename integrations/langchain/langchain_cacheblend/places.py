@@ -10,8 +10,9 @@ from typing import Any
 
 from langchain_core.documents import Document
 
-from cacheblend_rag import BlendEngine, Chunk
+from cacheblend_rag import Chunk
 from cacheblend_rag.chunk import text_hash
+from cacheblend_rag.engine import AnyEngine
 from cacheblend_rag.errors import ConfigError
 
 __all__ = ["ALONE", "DOCUMENT_KEYS", "DocumentPlaces", "overlap", "source_of"]
@@ -57,7 +58,7 @@ class DocumentPlaces:
     """
 
     def __init__(
-        self, engine: BlendEngine, store: str, keys: Sequence[str], boundary: Sequence[str], context: str
+        self, engine: AnyEngine, store: str, keys: Sequence[str], boundary: Sequence[str], context: str
     ) -> None:
         if context not in ("document", "none"):
             raise ConfigError(

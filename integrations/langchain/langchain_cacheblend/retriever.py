@@ -12,8 +12,8 @@ from langchain_core.runnables.config import run_in_executor
 from langchain_core.vectorstores import VectorStoreRetriever
 from pydantic import ConfigDict, Field
 
-from cacheblend_rag import BlendEngine
-from langchain_cacheblend.calls import check_engine
+from cacheblend_rag.engine import AnyEngine
+from langchain_cacheblend.calls import chosen_engine
 
 __all__ = ["BlendRetriever", "BlendVectorStoreRetriever"]
 
@@ -32,7 +32,7 @@ class BlendRetriever(BaseRetriever):
     ----------
     retriever : BaseRetriever
         Any retriever.
-    engine : BlendEngine
+    engine : BlendEngine or ServedEngine
         The engine of the model that will read the documents, as in ``llm.engine``.
 
     Raises
@@ -44,11 +44,11 @@ class BlendRetriever(BaseRetriever):
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     retriever: BaseRetriever
-    engine: BlendEngine = Field(exclude=True, repr=False)
+    engine: AnyEngine = Field(exclude=True, repr=False)
 
     def __init__(self, **fields: Any) -> None:
         if "engine" in fields:
-            check_engine(fields["engine"])
+            chosen_engine(fields["engine"], None)
         super().__init__(**fields)
 
     def _get_relevant_documents(

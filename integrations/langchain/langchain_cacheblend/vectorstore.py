@@ -12,11 +12,11 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.runnables.config import run_in_executor
 from langchain_core.vectorstores import VectorStore
 
-from cacheblend_rag import BlendEngine, Chunk
+from cacheblend_rag import Chunk
 from cacheblend_rag.chunk import text_hash
-from cacheblend_rag.engine import AddJob, AddResult
+from cacheblend_rag.engine import AddJob, AddResult, AnyEngine
 from cacheblend_rag.errors import ConfigError, PromptError
-from langchain_cacheblend.calls import check_engine
+from langchain_cacheblend.calls import chosen_engine
 from langchain_cacheblend.inventory import Inventory, Siblings
 from langchain_cacheblend.places import DOCUMENT_KEYS, DocumentPlaces, source_of
 from langchain_cacheblend.retriever import BlendVectorStoreRetriever
@@ -40,8 +40,10 @@ class BlendVectorStore(SearchesInner):
     ----------
     inner : VectorStore
         Your store: Chroma, FAISS or any other.
-    engine : BlendEngine
+    engine : BlendEngine or ServedEngine
         The engine of the model that will read the documents, as in ``llm.engine``.
+    server : str, optional
+        The address of a server whose engine it is, instead of `engine`.
     background : bool
         Whether adding returns before the texts are encoded, which continues in the background; `flush` waits for it.
     context : {"document", "none"}
@@ -72,7 +74,8 @@ class BlendVectorStore(SearchesInner):
         self,
         inner: VectorStore,
         *,
-        engine: BlendEngine,
+        engine: AnyEngine | None = None,
+        server: str | None = None,
         background: bool = False,
         context: str = "document",
         boundary: Sequence[str] = (),
@@ -83,8 +86,7 @@ class BlendVectorStore(SearchesInner):
             raise ConfigError(
                 "inner is a BlendVectorStore already; use it as it is, or wrap what is in it: BlendVectorStore(store.inner, ...)"
             )
-        check_engine(engine)
-        self.engine = engine
+        self.engine = engine = chosen_engine(engine, server)
         self.background = background
         self._inventory = Inventory(inner)
         self._siblings = Siblings(inner, engine, name)
@@ -177,7 +179,7 @@ class BlendVectorStore(SearchesInner):
         *,
         ids: list[str] | None = None,
         inner: VectorStore | type[VectorStore] | None = None,
-        engine: BlendEngine | None = None,
+        engine: AnyEngine | None = None,
         **kwargs: Any,
     ) -> BlendVectorStore:
         """Wrap `inner` and add texts to it; `from_documents` does the same with documents.
@@ -197,7 +199,7 @@ class BlendVectorStore(SearchesInner):
             One for each text.
         inner : VectorStore or type
             The store to wrap, or the class of one to make by its own ``from_texts``.
-        engine : BlendEngine
+        engine : BlendEngine or ServedEngine
             The engine.
         **kwargs : Any
             What the class takes, as `background`; the others are passed to the inner store's ``add_texts``, or the class's
@@ -208,9 +210,9 @@ class BlendVectorStore(SearchesInner):
         ConfigError
             If `inner` or `engine` is missing, or `embedding` is not the inner store's.
         """
-        if inner is None or engine is None:
+        if inner is None or (engine is None and kwargs.get("server") is None):
             raise ConfigError("give inner=, the vector store to wrap, and engine=, the engine that encodes its texts")
-        check_engine(engine)
+        engine = chosen_engine(engine, kwargs.pop("server", None))
         options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
         if isinstance(inner, type):
             given = [str(uuid.uuid4()) for _ in texts]

@@ -15,7 +15,7 @@ from llama_index.core.prompts import BasePromptTemplate, ChatPromptTemplate, Pro
 from llama_index.core.schema import NodeWithScore
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk, FixedText, Segment, text_hash
-from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.engine import AnyEngine
 from cacheblend_rag.errors import PromptTooLongError, StoreError
 from cacheblend_rag.report import CallReport
 from llama_index_cacheblend.llm import BlendLLM
@@ -113,7 +113,7 @@ def _of_schema(
 
     def filled(some: Sequence[Chunk]) -> tuple[Any, BlendPrompt, int]:
         prompt = template.pml_prompt(**values, **{variable: [chunk.text for chunk in some]})
-        blend = llm.engine.schemas.blend_prompt(prompt)
+        blend = llm.engine.schema_prompt(prompt)
         assert blend.positions is not None and isinstance(blend.segments[-1], tuple)
         return prompt, blend, blend.positions[-1] + len(blend.segments[-1])
 
@@ -262,7 +262,7 @@ class Rounds:
         The answer so far, as it was read from what the model wrote.
     sources : sequence of NodeWithScore
         Copies of the source nodes, to be annotated with what the report says of them; none where nobody asked for that.
-    engine : BlendEngine or None
+    engine : BlendEngine or ServedEngine or None
         The engine that answers.
     """
 
@@ -275,7 +275,7 @@ class Rounds:
     dropped: list[Chunk] = field(default_factory=list)
     last: str | BaseModel | None = None
     sources: Sequence[NodeWithScore] = ()
-    engine: BlendEngine | None = None
+    engine: AnyEngine | None = None
 
     def refine(self, prompt: ContextPrompt, response: ModelResponse, answer: str | BaseModel) -> None:
         """Go on to the chunks that the last prompt left over."""

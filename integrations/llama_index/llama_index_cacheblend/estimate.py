@@ -11,7 +11,7 @@ from llama_index.core.ingestion import run_transformations
 from llama_index.core.node_parser import NodeParser
 from llama_index.core.schema import BaseNode, Document
 
-from cacheblend_rag.engine import BlendEngine, WarmEstimate
+from cacheblend_rag.engine import AnyEngine, WarmEstimate
 from llama_index_cacheblend.llm import BlendLLM, find_engine
 from llama_index_cacheblend.nodes import TextOf
 from llama_index_cacheblend.vector_store import BlendVectorStore
@@ -24,7 +24,7 @@ def estimate(
     store: BaseIndex[Any] | BlendVectorStore,
     nodes: Sequence[BaseNode] | None = None,
     *,
-    engine: BlendEngine | BlendLLM | None = None,
+    engine: AnyEngine | BlendLLM | None = None,
     text_of: TextOf | None = None,
 ) -> WarmEstimate:
     """Estimate what encoding nodes would cost, in bytes and time, before any are added; nothing is stored.
@@ -38,7 +38,7 @@ def estimate(
     nodes : sequence of BaseNode, optional
         Nodes or documents that would be added; by default what is there already, as for `warm_index`. Documents are split by the
         node parsers of ``Settings.transformations``.
-    engine : BlendEngine or BlendLLM, optional
+    engine : BlendEngine or ServedEngine or BlendLLM, optional
         Where the KV would be kept; by default as for `warm_index`.
     text_of : callable, optional
         What the language model is shown of a node; by default as for `warm_index`.

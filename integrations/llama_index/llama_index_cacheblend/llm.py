@@ -32,9 +32,10 @@ from llama_index.core.types import BaseOutputParser, PydanticProgramMode
 from cacheblend_rag.calibration import ModelCall
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig, EngineConfig, did_you_mean
-from cacheblend_rag.engine import BlendEngine, BlendStream, Conversation, GenerationResult
+from cacheblend_rag.engine import AnyConversation, AnyEngine, BlendEngine, BlendStream, GenerationResult
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.pml import prompt_in
+from cacheblend_rag.served.engine import served_engine
 from cacheblend_rag.stops import cut_at_stop
 from llama_index_cacheblend.messages import Make, R, aresponses, as_chat, as_completion, render_messages, responses
 from llama_index_cacheblend.nodes import SEPARATOR
@@ -72,8 +73,11 @@ class BlendLLM(JSONAnswers):
         "reference", a Hugging Face id, a folder, or a model object.
     tokenizer : Any, optional
         The tokenizer of a model object.
-    engine : BlendEngine or BlendLLM, optional
+    engine : BlendEngine or ServedEngine or BlendLLM, optional
         An engine to share, instead of `model`.
+    server : str, optional
+        The address of a server (`cacheblend-rag serve`) whose engine answers, instead of `model`; its key is taken from
+        ``CACHEBLEND_SERVER_KEY``.
     config : EngineConfig, optional
         The engine's settings; by default those of the environment.
     blend_config : BlendConfig, optional
@@ -111,15 +115,16 @@ class BlendLLM(JSONAnswers):
     generation_kwargs: dict[str, Any] = Field(description="Further options of transformers' generate.")
     is_chat_model: bool = Field(description="Whether LlamaIndex should send messages.")
 
-    _engine: BlendEngine = PrivateAttr()
-    _conversation: Conversation | None = PrivateAttr(default=None)
+    _engine: AnyEngine = PrivateAttr()
+    _conversation: AnyConversation | None = PrivateAttr(default=None)
 
     def __init__(
         self,
         model: Any = None,
         *,
         tokenizer: Any = None,
-        engine: BlendEngine | BlendLLM | None = None,
+        engine: AnyEngine | BlendLLM | None = None,
+        server: str | None = None,
         config: EngineConfig | None = None,
         blend_config: BlendConfig | None = None,
         store: Any = None,
@@ -138,7 +143,7 @@ class BlendLLM(JSONAnswers):
         pydantic_program_mode: PydanticProgramMode = PydanticProgramMode.DEFAULT,
         **unknown: Any,
     ) -> None:
-        if model is None and engine is None and model_name is not None:
+        if model is None and engine is None and server is None and model_name is not None:
             others = f". {_no_arguments(unknown)}" if unknown else ""
             raise ConfigError(
                 f"model_name only says what a model is called in logs; give BlendLLM(model={model_name!r}) to load it{others}"
@@ -150,7 +155,7 @@ class BlendLLM(JSONAnswers):
         if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens={max_new_tokens!r} must be a whole number from 1 upwards")
         computing = _make_engine(
-            model, engine, config, blend_config, tokenizer=tokenizer, store=store, model_kwargs=model_kwargs
+            model, engine, server, config, blend_config, tokenizer=tokenizer, store=store, model_kwargs=model_kwargs
         )
         chat = bool(getattr(computing.tokenizer, "chat_template", None))
         values: dict[str, Any] = {
@@ -190,11 +195,11 @@ class BlendLLM(JSONAnswers):
         return "BlendLLM"
 
     @property
-    def engine(self) -> BlendEngine:
+    def engine(self) -> AnyEngine:
         """The engine that computes; a `BlendVectorStore` stores its chunks in it."""
         return self._engine
 
-    def in_conversation(self, conversation: Conversation) -> BlendLLM:
+    def in_conversation(self, conversation: AnyConversation) -> BlendLLM:
         """Return the same model, but each of its calls is a turn of a conversation (`BlendEngine.conversation`)."""
         model = self.model_copy()
         model._conversation = conversation
@@ -368,18 +373,24 @@ def blend_llm(llm: Any) -> BlendLLM:
     return model
 
 
-def find_engine(engine: Any) -> BlendEngine:
+def find_engine(engine: Any, server: str | None = None) -> AnyEngine:
     """Return the engine that an argument named ``engine`` means: an engine, or what has one; None for that of ``Settings.llm``.
+
+    With the address of a server instead it is that server's.
 
     Raises
     ------
     ConfigError
-        If it is none.
+        If it is none, or both are given.
     """
+    if server is not None:
+        if engine is not None:
+            raise ConfigError("engine and server are both given; give the one that is to compute")
+        return served_engine(server)
     # `Settings.llm` would make a default model where none is set.
     given = Settings._llm if engine is None else engine
-    found = given if isinstance(given, BlendEngine) else getattr(given, "engine", None)
-    if not isinstance(found, BlendEngine):
+    found = given if isinstance(given, AnyEngine) else getattr(given, "engine", None)
+    if not isinstance(found, AnyEngine):
         what = (
             "it is not said which engine computes the KV"
             if engine is None
@@ -390,8 +401,13 @@ def find_engine(engine: Any) -> BlendEngine:
 
 
 def _make_engine(
-    model: Any, engine: Any, config: EngineConfig | None, blend: BlendConfig | None, **loading: Any
-) -> BlendEngine:
+    model: Any,
+    engine: Any,
+    server: str | None,
+    config: EngineConfig | None,
+    blend: BlendConfig | None,
+    **loading: Any,
+) -> AnyEngine:
     """Return the engine that the arguments of `BlendLLM` describe; `loading` are tokenizer, store and model_kwargs.
 
     If the settings do not give the separator, it is what LlamaIndex's prompts put between nodes.
@@ -401,11 +417,12 @@ def _make_engine(
     ConfigError
         If the arguments contradict each other, or `engine` is none.
     """
-    if (model is None) == (engine is None):
+    if sum(each is not None for each in (model, engine, server)) != 1:
         raise ConfigError(
-            'give BlendLLM either a model ("reference", a Hugging Face id, a folder, or an object) or an engine'
+            'give BlendLLM either a model ("reference", a Hugging Face id, a folder, or an object), or an engine, or the address '
+            "of a server"
         )
-    if engine is not None:
+    if model is None:
         beside = next(
             (name for name, value in {"config": config, "blend_config": blend, **loading}.items() if value is not None),
             None,
@@ -413,9 +430,10 @@ def _make_engine(
         if beside is not None:
             elsewhere = ", or to BlendSynthesizer for its questions alone" if beside == "blend_config" else ""
             raise ConfigError(
-                f"{beside} belongs to the engine; give it to BlendEngine{elsewhere}, not to BlendLLM together with engine="
+                f"{beside} belongs to the engine; give it to BlendEngine{elsewhere}, not to BlendLLM together with engine= or "
+                "server="
             )
-        return find_engine(engine)
+        return find_engine(engine, server)
     tokenizer, store, model_kwargs = loading["tokenizer"], loading["store"], loading["model_kwargs"]
     config = EngineConfig.of(config)
     if "separator" not in config.model_fields_set:

@@ -15,8 +15,8 @@ from llama_index.core.storage.docstore.types import BaseDocumentStore
 from llama_index.core.vector_stores.types import MetadataFilters
 
 from cacheblend_rag.chunk import Chunk, text_hash
-from cacheblend_rag.engine import AddJob, AddResult, BlendEngine, WarmEstimate
-from cacheblend_rag.errors import ConfigError, PromptError, StoreError
+from cacheblend_rag.engine import AddJob, AddResult, AnyEngine, WarmEstimate
+from cacheblend_rag.errors import BackendError, ConfigError, PromptError, StoreError
 
 __all__ = [
     "SEPARATOR",
@@ -233,7 +233,7 @@ class NodeEncoder:
 
     def __init__(
         self,
-        engine: BlendEngine,
+        engine: AnyEngine,
         text_of: TextOf | None = None,
         boundary: Boundary | None = None,
         owner: str = "",
@@ -271,8 +271,9 @@ class NodeEncoder:
 
         try:
             done = self.engine.add(chunks, progress=progress, on_refused=refuse, background=background)
-        # A full disk, or a device without memory for a batch; torch has no class of its own for what devices raise.
-        except (StoreError, MemoryError, RuntimeError) as error:
+        # A full disk, a server that is away, or a device without memory for a batch; torch has no class of its own for what
+        # devices raise.
+        except (BackendError, StoreError, MemoryError, RuntimeError) as error:
             chunks = [chunk for chunk in chunks if chunk.id not in failed]
             return EncodedNodes(None, without_text, failed | self._not_stored(chunks, error))
         return EncodedNodes(done, without_text, failed)
@@ -308,7 +309,10 @@ class NodeEncoder:
 
     def _not_stored(self, chunks: Sequence[Chunk], error: Exception) -> dict[str, str]:
         """Return the chunks that were not stored; KV of a text that one of them replaced is deleted."""
-        records = self.engine.records([str(chunk.id) for chunk in chunks])
+        try:
+            records = self.engine.records([str(chunk.id) for chunk in chunks])
+        except BackendError:
+            records = [None] * len(chunks)
         missing = [
             (chunk, record)
             for chunk, record in zip(chunks, records, strict=True)
@@ -320,6 +324,6 @@ class NodeEncoder:
             len(chunks),
             error,
         )
-        with suppress(StoreError):
+        with suppress(BackendError, StoreError):
             self.engine.delete([str(chunk.id) for chunk, record in missing if record is not None])
         return {str(chunk.id): str(error) for chunk, _ in missing}

@@ -19,7 +19,7 @@ from llama_index.core.vector_stores.types import (
 )
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
-from cacheblend_rag.engine import BlendEngine, ChunkCollection
+from cacheblend_rag.engine import AnyCollection, AnyEngine
 from cacheblend_rag.errors import ConfigError
 from llama_index_cacheblend.inventory import Inventory, Wanted
 from llama_index_cacheblend.llm import BlendLLM, find_engine
@@ -44,8 +44,10 @@ class BlendVectorStore(BasePydanticVectorStore):
     ----------
     inner : BasePydanticVectorStore
         The store that keeps and finds the nodes.
-    engine : BlendEngine or BlendLLM, optional
+    engine : BlendEngine or ServedEngine or BlendLLM, optional
         Where their KV is computed and kept, `BlendLLM.engine` for example; by default that of ``Settings.llm``.
+    server : str, optional
+        The address of a server whose engine it is, instead of `engine`.
     show_progress : bool
         Whether to show a progress bar.
     background : bool
@@ -78,13 +80,14 @@ class BlendVectorStore(BasePydanticVectorStore):
     _background: bool = PrivateAttr()
     _parents: BaseDocumentStore | None = PrivateAttr()
     _inventory: Inventory = PrivateAttr()
-    _collection: ChunkCollection = PrivateAttr()
+    _collection: AnyCollection = PrivateAttr()
 
     def __init__(
         self,
         inner: BasePydanticVectorStore,
         *,
-        engine: BlendEngine | BlendLLM | None = None,
+        engine: AnyEngine | BlendLLM | None = None,
+        server: str | None = None,
         show_progress: bool = False,
         background: bool = False,
         text_of: TextOf | None = None,
@@ -102,7 +105,7 @@ class BlendVectorStore(BasePydanticVectorStore):
             )
         if not isinstance(parents, BaseDocumentStore | None):
             raise ConfigError(f"parents is a {type(parents).__name__}; give a docstore, as storage_context.docstore")
-        found = find_engine(engine)
+        found = find_engine(engine, server)
         if context not in ("document", "none"):
             raise ConfigError(f'unknown context={context!r}; give "document" or "none"')
         divided = Boundary(boundary)
@@ -133,7 +136,7 @@ class BlendVectorStore(BasePydanticVectorStore):
         return self._inner
 
     @property
-    def engine(self) -> BlendEngine:
+    def engine(self) -> AnyEngine:
         """Where the KV is computed and kept."""
         return self._encoder.engine
 

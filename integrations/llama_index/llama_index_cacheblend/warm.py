@@ -13,7 +13,7 @@ from llama_index.core.vector_stores.simple import SimpleVectorStore
 from llama_index.core.vector_stores.types import BasePydanticVectorStore
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
-from cacheblend_rag.engine import AddJob, AddResult, BlendEngine
+from cacheblend_rag.engine import AddJob, AddResult, AnyEngine
 from cacheblend_rag.errors import ConfigError
 from llama_index_cacheblend.inventory import Inventory
 from llama_index_cacheblend.llm import BlendLLM, find_engine
@@ -120,7 +120,7 @@ class WarmJob:
 def warm_index(
     index: BaseIndex[Any],
     *,
-    engine: BlendEngine | BlendLLM | None = ...,
+    engine: AnyEngine | BlendLLM | None = ...,
     text_of: TextOf | None = ...,
     nodes: Sequence[BaseNode] | None = ...,
     progress: Progress | None = ...,
@@ -134,7 +134,7 @@ def warm_index(
 def warm_index(
     index: BaseIndex[Any],
     *,
-    engine: BlendEngine | BlendLLM | None = ...,
+    engine: AnyEngine | BlendLLM | None = ...,
     text_of: TextOf | None = ...,
     nodes: Sequence[BaseNode] | None = ...,
     progress: Progress | None = ...,
@@ -147,7 +147,7 @@ def warm_index(
 def warm_index(
     index: BaseIndex[Any],
     *,
-    engine: BlendEngine | BlendLLM | None = None,
+    engine: AnyEngine | BlendLLM | None = None,
     text_of: TextOf | None = None,
     nodes: Sequence[BaseNode] | None = None,
     progress: Progress | None = None,
@@ -165,7 +165,7 @@ def warm_index(
     ----------
     index : BaseIndex
         The index.
-    engine : BlendEngine or BlendLLM, optional
+    engine : BlendEngine or ServedEngine or BlendLLM, optional
         Where the KV is computed and kept; by default that of the index's `BlendVectorStore`, or else of ``Settings.llm``.
     text_of : BaseNodePostprocessor or callable, optional
         The postprocessor that changes what the language model is shown of a node, or a function that returns it; by default what
@@ -253,7 +253,7 @@ def store_of(source: BaseIndex[Any] | BlendVectorStore) -> BasePydanticVectorSto
 
 
 def encoder_of(
-    source: BaseIndex[Any] | BlendVectorStore, text_of: TextOf | None, engine: BlendEngine | None
+    source: BaseIndex[Any] | BlendVectorStore, text_of: TextOf | None, engine: AnyEngine | None
 ) -> NodeEncoder:
     """Return what encodes the nodes of an index or a store."""
     store = store_of(source)

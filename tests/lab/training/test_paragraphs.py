@@ -18,7 +18,7 @@ from cacheblend_rag.lab.training.corpus import (
 )
 from cacheblend_rag.lab.training.fillers import filler, filler_parts
 from cacheblend_rag.lab.training.paragraphs import ORDERS, Paragraphs, build_paragraphs
-from cacheblend_rag.lab.training.questions import KINDS, NOT_STATED
+from cacheblend_rag.lab.training.questions import KINDS, NOT_STATED, ask
 from cacheblend_rag.lab.training.sight import Sight, look
 from cacheblend_rag.lab.training.templates import ATTRIBUTES, RELATIONS
 from cacheblend_rag.lab.training.tokenizer import build_tokenizer
@@ -215,7 +215,8 @@ def test_every_kind_is_asked_and_its_answer_stands_where_it_says(held_out: list[
         for question in example.questions:
             assert value_of(question.sentence) == question.answer
             if question.kind == "unanswerable":
-                assert (question.sentence, question.support, question.source) == (NOT_STATED, (), -1)
+                assert question.sentence.endswith(f": {NOT_STATED}")
+                assert (question.support, question.source) == ((), -1)
                 continue
             assert question.source in question.support
             if question.kind != "comparison":
@@ -225,6 +226,28 @@ def test_every_kind_is_asked_and_its_answer_stands_where_it_says(held_out: list[
                 subject = next(name for name in NAME.findall(question.sentence) if name in question.text)
                 assert subject in example.chunks[naming]
                 assert subject not in example.chunks[fact]
+
+
+def test_what_is_not_said_is_said_of_nobody() -> None:
+    rng = random.Random(1)
+    style = Paragraphs(kinds=("unanswerable",))
+    asked = 0
+    for _ in range(20):
+        world = build_paragraphs(rng, style, "train")
+        sight = look(world, range(len(world.chunks)))
+        for question in ask(rng, sight, "train", style):
+            attribute = next(
+                name for name, each in ATTRIBUTES.items() if _asks(question.text, [*sum(each.questions, ())])
+            )
+            assert question.sentence.endswith(f": {NOT_STATED}")
+            assert value_of(question.sentence) == question.answer
+            assert attribute not in {fact.attribute for fact in world.facts}
+            asked += 1
+    assert asked > 20
+
+
+def _asks(text: str, cores: list[str]) -> bool:
+    return any(all(part in text for part in core.split("{S}")) for core in cores)
 
 
 def test_as_many_pairs_agree_as_differ(held_out: list[Example]) -> None:

@@ -1,0 +1,129 @@
+"""What must be known of a model to move its KV, where the model itself is elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.model.decoder import Decoder
+from cacheblend_rag.rope import Rotation
+
+__all__ = ["ModelCard"]
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, eq=False)
+class ModelCard:
+    """How a model's KV looks, for a process that serves the same weights in another way.
+
+    Attributes
+    ----------
+    identity : str
+        Digest of the model's weights and its tokenizer, which is part of every key.
+    window : int or None
+        Maximum tokens that it can read and write; None if its configuration does not say.
+    dtype : torch.dtype
+        The dtype of its KV.
+    shapes : tuple of (int, int, int)
+        For each layer the number of KV heads, and the size of a head of keys and of values.
+    rotations : tuple of (Rotation or None)
+        How each layer rotates its keys; None where it does not. Equal ones are the same object.
+    rope_reach : int or None
+        The position from which on its rotary frequencies change with the length of the prompt; None where they do not.
+    device : torch.device
+        Where the KV is to go; not a part of what is written.
+    """
+
+    identity: str
+    window: int | None
+    dtype: torch.dtype
+    shapes: tuple[tuple[int, int, int], ...]
+    rotations: tuple[Rotation | None, ...]
+    rope_reach: int | None = None
+    device: torch.device = _CPU
+
+    @property
+    def is_movable(self) -> bool:
+        """Whether KV can be moved to another position; there are no cards of other models."""
+        return True
+
+    @property
+    def num_kv_layers(self) -> int:
+        """How many layers have KV."""
+        return len(self.shapes)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of KV of one token over all layers."""
+        return sum(count * (keys + values) for count, keys, values in self.shapes) * self.dtype.itemsize
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The device of each layer."""
+        return (self.device,) * len(self.shapes)
+
+    def on(self, device: torch.device) -> ModelCard:
+        """Return the card of KV that goes to a device."""
+        return replace(self, device=device)
+
+    @classmethod
+    def of(cls, decoder: Decoder, identity: str, window: int | None) -> ModelCard:
+        """Return the card of a model, which is run on one token.
+
+        Parameters
+        ----------
+        decoder : Decoder
+            The model, as blending sees it; its KV must be movable.
+        identity, window
+            As in the card.
+        """
+        with torch.no_grad():
+            layers = decoder.kv_at(torch.zeros((1, 1), dtype=torch.int64, device=decoder.device), 0)
+        shapes = tuple((kv.keys.shape[1], kv.keys.shape[-1], kv.values.shape[-1]) for kv in layers)
+        return cls(identity, window, layers[0].keys.dtype, shapes, decoder.rotations, decoder.rope_reach)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON has it; `from_dict` reads it."""
+        different = list({id(each): each for each in self.rotations if each is not None}.values())
+        numbers = {id(each): number for number, each in enumerate(different)}
+        return {
+            "identity": self.identity,
+            "window": self.window,
+            "rope_reach": self.rope_reach,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "shapes": [list(shape) for shape in self.shapes],
+            "rotations": [
+                {"inv_freq": each.inv_freq.tolist(), "layout": each.layout, "part": each.part} for each in different
+            ],
+            "layers": [None if each is None else numbers[id(each)] for each in self.rotations],
+        }
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> ModelCard:
+        """Return the card that `to_dict` wrote.
+
+        Raises
+        ------
+        ConfigError
+            If it is none.
+        """
+        try:
+            different = [
+                Rotation(torch.tensor(each["inv_freq"], dtype=torch.float32), each["layout"], each["part"])
+                for each in given["rotations"]
+            ]
+            heads = tuple((int(count), int(keys), int(values)) for count, keys, values in given["shapes"])
+            layers = tuple(None if number is None else different[number] for number in given["layers"])
+            dtype = getattr(torch, given["dtype"])
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"{given['dtype']!r} is no dtype")
+            return cls(str(given["identity"]), given["window"], dtype, heads, layers, given["rope_reach"])
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise ConfigError(
+                f"this is no card of a model ({type(error).__name__}: {error}); give what BlendEngine.card().to_dict() returns"
+            ) from error

@@ -1,0 +1,195 @@
+"""What answers behind the server: what it is asked, and what it must be able to do."""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from cacheblend_rag.chat.answer import Answer
+from cacheblend_rag.chat.tools import ToolReply, parse_calls
+from cacheblend_rag.chunk import BlendPrompt
+from cacheblend_rag.config import BlendConfig, EngineConfig
+from cacheblend_rag.engine import ChunkLibrary
+from cacheblend_rag.errors import StoreError
+
+__all__ = ["Asked", "Backend", "Wanted"]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a backend is opened for.
+
+    Attributes
+    ----------
+    model : str
+        A Hugging Face id, a folder, or "reference".
+    store : Path or None
+        The store's folder; None for RAM only.
+    config, blend : EngineConfig, BlendConfig
+        The settings.
+    url : str or None
+        Where the backend's own server is, if it runs already.
+    arguments : tuple of str
+        What that server is started with besides.
+    """
+
+    model: str
+    store: Path | None
+    config: EngineConfig
+    blend: BlendConfig
+    url: str | None = None
+    arguments: tuple[str, ...] = ()
+
+    def check_store(self, library: ChunkLibrary) -> None:
+        """Raise `StoreError` if a folder is wanted, and the library has its chunks in RAM instead.
+
+        What clients are told is stored has to be there after the process as well.
+        """
+        if self.store is not None and not library.store.outlives_process:
+            raise StoreError(
+                f"the store in {self.store} cannot be opened, and in RAM nothing that is stored would outlive this process; "
+                "mend what the warning before this says, or serve without a folder"
+            )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt, and how it is to be answered.
+
+    Attributes
+    ----------
+    prompt : BlendPrompt
+        The prompt.
+    max_tokens : int or None
+        Most tokens of the answer; None leaves it to the model, up to `limit_tokens`.
+    limit_tokens : int
+        Most tokens of any answer.
+    stop : tuple of str
+        Strings that end the answer.
+    timeout_s : float
+        Seconds after which it is an error.
+    wait_s : float or None
+        Most seconds of these that it may wait for the model.
+    draws : bool or None
+        Whether tokens are drawn rather than the likeliest taken; None leaves it to the model, unless there is a temperature.
+    temperature, top_p, top_k, seed
+        How tokens are drawn; None leaves it to the model.
+    grammar : str or None
+        What the answer may be, in llguidance's form of Lark.
+    blend : Mapping
+        Settings of `BlendConfig` that are others than the server's.
+    tools : "none", "may" or "must"
+        Whether the answer may be calls of tools, or has to be.
+    """
+
+    prompt: BlendPrompt
+    max_tokens: int | None
+    limit_tokens: int
+    stop: tuple[str, ...]
+    timeout_s: float
+    wait_s: float | None = None
+    draws: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    grammar: str | None = None
+    blend: Mapping[str, Any] = field(default_factory=dict)
+    tools: Literal["none", "may", "must"] = "none"
+
+    def reply(self, answer: Answer) -> ToolReply | None:
+        """Return what is read of an answer that may call tools; None where there are none."""
+        if self.tools == "none":
+            return None
+        is_cut = answer.finish_reason == "length"
+        reply = parse_calls(answer.text, is_cut=is_cut, must_call=self.tools == "must")
+        # OpenAI's form has no place for calls that cannot be read: what was written is shown.
+        return reply if not reply.invalid else ToolReply(answer.text)
+
+
+class Backend(Collector):
+    """A model that answers, and the chunks of all its tenants.
+
+    As a collector it has the figures of all of them, each with its tenant's name.
+
+    Parameters
+    ----------
+    model_name : str
+        What clients call the model.
+    first : ChunkLibrary
+        The chunks of the first tenant. Who made it closes it.
+    """
+
+    makes_pages = True
+    """Whether there are the inspector's pages of its answers."""
+
+    def __init__(self, model_name: str, first: ChunkLibrary) -> None:
+        self.model_name = model_name
+        self._first = first
+        self._libraries: dict[str | None, ChunkLibrary] = {first.config.tenant: first}
+        self._lock = threading.Lock()
+
+    @property
+    @abstractmethod
+    def end_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer."""
+
+    @property
+    @abstractmethod
+    def blend(self) -> BlendConfig:
+        """How prompts are blended, unless a request says otherwise."""
+
+    def is_ready(self) -> bool:
+        """Return whether it can answer now."""
+        return True
+
+    def library(self, tenant: str | None) -> ChunkLibrary:
+        """Return the chunks of a tenant, for None the first; it may take a while the first time."""
+        if tenant is None:
+            return self._first
+        with self._lock:
+            library = self._libraries.get(tenant)
+            if library is None:
+                library = self._libraries[tenant] = self._first.for_tenant(tenant)
+            return library
+
+    @abstractmethod
+    def answer(self, library: ChunkLibrary, asked: Asked) -> AsyncGenerator[str | Answer, None]:
+        """Yield an answer piece by piece, and at its end the whole of it; who leaves the generator ends the answer.
+
+        Raises
+        ------
+        ConfigError
+            If the model cannot do what is asked.
+        PromptError
+            If the prompt cannot be answered.
+        AnswerTimeoutError
+            If it takes too long.
+        BackendError
+            If the model is elsewhere, and cannot be asked.
+        """
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the figures of all tenants."""
+        families: dict[str, Metric] = {}
+        for tenant, library in list(self._libraries.items()):
+            for family in library.metrics.registry.collect():
+                whole = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                whole.samples += [
+                    sample._replace(labels={**sample.labels, "tenant": tenant or ""}) for sample in family.samples
+                ]
+        yield from families.values()
+
+    def close(self) -> None:
+        """Close what was made for tenants, once what was added in the background is encoded."""
+        with self._lock:
+            for library in self._libraries.values():
+                if library is not self._first:
+                    library.close()

@@ -1,0 +1,203 @@
+"""Asking a server: requests, streams of events, and what goes wrong as our own errors."""
+
+from __future__ import annotations
+
+import json
+import time
+import weakref
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+
+from cacheblend_rag.errors import (
+    AnswerTimeoutError,
+    BackendError,
+    CacheBlendError,
+    ConfigError,
+    EmptyChunkError,
+    PromptError,
+    PromptTooLongError,
+    StoreError,
+    UnknownChunkError,
+)
+
+__all__ = ["Connection"]
+
+# A server that has nothing to say yet gives a sign of life every second.
+_CONNECT_S, _READ_S = 10.0, 60.0
+# How long a server that is busy is asked again.
+_PATIENCE_S = 60.0
+# Less than a server keeps a connection that nobody uses.
+_IDLE_S = 3.0
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_BUSY = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
+_KINDS: dict[str, type[CacheBlendError]] = {
+    "context_length_exceeded": PromptTooLongError,
+    "empty_chunk": EmptyChunkError,
+    "invalid_option": ConfigError,
+    "invalid_prompt": PromptError,
+    "store_error": StoreError,
+    "timeout": AnswerTimeoutError,
+    "unknown_chunk": UnknownChunkError,
+}
+_END = "[DONE]"
+
+
+class Connection:
+    """A server's address, asked by any number of threads. While it is busy it is asked again, for a minute.
+
+    Parameters
+    ----------
+    url : str
+        The address, with ``/v1`` or without it.
+    key : str, optional
+        The API key.
+
+    Raises
+    ------
+    ConfigError
+        If it is no address, or has a password in it.
+    """
+
+    def __init__(self, url: str, key: str | None) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        try:
+            parts = httpx.URL(self.url)
+        except httpx.InvalidURL:
+            parts = httpx.URL("")
+        if parts.scheme not in ("http", "https") or not parts.host or parts.userinfo:
+            raise ConfigError(
+                f"server={url.rpartition('@')[2]!r:.80} is no address of a server; give one as http://127.0.0.1:8000, the key "
+                "in CACHEBLEND_SERVER_KEY"
+            )
+        self._client = httpx.Client(
+            base_url=self.url,
+            headers={"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"}),
+            timeout=httpx.Timeout(_READ_S, connect=_CONNECT_S),
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=_IDLE_S),
+            # No proxy between two programs of one machine.
+            trust_env=parts.host not in _LOOPBACK,
+        )
+        # Frameworks' objects that hold a server are never closed.
+        weakref.finalize(self, self._client.close)
+
+    def get(self, path: str, **parameters: Any) -> Any:
+        """Return what stands at an address, read as JSON."""
+        return self._read(self._answer("GET", path, params=parameters))
+
+    def get_bytes(self, path: str) -> bytes:
+        """Return what stands at an address."""
+        return self._answer("GET", path).content
+
+    def post(self, path: str, body: Any) -> Any:
+        """Return what a request is answered by.
+
+        Raises
+        ------
+        CacheBlendError
+            What the server says is wrong; `BackendError` if it cannot be asked.
+        """
+        return self._read(self._answer("POST", path, content=json.dumps(body)))
+
+    def events(self, path: str, body: Any, is_over: Callable[[], bool] | None = None) -> Generator[Any, None, None]:
+        """Yield the events that a request is answered by; who leaves the loop ends the answer.
+
+        Parameters
+        ----------
+        path : str
+            Where.
+        body : Any
+            What is sent as JSON.
+        is_over : callable, optional
+            Whether nobody waits for the answer any more, so that a busy server is not asked again.
+        """
+        content, until = json.dumps(body), time.monotonic() + _PATIENCE_S
+        while not (is_over and is_over()):
+            with self._reached(), self._client.stream("POST", path, content=content) as reply:
+                if reply.is_success:
+                    yield from self._events(reply)
+                    return
+                reply.read()
+            self._wait(reply, until)
+
+    def close(self) -> None:
+        """Let go of the server."""
+        self._client.close()
+
+    def _events(self, reply: httpx.Response) -> Iterator[Any]:
+        for line in reply.iter_lines():
+            data = line.removeprefix("data: ")
+            if data == _END:
+                return
+            if data == line:
+                continue
+            event = json.loads(data)
+            if isinstance(event, dict) and "error" in event:
+                raise _said(event["error"])
+            yield event
+        raise BackendError(f"the server at {self.url} ended an answer in the middle; ask again")
+
+    def _answer(self, method: str, path: str, **content: Any) -> httpx.Response:
+        until = time.monotonic() + _PATIENCE_S
+        while True:
+            with self._reached():
+                reply = self._client.request(method, path, **content)
+            if reply.is_success:
+                return reply
+            self._wait(reply, until)
+
+    def _wait(self, reply: httpx.Response, until: float) -> None:
+        """Wait as long as a busy server says; raise what else it says."""
+        try:
+            pause = float(reply.headers.get("Retry-After", ""))
+        except ValueError:
+            pause = 0.0
+        if reply.status_code not in _BUSY or not pause or time.monotonic() + pause > until:
+            raise _error(reply)
+        time.sleep(pause)
+
+    def _read(self, reply: httpx.Response) -> Any:
+        try:
+            return reply.json()
+        except ValueError as error:
+            raise _stranger(reply) from error
+
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
+        if self._client.is_closed:
+            raise ConfigError(f"the engine of the server at {self.url} is closed; make a new one")
+        try:
+            yield
+        except httpx.HTTPError as error:
+            raise BackendError(
+                f"the server at {self.url} cannot be asked ({type(error).__name__}: {error}); see that it runs there"
+            ) from error
+
+
+def _error(reply: httpx.Response) -> CacheBlendError:
+    try:
+        said = dict(reply.json()["error"])
+    except (ValueError, KeyError, TypeError):
+        return _stranger(reply)
+    if reply.status_code == httpx.codes.UNAUTHORIZED:
+        return ConfigError(
+            f"{said.get('message')}; give the key in CACHEBLEND_SERVER_KEY, or as ServedEngine(url, key)"
+        )
+    if reply.status_code == httpx.codes.NOT_FOUND and not said.get("code"):
+        return _stranger(reply)
+    return _said(said)
+
+
+def _said(said: dict[str, Any]) -> CacheBlendError:
+    kind = _KINDS.get(said.get("code") or "")
+    if kind is None:
+        kind = PromptError if said.get("type") == "invalid_request_error" else BackendError
+    return kind(said.get("message", "the server does not say what was wrong"))
+
+
+def _stranger(reply: httpx.Response) -> BackendError:
+    return BackendError(
+        f"{reply.url} answered with status {reply.status_code}: it is no server of cacheblend-rag; see the address"
+    )

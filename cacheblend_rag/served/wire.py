@@ -1,0 +1,145 @@
+"""What an engine's client and its server say to each other, in JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef, FixedText, Segment, check_text
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.report import BlendReport, ChunkReport
+
+__all__ = ["AnswerCall", "ChunksCall", "IdsCall", "PromptItem", "SegmentItem", "read_report"]
+
+_MOST_CHUNKS = 10_000
+_MOST_SEGMENTS = 20_000
+# Of a segment that is given in token ids.
+_MOST_TOKENS = 2_000_000
+
+
+class _Item(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SegmentItem(_Item):
+    """A segment that is neither plain text nor token ids: fixed text, the id of a stored chunk, or a chunk."""
+
+    fixed: str | None = None
+    ref: str | None = None
+    chunk: Chunk | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> SegmentItem:
+        if sum(each is not None for each in (self.fixed, self.ref, self.chunk)) != 1:
+            raise ValueError("a segment has one of fixed, ref and chunk")
+        return self
+
+    def segment(self) -> Segment:
+        """Return the segment."""
+        if self.fixed is not None:
+            return FixedText(self.fixed)
+        if self.ref is not None:
+            return ChunkRef(self.ref)
+        assert self.chunk is not None
+        return self.chunk
+
+
+class PromptItem(_Item):
+    """A prompt, as `BlendPrompt` has it."""
+
+    segments: list[str | Annotated[list[int], Field(max_length=_MOST_TOKENS)] | SegmentItem] = Field(
+        max_length=_MOST_SEGMENTS
+    )
+    skip_unknown: bool = False
+
+    @classmethod
+    def of(cls, prompt: BlendPrompt) -> dict[str, Any]:
+        """Return a prompt as JSON.
+
+        Raises
+        ------
+        ConfigError
+            If it has parts of chunks or positions, as prompts of schemas do.
+        """
+        if prompt.positions is not None:
+            raise ConfigError(
+                "the prompt says at which positions its segments stand; that takes an engine of this process"
+            )
+        segments = [_segment_json(each) for each in prompt.segments]
+        return {"segments": segments, "skip_unknown": prompt.skip_unknown}
+
+    def prompt(self) -> BlendPrompt:
+        """Return the prompt."""
+        segments = [each.segment() if isinstance(each, SegmentItem) else each for each in self.segments]
+        return BlendPrompt(segments=segments, skip_unknown=self.skip_unknown)
+
+
+class AnswerCall(_Item):
+    """A prompt and how it is answered.
+
+    Attributes
+    ----------
+    blend : dict
+        Settings of `BlendConfig` that are others than the engine's.
+    grammar : str or None
+        What the answer may be, in llguidance's form of Lark.
+    """
+
+    prompt: PromptItem
+    max_tokens: int | None = Field(default=None, ge=1)
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default=[], max_length=16)
+    timeout_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    wait_s: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    do_sample: bool | None = None
+    temperature: float | None = Field(default=None, ge=0, le=100, allow_inf_nan=False)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=0)
+    grammar: str | None = Field(default=None, min_length=1)
+    blend: dict[str, Any] = Field(default={}, max_length=50)
+
+
+class ChunksCall(_Item):
+    """Chunks that are to be stored, or whose costs are to be told.
+
+    Attributes
+    ----------
+    leave_out : bool
+        Whether chunks that cannot be served are left out and named in the answer, instead of all being refused.
+    """
+
+    chunks: list[Chunk] = Field(max_length=_MOST_CHUNKS)
+    ttl_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    leave_out: bool = False
+    background: bool = False
+
+
+class IdsCall(_Item):
+    """Ids of chunks; to forget them, those of an owner and of what was made of sources as well."""
+
+    ids: list[str] = Field(default=[], max_length=_MOST_CHUNKS)
+    owner: str = ""
+    sources: list[str] | None = Field(default=None, max_length=_MOST_CHUNKS)
+
+
+def read_report(said: Mapping[str, Any]) -> BlendReport:
+    """Return a report that `BlendReport.to_dict` wrote."""
+    return BlendReport(**{**said, "chunks": tuple(ChunkReport(**chunk) for chunk in said["chunks"])})
+
+
+def _segment_json(segment: Segment) -> Any:
+    if isinstance(segment, str | FixedText | Chunk):
+        check_text(segment if isinstance(segment, str) else segment.text)
+    if isinstance(segment, str):
+        return segment
+    if isinstance(segment, FixedText):
+        return {"fixed": segment.text}
+    if isinstance(segment, ChunkRef):
+        return {"ref": segment.id}
+    if isinstance(segment, Chunk):
+        return {"chunk": asdict(segment)}
+    if isinstance(segment, (list, tuple)):
+        return [int(each) for each in segment]
+    raise ConfigError(f"a {type(segment).__name__} cannot be sent to a server; that takes an engine of this process")

@@ -1,0 +1,16 @@
+"""cacheblend-rag for vLLM: prompts begin with the KV of stored chunks, and vLLM computes the rest."""
+
+from vllm_cacheblend.asking import kv_transfer_config, spool_params, tokens_prompt, transfer_params
+
+__all__ = ["CONNECTOR", "kv_transfer_config", "register", "spool_params", "tokens_prompt", "transfer_params"]
+
+CONNECTOR = "CacheBlendConnector"
+"""The name by which vLLM knows the connector."""
+
+
+def register() -> None:
+    """Tell vLLM of the connector; vLLM calls this itself, wherever this package is installed."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if CONNECTOR not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(CONNECTOR, "vllm_cacheblend.connector", CONNECTOR)

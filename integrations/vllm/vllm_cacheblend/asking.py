@@ -1,0 +1,134 @@
+"""What a request tells the connector, and what vLLM is started with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cacheblend_rag.engine.prefix import PrefixPiece, StoredPrefix
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.model import ModelCard
+
+__all__ = [
+    "REMOTE_VARIABLE",
+    "asked_pieces",
+    "asked_spool",
+    "kv_transfer_config",
+    "spool_params",
+    "tokens_prompt",
+    "transfer_params",
+]
+
+REMOTE_VARIABLE = "CACHEBLEND_REMOTE"
+"""The environment variable that names the store's remote tier to vLLM: a URL may hold a password, which arguments would show."""
+
+_PARAMETER, _SPOOL = "cacheblend", "cacheblend_spool"
+_KEY = re.compile(r"[0-9a-f]{40}")
+_NAME = re.compile(r"[0-9a-f]{32}")
+
+
+def kv_transfer_config(
+    card: ModelCard,
+    store: str | Path,
+    *,
+    ram_bytes: int = 1 << 30,
+    spool: str | Path | None = None,
+) -> dict[str, Any]:
+    """Return what vLLM is started with to take KV from a store.
+
+    Nothing in it is secret. The store's remote tier is the one that the environment variable CACHEBLEND_REMOTE names.
+
+    Parameters
+    ----------
+    card : ModelCard
+        What `BlendEngine.card` returns of the model that vLLM is to serve.
+    store : str or Path
+        The store's folder.
+    ram_bytes : int
+        Most bytes of KV that each of vLLM's workers keeps in RAM, of what it read last.
+    spool : str or Path, optional
+        A folder, in memory best, for the KV that vLLM is asked to compute for the store (`VLLMEncoder`); by default it is asked
+        for none.
+
+    Returns
+    -------
+    dict
+        For ``LLM(kv_transfer_config=...)``; as JSON, for ``vllm serve --kv-transfer-config``.
+    """
+    return {
+        "kv_connector": "CacheBlendConnector",
+        # Also where the package is on the path and not installed.
+        "kv_connector_module_path": "vllm_cacheblend.connector",
+        "kv_role": "kv_both",
+        # What cannot be loaded is computed; vLLM's default fails the request.
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "store": str(Path(store).expanduser().absolute()),
+            "card": card.to_dict(),
+            "ram_bytes": ram_bytes,
+            "spool": None if spool is None else str(Path(spool).expanduser().absolute()),
+        },
+    }
+
+
+def tokens_prompt(prefix: StoredPrefix) -> dict[str, Any]:
+    """Return a prompt as vLLM takes it, in token ids.
+
+    Its salt keeps vLLM's own prefix cache apart: KV that remembers a document is never taken for that of the tokens alone, nor
+    one tenant's for another's.
+    """
+    return {"prompt_token_ids": list(prefix.token_ids), "cache_salt": prefix.salt}
+
+
+def transfer_params(prefix: StoredPrefix) -> dict[str, Any]:
+    """Return what a request has as `kv_transfer_params`: where the KV is that its prompt begins with."""
+    pieces = [[piece.key, piece.first, piece.count] for piece in prefix.pieces]
+    return {_PARAMETER: {"namespace": prefix.namespace, "pieces": pieces}}
+
+
+def spool_params(name: str) -> dict[str, Any]:
+    """Return what a request has as `kv_transfer_params` whose KV is to be written to the spool, under a name of 32 hex digits."""
+    return {_SPOOL: name}
+
+
+def asked_spool(params: Mapping[str, Any] | None) -> str | None:
+    """Return the name under which a request's KV is to be written to the spool; None for most requests.
+
+    Raises
+    ------
+    ConfigError
+        If it cannot be the name of a file there.
+    """
+    name = None if params is None else params.get(_SPOOL)
+    if name is not None and not (isinstance(name, str) and _NAME.fullmatch(name)):
+        raise ConfigError(f"kv_transfer_params[{_SPOOL!r}] is {name!r:.60}; give 32 hexadecimal digits")
+    return name
+
+
+def asked_pieces(params: Mapping[str, Any] | None) -> tuple[str, tuple[PrefixPiece, ...]] | None:
+    """Return the namespace and the pieces that a request asks for; None where it asks for nothing of ours.
+
+    Raises
+    ------
+    ConfigError
+        If it cannot be read.
+    """
+    asked = None if params is None else params.get(_PARAMETER)
+    if asked is None:
+        return None
+    try:
+        namespace = asked["namespace"]
+        pieces = tuple(PrefixPiece(key, int(first), int(count)) for key, first, count in asked["pieces"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"kv_transfer_params[{_PARAMETER!r}] cannot be read ({type(error).__name__}: {error})"
+        ) from error
+    if not isinstance(namespace, str) or not all(
+        isinstance(each.key, str) and _KEY.fullmatch(each.key) and each.first >= 0 and each.count > 0 for each in pieces
+    ):
+        raise ConfigError(
+            f"kv_transfer_params[{_PARAMETER!r}] has a piece of no key or no tokens; make it by transfer_params"
+        )
+    return namespace, pieces

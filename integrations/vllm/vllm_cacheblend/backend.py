@@ -1,0 +1,178 @@
+"""vLLM as what answers behind the server: a prompt goes to it in tokens, with the stored KV that it begins with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import anyio.to_thread
+from transformers import GenerationConfig
+
+from cacheblend_rag.chat.answer import Answer
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engine import ChunkLibrary
+from cacheblend_rag.engine.decode import token_ids
+from cacheblend_rag.engine.prefix import StoredPrefix
+from cacheblend_rag.errors import BackendError, ConfigError
+from cacheblend_rag.report import BlendReport
+from cacheblend_rag.serve.backend import Asked, Backend
+from vllm_cacheblend.asking import tokens_prompt, transfer_params
+from vllm_cacheblend.client import TimeLimit, VLLMClient
+from vllm_cacheblend.library import VLLMLibrary
+
+__all__ = ["VLLMBackend"]
+
+# Settings of blending that ask for what vLLM does anyway.
+_AS_IT_IS: dict[str, tuple[Any, ...]] = {"enabled": (True,), "recompute_ratio": (0, "auto")}
+
+
+class VLLMBackend(Backend):
+    """Answers with a server of vLLM, which batches whoever asks.
+
+    Parameters
+    ----------
+    model_name : str
+        What clients call the model.
+    library : VLLMLibrary
+        The chunks of the first tenant. Who made it closes it.
+    client : VLLMClient
+        The server.
+    own : GenerationConfig
+        How the model decodes where a request does not say.
+    """
+
+    makes_pages = False
+
+    def __init__(self, model_name: str, library: VLLMLibrary, client: VLLMClient, own: GenerationConfig) -> None:
+        super().__init__(model_name, library)
+        self._client = client
+        self._own = own
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer, as the model's own settings say."""
+        return token_ids(self._own.eos_token_id)
+
+    @property
+    def blend(self) -> BlendConfig:
+        """What vLLM does: it recomputes nothing."""
+        return BlendConfig(recompute_ratio=0)
+
+    def is_ready(self) -> bool:
+        """Return whether vLLM answers."""
+        return self._client.is_up()
+
+    async def answer(self, library: ChunkLibrary, asked: Asked) -> AsyncGenerator[str | Answer, None]:
+        others = [f"{name}={value}" for name, value in asked.blend.items() if value not in _AS_IT_IS.get(name, ())]
+        if others:
+            raise ConfigError(
+                f"{', '.join(others)} is not possible here: vLLM goes on behind stored KV and recomputes nothing in it; leave it "
+                "out, or serve with --backend engine"
+            )
+        seen, limit = _Seen(time.perf_counter()), TimeLimit(asked.timeout_s)
+        # Whoever is late is told so at once, though what the thread encodes is encoded to its end.
+        opening = anyio.to_thread.run_sync(library.stored_prefix, asked.prompt, abandon_on_cancel=True)
+        prefix = await limit.wait(opening)
+        seen.opened = time.perf_counter()
+        async with aclosing(self._client.stream(self._body(asked, prefix), limit)) as events:
+            async for event in events:
+                piece = seen.take(event)
+                if piece:
+                    yield piece
+        report = seen.report(prefix)
+        library.metrics.observe(report)
+        yield Answer(seen.text, seen.reason, report)
+
+    def _body(self, asked: Asked, prefix: StoredPrefix) -> dict[str, Any]:
+        own = self._own
+        most = min(asked.max_tokens or own.max_new_tokens or asked.limit_tokens, asked.limit_tokens)
+        window = self._client.model().get("max_model_len")
+        body: dict[str, Any] = {
+            "prompt": (prompt := tokens_prompt(prefix))["prompt_token_ids"],
+            "cache_salt": prompt["cache_salt"],
+            "kv_transfer_params": transfer_params(prefix),
+            "max_tokens": most if window is None else max(1, min(most, window - len(prefix.token_ids))),
+            "stop": list(asked.stop),
+        }
+        drawn = {"top_p": asked.top_p, "top_k": asked.top_k, "seed": asked.seed}
+        body |= {name: value for name, value in drawn.items() if value is not None}
+        if asked.temperature is not None and asked.draws is not False:
+            body["temperature"] = asked.temperature
+        elif not (own.do_sample if asked.draws is None else asked.draws):
+            # vLLM draws unless it is told not to.
+            body["temperature"] = 0
+        if asked.grammar is not None:
+            body["structured_outputs"] = {"grammar": asked.grammar}
+        return body
+
+
+@dataclass
+class _Seen:
+    """What has been seen of an answer."""
+
+    began: float
+    opened: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+    text: str = ""
+    reason: str = "stop"
+    output_tokens: int = 0
+    cached_tokens: int | None = None
+
+    def take(self, event: dict[str, Any]) -> str:
+        """Take in an event, and return the piece of text that it brings."""
+        usage = event.get("usage")
+        if usage:
+            self.output_tokens = usage.get("completion_tokens") or 0
+            self.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        if not event.get("choices"):
+            return ""
+        [choice] = event["choices"]
+        self.last = time.perf_counter()
+        self.first = self.first or self.last
+        reason = choice.get("finish_reason")
+        if reason not in (None, "stop", "length"):
+            raise BackendError(
+                f"vLLM ended the answer before it was whole (finish_reason={reason!r}); its log says why"
+            )
+        self.reason = reason or self.reason
+        piece = str(choice.get("text") or "")
+        self.text += piece
+        return piece
+
+    def report(self, prefix: StoredPrefix) -> BlendReport:
+        """Return what the answer cost."""
+        covered = prefix.num_stored if self.cached_tokens is None else min(self.cached_tokens, prefix.num_stored)
+        chunks, place = [], 0
+        head = prefix.num_stored - sum(chunk.tokens for chunk in prefix.chunks if chunk.hit)
+        for chunk in prefix.chunks:
+            place += chunk.tokens
+            if chunk.hit and head + place > covered + 1:
+                chunk = replace(chunk, hit=False, reason="vLLM computed it; its log says why")
+            chunks.append(chunk)
+        context = sum(chunk.tokens for chunk in chunks)
+        computed = sum(chunk.tokens for chunk in chunks if not chunk.hit)
+        hits = sum(chunk.hit for chunk in chunks)
+        rest = self.output_tokens - 1
+        return BlendReport(
+            ttft_s=self.first - self.began,
+            load_s=0.0,
+            encode_s=0.0,
+            recompute_s=0.0,
+            prompt_tokens=len(prefix.token_ids),
+            context_tokens=context,
+            recomputed_tokens=computed,
+            recompute_ratio=0.0,
+            charged_ratio=computed / context if context else 0.0,
+            hits=hits,
+            misses=len(chunks) - hits,
+            selector="none",
+            fallback_reason=None if hits or not chunks else prefix.ends,
+            chunks=tuple(chunks),
+            output_tokens=self.output_tokens,
+            tpot_s=(self.last - self.first) / rest if rest > 0 else None,
+            overhead_s=self.opened - self.began,
+        )

@@ -1,0 +1,82 @@
+"""The chunks of a model that vLLM serves: this process has its tokenizer, and its weights nowhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from cacheblend_rag.config import EngineConfig
+from cacheblend_rag.engine.answering import AnsweringStore
+from cacheblend_rag.engine.assembler import Assembler
+from cacheblend_rag.engine.library import ChunkLibrary
+from cacheblend_rag.engine.metrics import EngineMetrics
+from cacheblend_rag.engine.scheduling import SchedulerLock
+from cacheblend_rag.engine.supply import KVSupply
+from cacheblend_rag.model import ModelCard
+from cacheblend_rag.store import KVStore
+from cacheblend_rag.tuning import Tuning
+from vllm_cacheblend.encoding import VLLMEncoder, Warm
+
+__all__ = ["VLLMLibrary"]
+
+
+class VLLMLibrary(ChunkLibrary):
+    """Names, encodes and stores chunks for vLLM, which computes their KV itself; a context manager.
+
+    Parameters
+    ----------
+    card : ModelCard
+        What `BlendEngine.card` returned of the model, on any machine.
+    tokenizer : Any
+        Its tokenizer.
+    store : KVStore
+        The store that vLLM was told of; who opened it closes it.
+    spool : Path
+        The folder that vLLM writes to.
+    warm : Warm
+        Asks vLLM to compute prompts.
+    config : EngineConfig, optional
+        The settings; by default those of the environment.
+    tuning : Tuning, optional
+        How much is asked for at once.
+    """
+
+    def __init__(
+        self,
+        card: ModelCard,
+        tokenizer: Any,
+        store: KVStore,
+        spool: Path,
+        warm: Warm,
+        *,
+        config: EngineConfig | None = None,
+        tuning: Tuning | None = None,
+    ) -> None:
+        config, tuning = EngineConfig.of(config), tuning or Tuning()
+        self.card = card
+        self.window = card.window
+        answering = AnsweringStore(store)
+        assembler = Assembler(tokenizer, answering, card.identity, card.window, card, config)
+        encoder = VLLMEncoder(card, assembler.prefix_ids, tuning.encode_batch_tokens, spool, warm)
+        supply = KVSupply(encoder, card.num_kv_layers, SchedulerLock(), answering, assembler, config, tuning)
+        super().__init__(tokenizer, card, answering, assembler, supply, config, tuning)
+        self.metrics = EngineMetrics(self.store.stats, lambda: answering.failures)
+        self._parts = (store, spool, warm, tuning)
+
+    def for_tenant(self, tenant: str) -> VLLMLibrary:
+        """Return the library of another tenant over this one's store and server; close it before this one."""
+        store, spool, warm, tuning = self._parts
+        config = self.config.replace(tenant=tenant)
+        return VLLMLibrary(self.card, self.tokenizer, store, spool, warm, config=config, tuning=tuning)
+
+    def _check_model(self) -> None:
+        # vLLM refuses to start with another model than the card's.
+        pass
+
+    def close(self, *, wait: bool = True) -> None:
+        """Write what waits to be written, after what was added in the background is encoded if `wait`."""
+        self._prefetcher.close()
+        self._ingest.jobs.close(wait)
+        if not self._closed:
+            self._closed = True
+            self._store.settle()

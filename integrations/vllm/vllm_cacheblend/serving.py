@@ -1,0 +1,162 @@
+"""``cacheblend-rag serve --backend vllm``: what it takes to answer with vLLM."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from cacheblend_rag.config import EngineConfig
+from cacheblend_rag.engine.opening import engine_identity, look_at_model, model_folder, open_engine_store
+from cacheblend_rag.errors import ConfigError, UnsupportedModelError
+from cacheblend_rag.files import replace_text
+from cacheblend_rag.model import ModelCard, model_window
+from cacheblend_rag.serve.backend import Wanted
+from cacheblend_rag.tuning import Tuning
+from vllm_cacheblend.asking import REMOTE_VARIABLE, kv_transfer_config
+from vllm_cacheblend.backend import VLLMBackend
+from vllm_cacheblend.client import VLLMClient
+from vllm_cacheblend.library import VLLMLibrary
+from vllm_cacheblend.process import VLLMProcess
+from vllm_cacheblend.spooling import own_folder
+
+__all__ = ["card_of", "command", "open_backend"]
+
+_NO_FOLDER = "vLLM takes KV from a folder that it shares with the server; give one by --store, or use --backend engine"
+_SEPARATOR = "\n\n"
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@contextmanager
+def open_backend(wanted: Wanted) -> Iterator[VLLMBackend]:
+    """Start vLLM, or find the one that runs already, over the store; it ends when the context is left.
+
+    Raises
+    ------
+    ConfigError
+        If the settings are none that vLLM can follow, or what it writes could be read by others.
+    BackendError
+        If vLLM does not start, or is not there.
+    """
+    if wanted.blend.recompute_ratio not in (0, "auto"):
+        raise ConfigError(
+            f"recompute_ratio={wanted.blend.recompute_ratio} is not possible with vLLM, which goes on behind stored KV and "
+            "recomputes nothing in it; leave it at 0, or use --backend engine"
+        )
+    if wanted.store is None:
+        raise ConfigError(_NO_FOLDER)
+    folder, config = model_folder(wanted.model), _config(wanted.config)
+    # Opened first, so that the folder is a store before vLLM looks for one.
+    with ExitStack() as stack:
+        store = stack.enter_context(closing(open_engine_store(wanted.store, config, Tuning(), None)))
+        card = card_of(folder, config, wanted.store)
+        spool = _spool(wanted.store)
+        if wanted.url is None:
+            arguments = _arguments(wanted, folder, config, card, spool)
+            process = VLLMProcess(arguments, _environment(config), lambda: os.kill(os.getpid(), signal.SIGTERM))
+            client = stack.enter_context(process).client
+        else:
+            client = VLLMClient(wanted.url, os.environ.get("VLLM_API_KEY"))
+            stack.callback(client.close)
+        windows = [each for each in (card.window, client.model().get("max_model_len")) if each is not None]
+        card = replace(card, window=min(windows, default=None))
+        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+        library = stack.enter_context(VLLMLibrary(card, tokenizer, store, spool, client.warm, config=config))
+        wanted.check_store(library)
+        yield VLLMBackend(wanted.model, library, client, _own(folder))
+
+
+def command(wanted: Wanted) -> str:
+    """Return the command line that starts vLLM as `open_backend` does, for a server that is given an address of vLLM."""
+    if wanted.store is None:
+        raise ConfigError(_NO_FOLDER)
+    folder, config = model_folder(wanted.model), _config(wanted.config)
+    with closing(open_engine_store(wanted.store, config, Tuning(), None)):
+        card = card_of(folder, config, wanted.store)
+    arguments = _arguments(wanted, folder, config, card, _spool(wanted.store))
+    return shlex.join(["python", "-m", "vllm.entrypoints.openai.api_server", *arguments])
+
+
+def card_of(folder: Path, config: EngineConfig, store: Path) -> ModelCard:
+    """Return the card of a model, whose weights are read once for it; the store's folder keeps what was found.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the model's KV cannot be moved.
+    """
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    known = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    digest = hashlib.blake2b(json.dumps([known, str(config.dtype)]).encode(), digest_size=12).hexdigest()
+    path = store / f"card-{digest}.json"
+    try:
+        return ModelCard.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        pass
+    # As the engine of this machine would run it; only its weights are wanted here, so not on a device.
+    dtype = config.torch_dtype() or ("auto" if torch.cuda.is_available() else torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype)
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    decoder, _ = look_at_model(model, strict=True, self_check=Tuning().self_check)
+    assert decoder is not None
+    if not decoder.is_movable:
+        raise UnsupportedModelError(
+            "the model's KV cannot be moved to another position, so that no prompt can begin with that of any chunks; vLLM "
+            "serves it without this package"
+        )
+    card = ModelCard.of(decoder, engine_identity(model, tokenizer, private=False), model_window(model))
+    replace_text(path, json.dumps(card.to_dict()))
+    return card
+
+
+def _config(config: EngineConfig) -> EngineConfig:
+    # What the server has between the documents of a request: without KV of it a prefix would end behind the first.
+    return config if config.separator else config.replace(separator=_SEPARATOR)
+
+
+def _arguments(wanted: Wanted, folder: Path, config: EngineConfig, card: ModelCard, spool: Path) -> list[str]:
+    assert wanted.store is not None
+    transfer = kv_transfer_config(card, wanted.store, ram_bytes=config.ram_bytes, spool=spool)
+    return [
+        *("--model", str(folder)),
+        *("--served-model-name", wanted.model),
+        *("--dtype", str(card.dtype).removeprefix("torch.")),
+        *("--kv-transfer-config", json.dumps(transfer)),
+        # Users' prompts come before what is encoded for the store.
+        *("--scheduling-policy", "priority"),
+        # It reads the grammars of this package.
+        *("--structured-outputs-config", json.dumps({"backend": "guidance"})),
+        "--enable-prompt-tokens-details",
+        # Our own server has the log of who asked what.
+        *("--uvicorn-log-level", "warning"),
+        *wanted.arguments,
+    ]
+
+
+def _environment(config: EngineConfig) -> dict[str, str]:
+    # Empty where the settings have none, whatever this process's environment has.
+    return {REMOTE_VARIABLE: "" if config.remote is None else config.remote.get_secret_value()}
+
+
+def _spool(store: Path) -> Path:
+    """Return the folder that vLLM writes to for a store; the same for every process, and in memory where there is a place."""
+    name = hashlib.blake2b(str(store.expanduser().resolve()).encode(), digest_size=8).hexdigest()
+    above = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    return own_folder(above / f"cacheblend-{os.getuid()}-{name}")
+
+
+def _own(folder: Path) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(str(folder))
+    except OSError:
+        return GenerationConfig()

@@ -1,0 +1,185 @@
+"""From vLLM's paged cache to a file: what vLLM computed of a prompt, for the store."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from cacheblend_rag.errors import BackendError, ConfigError
+from cacheblend_rag.kv import LayerKV
+
+__all__ = ["BlockReader", "Spool", "own_folder", "read_spool", "remove_spool", "spool_path", "write_spool"]
+
+# Every dtype that KV has holds these exactly.
+_BASE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Spool:
+    """The KV of a request's whole prompt, which is to be written to a file.
+
+    Attributes
+    ----------
+    name : str
+        The file's name.
+    count : int
+        How many tokens the prompt has.
+    block_ids : tuple of int
+        All blocks of the request, once they are known.
+    """
+
+    name: str
+    count: int
+    block_ids: tuple[int, ...] = ()
+
+
+class BlockReader:
+    """Reads tokens out of a layer's blocks, however the backend lays these out.
+
+    The backend has a writer and no reader. Where its writer puts each number is found out by having it write numbered ones into
+    a block of its own.
+    """
+
+    def __init__(self) -> None:
+        self._orders: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def rows(self, layer: Any, block_ids: Sequence[int], block_size: int, count: int) -> LayerKV:
+        """Return the KV of a request's first tokens.
+
+        Parameters
+        ----------
+        layer : Any
+            vLLM's attention layer.
+        block_ids : sequence of int
+            The request's blocks.
+        block_size : int
+            Tokens of a block.
+        count : int
+            How many tokens.
+
+        Returns
+        -------
+        LayerKV
+            ``(num_kv_heads, count, head_dim)`` each, on the CPU, as this rank has them.
+        """
+        cache, heads, size = layer.kv_cache, layer.num_kv_heads, layer.head_size
+        used = torch.tensor(block_ids[: -(-count // block_size)], device=cache.device)
+        order = self._order(layer, block_size)
+        numbers = cache.index_select(0, used).flatten(1)[:, order]
+        kv = numbers.view(-1, 2, block_size, heads, size).transpose(0, 1).reshape(2, -1, heads, size)[:, :count]
+        keys, values = (part.transpose(0, 1).contiguous().cpu() for part in kv)
+        return LayerKV(keys, values)
+
+    def _order(self, layer: Any, block_size: int) -> torch.Tensor:
+        """Return at which place of a block, flattened, each number is: keys and then values, ``(2, tokens, heads, head_dim)``."""
+        cache = layer.kv_cache
+        known = (cache.shape[1:], cache.dtype, layer.num_kv_heads, layer.head_size)
+        if known not in self._orders:
+            shape = (2, block_size, layer.num_kv_heads, layer.head_size)
+            numbers = torch.arange(2 * block_size * layer.num_kv_heads * layer.head_size, device=cache.device)
+            slots = torch.arange(block_size, device=cache.device)
+            found = torch.zeros_like(cache[:1].flatten(), dtype=torch.int64)
+            place = 1
+            while place <= len(numbers):
+                scratch = torch.zeros_like(cache[:1])
+                keys, values = (numbers // place % _BASE).to(cache.dtype).view(shape)
+                layer.impl.do_kv_cache_update(layer, keys.contiguous(), values.contiguous(), scratch, slots)
+                found += scratch.flatten().to(torch.int64) * place
+                place *= _BASE
+            self._orders[known] = found.argsort()
+        return self._orders[known]
+
+
+def own_folder(path: Path) -> Path:
+    """Return a folder that is this user's and nobody else can open, made if nothing is there.
+
+    Raises
+    ------
+    ConfigError
+        If what is there is something else, made by whoever wants to read the KV, or to change it.
+    """
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    # Of a link itself, not of what it leads to.
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigError(
+            f"{path}, to which vLLM writes KV, must be a folder of the user {os.getuid()} that nobody else can open "
+            f"(drwx------), and is {stat.filemode(found.st_mode)}, of the user {found.st_uid}; remove it"
+        )
+    return path
+
+
+def spool_path(folder: Path, name: str, rank: int) -> Path:
+    """Return the file of a tensor-parallel rank."""
+    return folder / f"{name}.{rank}.safetensors"
+
+
+def write_spool(path: Path, layers: Mapping[int, LayerKV]) -> None:
+    """Write layers to a file, which is there when it is whole."""
+    tensors = {
+        f"{part}.{number}": tensor
+        for number, kv in layers.items()
+        for part, tensor in zip(("keys", "values"), kv, strict=True)
+    }
+    temporary = path.with_suffix(".tmp")
+    save_file(tensors, temporary)
+    os.replace(temporary, path)
+
+
+def read_spool(folder: Path, name: str, heads: Sequence[int]) -> list[LayerKV]:
+    """Return the layers that all ranks wrote, ``(num_kv_heads, count, head_dim)`` each, and remove the files in any case.
+
+    Parameters
+    ----------
+    folder : Path
+        Where they are.
+    name : str
+        Their name.
+    heads : sequence of int
+        How many KV heads each layer has. Where that is less than there are ranks, several ranks have the same.
+
+    Raises
+    ------
+    BackendError
+        If nothing was written, or what was written cannot be read.
+    """
+    paths = sorted(folder.glob(f"{name}.*.safetensors"), key=lambda path: int(path.name.split(".")[-2]))
+    if not paths:
+        raise BackendError(f"vLLM wrote no {spool_path(folder, name, 0)}; its log says why")
+    try:
+        return _joined([load_file(path) for path in paths], heads)
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise BackendError(
+            f"what vLLM wrote to {folder} under {name} cannot be read ({type(error).__name__}: {error}); add the chunks again"
+        ) from error
+    finally:
+        remove_spool(folder, name)
+
+
+def _joined(ranks: Sequence[Mapping[str, torch.Tensor]], heads: Sequence[int]) -> list[LayerKV]:
+    """Return layers with the heads of all ranks; KeyError or ValueError if some are missing."""
+    layers = []
+    for number, count in enumerate(heads):
+        step = max(1, len(ranks) // count)
+        parts = [[rank[f"{part}.{number}"] for rank in ranks[::step]] for part in ("keys", "values")]
+        kv = LayerKV(*(torch.cat(part) for part in parts))
+        if len(kv.keys) != count:
+            raise ValueError(f"layer {number} has {len(kv.keys)} KV heads instead of {count}")
+        layers.append(kv)
+    return layers
+
+
+def remove_spool(folder: Path, name: str) -> None:
+    """Remove what is left of a name's files, whole ones and half written ones."""
+    for path in folder.glob(f"{name}.*"):
+        path.unlink(missing_ok=True)

@@ -1,0 +1,370 @@
+"""The parts of the connector that need no vLLM: requests, slots, reading and writing KV, what vLLM is started with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm_cacheblend.asking import asked_pieces, asked_spool, kv_transfer_config, spool_params, transfer_params
+from vllm_cacheblend.encoding import VLLMEncoder
+from vllm_cacheblend.library import VLLMLibrary
+from vllm_cacheblend.loading import Load, PrefixLoader, heads_of
+from vllm_cacheblend.serving import _arguments, _environment
+from vllm_cacheblend.slots import blocks_of, slots_of
+from vllm_cacheblend.spooling import BlockReader, own_folder, read_spool, spool_path, write_spool
+
+from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef
+from cacheblend_rag.config import BlendConfig, EngineConfig
+from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.engine.prefix import PrefixPiece, StoredPrefix
+from cacheblend_rag.errors import BackendError, ChunkReadError, ConfigError, PromptError
+from cacheblend_rag.kv import LayerKV
+from cacheblend_rag.model import ModelCard
+from cacheblend_rag.serve.backend import Wanted
+from cacheblend_rag.store import KVStore, open_store
+
+MARA = ["Mara Tolvin is a wood carver.\n", "She lives in Oakford.\n", "She keeps a grey goat.\n"]
+STARTS = (0, 30, 52)
+
+
+def chunks(document: str) -> list[Chunk]:
+    return [
+        Chunk(text, f"{document}/{number}", document=document, start=start)
+        for number, (text, start) in enumerate(zip(MARA, STARTS, strict=True))
+    ]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
+    with BlendEngine.from_pretrained("reference", store=tmp_path_factory.mktemp("kv")) as engine:
+        engine.add(chunks("mara"))
+        yield engine
+
+
+@pytest.fixture
+def store(engine: BlendEngine) -> Iterator[KVStore]:
+    assert engine.store.path is not None
+    store = open_store(engine.store.path, 1 << 24)
+    yield store
+    store.close()
+
+
+def unseen(layer: int, call: Any) -> None:
+    """Watch nothing."""
+
+
+def prefix_of(engine: BlendEngine, order: Sequence[int], head: str = "Read this.\n") -> StoredPrefix:
+    segments: list[Any] = [head, *(ChunkRef(f"mara/{number}") for number in order), "Who lives in Oakford?"]
+    return engine.stored_prefix(BlendPrompt(segments=segments))
+
+
+# What requests say
+
+
+def test_what_a_request_says_is_what_the_connector_reads(engine: BlendEngine) -> None:
+    prefix = prefix_of(engine, (2, 0))
+    params = json.loads(json.dumps(transfer_params(prefix)))
+    assert asked_pieces(params) == (engine.namespace, prefix.pieces)
+    assert asked_pieces(None) is None
+    assert asked_pieces({"do_remote_decode": True}) is None
+    assert asked_spool(spool_params("0" * 32)) == "0" * 32
+    assert asked_spool(params) is None
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        7,
+        {},
+        {"namespace": "n", "pieces": 3},
+        {"namespace": "n", "pieces": [["key", 0]]},
+        {"namespace": "n", "pieces": [["../../etc/passwd", 0, 3]]},
+        {"namespace": "n", "pieces": [["0" * 40, -1, 3]]},
+        {"namespace": "n", "pieces": [["0" * 40, 0, 0]]},
+        {"namespace": 1, "pieces": []},
+    ],
+)
+def test_nonsense_is_told_as_such(asked: Any) -> None:
+    with pytest.raises(ConfigError, match="kv_transfer_params"):
+        asked_pieces({"cacheblend": asked})
+
+
+@pytest.mark.parametrize("name", ["../kv", "", "0" * 31, 7, "0" * 31 + "/"])
+def test_no_file_outside_of_the_spool_is_written(name: Any) -> None:
+    with pytest.raises(ConfigError, match="hexadecimal"):
+        asked_spool({"cacheblend_spool": name})
+
+
+def test_salts_tell_apart_what_tokens_do_not(engine: BlendEngine) -> None:
+    engine.add(chunks("another"))
+    one = prefix_of(engine, (1, 0))
+    segments = ["Read this.\n", ChunkRef("another/1"), ChunkRef("mara/0"), "Who lives in Oakford?"]
+    assert engine.stored_prefix(BlendPrompt(segments=segments)).salt == one.salt
+    alone = BlendPrompt(segments=["Read this.\n", Chunk(MARA[1]), Chunk(MARA[0]), "Who lives in Oakford?"])
+    assert engine.stored_prefix(alone).token_ids == one.token_ids
+    assert engine.stored_prefix(alone).salt != one.salt
+    assert prefix_of(engine, (0, 1)).salt != one.salt
+    with engine.for_tenant("other") as other:
+        other.add(chunks("mara"))
+        theirs = prefix_of(other, (1, 0))
+        assert theirs.token_ids == one.token_ids
+        assert theirs.salt != one.salt
+
+
+def test_the_configuration_is_json(engine: BlendEngine, tmp_path: Path) -> None:
+    config = kv_transfer_config(engine.card(), tmp_path, spool=tmp_path / "spool")
+    extra = json.loads(json.dumps(config))["kv_connector_extra_config"]
+    card = ModelCard.from_dict(extra["card"])
+    assert (card.identity, card.window, card.dtype) == (engine.card().identity, engine.window, torch.float32)
+    with pytest.raises(ConfigError, match="no card"):
+        ModelCard.from_dict({**extra["card"], "dtype": "seven"})
+    with pytest.raises(ConfigError, match="no card"):
+        ModelCard.from_dict({})
+
+
+def test_no_password_is_among_the_arguments(engine: BlendEngine, tmp_path: Path) -> None:
+    remote = "redis://user:secret@localhost:6379/0"
+    config = EngineConfig(remote=remote)
+    wanted = Wanted("reference", tmp_path, config, BlendConfig())
+    assert "secret" not in " ".join(_arguments(wanted, tmp_path, config, engine.card(), tmp_path))
+    assert _environment(config) == {"CACHEBLEND_REMOTE": remote}
+
+
+# Where prefixes end
+
+
+def test_a_prefix_ends_where_text_stands_that_no_kv_covers(engine: BlendEngine) -> None:
+    segments = ["Read this.\n", ChunkRef("mara/2"), "\n\n", ChunkRef("mara/0"), "Who?"]
+    prefix = engine.stored_prefix(BlendPrompt(segments=segments))
+    assert len(prefix.pieces) == 2
+    assert "between chunk 'mara/2' and chunk 'mara/0' stands text" in prefix.ends
+    assert "separator" in prefix.ends
+
+
+def test_a_prefix_ends_where_kv_is_missing_which_is_encoded_for_the_next_time(engine: BlendEngine) -> None:
+    engine.add([Chunk("A new one.\n", "new")], background=True)
+    segments = ["Read this.\n", ChunkRef("mara/0"), ChunkRef("new"), ChunkRef("mara/1"), "Who?"]
+    engine.flush()
+    record = engine.records(["new"])[0]
+    assert record is not None
+    engine._store.discard(record.key)
+    prefix = engine.stored_prefix(BlendPrompt(segments=segments))
+    assert (len(prefix.pieces), prefix.ends) == (2, "the KV of chunk 'new' is not stored")
+    engine.flush()
+    assert len(engine.stored_prefix(BlendPrompt(segments=segments)).pieces) == 4
+
+
+def test_a_prompt_without_chunks_has_no_prefix(engine: BlendEngine) -> None:
+    prefix = engine.stored_prefix(BlendPrompt(segments=["Who?"]))
+    assert (prefix.pieces, prefix.num_stored) == ((), 0)
+
+
+# Slots
+
+
+@given(st.data())
+def test_slots_are_where_the_blocks_are(data: st.DataObject) -> None:
+    size = data.draw(st.sampled_from([1, 16, 32, 128]))
+    blocks = data.draw(st.lists(st.integers(0, 99), min_size=1, max_size=9, unique=True))
+    stop = data.draw(st.integers(1, size * len(blocks)))
+    first = data.draw(st.integers(0, stop - 1))
+    expected = [blocks[place // size] * size + place % size for place in range(first, stop)]
+    assert slots_of(blocks, size, first, stop).tolist() == expected
+    assert blocks_of(blocks, size, first, stop) == list(dict.fromkeys(each // size for each in expected))
+
+
+@pytest.mark.parametrize(("heads", "ranks", "shares"), [(4, 2, [[0, 1], [2, 3]]), (2, 4, [[0], [0], [1], [1]])])
+def test_ranks_have_their_heads(heads: int, ranks: int, shares: list[list[int]]) -> None:
+    tensor = torch.arange(heads)[:, None, None].expand(heads, 3, 5)
+    assert [heads_of(tensor, rank, ranks)[:, 0, 0].tolist() for rank in range(ranks)] == shares
+
+
+# Loading
+
+
+def loaded(store: KVStore, card: ModelCard, load: Load) -> list[LayerKV]:
+    layers: list[LayerKV] = []
+    PrefixLoader(store, card, 2, 2).load(load, lambda _, kv: layers.append(LayerKV(*(each.clone() for each in kv))))
+    return layers
+
+
+def test_what_is_loaded_is_what_the_engine_blends(engine: BlendEngine, store: KVStore) -> None:
+    prefix = prefix_of(engine, (2, 0, 1))
+    watched = engine.watch_prefill(
+        BlendPrompt(segments=["Read this.\n", *(ChunkRef(f"mara/{n}") for n in (2, 0, 1)), "Who lives in Oakford?"]),
+        unseen,
+    )
+    stop = prefix.num_stored
+    whole = loaded(store, engine.card(), Load(prefix.token_ids[:stop], prefix.namespace, prefix.pieces, 0, stop))
+    for layer, kv in zip(whole, watched.kv, strict=True):
+        for part, expected in zip(layer, kv, strict=True):
+            torch.testing.assert_close(part, expected[0, :, :stop], atol=1e-5, rtol=1e-5)
+    for first, last in ((3, stop), (0, 9), (11, 12)):
+        load = Load(prefix.token_ids[:last], prefix.namespace, prefix.pieces, first, last)
+        for layer, all_of_it in zip(loaded(store, engine.card(), load), whole, strict=True):
+            for part, expected in zip(layer, all_of_it, strict=True):
+                torch.testing.assert_close(part, expected[:, first:last])
+
+
+def test_kv_of_other_tokens_is_not_loaded(engine: BlendEngine, store: KVStore) -> None:
+    prefix = prefix_of(engine, (2, 0))
+    one, stop = prefix.pieces[1], prefix.num_stored
+    card = engine.card()
+    other = prefix_of(engine, (0, 2)).pieces[1]
+    for pieces, namespace in (
+        ((prefix.pieces[0], PrefixPiece(other.key, 0, one.count), prefix.pieces[2]), prefix.namespace),
+        (prefix.pieces, "f" * 32),
+    ):
+        with pytest.raises(ChunkReadError, match="not that of the request's tokens"):
+            loaded(store, card, Load(prefix.token_ids[:stop], namespace, pieces, 0, stop))
+    gone = (prefix.pieces[0], PrefixPiece("0" * 40, 0, one.count), prefix.pieces[2])
+    with pytest.raises(ChunkReadError, match="not stored any more"):
+        loaded(store, card, Load(prefix.token_ids[:stop], prefix.namespace, gone, 0, stop))
+
+
+# Writing and encoding
+
+
+class Shuffling:
+    """A backend that lays a block out in an order of its own."""
+
+    def __init__(self, block: int, heads: int, size: int) -> None:
+        self.order = torch.randperm(2 * block * heads * size, generator=torch.Generator().manual_seed(1))
+        self.shape = (block, heads, size)
+
+    def do_kv_cache_update(
+        self, layer: Any, keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        block, heads, size = self.shape
+        flat = cache.view(cache.shape[0], -1)
+        for row, slot in enumerate(slots.tolist()):
+            number, place = divmod(slot, block)
+            for part, tensor in enumerate((keys, values)):
+                first = (part * block + place) * heads * size
+                flat[number, self.order[first : first + heads * size]] = tensor[row].flatten()
+
+
+class Layer:
+    """What vLLM's attention layer shows of itself."""
+
+    def __init__(self, block: int, heads: int, size: int, dtype: torch.dtype) -> None:
+        self.impl = Shuffling(block, heads, size)
+        self.num_kv_heads, self.head_size = heads, size
+        self.kv_cache = torch.zeros(7, heads, block, 2 * size, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_was_written_is_read_whatever_the_layout(dtype: torch.dtype) -> None:
+    block, heads, size, count = 32, 3, 24, 71
+    layer = Layer(block, heads, size, dtype)
+    keys, values = torch.randn(2, count, heads, size).to(dtype)
+    blocks = [5, 1, 3]
+    layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots_of(blocks, block, 0, count))
+    found = BlockReader().rows(layer, blocks, block, count)
+    assert torch.equal(found.keys, keys.transpose(0, 1))
+    assert torch.equal(found.values, values.transpose(0, 1))
+
+
+def test_the_spool_puts_ranks_together_and_is_left_empty(tmp_path: Path) -> None:
+    tensor = torch.randn(2, 4, 5, 6)
+    for rank in range(2):
+        part = LayerKV(*(each[2 * rank : 2 * rank + 2].contiguous() for each in tensor))
+        write_spool(spool_path(tmp_path, "a" * 32, rank), {0: part})
+    [found] = read_spool(tmp_path, "a" * 32, [4])
+    assert torch.equal(found.keys, tensor[0])
+    assert torch.equal(found.values, tensor[1])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("fault", ["nothing", "damaged", "a rank is missing", "a layer is missing"])
+def test_what_cannot_be_read_of_the_spool_is_told_and_removed(tmp_path: Path, fault: str) -> None:
+    path = spool_path(tmp_path, "a" * 32, 0)
+    heads = 2 if fault == "a rank is missing" else 4
+    layers = {} if fault == "a layer is missing" else {0: LayerKV(*torch.randn(2, heads, 5, 6))}
+    if fault != "nothing":
+        write_spool(path, layers)
+    if fault == "damaged":
+        path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(BackendError, match="vLLM wrote"):
+        read_spool(tmp_path, "a" * 32, [4])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_request_leaves_nothing_in_the_spool(engine: BlendEngine, tmp_path: Path) -> None:
+    def warm(prompts: Sequence[tuple[str, tuple[int, ...]]], salt: str) -> None:
+        for name, _ in prompts:
+            write_spool(spool_path(tmp_path, name, 0), {0: LayerKV(*torch.randn(2, 4, 5, 6))})
+        raise BackendError("vLLM broke off")
+
+    with pytest.raises(BackendError, match="broke off"):
+        VLLMEncoder(engine.card(), (1,), 4096, tmp_path, warm).head((5, 6))
+    assert not list(tmp_path.iterdir())
+
+
+def test_nobody_else_can_open_the_spool(tmp_path: Path) -> None:
+    folder = tmp_path / "spool"
+    assert own_folder(folder) == own_folder(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    (tmp_path / "link").symlink_to(folder)
+    with pytest.raises(ConfigError, match="nobody else can open"):
+        own_folder(tmp_path / "link")
+    folder.chmod(0o755)
+    with pytest.raises(ConfigError, match="drwxr-xr-x"):
+        own_folder(folder)
+
+
+def test_a_library_without_weights_stores_what_the_engine_stores(engine: BlendEngine, tmp_path: Path) -> None:
+    """Another process computes; here that is transformers, asked for whole prompts."""
+    spool = tmp_path / "spool"
+    spool.mkdir()
+    asked: list[tuple[int, ...]] = []
+    salts: list[str] = []
+
+    def warm(prompts: Sequence[tuple[str, tuple[int, ...]]], salt: str) -> None:
+        salts.append(salt)
+        for name, ids in prompts:
+            asked.append(ids)
+            kv = engine.watch_prefill(BlendPrompt(segments=[[*ids, 5]]), unseen).kv
+            layers = {
+                number: LayerKV(*(part[0, :, : len(ids)].contiguous() for part in each))
+                for number, each in enumerate(kv)
+            }
+            write_spool(spool_path(spool, name, 0), layers)
+
+    store = open_store(tmp_path / "kv", 1 << 26)
+    config = EngineConfig(disk_codec="native")
+    with VLLMLibrary(engine.card(), engine.tokenizer, store, spool, warm, config=config) as library:
+        added = library.add(chunks("mara"))
+        assert (added.encoded, len(asked)) == (3, 1)
+        segments = ["Read this.\n", *(ChunkRef(f"mara/{n}") for n in (2, 0)), "Who lives in Oakford?"]
+        prefix = library.stored_prefix(BlendPrompt(segments=segments))
+        expected = prefix_of(engine, (2, 0))
+        assert (prefix.token_ids, prefix.pieces, prefix.salt) == (expected.token_ids, expected.pieces, expected.salt)
+        for piece in prefix.pieces:
+            here, there = store.open(piece.key), engine._store.open(piece.key)
+            assert here is not None
+            assert there is not None
+            for layer in range(here.num_layers):
+                for part, other in zip(here.layer(layer), there.layer(layer), strict=True):
+                    torch.testing.assert_close(part, other.to(part.dtype), atol=1e-4, rtol=1e-4)
+        assert not list(spool.iterdir())
+        assert len(set(salts)) == 1
+        with library.for_tenant("other") as other:
+            other.add(chunks("mara"))
+        # No tenant can tell by the time what another has added.
+        assert len(set(salts)) == 2
+        with pytest.raises(PromptError, match="places"):
+            library.add([Chunk("Placed.", "placed", token_ids=(50, 60, 70), positions=(3, 5, 9))])
+        assert library.delete_document("mara") == 3
+        assert library.ids() == []
+    store.close()
+
+
+def test_the_encoder_asks_for_each_reading_once(engine: BlendEngine) -> None:
+    assert VLLMEncoder(engine.card(), (1,), 4096, Path("/nowhere"), lambda prompts, salt: None).plan([]) == []
