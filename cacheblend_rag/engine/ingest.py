@@ -158,15 +158,16 @@ class Ingest:
         progress: Callable[[int, int], None] | None = None,
         ttl_s: float | None = None,
         on_refused: Callable[[Chunk, PromptError], None] | None = None,
+        whole: bool = False,
     ) -> AddResult:
         """Encode and name what is not stored yet; see `BlendEngine.add`."""
         ttl_s = self._ttl_s if ttl_s is None else ttl_s
         with self._store.turns.filling():
-            todo = self._todo(chunks, ttl_s, progress, on_refused)
+            todo = self._todo(chunks, ttl_s, progress, on_refused, whole)
             self._prolong(todo.held)
             naming = _Naming(todo)
-            self._name(naming.ready(), ttl_s)
-            result = self._encode(todo, partial(self._store_and_name, naming=naming, ttl_s=ttl_s))
+            self._name(naming.ready(), ttl_s, whole)
+            result = self._encode(todo, partial(self._store_and_name, naming=naming, ttl_s=ttl_s, whole=whole))
             # No name that follows a change made by another process since then is valid by now.
             self._release([text for text in todo.texts if all(target.record.id for target in text.names)])
         self._store.tidy()
@@ -178,6 +179,7 @@ class Ingest:
         progress: Callable[[int, int], None] | None = None,
         ttl_s: float | None = None,
         on_refused: Callable[[Chunk, PromptError], None] | None = None,
+        whole: bool = False,
     ) -> AddJob:
         """Name what is not stored yet, and have it encoded in the background; see `BlendEngine.add`.
 
@@ -185,9 +187,9 @@ class Ingest:
         to be no longer wanted, whatever process did it.
         """
         ttl_s = self._ttl_s if ttl_s is None else ttl_s
-        todo = self._todo(chunks, ttl_s, progress, on_refused)
+        todo = self._todo(chunks, ttl_s, progress, on_refused, whole)
         self._prolong(todo.held)
-        self._name([target.record for target in todo.names], ttl_s)
+        self._name([target.record for target in todo.names], ttl_s, whole)
         return self.jobs.submit(todo.job, partial(self._encode, todo, self._store_late))
 
     def encode_later(self, ids: Sequence[str]) -> None:
@@ -220,6 +222,7 @@ class Ingest:
         ttl_s: float | None,
         progress: Callable[[int, int], None] | None = None,
         on_refused: Callable[[Chunk, PromptError], None] | None = None,
+        whole: bool = False,
         is_trial: bool = False,
     ) -> _Todo:
         """Tokenise chunks and find out which are not stored exactly so, and whose KV is there all the same.
@@ -243,7 +246,8 @@ class Ingest:
                 refused += [] if chunk.id is None else [chunk.id]
         if refused and not is_trial:
             self._store.forget(self._namespace, refused)
-        targets = self._store.names.rehearse(self._namespace, records, rules=self._assembler.rules, ttl_s=ttl_s)
+        rules = self._assembler.rules
+        targets = self._store.names.rehearse(self._namespace, records, rules=rules, ttl_s=ttl_s, whole=whole)
         given = targets[: len(records)]
         keys = [target.record.key for target in targets]
         there = self._store.holds(keys, durable=True) if self._encodes else [True] * len(keys)
@@ -251,7 +255,12 @@ class Ingest:
         for target, is_there in zip(targets, there, strict=True):
             if not is_there:
                 missing.setdefault(target.record.key, []).append(target)
-        names = [target.placed(record) for target, record in zip(given, records, strict=True) if target.is_changed]
+        renewed = {target.document for target in given if target.is_changed and target.document} if whole else set()
+        names = [
+            target.placed(record)
+            for target, record in zip(given, records, strict=True)
+            if target.is_changed or target.document in renewed
+        ]
         held = [target for target in targets if target.record.key not in missing]
         ready = sum(target.record.key not in missing for target in given)
         unchanged = sum(not target.is_changed and target.record.key not in missing for target in given)
@@ -339,12 +348,12 @@ class Ingest:
                 yield [(texts[index], kv) for index, kv in part]
                 del part
 
-    def _store_and_name(self, batch: Batch, naming: _Naming, ttl_s: float | None) -> None:
+    def _store_and_name(self, batch: Batch, naming: _Naming, ttl_s: float | None, whole: bool) -> None:
         evictions = self._store.evictions()
         for text, kv in batch:
             self._put(text, kv, [target.lives_s for target in text.names])
         # Named only now: a process that dies before leaves KV without a name, which the next run finds.
-        self._name(naming.ready(text for text, _ in batch), ttl_s)
+        self._name(naming.ready(text for text, _ in batch), ttl_s, whole)
         # Until it had its own name, KV could lose the last of its others. What made room for the batch's own is not put again.
         if self._store.evictions() != evictions:
             return
@@ -386,10 +395,10 @@ class Ingest:
         is_owed = all(target.record.id for target in text.names)
         self._store.put(text.key, kv, tenant=self._tenant, ttl_s=ttl_s, is_owed=is_owed)
 
-    def _name(self, records: Iterable[NodeRecord], ttl_s: float | None) -> None:
+    def _name(self, records: Iterable[NodeRecord], ttl_s: float | None, whole: bool) -> None:
         named = [record for record in records if record.id]
         rules = self._assembler.rules
-        self._store.name(self._namespace, named, tenant=self._tenant, rules=rules, ttl_s=ttl_s)
+        self._store.name(self._namespace, named, tenant=self._tenant, rules=rules, ttl_s=ttl_s, whole=whole)
 
     def _prolong(self, held: Iterable[NamedTarget]) -> None:
         """Let existing KV live as long as what is added now, and its context."""

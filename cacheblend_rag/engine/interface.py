@@ -94,6 +94,7 @@ class AnyLibrary(ABC):
         ttl_s: float | None = ...,
         on_refused: Callable[[Chunk, PromptError], None] | None = ...,
         background: Literal[False] = ...,
+        whole: bool = ...,
     ) -> AddResult: ...
 
     @overload
@@ -105,6 +106,7 @@ class AnyLibrary(ABC):
         ttl_s: float | None = ...,
         on_refused: Callable[[Chunk, PromptError], None] | None = ...,
         background: Literal[True],
+        whole: bool = ...,
     ) -> AddJob: ...
 
     @overload
@@ -116,6 +118,7 @@ class AnyLibrary(ABC):
         ttl_s: float | None = ...,
         on_refused: Callable[[Chunk, PromptError], None] | None = ...,
         background: bool,
+        whole: bool = ...,
     ) -> AddResult | AddJob: ...
 
     def add(
@@ -126,6 +129,7 @@ class AnyLibrary(ABC):
         ttl_s: float | None = None,
         on_refused: Callable[[Chunk, PromptError], None] | None = None,
         background: bool = False,
+        whole: bool = False,
     ) -> AddResult | AddJob:
         """Encode chunks and store their KV.
 
@@ -155,6 +159,9 @@ class AnyLibrary(ABC):
             what its id stood for is deleted.
         background : bool
             Whether to return before the chunks are encoded.
+        whole : bool
+            Whether the chunks are all that their documents have: what else stands there is deleted in the same step in which
+            they are named, so that everybody finds the document as it was or as it is now.
 
         Returns
         -------
@@ -177,7 +184,7 @@ class AnyLibrary(ABC):
             raise ConfigError(
                 f"ttl_s={ttl_s!r} must be a positive number of seconds; leave it out to keep chunks for ever"
             )
-        return self._add(_chunk_list(chunks), progress, ttl_s, on_refused, background)
+        return self._add(_chunk_list(chunks), progress, ttl_s, on_refused, background, whole)
 
     @abstractmethod
     def _add(
@@ -187,6 +194,7 @@ class AnyLibrary(ABC):
         ttl_s: float | None,
         on_refused: Callable[[Chunk, PromptError], None] | None,
         background: bool,
+        whole: bool,
     ) -> AddResult | AddJob: ...
 
     @abstractmethod

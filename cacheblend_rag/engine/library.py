@@ -107,11 +107,12 @@ class ChunkLibrary(AnyLibrary):
         ttl_s: float | None,
         on_refused: Callable[[Chunk, PromptError], None] | None,
         background: bool,
+        whole: bool,
     ) -> AddResult | AddJob:
         self._check_open()
         self._check_model()
         add = self._ingest.add_later if background else self._ingest.add
-        return add(chunks, progress, ttl_s, on_refused)
+        return add(chunks, progress, ttl_s, on_refused, whole)
 
     def flush(self) -> None:
         self._check_open()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from cacheblend_rag.codec import EXACT, pack_kv
@@ -196,13 +197,16 @@ class KVSupply:
             for chunk in chunks
             if chunk.key == self._assembler.key(chunk.kv_ids, chunk.positions)
         }
-        inside = [chunk for chunk in chunks if chunk.key not in alone and chunk.id is not None]
-        targets = self._store.targets(self._namespace, [str(chunk.id) for chunk in inside]) if inside else []
-        return alone | {
+        named = [chunk for chunk in chunks if chunk.id is not None and (chunk.named or chunk.key not in alone)]
+        targets = self._store.targets(self._namespace, [str(chunk.id) for chunk in named]) if named else []
+        known = {
             chunk.key: target
-            for chunk, target in zip(inside, targets, strict=True)
+            for chunk, target in zip(named, targets, strict=True)
             if target is not None and target.record.key == chunk.key
         }
+        # Nothing of its document is read for what is encoded alone, but it lives no longer than its name.
+        lives = {key: replace(each, lives_s=known[key].lives_s) for key, each in alone.items() if key in known}
+        return alone | known | lives
 
     def _encode_missing(
         self,

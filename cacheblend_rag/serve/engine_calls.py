@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack, aclosing
 from dataclasses import asdict
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +65,18 @@ async def _add(request: ChunksCall, asker: FromAsker) -> Response:
         def refuse(chunk: Chunk, error: PromptError) -> None:
             refused.append((numbers[id(chunk)], str(error)))
 
-        on_refused = refuse if request.leave_out else None
+        add = partial(
+            library.add,
+            request.chunks,
+            ttl_s=request.ttl_s,
+            on_refused=refuse if request.leave_out else None,
+            whole=request.whole,
+        )
         if request.background:
-            library.add(request.chunks, ttl_s=request.ttl_s, on_refused=on_refused, background=True)
+            add(background=True)
             counts = {"encoded": 0, "named": len(request.chunks), "unchanged": 0, "tokens": 0}
         else:
-            counts = asdict(library.add(request.chunks, ttl_s=request.ttl_s, on_refused=on_refused, progress=tell))
+            counts = asdict(add(progress=tell))
         return counts | {"refused": refused}
 
     return await store(asker, add, is_streamed=True)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from fastapi import Query, Response
 from fastapi.responses import JSONResponse
 
-from cacheblend_rag.chunk import BlendPrompt, Chunk
+from cacheblend_rag.chunk import Chunk
 from cacheblend_rag.documents.splitter import named_passages, split_text
 from cacheblend_rag.engine import ChunkLibrary
 from cacheblend_rag.errors import PromptError, UnknownChunkError
@@ -38,7 +38,7 @@ async def _list_chunks(
 
 async def _add_chunks(request: AddRequest, asker: FromAsker) -> Response:
     chunks = [Chunk(**each.model_dump()) for each in request.chunks]
-    return await store(asker, partial(_add, request, lambda library: chunks), is_streamed=request.stream)
+    return await store(asker, partial(_add, request, lambda library: chunks, False), is_streamed=request.stream)
 
 
 async def _delete_chunks(request: IdsRequest, asker: FromAsker) -> dict[str, int]:
@@ -67,7 +67,7 @@ async def _show_document(name: str, asker: FromAsker) -> dict[str, Any]:
 
 
 async def _put_document(name: str, request: DocumentRequest, asker: FromAsker) -> Response:
-    add = partial(_add, request, partial(_replace, name, request))
+    add = partial(_add, request, partial(_chunks_of, name, request), True)
     return await store(asker, add, is_streamed=request.stream, document=name)
 
 
@@ -89,21 +89,22 @@ async def _prefetch(request: IdsRequest, asker: FromAsker) -> Response:
 def _add(
     request: AddRequest | DocumentRequest,
     chunks_of: Callable[[ChunkLibrary], Sequence[Chunk]],
+    whole: bool,
     library: ChunkLibrary,
     tell: Callable[[int, int], None],
 ) -> dict[str, Any]:
     chunks = chunks_of(library)
     told = {"ids": [chunk.id for chunk in chunks], "tokens": 0, "encoded": 0, "unchanged": 0}
     if request.background:
-        library.add(chunks, ttl_s=request.ttl_s, background=True)
+        library.add(chunks, ttl_s=request.ttl_s, background=True, whole=whole)
         return told | {"status": "named"}
-    result = library.add(chunks, ttl_s=request.ttl_s, progress=tell)
+    result = library.add(chunks, ttl_s=request.ttl_s, progress=tell, whole=whole)
     counts = {"tokens": result.tokens, "encoded": result.encoded, "unchanged": result.unchanged}
     return told | counts | {"status": "stored"}
 
 
-def _replace(name: str, request: DocumentRequest, library: ChunkLibrary) -> list[Chunk]:
-    """Return the chunks of a document, once all that it has no more are deleted; `PromptError` if one cannot be served."""
+def _chunks_of(name: str, request: DocumentRequest, library: ChunkLibrary) -> list[Chunk]:
+    """Return the chunks of a document as it is to be."""
 
     def count(text: str) -> int:
         return len(library.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -113,12 +114,7 @@ def _replace(name: str, request: DocumentRequest, library: ChunkLibrary) -> list
         raise PromptError(
             f"the text of the document {name!r:.80} is blank; give one with words, or delete the document"
         )
-    made = [passage.chunk for passage in named_passages(name, pieces)]
-    for chunk in made:
-        library.prompt_layout(BlendPrompt(segments=[chunk]))
-    # First, since what follows a chunk is encoded behind it.
-    library.delete(set(library.document(name)) - {str(chunk.id) for chunk in made})
-    return made
+    return [passage.chunk for passage in named_passages(name, pieces)]
 
 
 STOCK: tuple[tuple[str, str, Callable[..., Any]], ...] = (

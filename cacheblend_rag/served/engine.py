@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict
+from itertools import islice
 from typing import Any
 from uuid import uuid4
 
@@ -121,8 +122,14 @@ class ServedEngine(AnyEngine):
         ttl_s: float | None,
         on_refused: Callable[[Chunk, PromptError], None] | None,
         background: bool,
+        whole: bool,
     ) -> AddResult | AddJob:
-        body = {"ttl_s": ttl_s, "leave_out": on_refused is not None}
+        if whole and len(list(islice(_parts(chunks, _weight), 2))) > 1:
+            raise ConfigError(
+                f"{len(chunks)} chunks are more than one request to a server takes ({_BATCH} chunks, {_PART_WEIGHT} "
+                "characters), and what is whole goes in one; add its documents in several calls"
+            )
+        body = {"ttl_s": ttl_s, "leave_out": on_refused is not None, "whole": whole}
         if not background:
             return self._send(chunks, body, progress, on_refused)
         # Checked and named when this returns, as by an engine of this process.

@@ -108,12 +108,15 @@ class ChunksCall(_Item):
     ----------
     leave_out : bool
         Whether chunks that cannot be served are left out and named in the answer, instead of all being refused.
+    whole : bool
+        Whether they are all that their documents have.
     """
 
     chunks: list[Chunk] = Field(max_length=_MOST_CHUNKS)
     ttl_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     leave_out: bool = False
     background: bool = False
+    whole: bool = False
 
 
 class IdsCall(_Item):

@@ -133,6 +133,13 @@ class Drafts:
                 place = replace(piece.member.place, previous=previous)
                 pieces[id] = replace(piece, member=replace(piece.member, place=place), is_changed=True)
 
+    def others(self, records: Iterable[NodeRecord]) -> dict[str, str]:
+        """Return the chunks of the records' documents that are not among the records, and the document of each."""
+        records = list(records)
+        ids = {record.id for record in records}
+        documents = dict.fromkeys(record.place.document for record in records if record.place is not None)
+        return {id: document for document in documents for id in self.ids(document) if id not in ids}
+
     def look_at(self, ids: Iterable[str]) -> None:
         """Have the documents of these chunks among those that `targets` gives."""
         for id in ids:

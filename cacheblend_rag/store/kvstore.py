@@ -292,16 +292,19 @@ class KVStore(ABC):
         tenant: str = "",
         rules: ReadingRules | None = None,
         ttl_s: float | None = None,
+        whole: bool = False,
     ) -> None:
         """Record names, replacing earlier records of the same ids; KV that loses its last name is dropped.
 
         Chunks with a place are put into their documents, which are then read by `rules`. So the keys of the chunks after them
-        change too, all in one transaction; a record's own key is recomputed from its context at that time.
+        change too, all in one transaction; a record's own key is recomputed from its context at that time. What else there is in
+        their documents is removed with it if the records are all that these have: if they are `whole`.
         """
         records = list(records)
         if records:
             expires_at = self._expires_at(ttl_s)
-            self._drop(self._with_room(lambda: self.names.record(namespace, records, tenant, rules, expires_at)))
+            record = partial(self.names.record, namespace, records, tenant, rules, expires_at, whole)
+            self._drop(self._with_room(record))
             self._drop_tied()
 
     def forget(self, namespace: str, ids: Sequence[str], owner: str = "", sources: Sequence[str] = ()) -> int:

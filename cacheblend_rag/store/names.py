@@ -107,13 +107,21 @@ class Names:
         tenant: str = "",
         rules: ReadingRules | None = None,
         expires_at: float | None = None,
+        whole: bool = False,
     ) -> Dropped:
-        """Record names, those with a place in their documents; entries that lose their last name are dropped."""
+        """Record names, those with a place in their documents; entries that lose their last name are dropped.
+
+        The records are all that their documents have if they are `whole`: what else there is in these is removed.
+        """
         if not records:
             return Dropped()
         ids = {record.id for record in records}
         with self._drafting(namespace, self._database.write) as (connection, drafts):
             replaced = list(_keys_of(connection, namespace, ids).values())
+            if whole:
+                others = drafts.others(records)
+                replaced += _keys_of(connection, namespace, others).values()
+                _remove(connection, namespace, others, drafts)
             drafts.put(records, rules or ReadingRules(), expires_at)
             targets = drafts.targets()
             keys = _write(connection, namespace, tenant, records, targets)
@@ -169,11 +177,17 @@ class Names:
         records: Sequence[NodeRecord],
         rules: ReadingRules | None = None,
         ttl_s: float | None = None,
+        whole: bool = False,
     ) -> list[NamedTarget]:
-        """Return what recording these would lead to: the records, then the chunks of their documents whose keys would change."""
+        """Return what recording these would lead to: the records, then the chunks of their documents whose keys would change.
+
+        Of a document that is `whole` and only loses chunks by that, the first record counts as changed.
+        """
         ids = [record.id for record in records]
         with self._drafting(namespace) as (connection, drafts):
             rows = _look_up(connection, namespace, ids)
+            others = drafts.others(records) if whole else {}
+            drafts.remove(others)
             drafts.put(records, rules or ReadingRules(), None if ttl_s is None else drafts.now + ttl_s)
             targets = drafts.targets()
             new_origin = {record.id for record in records if not _has_origin(connection, namespace, record)}
@@ -184,6 +198,9 @@ class Names:
             is_changed = bool(record.id) and (old != record or record.id in drafts.left)
             target = target or NamedTarget(record, lives_s=ttl_s, is_changed=is_changed)
             found.append(replace(target, is_changed=True) if record.id in new_origin else target)
+        for document in set(others.values()) - {target.document for target in found if target.is_changed}:
+            number = next(number for number, target in enumerate(found) if target.document == document)
+            found[number] = replace(found[number], is_changed=True)
         return found + [target for target in targets.values() if target.is_changed]
 
     def targets(self, namespace: str, ids: Sequence[str]) -> list[NamedTarget | None]:

@@ -221,6 +221,19 @@ def test_chunks_go_in_several_requests(
     assert served.delete(["born", "works", "goat"]) == 3
 
 
+def test_a_document_is_replaced_in_one_request(
+    engine: BlendEngine, served: ServedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served.add(STORY)
+    assert served.add(STORY[:1], whole=True).named == 1
+    assert sorted(engine.ids()) == ["born", "goat"]
+    assert engine.document("mara") == ["born"]
+    monkeypatch.setattr("cacheblend_rag.served.engine._BATCH", 2)
+    with pytest.raises(ConfigError, match="3 chunks are more than one request"):
+        served.add(STORY, whole=True)
+    assert sorted(engine.ids()) == ["born", "goat"]
+
+
 def test_what_only_an_engine_here_has_is_said(served: ServedEngine) -> None:
     with pytest.raises(AttributeError, match="load_schema: that takes an engine of this process"):
         served.load_schema(None)  # type: ignore[operator]

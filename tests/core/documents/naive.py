@@ -107,6 +107,12 @@ class Library:
             self.remove([new.id])
             self.pieces.setdefault(chunk.document, []).append(new)
 
+    def others(self, chunks: Iterable[Chunk]) -> set[str]:
+        """Return what else there is in the documents of these chunks."""
+        named = {str(chunk.id): chunk.document for chunk in chunks}
+        there = {piece.id for document in named.values() for piece in self.pieces.get(document or "", [])}
+        return there - set(named)
+
     def remove(self, ids: Iterable[str]) -> None:
         """Remove chunks, one after the other; what followed one follows what it followed."""
         for id in ids:

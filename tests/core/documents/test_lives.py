@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,21 @@ def test_what_is_encoded_late_lives_as_long_as_a_miss(make_engine: MakeEngine, t
     assert held(engine) == [False] * 4
 
 
+def test_a_miss_that_reads_nothing_of_its_document_lives_no_longer_than_its_name(
+    make_engine: MakeEngine, time: Time
+) -> None:
+    engine = make_engine()
+    engine.add([TEXT.chunk(0)], ttl_s=20)
+    [record] = engine.records(["d-0"])
+    assert record is not None
+    engine._store.discard(record.key)
+    engine.prefill(BlendPrompt("t5", ["d-0"], "t6 t7"))
+    engine.flush()
+    assert engine._store.holds([record.key]) == [True]
+    time.now += 21
+    assert engine._store.holds([record.key]) == [False]
+
+
 def test_what_waits_in_the_background_lives_no_longer_for_it(
     make_engine: MakeEngine, time: Time, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +140,44 @@ def test_what_another_process_has_changed_meanwhile_leaves_nothing(
     engine.add(TEXT.chunks[1:])
     for number in (1, 2, 3):
         assert distance(engine, f"d-{number}", TEXT.context(number, (1, 2, 3))) < TOLERANCE
+    assert check_store(tmp_path / "store").is_clean
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_document_is_replaced_in_one_step(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies: bool
+) -> None:
+    """Whoever looks meanwhile finds it as it was, and so does everybody where the replacement ends half-way."""
+    engine, other = make_engine(), make_engine()
+    engine.add(TEXT.chunks)
+    old, new = [str(chunk.id) for chunk in TEXT.chunks], Text.of("d", [6, 9, 5], [0, 2], 7)
+    chunks = [replace(chunk, id=f"new-{number}") for number, chunk in enumerate(new.chunks)]
+    encode, seen = engine._supply.encode, []
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        for batch in encode(*arguments, **options):
+            seen.append(other.document("d"))
+            if dies:
+                raise KeyboardInterrupt
+            yield batch
+
+    monkeypatch.setattr(engine._supply, "encode", watched)
+    if dies:
+        with pytest.raises(KeyboardInterrupt):
+            engine.add(chunks, whole=True)
+        assert other.document("d") == old
+        for number in range(len(old)):
+            assert distance(other, f"d-{number}", TEXT.context(number, range(len(old)))) < TOLERANCE
+        return
+    result = engine.add(chunks, whole=True)
+    names = [chunk.id for chunk in chunks]
+    assert (result.named, seen) == (3, [old])
+    assert sorted(other.ids()) == names
+    for number, chunk in enumerate(chunks):
+        assert distance(other, str(chunk.id), new.context(number, range(3))) < TOLERANCE
+    assert engine.add(chunks[:2], whole=True).encoded == 0
+    assert other.document("d") == names[:2]
+    assert engine.add(chunks[:2], whole=True).unchanged == 2
     assert check_store(tmp_path / "store").is_clean
 
 

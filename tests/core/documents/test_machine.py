@@ -145,11 +145,13 @@ class DocumentMachine(RuleBasedStateMachine):
             name = each.context, each.ids
             self.lives[name] = max(self.lives.get(name, -math.inf), min(each.expires_at, most))
 
-    def with_more(self, given: list[Chunk], ttl_s: float | None) -> Library:
-        """Return what the library is to be once these are added."""
+    def with_more(self, given: list[Chunk], ttl_s: float | None, whole: bool = False) -> Library:
+        """Return what the library is to be once these are added; their documents have nothing else then, if they are `whole`."""
         future = Library(self.library.limit, self.library.separator)
         future.pieces = {document: list(pieces) for document, pieces in self.library.pieces.items()}
         future.alone = dict(self.library.alone)
+        if whole:
+            future.remove(future.others(given))
         life = self.settings["config"].ttl_s if ttl_s is None else ttl_s
         future.add(given, math.inf if life is None else self.now + life)
         return future
@@ -169,17 +171,14 @@ class DocumentMachine(RuleBasedStateMachine):
 
     # What is asked of an engine.
 
-    @rule(second=st.booleans(), given=additions(), ttl_s=LIVES, background=st.booleans())
-    def add(self, second: bool, given: list[Chunk], ttl_s: float | None, background: bool) -> None:
-        future = self.with_more(given, ttl_s)
+    @rule(second=st.booleans(), given=additions(), ttl_s=LIVES, background=st.booleans(), whole=st.booleans())
+    def add(self, second: bool, given: list[Chunk], ttl_s: float | None, background: bool, whole: bool) -> None:
+        future = self.with_more(given, ttl_s, whole)
         if future.has_circle():
             return
+        self.pinned -= self.library.others(given) if whole else set()
         self.library = future
-        engine = self.engines[second]
-        if background:
-            self.change(lambda: engine.add(given, ttl_s=ttl_s, background=True))
-        else:
-            self.change(lambda: engine.add(given, ttl_s=ttl_s))
+        self.change(lambda: self.engines[second].add(given, ttl_s=ttl_s, background=background, whole=whole))
         self.live_on()
 
     @rule(second=st.booleans(), first=additions(), then=SOME_IDS, ttl_s=LIVES)
