@@ -20,6 +20,7 @@ __all__ = [
     "PAD",
     "SPECIAL_TOKENS",
     "SYSTEM",
+    "TRAINED_TOKENS",
     "USER",
     "PromptFormat",
     "chat",
@@ -29,6 +30,9 @@ __all__ = [
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 SYSTEM, USER, ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = (PAD, BOS, EOS, SYSTEM, USER, ASSISTANT)
+
+TRAINED_TOKENS = 2560
+"""The longest contexts that the reference model is trained on, in tokens."""
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}"

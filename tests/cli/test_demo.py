@@ -24,7 +24,7 @@ def test_both_frameworks_answer_by_every_method_and_the_second_run_is_warm(
     run: Command, model_folder: Path, tmp_path: Path
 ) -> None:
     folder, file, page = tmp_path / "demo", tmp_path / "demo.json", tmp_path / "page.html"
-    options = ["--dir", folder, "--model", model_folder, "--questions", "2", "--top-k", "5", "--json", file]
+    options = ["--dir", folder, "--model", model_folder, "--questions", "2", "--top-k", "3", "--json", file]
     first = run("demo", *options)
     rows = read_rows(file)
     asked = {question.text for question in demo_questions(2)}
@@ -36,7 +36,7 @@ def test_both_frameworks_answer_by_every_method_and_the_second_run_is_warm(
     }
     lengths: dict[str, set[int]] = {method: set() for method in METHODS}
     for row in rows:
-        assert row["hits"] == (5 if METHODS[row["method"]].blends else None)
+        assert row["hits"] == (3 if METHODS[row["method"]].blends else None)
         assert row["ttft_s"] > 0
         if row["framework"] == "langchain":
             lengths[row["method"]].add(row["prompt_tokens"])
@@ -55,7 +55,7 @@ def test_both_frameworks_answer_by_every_method_and_the_second_run_is_warm(
     answers = {(row["framework"], row["question"], row["method"]): row["answer"] for row in rows}
     for row in read_rows(file):
         assert row["answer"] == answers[row["framework"], row["question"], row["method"]]
-    assert json.loads(file.read_text())["top_k"] == 5
+    assert json.loads(file.read_text())["top_k"] == 3
 
 
 def test_a_missing_package_is_named(

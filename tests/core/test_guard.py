@@ -20,7 +20,7 @@ from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, EngineC
 from cacheblend_rag.engine.watch import TokenDistribution
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lab.settings import engine_settings
-from cacheblend_rag.lab.training.corpus import eval_examples
+from cacheblend_rag.lab.training.corpus import NOTES, eval_examples
 from cacheblend_rag.reference import load_model, load_tokenizer
 from cacheblend_rag.reference.prompt import DEFAULT_FORMAT, FORMATS
 from tests.families import tiny_model, tiny_tokenizer, words
@@ -64,7 +64,7 @@ def pronoun_prompts() -> list[BlendPrompt]:
     form = FORMATS[DEFAULT_FORMAT]
     return [
         BlendPrompt(form.prefix(), [Chunk(text) for text in each.chunks], form.suffix(question.text), form.separator)
-        for each in eval_examples(40, seed=3)
+        for each in eval_examples(40, seed=3, style=NOTES)
         for question in each.questions
         if question.kind == "pronoun"
     ]

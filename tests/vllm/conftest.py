@@ -21,7 +21,7 @@ from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.engine.prefix import StoredPrefix
-from cacheblend_rag.lab.training.corpus import Question, eval_examples
+from cacheblend_rag.lab.training.corpus import NOTES, Question, eval_examples
 from cacheblend_rag.reference.prompt import DEFAULT_FORMAT, FORMATS, value_of
 
 NUM_QUESTIONS = 48
@@ -91,7 +91,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corpus]:
         rng = random.Random(1)
         asked: list[Asked] = []
         chunks: list[Chunk] = []
-        for number, example in enumerate(eval_examples(NUM_QUESTIONS, seed=11)):
+        for number, example in enumerate(eval_examples(NUM_QUESTIONS, seed=11, style=NOTES)):
             ids: list[str] = []
             for document in example.documents:
                 name, start = f"{number}/{document.title}", 0

@@ -24,7 +24,7 @@ import openai
 from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.lab.training.corpus import Example, eval_examples
+from cacheblend_rag.lab.training.corpus import NOTES, Example, eval_examples
 from cacheblend_rag.serve.asking import calls_for
 from cacheblend_rag.serve.inprocess import EngineBackend
 from cacheblend_rag.serve.settings import ServeConfig
@@ -94,7 +94,9 @@ def http(address: str) -> Iterator[httpx.Client]:
 def example(http: httpx.Client) -> Example:
     """A context whose documents vLLM has encoded."""
     example = next(
-        each for each in eval_examples(64, seed=3, per_context=NUM_QUESTIONS) if len(each.questions) == NUM_QUESTIONS
+        each
+        for each in eval_examples(64, seed=3, per_context=NUM_QUESTIONS, style=NOTES)
+        if len(each.questions) == NUM_QUESTIONS
     )
     for document in example.documents:
         reply = http.put(f"/v1/documents/{document.title}", json={"chunks": list(document.chunks)})

@@ -25,8 +25,8 @@ def demo(
     folder: Annotated[
         Path, typer.Option("--dir", metavar="DIR", file_okay=False, help="Where Chroma and the KV are kept.")
     ] = Path(".demo"),
-    questions: Annotated[int, typer.Option(min=1, help="How many questions.")] = 12,
-    retrieved: Annotated[int, typer.Option("--top-k", min=1, help="How many chunks are retrieved for each.")] = 10,
+    questions: Annotated[int, typer.Option(min=1, help="How many questions.")] = 16,
+    retrieved: Annotated[int, typer.Option("--top-k", min=1, help="How many chunks are retrieved for each.")] = 14,
     model: ModelOption = "reference",
     verbose: Annotated[bool, typer.Option("--verbose", help="Show every answer as well.")] = False,
     html_file: Annotated[

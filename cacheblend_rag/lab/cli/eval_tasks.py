@@ -56,7 +56,7 @@ FileArgument = Annotated[
 
 def reference(
     request: TaskRequest,
-    min_chunks: Annotated[int, typer.Option(min=1, help="Least chunks of a context.")] = 12,
+    min_chunks: Annotated[int, typer.Option(min=1, help="Least chunks of a context.")] = 10,
     people: Annotated[
         int | None,
         typer.Option(min=1, help="People of a context, each in four or five chunks; by default as in training."),

@@ -6,6 +6,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -17,7 +19,7 @@ from cacheblend_rag.demo.corpus import DemoChunk, Question, demo_chunks, demo_qu
 from cacheblend_rag.documents import open_chroma, packaged_minilm
 from cacheblend_rag.engine import BlendEngine, GenerationResult
 from cacheblend_rag.extras import needs_extra
-from cacheblend_rag.reference.prompt import value_of
+from cacheblend_rag.reference.prompt import TRAINED_TOKENS, value_of
 
 if TYPE_CHECKING:
     from cacheblend_rag.lab.demo.langchain import LangChainDemo
@@ -43,7 +45,8 @@ class Method:
     remembers : bool
         Whether chunks are encoded inside their documents.
     whole : bool
-        Whether the question is answered from all of the documents that the chunks found are of.
+        Whether the question is answered from all of the documents that the chunks found are of, as far as the reference model has
+        learnt to read.
     """
 
     title: str
@@ -249,11 +252,14 @@ def run_demo(
             before, started = engine.encoded, time.perf_counter()
             _ingest(framework, engine, set(collection.get(include=[])["ids"]), chunks)
             seconds = time.perf_counter() - started
-            tokens = sum(len(engine.tokenizer(each.text, add_special_tokens=False)["input_ids"]) for each in chunks)
-            ingestions.append(Ingestion(name, len(chunks), tokens, engine.encoded - before, seconds))
+            sizes = {
+                each.id: len(engine.tokenizer(each.text, add_special_tokens=False)["input_ids"]) for each in chunks
+            }
+            ingestions.append(Ingestion(name, len(chunks), sum(sizes.values()), engine.encoded - before, seconds))
             progress(f"{framework.title}: encoding each chunk alone, for comparison")
             lone.add([Chunk(each.text, each.id) for each in chunks])
             places = {each.id: place for place, each in enumerate(chunks)}
+            ask = partial(_ask, name, framework, engine, lone, places, sizes)
             for number, question in enumerate(demo_questions(questions)):
                 progress(f"{framework.title}: question {number + 1} of {questions}")
                 found = framework.retrieve(question.text, retrieved)
@@ -262,10 +268,8 @@ def run_demo(
                 order.rotate(number)
                 if not number:
                     for method in order:
-                        _ask(name, framework, engine, lone, question, found, places, method)
-                answers = {
-                    method: _ask(name, framework, engine, lone, question, found, places, method) for method in order
-                }
+                        ask(question, found, method)
+                answers = {method: ask(question, found, method) for method in order}
                 asked += [answers[method] for method in METHODS]
     return ingestions, asked
 
@@ -305,14 +309,19 @@ def _ask(
     framework: Framework,
     engine: DemoEngine,
     lone: DemoEngine,
+    places: dict[str, int],
+    sizes: dict[str, int],
     question: Question,
     found: dict[str, Any],
-    places: dict[str, int],
     method: str,
 ) -> Asked:
     way = METHODS[method]
     chosen = engine if way.remembers else lone
-    read: dict[str, Any] = framework.whole(found) if way.whole else found
+    read = found
+    if way.whole:
+        read = framework.whole(found)
+        lengths = accumulate(sizes[id] for id in read)
+        read = {id: read[id] for id, length in zip(tuple(read), lengths, strict=True) if length <= TRAINED_TOKENS}
     blend: BlendConfig = chosen.blend.replace(enabled=way.blends)
     started = time.perf_counter()
     answer, report = framework.answer(chosen, question.text, list(read.values()), blend)

@@ -11,8 +11,17 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lab.eval.metrics import best_exact_match, best_f1
 from cacheblend_rag.lab.eval.retrieve import draw_corpora, found_chunks
 from cacheblend_rag.lab.eval.task import EvalContext, EvalQuestion, EvalTask
-from cacheblend_rag.lab.training.corpus import EVAL_STYLE, Document, Example, Question, eval_examples
-from cacheblend_rag.reference.prompt import DEFAULT_FORMAT, FORMATS, value_of
+from cacheblend_rag.lab.training.corpus import (
+    EVAL_STYLE,
+    Document,
+    Example,
+    Question,
+    eval_examples,
+    make_example,
+)
+from cacheblend_rag.lab.training.paragraphs import Paragraphs
+from cacheblend_rag.lab.training.questions import ContextStyle
+from cacheblend_rag.reference.prompt import DEFAULT_FORMAT, FORMATS, TRAINED_TOKENS, value_of
 
 __all__ = ["RETRIEVALS", "reference_task"]
 
@@ -20,8 +29,8 @@ RETRIEVALS = ("reading", "shuffled", "dropped", "ranked")
 """Which of a context's chunks a question is answered from, and in which order."""
 
 _MAX_NEW_TOKENS = 64
-# The longest contexts that the model is trained on, in tokens; one in two has more than 232.
-_TRAINED_TOKENS = 384
+# Contexts that are drawn to see whether any has enough chunks.
+_TRIES = 200
 # Share of the chunks that are retrieved where some are not, beside the one that states the answer.
 _KEPT = 0.6
 
@@ -29,11 +38,12 @@ _KEPT = 0.6
 def reference_task(
     num_questions: int = 500,
     *,
-    min_chunks: int = 12,
+    min_chunks: int = 10,
     seed: int = 7,
     format: str = DEFAULT_FORMAT,
     people: int | None = None,
     per_context: int = 8,
+    style: ContextStyle = EVAL_STYLE,
     retrieval: str = "reading",
     documents: int = 200,
     top_k: int = 12,
@@ -55,6 +65,8 @@ def reference_task(
         People of each context: the more, the more chunks, four or five for each. By default as many as in training.
     per_context : int
         Most questions about one context.
+    style : Style or Paragraphs
+        What contexts look like.
     retrieval : str
         What a question is answered from: "reading", all chunks of its context in reading order; "shuffled", all of them in random
         order; "dropped", in order, but two in five were not retrieved, never the one that states the answer; "ranked", the
@@ -76,7 +88,8 @@ def reference_task(
     Raises
     ------
     ConfigError
-        If a number is below 1, there is no such format or retrieval, or the embedding model cannot be loaded.
+        If a number is below 1, no context has so many chunks, there is no such format or retrieval, or the embedding model cannot
+        be loaded.
     """
     for name, number in (
         ("num_questions", num_questions),
@@ -93,7 +106,14 @@ def reference_task(
     if retrieval not in RETRIEVALS:
         raise ConfigError(f"retrieval {retrieval!r} is unknown; choose one of {', '.join(RETRIEVALS)}")
     form = FORMATS[format]
-    style = EVAL_STYLE if people is None else replace(EVAL_STYLE, people=(people, people))
+    if people is not None:
+        style = replace(style, people=(people, people))
+        if isinstance(style, Paragraphs):
+            style = replace(style, total=(1, (people + style.firms[1]) * style.chunks[1]))
+    rng = random.Random(seed)
+    sizes = (len(make_example(rng, style, "held_out", 1).chunks) for _ in range(_TRIES))
+    if not any(size >= min_chunks for size in sizes):
+        raise ConfigError(f"contexts of at least {min_chunks} chunks are not drawn; give fewer, or more people")
     if retrieval == "ranked":
         corpora = draw_corpora(num_questions, seed, documents, style, min_chunks, per_context)
         finder = Embedding(embedding)
@@ -116,7 +136,7 @@ def reference_task(
         separator=form.separator,
         chunked=True,
         max_new_tokens=_MAX_NEW_TOKENS,
-        document_tokens=_TRAINED_TOKENS,
+        document_tokens=TRAINED_TOKENS,
         extract=value_of,
     )
 

@@ -19,7 +19,7 @@ from cacheblend_rag.documents.splitter import split_text
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lab.eval.task import EvalContext
 from cacheblend_rag.lab.training.corpus import Document, Example, make_example
-from cacheblend_rag.lab.training.world import Style
+from cacheblend_rag.lab.training.questions import ContextStyle
 
 __all__ = ["RetrievalSetting", "Retriever", "draw_corpora", "found_chunks", "nearest"]
 
@@ -116,7 +116,7 @@ _GROUP = 1000
 
 
 def draw_corpora(
-    num_questions: int, seed: int, documents: int, style: Style, min_chunks: int, per_context: int
+    num_questions: int, seed: int, documents: int, style: ContextStyle, min_chunks: int, per_context: int
 ) -> Iterator[list[Example]]:
     """Yield corpora of at least so many held-out documents, no two about the same subject, until there are enough questions.
 

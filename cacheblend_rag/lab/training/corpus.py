@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 
 from cacheblend_rag.demo.corpus import CORPUS_FILE, Document, Question
-from cacheblend_rag.lab.training.paragraphs import build_paragraphs
+from cacheblend_rag.lab.training.paragraphs import Paragraphs, build_paragraphs
 from cacheblend_rag.lab.training.questions import ContextStyle, ask, pick
 from cacheblend_rag.lab.training.sight import look
 from cacheblend_rag.lab.training.vocabulary import Split
@@ -16,6 +16,7 @@ from cacheblend_rag.lab.training.world import Style, World, build_world
 
 __all__ = [
     "EVAL_STYLE",
+    "NOTES",
     "Document",
     "Example",
     "Question",
@@ -82,7 +83,7 @@ def retrieved_order(rng: random.Random, world: World) -> list[int]:
 def eval_examples(
     num_questions: int,
     seed: int = 0,
-    min_chunks: int = 12,
+    min_chunks: int = 10,
     style: ContextStyle | None = None,
     per_context: int = 8,
     order: str = "reading",
@@ -100,7 +101,7 @@ def eval_examples(
     min_chunks
         Contexts with fewer chunks are not used.
     style
-        How rich the contexts are; by default three people and up to one company.
+        How rich the contexts are; by default :data:`EVAL_STYLE`.
     per_context
         Most questions of one example.
     order
@@ -120,19 +121,22 @@ def eval_examples(
 # Share of a world's chunks that are retrieved, from context to context; and of such contexts, those whose chunks are all mixed.
 _RETRIEVED = (0.6, 1.0)
 _MIXED = 0.5
-EVAL_STYLE = Style(people=(3, 3), firms=(0, 1), facts=(4, 5))
-"""Contexts of 12 to 18 chunks, whose people mostly share their attributes."""
+EVAL_STYLE = Paragraphs()
+"""Contexts of 10 to 20 paragraphs, about 1,000 to 2,100 tokens."""
+
+NOTES = Style(people=(3, 3), firms=(0, 1), facts=(4, 5))
+"""Contexts of 12 to 18 chunks of a sentence or two, whose people mostly share their attributes: about 300 tokens, soon read."""
 
 _DEMO_SEED = 20
-_DEMO_STYLE = Style(people=(7, 7), firms=(3, 3), facts=(5, 5), pool=(8, 8))
+_DEMO_STYLE = Paragraphs(people=(7, 7), firms=(3, 3), chunks=(5, 5), facts=(1, 2), pool=(8, 8))
 
 
 def demo_corpus() -> str:
     """Return the file of the demonstration's ten documents and all questions about them, always the same."""
-    world = build_world(random.Random(f"demo:{_DEMO_SEED}"), _DEMO_STYLE, "held_out")
+    world = build_paragraphs(random.Random(f"demo:{_DEMO_SEED}"), _DEMO_STYLE, "held_out")
     rng = random.Random(f"demo-questions:{_DEMO_SEED}")
-    questions = ask(rng, look(world, range(len(world.chunks))), "held_out", EVAL_STYLE)
-    picked = pick(rng, questions, EVAL_STYLE.kinds, len(questions))
+    questions = ask(rng, look(world, range(len(world.chunks))), "held_out", _DEMO_STYLE)
+    picked = pick(rng, questions, _DEMO_STYLE.kinds, len(questions))
     parts = {"documents": map(asdict, world.documents), "questions": map(asdict, picked)}
     # One a line, for people to read and for changes to be seen.
     lists = (f'"{name}": [\n' + ",\n".join(map(json.dumps, part)) for name, part in parts.items())

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.lab.training.corpus import eval_examples
+from cacheblend_rag.lab.training.corpus import NOTES, eval_examples
 
 __all__ = ["MADE_SUBTASKS", "longbench_records"]
 
@@ -44,7 +44,7 @@ def longbench_records(subtask: str, num_questions: int, seed: int = 7) -> Iterat
     """
     if subtask not in MADE_SUBTASKS:
         raise ConfigError(f"records of subtask {subtask!r} cannot be made; choose one of {', '.join(MADE_SUBTASKS)}")
-    for number, example in enumerate(eval_examples(num_questions, seed)):
+    for number, example in enumerate(eval_examples(num_questions, seed, 12, NOTES)):
         if subtask == "hotpotqa":
             context = "\n\n".join(f"Passage {place}:\n{chunk}" for place, chunk in enumerate(example.chunks, 1))
         else:

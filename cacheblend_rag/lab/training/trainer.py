@@ -202,7 +202,7 @@ class Trainer:
         count = sum(int((part.labels != IGNORED).sum()) for part in parts)
         total = 0.0
         for part in parts:
-            with torch.autocast(self.device.type, dtype=torch.bfloat16):
+            with self._autocast():
                 logits, labels = answer_logits(self.model, part)
             loss = cross_entropy(logits.float(), labels, reduction="sum") / count
             loss.backward()  # type: ignore[no-untyped-call]
@@ -227,7 +227,7 @@ class Trainer:
         if stage.style is None:
             rng = random.Random(f"copy:{self.step}")
             batch = copy_batch(rng, self.tokenizer, 32, COPY_LENGTHS[self.copying]).to(self.device)
-            with torch.no_grad(), torch.autocast(self.device.type, dtype=torch.bfloat16):
+            with torch.no_grad(), self._autocast():
                 logits, labels = answer_logits(self.model, batch)
             scores = {"reading": {"all": float((logits.argmax(-1) == labels).float().mean())}}
         else:
@@ -245,8 +245,13 @@ class Trainer:
 
     def _score(self, style: ContextStyle, per_context: int, order: str = "reading") -> dict[str, float]:
         examples = eval_examples(_CHECK_QUESTIONS, self.step, 1, style, per_context, order)
-        with torch.autocast(self.device.type, dtype=torch.bfloat16):
+        with self._autocast():
             return score(self.model, self.tokenizer, examples, rows=4)
+
+    def _autocast(self) -> torch.autocast:
+        # A CPU without units for bfloat16 computes in it one number at a time.
+        has_units = self.device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=has_units)
 
     def save(self, path: Path) -> None:
         """Write a checkpoint; a crash leaves the former one."""

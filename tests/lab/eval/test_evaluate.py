@@ -30,9 +30,10 @@ from cacheblend_rag.lab.eval import (
 from cacheblend_rag.lab.eval.metrics import _rouge_scorer, best_f1
 from cacheblend_rag.lab.eval.retrieve import Retriever
 from cacheblend_rag.lab.families.tiny import tiny_config, tiny_model
+from cacheblend_rag.lab.training.corpus import NOTES
 from tests.families import tiny_tokenizer, words
 
-TASK = replace(reference_task(6), max_new_tokens=3)
+TASK = replace(reference_task(6, style=NOTES), max_new_tokens=3)
 SETTING = EvalSetting(parse_methods("reuse"), resamples=10)
 
 

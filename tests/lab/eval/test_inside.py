@@ -27,6 +27,7 @@ from cacheblend_rag.lab.eval.metrics import best_f1
 from cacheblend_rag.lab.eval.runs import read_runs
 from cacheblend_rag.lab.eval.statistics import Spread, rank_correlation, spread
 from cacheblend_rag.lab.settings import blend_settings, engine_settings
+from cacheblend_rag.lab.training.corpus import NOTES
 from tests.core.dense import _FixedRows, own_kv, stale_kv
 from tests.families import tiny_model, tiny_tokenizer, words
 
@@ -222,12 +223,12 @@ def test_a_spread_is_the_median_and_the_quartiles() -> None:
 
 
 def test_the_reference_task_takes_people_and_questions_of_a_context() -> None:
-    small, large = (reference_task(3, per_context=1, people=people, min_chunks=1) for people in (1, 4))
+    small, large = (reference_task(3, style=NOTES, per_context=1, people=people, min_chunks=1) for people in (1, 4))
     assert [len(context.questions) for context in small.contexts] == [1, 1, 1]
     assert small.mean_chunks(6) < large.mean_chunks(6)
     assert replace(small, chunked=False).mean_chunks(6) == 6
     with pytest.raises(ConfigError, match="per_context=0 must be at least 1"):
-        reference_task(3, per_context=0)
+        reference_task(3, style=NOTES, per_context=0)
 
 
 def test_the_command_draws_and_writes(model_folder: Path, tmp_path: Path) -> None:

@@ -16,13 +16,19 @@ from cacheblend_rag.lab.eval import parse_method, reference_task
 from cacheblend_rag.lab.eval.inquiry import Inquiry
 from cacheblend_rag.lab.eval.ways import _PromptCache, make_way
 from cacheblend_rag.lab.settings import engine_settings
+from cacheblend_rag.lab.training.corpus import NOTES
 from tests.families import tiny_model, tiny_tokenizer, words
 from tests.lab.eval.datasets.files import jsonl, longbench
 
 
 def test_documents_are_modules_and_all_else_is_computed() -> None:
     with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings(strict=True)) as engine:
-        task = replace(reference_task(1), head=f"{words(4, 1)} ", tail=f" {words(3, 2)} {{question}}", separator=" t7 ")
+        task = replace(
+            reference_task(1, style=NOTES),
+            head=f"{words(4, 1)} ",
+            tail=f" {words(3, 2)} {{question}}",
+            separator=" t7 ",
+        )
         texts = tuple(words(20, seed) for seed in range(3))
         engine.add([Chunk(text, f"n{seed}") for seed, text in enumerate(texts)])
         inquiry = Inquiry(task, ("n0", "n1", "n2"), words(5, 9), 4, texts)

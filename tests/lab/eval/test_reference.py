@@ -13,18 +13,18 @@ from cacheblend_rag.lab.eval import EvalSetting, evaluate, grid_methods, parse_m
 from cacheblend_rag.lab.eval.asking import Asker
 from cacheblend_rag.lab.eval.inquiry import Inquiry
 from cacheblend_rag.lab.settings import engine_settings
-from cacheblend_rag.lab.training.corpus import eval_examples
+from cacheblend_rag.lab.training.corpus import NOTES, eval_examples
 from cacheblend_rag.lab.training.questions import KINDS
 from cacheblend_rag.reference.prompt import FORMATS
 
-TASK = replace(reference_task(9), max_new_tokens=4)
+TASK = replace(reference_task(9, style=NOTES), max_new_tokens=4)
 SETTING = EvalSetting(methods=(*parse_methods("reuse"), *grid_methods(["hkvd"], [0.15])), resamples=50)
 
 
 def test_prompts_are_those_the_model_was_trained_on(engine: BlendEngine) -> None:
     for name, form in FORMATS.items():
-        task = reference_task(3, format=name)
-        [example, *_] = eval_examples(3, 7, 12)
+        task = reference_task(3, style=NOTES, format=name)
+        [example, *_] = eval_examples(3, 7, 12, NOTES)
         chunks = [engine.tokenizer(chunk, add_special_tokens=False)["input_ids"] for chunk in example.chunks]
         separator = engine.tokenizer(form.separator, add_special_tokens=False)["input_ids"]
         wanted = engine.tokenizer(form.prefix(), add_special_tokens=False)["input_ids"]
@@ -69,7 +69,7 @@ def test_the_rows(engine: BlendEngine) -> None:
 
 def test_each_codec_has_its_rows(engine: BlendEngine) -> None:
     methods = grid_methods(["hkvd"], [0.15], codecs=["int8", "int2"])
-    task = replace(reference_task(4), max_new_tokens=4)
+    task = replace(reference_task(4, style=NOTES), max_new_tokens=4)
     result = evaluate(engine, "unused", task, EvalSetting(methods=methods, resamples=10))
     by_method = {row.method: row for row in result.rows if row.kind == "all"}
     assert {"hkvd 0.15", "hkvd 0.15 ram_codec=int8", "hkvd 0.15 ram_codec=int2"} <= by_method.keys()
@@ -93,7 +93,7 @@ def test_chunks_of_a_context_do_not_outlive_it(engine: BlendEngine) -> None:
 
 
 def test_two_processes_find_what_one_finds(engine: BlendEngine, model_folder: Path) -> None:
-    task = replace(reference_task(10), max_new_tokens=3)
+    task = replace(reference_task(10, style=NOTES), max_new_tokens=3)
     one = evaluate(engine, str(model_folder), task, SETTING)
     two = evaluate(engine, str(model_folder), task, SETTING, workers=2)
     for a, b in zip(one.rows, two.rows, strict=True):
@@ -137,7 +137,7 @@ def test_a_question_too_long_for_the_window_does_not_take_its_batch_with_it(engi
 
 def test_what_has_no_meaning_is_refused(engine: BlendEngine) -> None:
     with pytest.raises(ConfigError, match="num_questions=0"):
-        reference_task(0)
+        reference_task(0, style=NOTES)
     with pytest.raises(ConfigError, match="format 'haiku' is unknown"):
         reference_task(format="haiku")
     with pytest.raises(ConfigError, match="has no questions"):
@@ -151,7 +151,13 @@ def test_what_has_no_meaning_is_refused(engine: BlendEngine) -> None:
 def test_codecs_leave_the_answers_of_the_reference_model(codec: str, most: float, questions: int) -> None:
     setting = EvalSetting(methods=grid_methods(["hkvd"], [0.15], codecs=[codec]), resamples=10)
     with BlendEngine.from_pretrained("reference", **engine_settings(device="cpu")) as engine:
-        result = evaluate(engine, "reference", reference_task(questions), setting)
+        result = evaluate(engine, "reference", reference_task(questions, style=NOTES), setting)
     f1 = {row.method: row.metrics["f1"].mean for row in result.rows if row.kind == "all"}
     # One answer of few weighs more than what is allowed over 500 (docs/codecs.md); so one more, and two, may differ.
     assert abs(f1[f"hkvd 0.15 ram_codec={codec}"] - f1["hkvd 0.15"]) <= most + most / 0.01 / questions
+
+
+def test_contexts_that_are_never_so_long_are_refused() -> None:
+    with pytest.raises(ConfigError, match="contexts of at least 40 chunks are not drawn"):
+        reference_task(4, min_chunks=40)
+    assert all(len(context.texts) >= 2 for context in reference_task(4, min_chunks=2, people=1).contexts)

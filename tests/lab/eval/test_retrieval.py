@@ -18,15 +18,15 @@ from cacheblend_rag.lab.eval.inquiry import Inquiry, Pieces, inquire
 from cacheblend_rag.lab.eval.methods import BEHIND_OTHER, BEHIND_SHUFFLED, DOCUMENTS
 from cacheblend_rag.lab.eval.retrieve import RetrievalSetting, Retriever, found_chunks
 from cacheblend_rag.lab.settings import engine_settings
-from cacheblend_rag.lab.training.corpus import Document, eval_examples
+from cacheblend_rag.lab.training.corpus import NOTES, Document, eval_examples
 
-READING = reference_task(60)
+READING = reference_task(60, style=NOTES)
 ROWS = "full documents, reuse, reuse alone, reuse behind other, reuse behind shuffled, hkvd 0.15, hkvd 0.15 alone"
 
 
 @pytest.fixture(scope="module")
 def ranked() -> EvalTask:
-    return reference_task(12, retrieval="ranked", documents=20, per_context=4)
+    return reference_task(12, style=NOTES, retrieval="ranked", documents=20, per_context=4)
 
 
 def _asked(task: EvalTask) -> list[tuple[EvalContext, int]]:
@@ -35,7 +35,7 @@ def _asked(task: EvalTask) -> list[tuple[EvalContext, int]]:
 
 def test_all_retrievals_ask_the_same_questions_of_the_same_documents() -> None:
     for retrieval in ("shuffled", "dropped"):
-        task = reference_task(60, retrieval=retrieval)
+        task = reference_task(60, style=NOTES, retrieval=retrieval)
         for ours, theirs in zip(task.contexts, READING.contexts, strict=True):
             assert (ours.texts, ours.documents) == (theirs.texts, theirs.documents)
             assert sum(ours.documents) == len(ours.texts)
@@ -43,15 +43,15 @@ def test_all_retrievals_ask_the_same_questions_of_the_same_documents() -> None:
 
 
 def test_shuffled_chunks_are_all_of_them_in_another_order_for_each_question() -> None:
-    orders = [c.questions[n].chunks for c, n in _asked(reference_task(60, retrieval="shuffled"))]
+    orders = [c.questions[n].chunks for c, n in _asked(reference_task(60, style=NOTES, retrieval="shuffled"))]
     assert len(set(orders)) == 60
     for (context, _), order in zip(_asked(READING), orders, strict=True):
         assert order is not None and sorted(order) == list(range(len(context.texts))) != list(order)
 
 
 def test_two_in_five_chunks_are_dropped_but_never_the_one_that_states_the_answer() -> None:
-    task = reference_task(400, retrieval="dropped")
-    sources = [question.source for example in eval_examples(400, 7) for question in example.questions]
+    task = reference_task(400, style=NOTES, retrieval="dropped")
+    sources = [question.source for example in eval_examples(400, 7, style=NOTES) for question in example.questions]
     total = kept = 0
     for (context, number), source in zip(_asked(task), sources, strict=True):
         question = context.questions[number]
@@ -73,7 +73,7 @@ def test_ranked_chunks_are_the_nearest_of_a_corpus(ranked: EvalTask) -> None:
         assert sum(context.documents) == len(context.texts) > 12
         hits += any(question.answers[0] in context.texts[chunk] for chunk in question.chunks)
     assert hits >= 6
-    assert reference_task(12, retrieval="ranked", documents=20, per_context=4).contexts == ranked.contexts
+    assert reference_task(12, style=NOTES, retrieval="ranked", documents=20, per_context=4).contexts == ranked.contexts
     documents = [
         Document("Sella Borler", ("She keeps a goose.", "She lives in Kelport.")),
         Document("Vecdyne", ("It makes tents.",)),
@@ -136,7 +136,7 @@ def test_names_say_what_is_read_and_how_it_is_encoded() -> None:
 
 
 def test_every_row_reads_the_chunks_that_it_names(engine: BlendEngine) -> None:
-    task = reference_task(8, retrieval="dropped")
+    task = reference_task(8, style=NOTES, retrieval="dropped")
     [context, *_] = task.contexts
     retriever = Retriever(engine.tokenizer, RetrievalSetting())
     reads = (DOCUMENTS, BEHIND_OTHER, BEHIND_SHUFFLED)
@@ -162,7 +162,7 @@ def test_documents_are_wanted_where_a_method_goes_by_them(engine: BlendEngine) -
         evaluate(engine, "", bare, EvalSetting(parse_methods("full documents, reuse alone, reuse behind other")))
     for wrong in ({"retrieval": "sorted"}, {"documents": 0}, {"top_k": 0}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
-            reference_task(4, **wrong)  # type: ignore[arg-type]
+            reference_task(4, style=NOTES, **wrong)  # type: ignore[arg-type]
 
 
 def test_a_run_is_resumed_with_its_own_retrieval_and_encodings_only(model_folder: Path, tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_run_is_resumed_with_its_own_retrieval_and_encodings_only(model_folder
 
 @pytest.mark.parametrize("questions", [20, pytest.param(200, marks=pytest.mark.full)])
 def test_chunks_that_remember_their_document_answer_better_than_full_prefill(questions: int) -> None:
-    task = reference_task(questions, retrieval="shuffled")
+    task = reference_task(questions, style=NOTES, retrieval="shuffled")
     setting = EvalSetting(parse_methods(ROWS), resamples=200, together=True)
     with BlendEngine.from_pretrained("reference", **engine_settings(device="cpu")) as engine:
         result = evaluate(engine, "reference", task, setting)

@@ -16,6 +16,7 @@ from cacheblend_rag.lab.eval.journal import parse_asked
 from cacheblend_rag.lab.eval.prefix import PrefixCache
 from cacheblend_rag.lab.eval.ways import budget_for_charge, make_way
 from cacheblend_rag.lab.settings import engine_settings
+from cacheblend_rag.lab.training.corpus import NOTES
 from tests.families import CASES, tiny_model, tiny_tokenizer, words
 
 
@@ -23,7 +24,12 @@ from tests.families import CASES, tiny_model, tiny_tokenizer, words
 def test_prefix_caching_answers_like_full_prefill(family: str, attention: str) -> None:
     model, tokenizer = tiny_model(family, attention), tiny_tokenizer()
     with BlendEngine(model, tokenizer, **engine_settings(strict=True)) as engine:
-        task = replace(reference_task(1), head=f"{words(4, 1)} ", tail=f" {words(3, 2)} {{question}}", separator=" t7 ")
+        task = replace(
+            reference_task(1, style=NOTES),
+            head=f"{words(4, 1)} ",
+            tail=f" {words(3, 2)} {{question}}",
+            separator=" t7 ",
+        )
         engine.add([Chunk(words(20, seed), f"n{seed}") for seed in range(3)])
         inquiry = Inquiry(task, ("n0", "n1", "n2"), words(5, 9), 8)
         [full] = make_way(parse_method("full"), engine).answer([inquiry], [{}])
@@ -50,7 +56,7 @@ def test_full_reuse_leaves_keys_where_they_were_encoded() -> None:
 
 
 def test_the_baselines_on_the_reference_model(tmp_path: Path) -> None:
-    task = reference_task(2)
+    task = reference_task(2, style=NOTES)
     setting = EvalSetting(
         methods=parse_methods("prefix, full_reuse, map_reduce, map_rerank, hkvd @0.2, hkvd @0.01, random = hkvd @0.2"),
         resamples=20,
@@ -106,5 +112,5 @@ def test_the_budget_of_a_charge_is_the_nearest(shape: str, charge: float) -> Non
 
 
 def test_a_question_with_braces_stays_as_it_is() -> None:
-    inquiry = Inquiry(replace(reference_task(1), tail="{x} {question} {"), (), "{y}", 1)
+    inquiry = Inquiry(replace(reference_task(1, style=NOTES), tail="{x} {question} {"), (), "{y}", 1)
     assert inquiry.tail == "{x} {y} {"

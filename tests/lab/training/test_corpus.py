@@ -10,13 +10,14 @@ import pytest
 
 from cacheblend_rag.demo.corpus import CORPUS_FILE, demo_documents, demo_questions
 from cacheblend_rag.lab.training.corpus import (
-    EVAL_STYLE,
+    NOTES,
     Example,
     demo_corpus,
     eval_examples,
     make_example,
 )
 from cacheblend_rag.lab.training.curriculum import STAGES
+from cacheblend_rag.lab.training.questions import KINDS
 from cacheblend_rag.lab.training.templates import ATTRIBUTES, COMPARISONS, question_templates, statement_templates
 from cacheblend_rag.lab.training.vocabulary import HEADS_AND_TAILS, PLAIN_PAIRS, Maker, is_held_out
 from cacheblend_rag.lab.training.world import Style
@@ -27,12 +28,12 @@ NAMED_KINDS = ("person", "town", "firm", *PLAIN_PAIRS)
 
 @pytest.fixture(scope="module")
 def held_out() -> list[Example]:
-    return eval_examples(600, seed=3)
+    return eval_examples(600, seed=3, style=NOTES)
 
 
 def test_examples_follow_from_the_seed() -> None:
-    assert eval_examples(40, seed=5) == eval_examples(40, seed=5)
-    assert eval_examples(40, seed=5) != eval_examples(40, seed=6)
+    assert eval_examples(40, seed=5, style=NOTES) == eval_examples(40, seed=5, style=NOTES)
+    assert eval_examples(40, seed=5, style=NOTES) != eval_examples(40, seed=6, style=NOTES)
     first, again = (make_example(random.Random("train"), Style(), "train", 10) for _ in range(2))
     assert first == again
     assert CORPUS_FILE.read_text(encoding="utf-8") == demo_corpus()
@@ -69,8 +70,8 @@ def test_evaluation_contexts_are_long_and_hold_every_kind(held_out: list[Example
     assert sum(len(example.questions) for example in held_out) == 600
     assert all(len(example.chunks) >= 12 for example in held_out)
     kinds = [question.kind for example in held_out for question in example.questions]
-    assert set(kinds) == set(EVAL_STYLE.kinds)
-    assert min(kinds.count(kind) for kind in EVAL_STYLE.kinds) > 60
+    assert set(kinds) == set(NOTES.kinds)
+    assert min(kinds.count(kind) for kind in NOTES.kinds) > 60
 
 
 def test_support_holds_what_the_answer_needs(held_out: list[Example]) -> None:
@@ -83,7 +84,7 @@ def test_support_holds_what_the_answer_needs(held_out: list[Example]) -> None:
 
 
 def test_comparisons_follow_from_two_facts() -> None:
-    examples = eval_examples(60, seed=4, style=replace(EVAL_STYLE, kinds=("comparison",)))
+    examples = eval_examples(60, seed=4, style=replace(NOTES, kinds=("comparison",)))
     for example in examples:
         for question in example.questions:
             support = [example.chunks[index] for index in question.support]
@@ -135,7 +136,7 @@ def test_the_demonstration_is_large_enough() -> None:
     assert len(documents) >= 8
     assert len(chunks) >= 40
     assert len(questions) >= 10
-    assert {question.kind for question in questions} == set(EVAL_STYLE.kinds)
+    assert {question.kind for question in questions} == set(KINDS)
     assert all(document.title in document.chunks[0] for document in documents)
     assert all("\n" not in chunk for chunk in chunks)
     assert len(set(chunks)) == len(chunks)

@@ -10,7 +10,7 @@ import pytest
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lab.eval.datasets import load_task
-from cacheblend_rag.lab.training.corpus import eval_examples
+from cacheblend_rag.lab.training.corpus import NOTES, eval_examples
 from cacheblend_rag.lab.training.longbench import MADE_SUBTASKS, longbench_records, main
 
 
@@ -22,7 +22,7 @@ def test_records_of_other_subtasks_are_not_made() -> None:
 def test_records_are_read_as_the_subtasks_they_are_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["longbench", "--out", str(tmp_path), "--questions", "11", "--seed", "3"])
     main()
-    examples = eval_examples(11, 3)
+    examples = eval_examples(11, 3, style=NOTES)
     asked = [(example, question) for example in examples for question in example.questions]
     assert len(asked) == 11 and len(examples) > 1
     for subtask, metric in zip(MADE_SUBTASKS, ("f1", "rouge_l"), strict=True):

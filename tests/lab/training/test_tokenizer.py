@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from cacheblend_rag.lab.training.corpus import eval_examples
+from cacheblend_rag.lab.training.corpus import NOTES, eval_examples
 from cacheblend_rag.lab.training.tokenizer import build_tokenizer, save_tokenizer
 from cacheblend_rag.lab.training.vocabulary import HEADS_AND_TAILS, PLAIN_PAIRS
 from cacheblend_rag.reference.prompt import ASSISTANT, BOS, FORMATS, USER, chat
@@ -64,7 +64,7 @@ def test_the_vocabulary_stays_small_and_has_its_special_tokens() -> None:
 
 
 def test_words_of_the_corpus_are_mostly_single_tokens() -> None:
-    chunks = [chunk for example in eval_examples(40) for chunk in example.chunks]
+    chunks = [chunk for example in eval_examples(40, style=NOTES) for chunk in example.chunks]
     assert sum(len(ids(chunk)) for chunk in chunks) / sum(len(chunk.split()) for chunk in chunks) < 1.6
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lab.training.batch import (
@@ -22,7 +22,7 @@ from cacheblend_rag.lab.training.batch import (
     encode_example,
     verdict_batch,
 )
-from cacheblend_rag.lab.training.corpus import eval_examples, make_example
+from cacheblend_rag.lab.training.corpus import NOTES, eval_examples, make_example
 from cacheblend_rag.lab.training.curriculum import STAGES, Stage
 from cacheblend_rag.lab.training.paragraphs import Paragraphs
 from cacheblend_rag.lab.training.questions import KINDS
@@ -31,7 +31,6 @@ from cacheblend_rag.lab.training.tokenizer import build_tokenizer
 from cacheblend_rag.lab.training.train import _forget_after, main, run
 from cacheblend_rag.lab.training.trainer import Options, Trainer
 from cacheblend_rag.lab.training.world import Style
-from cacheblend_rag.reference import WEIGHTS_DIR
 from cacheblend_rag.reference.prompt import FORMATS, value_of
 
 TOKENIZER = build_tokenizer()
@@ -43,12 +42,12 @@ SHORT = (Stage("sentences", replace(STYLES["attributes"], people=(2, 2)), rows=4
 
 @pytest.fixture
 def batch() -> Batch:
-    examples = eval_examples(12, seed=1)
+    examples = eval_examples(12, seed=1, style=NOTES)
     return collate([encode_example(TOKENIZER, example, FORMATS["llama_index_chat"], gap=3) for example in examples])
 
 
 def test_a_row_is_the_prompt_with_each_answer_after_its_question() -> None:
-    example = eval_examples(4, seed=2)[0]
+    example = eval_examples(4, seed=2, style=NOTES)[0]
     for form in FORMATS.values():
         row = encode_example(TOKENIZER, example, form)
         shared = [token for token, branch in zip(row.ids, row.branches, strict=True) if branch == 0]
@@ -242,8 +241,9 @@ def test_half_a_line_of_the_log_is_forgotten(tmp_path: Path) -> None:
 
 
 def test_weights_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    save_file({"lm_head.weight": torch.zeros(1486, 128)}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match="tokenizer of 1486 tokens, but the corpus gives one of"):
-        Trainer(TINY, SHORT).begin_from(WEIGHTS_DIR)
+        Trainer(TINY, SHORT).begin_from(tmp_path)
 
 
 def test_the_curriculum_goes_on_when_a_goal_is_reached_or_the_steps_are_spent() -> None:
@@ -259,7 +259,7 @@ def test_the_curriculum_goes_on_when_a_goal_is_reached_or_the_steps_are_spent() 
 
 def test_scores_name_every_kind() -> None:
     trainer = Trainer(TINY, SHORT)
-    scores = score(trainer.model, TOKENIZER, eval_examples(16), reuse=True)
+    scores = score(trainer.model, TOKENIZER, eval_examples(16, style=NOTES), reuse=True)
     assert set(scores) == {"all", "single", "pronoun", "two_hop"}
     assert all(0 <= value <= 1 for value in scores.values())
 
