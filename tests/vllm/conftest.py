@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,9 +64,16 @@ class Corpus:
         """Return the tokens of what a prompt has behind its chunks."""
         return tuple(self.engine.tokenizer(asked.prompt.segments[-1], add_special_tokens=False)["input_ids"])
 
-    def chunks_of(self, document: str) -> list[Chunk]:
-        """Return the chunks of a document, as they were added."""
-        return [chunk for chunk in self.chunks if chunk.document == document]
+    @contextmanager
+    def without_document_of(self, id: str) -> Iterator[None]:
+        """Do without the document that a chunk is of; behind the block it is there again, encoded anew."""
+        [document] = self.engine.places([id])
+        assert document is not None
+        self.engine.delete_document(document)
+        try:
+            yield
+        finally:
+            self.engine.add([chunk for chunk in self.chunks if chunk.document == document])
 
 
 def is_right(asked: Asked, text: str) -> bool:

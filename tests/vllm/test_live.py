@@ -136,7 +136,10 @@ def test_what_vllm_has_and_what_the_store_has_are_put_together(corpus: Corpus, l
     asked = corpus.asked[16]
     prefix = corpus.prefix(asked)
     block = llm.llm_engine.vllm_config.cache_config.block_size
-    cut = StoredPrefix(prefix.token_ids[: 2 * block + 3], prefix.pieces, prefix.namespace, "")
+    # The most blocks that are stored whole, and the beginning of another.
+    blocks = (prefix.num_stored - 4) // block
+    assert blocks
+    cut = StoredPrefix(prefix.token_ids[: blocks * block + 3], prefix.pieces, prefix.namespace, "")
     [begun] = ask([cut], salt="both", max_tokens=1)
     assert begun.num_cached_tokens == len(cut.token_ids) - 1
     [output] = ask([prefix], salt="both")
@@ -178,13 +181,13 @@ def test_a_file_that_goes_after_it_was_found_is_computed(corpus: Corpus, ask: As
     expected = full(corpus, prefix)
     key = prefix.pieces[3].key
     [path] = [path for path in corpus.store.rglob("*.safetensors") if key in path.name]
-    kept = path.with_suffix(".kept")
-    os.rename(path, kept)
-    try:
-        [output] = ask([prefix], salt="gone")
-    finally:
-        os.rename(kept, path)
+    path.unlink()
+    [output] = ask([prefix], salt="gone")
     assert ids_of(output) == expected
+    # Whoever misses it drops its entry: it is stored anew for the tests that follow.
+    id = next(id for id in corpus.engine.ids() if corpus.engine.records([id])[0].key == key)
+    with corpus.without_document_of(id):
+        pass
 
 
 def test_put_off_requests_are_answered_alike(corpus: Corpus, llm: LLM, ask: Ask) -> None:
@@ -227,17 +230,12 @@ def test_a_deleted_chunk_is_served_no_more(corpus: Corpus, ask: Ask) -> None:
     prefix = corpus.prefix(asked)
     expected = full(corpus, prefix)
     id = next(segment.id for segment in asked.prompt.segments[1:] if hasattr(segment, "id"))
-    document = corpus.engine.places([id])[0]
-    chunks = corpus.chunks_of(document)
     ask([prefix])
-    corpus.engine.delete_document(document)
-    try:
+    with corpus.without_document_of(id):
         # Whoever asks with what was known before gets the tokens computed.
         [output] = ask([prefix], salt="deleted")
         assert ids_of(output) == expected
         assert output.num_cached_tokens < prefix.num_stored
-    finally:
-        corpus.engine.add(chunks)
 
 
 def library_of(corpus: Corpus, llm: LLM, store: KVStore) -> VLLMLibrary:
@@ -287,7 +285,10 @@ def test_what_vllm_encodes_is_what_the_engine_encodes(corpus: Corpus, llm: LLM, 
     check_encoding(corpus, llm, tmp_path / "kv")
 
 
-def test_two_ranks_take_their_heads(corpus: Corpus, tmp_path: Path) -> None:
+def test_two_ranks_take_their_heads(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Left to itself, vLLM gives each rank a NUMA node of its own, of which small machines have one.
+    cores = sorted(os.sched_getaffinity(0))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
     model = started(corpus, 32, tensor_parallel_size=2)
     try:
         check_encoding(corpus, model, tmp_path / "kv")
