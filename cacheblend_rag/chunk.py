@@ -10,7 +10,20 @@ from typing import TypeAlias
 
 from cacheblend_rag.errors import ConfigError, EmptyChunkError, PromptError
 
-__all__ = ["BlendPrompt", "Chunk", "ChunkPart", "ChunkRef", "FixedText", "Segment", "check_text", "text_hash"]
+__all__ = [
+    "BLANK_LINE",
+    "BlendPrompt",
+    "Chunk",
+    "ChunkPart",
+    "ChunkRef",
+    "FixedText",
+    "Segment",
+    "check_text",
+    "text_hash",
+]
+
+BLANK_LINE = "\n\n"
+"""What frameworks, and the server, put between chunks."""
 
 # More than any text has, and its end is still a number that the store's index can hold.
 _MOST_CHARACTERS = 2**62

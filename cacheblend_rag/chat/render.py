@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from cacheblend_rag.chunk import Chunk, ChunkRef
+from cacheblend_rag.chunk import BLANK_LINE, Chunk, ChunkRef
 from cacheblend_rag.errors import ConfigError, PromptError
 
 __all__ = ["Holes", "Passage", "around_question", "knows_tools", "render_chat"]
 
 Piece = TypeVar("Piece", bound="Chunk | ChunkRef")
 _PROBE = "probe_of_cacheblend"
-_SEPARATOR = "\n\n"
 
 
 class Holes(Generic[Piece]):
@@ -145,7 +144,7 @@ def around_question(
 
 
 def _with_documents(turns: Sequence[dict[str, Any]], documents: Sequence[Passage[Piece]]) -> list[dict[str, Any]]:
-    changed = around_question(turns, [part for document in documents for part in (document.chunk, _SEPARATOR)])
+    changed = around_question(turns, [part for document in documents for part in (document.chunk, BLANK_LINE)])
     if changed is None:
         raise PromptError("documents= needs a user message to go into; there is none among the messages")
     return changed

@@ -10,7 +10,7 @@ from cacheblend_rag.chat.catalog import catalog_of
 from cacheblend_rag.chat.grammar import json_grammar, requested_schema, schema_request
 from cacheblend_rag.chat.render import Passage, around_question, render_chat
 from cacheblend_rag.chat.tools import call_grammar, chosen_tools
-from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef
+from cacheblend_rag.chunk import BLANK_LINE, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.engine import ChunkLibrary
 from cacheblend_rag.errors import PromptError, PromptTooLongError
 from cacheblend_rag.serve.backend import Asked
@@ -20,7 +20,6 @@ from cacheblend_rag.serve.wire import ChatRequest, CompletionRequest, Decoding, 
 __all__ = ["calls_for", "check_length"]
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_SEPARATOR = "\n\n"
 _Part = str | Chunk | ChunkRef
 
 
@@ -72,7 +71,7 @@ def _chat(library: ChunkLibrary, request: ChatRequest, config: ServeConfig) -> A
 
 
 def _completion(library: ChunkLibrary, prompt: str | list[int], documents: Sequence[str | DocumentItem]) -> BlendPrompt:
-    before = [part for each in _passages(library, documents) for part in (each.chunk, _SEPARATOR)]
+    before = [part for each in _passages(library, documents) for part in (each.chunk, BLANK_LINE)]
     if isinstance(prompt, str):
         return catalog_of(library).prompt(library, [*before, *([prompt] if prompt else [])])
     size = len(library.tokenizer)

@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 
+from cacheblend_rag.chunk import BLANK_LINE
 from cacheblend_rag.cli.output import say_seconds
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lab.bench.runner import Bench, Say, say_nothing
@@ -27,7 +28,6 @@ from cacheblend_rag.lab.training.fillers import filler
 
 __all__ = ["Arrival", "ServeBench", "ServeRow", "arrivals", "zipf_sample"]
 
-_SEPARATOR = "\n\n"
 _CHUNKS_OF_A_DOCUMENT = 5
 _UNLOADED = 12
 _TIMEOUT_S = 120.0
@@ -249,7 +249,7 @@ class ServeBench(Bench[ServeSetting, ServeRow]):
             body["documents"] = [{"id": _id(number)} for number in arrival.chunks]
         else:
             texts = [self._chunks[number] for number in arrival.chunks]
-            body["prompt"] = _SEPARATOR.join([*texts, body["prompt"]])
+            body["prompt"] = BLANK_LINE.join([*texts, body["prompt"]])
         return body
 
 

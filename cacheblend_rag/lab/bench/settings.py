@@ -144,8 +144,8 @@ Shape = Annotated[
     typer.Option(
         "--shape",
         metavar="NAME",
-        help="The model's shape: tiny, smollm2-360m, qwen2-0.5b, gemma-3-1b, phi-3-mini-8-layers, llama-3.2-1b, llama-3.2-3b, "
-        "qwen2.5-7b or llama-3.1-8b.",
+        help="The model's shape: tiny, reference, smollm2-360m, qwen2-0.5b, gemma-3-1b, phi-3-mini-8-layers, llama-3.2-1b, "
+        "llama-3.2-3b, qwen2.5-7b or llama-3.1-8b.",
     ),
 ]
 Chunks = Annotated[int, typer.Option(min=1, help="Chunks in the prompt.")]
@@ -288,10 +288,11 @@ def check_dtype(name: str) -> None:
 class TTFTSetting(ModelSetting):
     """Measure the time to the first token: full prefill, the model's own prefix cache, plain reuse and blend, in alternation.
 
-    Full prefill is the model's own forward pass over the whole prompt; "prefix_cache" is its own cache of the first chunk.
-    "reuse" and "blend" are of chunks that were encoded alone, "in_document" is plain reuse of the same chunks as pieces of one
-    document, and "gapless" that behind a fixed head and with separators, whose KV is stored too; "of reuse" is how much of plain
-    reuse's speed is left. "limit" is the speedup if computing rows were all that took time, "of limit" how much of it is there.
+    Full prefill is the model's own forward pass over the whole prompt; "prefix_cache" is its own cache of the first chunk, and
+    "ready" one of all that stands before the question, which "of ready" compares with. "reuse" and "blend" are of chunks encoded
+    alone, "in_document" is plain reuse of the same chunks as pieces of one document, and "gapless" that behind a fixed head and
+    with separators, whose KV is stored too; "of reuse" is how much of plain reuse's speed is left. "limit" is the speedup if
+    computing rows were all that took time, "of limit" how much of it is there.
     """
 
     bench: ClassVar[str] = "ttft:TTFTBench"

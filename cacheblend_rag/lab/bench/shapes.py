@@ -58,7 +58,7 @@ def _rope(theta: float) -> dict[str, Any]:
 
 _Shape = tuple[type[LlamaConfig] | type[Qwen2Config] | type[Gemma3TextConfig] | type[Phi3Config], dict[str, Any]]
 
-# From each model's published config.json.
+# From each model's config.json.
 _SHAPES: dict[str, _Shape] = {
     "tiny": (
         LlamaConfig,
@@ -69,6 +69,19 @@ _SHAPES: dict[str, _Shape] = {
             num_hidden_layers=4,
             num_attention_heads=4,
             num_key_value_heads=2,
+            max_position_embeddings=4096,
+        ),
+    ),
+    # The shipped model's.
+    "reference": (
+        LlamaConfig,
+        dict(
+            vocab_size=1908,
+            hidden_size=128,
+            intermediate_size=320,
+            num_hidden_layers=16,
+            num_attention_heads=4,
+            num_key_value_heads=4,
             max_position_embeddings=4096,
         ),
     ),

@@ -26,6 +26,7 @@ from cacheblend_rag.selection import make_selector
 __all__ = ["TTFTBench", "TTFTRow"]
 
 _FULL = "full"
+_READY = "ready"
 _PREFIX_CACHE = "prefix_cache"
 _REUSE = "reuse"
 _IN_DOCUMENT = "in_document"
@@ -40,9 +41,10 @@ class TTFTRow:
     ----------
     method : str
         "full": the model's own forward over the whole prompt. "prefix_cache": its own cache of the first chunk, copied, and its
-        forward over the rest. "reuse": stored KV of every chunk, encoded alone, nothing recomputed. "in_document": the same of
-        chunks that are the pieces of one document. "gapless": the same behind a fixed head, with separators. "blend": some tokens
-        recomputed, of chunks encoded alone.
+        forward over the rest. "ready": its forward over the question behind a cache of all before it, which is not copied.
+        "reuse": stored KV of every chunk, encoded alone, nothing recomputed. "in_document": the same of chunks that are pieces of
+        one document. "gapless": the same behind a fixed head, with separators. "blend": some tokens recomputed, of chunks
+        encoded alone.
     selector : str or None
         Who chose them.
     recompute_ratio : float or None
@@ -65,6 +67,8 @@ class TTFTRow:
     of_reuse : float or None
         The speed of "reuse" that is left: its `ttft_s` from the same tier over that of "in_document" or "gapless", in the same
         round; the median of the rounds.
+    of_ready : float or None
+        `ttft_s` over that of "ready", in the same round; the median of the rounds. None for what recomputes chunks.
     load_s, recompute_s : float or None
         Medians of the time spent waiting for stored KV, and in the blended forward pass.
     load_bytes : int or None
@@ -84,6 +88,7 @@ class TTFTRow:
     pipeline: bool | None
     over_ram: float | None
     of_reuse: float | None
+    of_ready: float | None
     load_s: float | None
     recompute_s: float | None
     load_bytes: int | None
@@ -164,6 +169,9 @@ class TTFTBench(RoundsBench[TTFTSetting, _Method, "tuple[float, BlendReport | No
         # The BOS and the first chunk.
         self._cached_tokens = 1 + setting.chunk_tokens
         self._cached = PrefixCache(model, self.token_ids[: self._cached_tokens])
+        # Of the prompt without gaps where there is one.
+        ready = next(iter(self._gapless.values()), self.engine).prompt_ids(self._prompts.get(_GAPLESS, self.prompt))
+        self._ready = PrefixCache(model, ready[: -setting.question_tokens])
 
     def _make_gapless(self, words: RandomWords, chunks: Sequence[Chunk], question: str) -> None:
         """Make engines of another separator over the same stores, with the chunks' KV behind which is the separator's."""
@@ -182,8 +190,9 @@ class TTFTBench(RoundsBench[TTFTSetting, _Method, "tuple[float, BlendReport | No
             gapless.flush()
 
     def methods(self) -> list[_Method]:
-        """Return full prefill, the prefix cache, and each ratio by each selector from each tier."""
-        methods = [_Method(_FULL, None, None, self._full), _Method(_PREFIX_CACHE, None, None, self._prefix_cache)]
+        """Return full prefill, the model's own caches, and each ratio by each selector from each tier."""
+        own = {_FULL: self._full, _PREFIX_CACHE: self._prefix_cache, _READY: self._behind_ready}
+        methods = [_Method(name, None, None, run) for name, run in own.items()]
         for ratio in dict.fromkeys(self.setting.ratios):
             for selector in dict.fromkeys(self.setting.selectors) if ratio else ("none",):
                 for label in dict.fromkeys(self.setting.tiers):
@@ -211,6 +220,10 @@ class TTFTBench(RoundsBench[TTFTSetting, _Method, "tuple[float, BlendReport | No
     def _prefix_cache(self) -> None:
         int(self._cached.logits(self._ids[:, self._cached_tokens :]).argmax())
 
+    def _behind_ready(self) -> None:
+        question = self._ids[:, -self.setting.question_tokens :]
+        int(self._ready.logits(question, copies=False).argmax())
+
     def _blend(self, tier: str, selector: str, ratio: float, pipeline: bool, name: str = _REUSE) -> BlendReport:
         label = tier if pipeline else f"{tier}{NO_PIPELINE}"
         engine = (self._gapless if name == _GAPLESS else self._engines)[label]
@@ -228,13 +241,15 @@ class TTFTBench(RoundsBench[TTFTSetting, _Method, "tuple[float, BlendReport | No
         # Only chunks that were stored in a document are compared with those that were stored alone.
         in_document = method.name in (_IN_DOCUMENT, _GAPLESS)
         reuse = times_of.get((_REUSE, *method.key[1:])) if in_document else None
+        ready = times_of[_READY, None, None, None, None] if method.tier and not method.ratio else None
         reports = [report for _, report in runs[method] if report is not None]
         if reports:
             charged = median(report.charged_ratio for report in reports)
             context, prompt, head = reports[0].context_tokens, reports[0].prompt_tokens, reports[0].head_tokens
         else:
-            charged = 1.0 if method.name == _FULL else (self.setting.chunks - 1) / self.setting.chunks
-            context, prompt, head = self._context_tokens, len(self.token_ids), int(method.name == _PREFIX_CACHE)
+            rest = self.setting.chunks - 1
+            charged = {_FULL: 1.0, _PREFIX_CACHE: rest / self.setting.chunks, _READY: 0.0}[method.name]
+            context, prompt, head = self._context_tokens, len(self.token_ids), int(method.name != _FULL)
         computed = charged * context + prompt - context - head
         return TTFTRow(
             method=method.name,
@@ -250,6 +265,7 @@ class TTFTBench(RoundsBench[TTFTSetting, _Method, "tuple[float, BlendReport | No
             pipeline=method.pipeline,
             over_ram=None if ram is None else median_ratio(times, ram),
             of_reuse=None if reuse is None else median_ratio(reuse, times),
+            of_ready=None if ready is None else median_ratio(times, ready),
             load_s=median(report.load_s for report in reports) if reports else None,
             recompute_s=median(report.recompute_s for report in reports) if reports else None,
             load_bytes=round(median(report.load_bytes for report in reports)) if reports else None,
@@ -280,6 +296,7 @@ class TTFTBench(RoundsBench[TTFTSetting, _Method, "tuple[float, BlendReport | No
             "of limit": f"{row.speedup / row.limit:.2f}",
             "of ram": None if row.over_ram is None else f"{row.over_ram:.2f}x",
             "of reuse": None if row.of_reuse is None else f"{row.of_reuse:.2f}",
+            "of ready": None if row.of_ready is None else f"{row.of_ready:.2f}x",
             "waited": None if row.load_s is None else say_seconds(row.load_s),
         }
 

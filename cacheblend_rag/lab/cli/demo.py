@@ -39,6 +39,8 @@ def demo(
     Their KV is computed on the way in. A second run finds everything there and encodes nothing.
     """
     started = time.perf_counter()
+    from cacheblend_rag.chunk import BLANK_LINE
+    from cacheblend_rag.config import EngineConfig
     from cacheblend_rag.demo.corpus import demo_chunks
     from cacheblend_rag.lab.demo.example import best_example
     from cacheblend_rag.lab.demo.run import METHODS, DemoEngine, demo_frameworks, run_demo, score
@@ -52,7 +54,7 @@ def demo(
             lambda: f"what was put into Chroma is kept in {folder} with its KV; the same command goes on from there"
         ),
         console(stderr=True).status("loading the model") as status,
-        DemoEngine.from_pretrained(model, store=folder / "kv") as engine,
+        DemoEngine.from_pretrained(model, store=folder / "kv", config=EngineConfig(separator=BLANK_LINE)) as engine,
     ):
         assert isinstance(engine, DemoEngine)
         ingestions, asked = run_demo(

@@ -12,6 +12,7 @@ from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_huggingface import HuggingFaceEmbeddings
 
+from cacheblend_rag.chunk import BLANK_LINE
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.demo.corpus import DemoChunk, demo_documents
 from cacheblend_rag.engine import BlendEngine
@@ -87,7 +88,9 @@ class LangChainDemo:
         # mypy sees an __init__ made of pydantic's fields, not the one that the class has.
         llm = ChatBlend(engine=engine, max_tokens=self._max_new_tokens, temperature=0)  # type: ignore[call-arg]
         chain = _PROMPT | llm.bind(blend_config=blend)
-        message = chain.invoke({"context": "\n".join(each.page_content for each in documents), "question": question})
+        message = chain.invoke(
+            {"context": BLANK_LINE.join(each.page_content for each in documents), "question": question}
+        )
         return str(message.text), message.response_metadata["blend"]
 
 

@@ -40,7 +40,7 @@ class PrefixAnswer:
 
 
 class PrefixCache:
-    """The exact KV of a prompt's first tokens, computed once; every use gets a copy.
+    """The exact KV of a prompt's first tokens, computed once; every use gets a copy, unless it takes none.
 
     Parameters
     ----------
@@ -59,18 +59,22 @@ class PrefixCache:
         model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
 
     @torch.no_grad()
-    def logits(self, rest: torch.Tensor) -> torch.Tensor:
+    def logits(self, rest: torch.Tensor, copies: bool = True) -> torch.Tensor:
         """Return the logits behind the prefix and `rest`, ``(vocab,)``.
 
         Parameters
         ----------
         rest : torch.Tensor
             Token ids of the rest of the prompt, ``(1, rest_len)``, on the model's device.
+        copies : bool
+            Whether the cache is copied first; otherwise what is behind the prefix is cut off again.
         """
-        cache = copy.deepcopy(self._cache)
+        cache = copy.deepcopy(self._cache) if copies else self._cache
         logits: torch.Tensor = self._model(
             input_ids=rest, past_key_values=cache, use_cache=True, logits_to_keep=1
         ).logits
+        if not copies:
+            cache.crop(-rest.shape[1])
         return logits[0, -1]
 
     @torch.no_grad()

@@ -10,6 +10,7 @@ from langchain_core.messages import AIMessage, BaseMessage, ToolMessage
 from langchain_core.messages.content import PlainTextContentBlock
 
 from cacheblend_rag import Chunk
+from cacheblend_rag.chunk import BLANK_LINE
 from cacheblend_rag.errors import ConfigError, PromptError
 from langchain_cacheblend.places import source_of
 
@@ -19,7 +20,6 @@ __all__ = ["as_chunks", "chunk_block", "documents_to_blocks", "parts_of"]
 _INLINE = "cacheblend_inline"
 # Another: what it was made of.
 _SOURCE = "cacheblend_source"
-_SEPARATOR = "\n\n"
 # Said again by AIMessage.tool_calls, or never shown to a model again.
 _NOT_SHOWN_OF_ANSWERS = ("tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use", "reasoning", "thinking")
 
@@ -89,7 +89,7 @@ def parts_of(message: BaseMessage) -> list[str | Chunk]:
             )
             beside = parts and (isinstance(part, Chunk) or isinstance(before, Chunk))
             if beside and not number and not inline and not was_inline and not is_parted:
-                parts.append(_SEPARATOR)
+                parts.append(BLANK_LINE)
             parts.append(part)
     return parts
 

@@ -16,7 +16,7 @@ from cacheblend_rag.calibration import ModelCall
 from cacheblend_rag.chat.answer import Answer, Deadline, Ending
 from cacheblend_rag.chat.catalog import ChunkCatalog, catalog_of
 from cacheblend_rag.chat.finder import HEAD_CHARS
-from cacheblend_rag.chunk import Segment
+from cacheblend_rag.chunk import BLANK_LINE, Segment
 from cacheblend_rag.engine import AnyEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.stops import acut_pieces, cut_pieces
@@ -38,7 +38,6 @@ __all__ = ["BlendModel"]
 
 _OPTIONS = tuple(DecodingFields.model_fields)
 # What tutorials' format_docs and create_stuff_documents_chain join documents with.
-_SEPARATOR = "\n\n"
 
 
 class BlendModel(AnswersTogether, DecodingFields):
@@ -128,7 +127,7 @@ class BlendModel(AnswersTogether, DecodingFields):
                 )
             loaded_with = EngineConfig.of(config)
             if "separator" not in loaded_with.model_fields_set:
-                loaded_with = loaded_with.replace(separator=_SEPARATOR)
+                loaded_with = loaded_with.replace(separator=BLANK_LINE)
             engine = BlendEngine.from_pretrained(
                 model, config=loaded_with, blend=blend, store=store, **(model_kwargs or {})
             )

@@ -14,12 +14,11 @@ from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.prompts import BasePromptTemplate, ChatPromptTemplate, PromptTemplate, SelectorPromptTemplate
 from llama_index.core.schema import NodeWithScore
 
-from cacheblend_rag.chunk import BlendPrompt, Chunk, FixedText, Segment, text_hash
+from cacheblend_rag.chunk import BLANK_LINE, BlendPrompt, Chunk, FixedText, Segment, text_hash
 from cacheblend_rag.engine import AnyEngine
 from cacheblend_rag.errors import PromptTooLongError, StoreError
 from cacheblend_rag.report import CallReport
 from llama_index_cacheblend.llm import BlendLLM
-from llama_index_cacheblend.nodes import SEPARATOR
 from llama_index_cacheblend.pml import PMLPromptTemplate
 from llama_index_cacheblend.report import AnswerReport
 from llama_index_cacheblend.sources import annotate, warn_of_other_texts
@@ -78,7 +77,7 @@ def make_context_prompt(
     # The template is filled twice: where a mark that nobody can have written comes out, the context comes out too.
     mark = f"CACHEBLEND-{uuid.uuid4().hex}"
     parts = llm.render(template, structured, **values, **{variable: mark})[0].split(mark)
-    context = SEPARATOR.join(chunk.text for chunk in chunks)
+    context = BLANK_LINE.join(chunk.text for chunk in chunks)
     text, messages = llm.render(template, structured, **values, **{variable: context})
     kept = chunks
     left_over: tuple[Chunk, ...] = ()
@@ -86,7 +85,7 @@ def make_context_prompt(
     # A token has a byte at least, so most prompts need not be counted.
     if limit is not None and len(text.encode("utf-8", "surrogatepass")) >= limit and len(parts) > 1 and chunks:
         kept, left_over, dropped = _fitting(llm, parts, chunks, limit, refines)
-        context = SEPARATOR.join(chunk.text for chunk in kept)
+        context = BLANK_LINE.join(chunk.text for chunk in kept)
         text, messages = llm.render(template, structured, **values, **{variable: context})
     # A template's function, output parser or prompt function may change the context instead of just placing it.
     if len(parts) > 1 and context.join(parts) == text:
@@ -133,7 +132,7 @@ def _of_schema(
         )
     text = prompt.plain_text()
     messages = [ChatMessage(role=MessageRole.USER, content=text)] if llm.is_chat_model else None
-    context = SEPARATOR.join(chunk.text for chunk in kept)
+    context = BLANK_LINE.join(chunk.text for chunk in kept)
     return ContextPrompt(text, messages, context, blend, left_over, dropped)
 
 
@@ -144,7 +143,7 @@ def _segments(parts: Sequence[str], chunks: Sequence[Chunk]) -> list[Segment]:
     for number, part in enumerate(parts):
         if number:
             for place, chunk in enumerate(chunks):
-                segments += [SEPARATOR, chunk] if place else [chunk]
+                segments += [BLANK_LINE, chunk] if place else [chunk]
         if part:
             segments.append(part)
     return segments
@@ -174,7 +173,7 @@ def _fitting(
         # The engine says so when it asks for them itself.
         records = []
     known = {(record.id, record.text_hash): record for record in records if record is not None}
-    separator, sizes = length(SEPARATOR), dict[Chunk, int]()
+    separator, sizes = length(BLANK_LINE), dict[Chunk, int]()
     for chunk in chunks:
         record = known.get((chunk.id or "", text_hash(chunk.text)))
         sizes[chunk] = length(chunk.text) if record is None else len(record.token_ids)

@@ -30,7 +30,7 @@ from llama_index.core.settings import Settings
 from llama_index.core.types import BaseOutputParser, PydanticProgramMode
 
 from cacheblend_rag.calibration import ModelCall
-from cacheblend_rag.chunk import BlendPrompt
+from cacheblend_rag.chunk import BLANK_LINE, BlendPrompt
 from cacheblend_rag.config import BlendConfig, EngineConfig, did_you_mean
 from cacheblend_rag.engine import AnyConversation, AnyEngine, BlendEngine, BlendStream, GenerationResult
 from cacheblend_rag.errors import ConfigError
@@ -38,7 +38,6 @@ from cacheblend_rag.pml import prompt_in
 from cacheblend_rag.served.engine import served_engine
 from cacheblend_rag.stops import cut_at_stop
 from llama_index_cacheblend.messages import Make, R, aresponses, as_chat, as_completion, render_messages, responses
-from llama_index_cacheblend.nodes import SEPARATOR
 from llama_index_cacheblend.report import watching
 from llama_index_cacheblend.structured import JSONAnswers
 
@@ -437,7 +436,7 @@ def _make_engine(
     tokenizer, store, model_kwargs = loading["tokenizer"], loading["store"], loading["model_kwargs"]
     config = EngineConfig.of(config)
     if "separator" not in config.model_fields_set:
-        config = config.replace(separator=SEPARATOR)
+        config = config.replace(separator=BLANK_LINE)
     if isinstance(model, str | Path):
         if tokenizer is not None:
             raise ConfigError(

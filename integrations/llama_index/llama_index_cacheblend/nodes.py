@@ -19,7 +19,6 @@ from cacheblend_rag.engine import AddJob, AddResult, AnyEngine, WarmEstimate
 from cacheblend_rag.errors import BackendError, ConfigError, PromptError, StoreError
 
 __all__ = [
-    "SEPARATOR",
     "Boundary",
     "EncodedNodes",
     "NodeEncoder",
@@ -33,8 +32,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-SEPARATOR = "\n\n"
-"""What stands between two nodes in a prompt, as in LlamaIndex's compact mode."""
 
 TextOf = Callable[[BaseNode], str | None] | BaseNodePostprocessor
 """Returns what the language model is shown of a node, metadata included; empty or None for a node that has no text. Or the

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from cacheblend_rag.chunk import BLANK_LINE
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.engine.opening import engine_identity, look_at_model, model_folder, open_engine_store
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
@@ -33,7 +34,6 @@ from vllm_cacheblend.spooling import own_folder
 __all__ = ["card_of", "command", "open_backend"]
 
 _NO_FOLDER = "vLLM takes KV from a folder that it shares with the server; give one by --store, or use --backend engine"
-_SEPARATOR = "\n\n"
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -121,7 +121,7 @@ def card_of(folder: Path, config: EngineConfig, store: Path) -> ModelCard:
 
 def _config(config: EngineConfig) -> EngineConfig:
     # What the server has between the documents of a request: without KV of it a prefix would end behind the first.
-    return config if config.separator else config.replace(separator=_SEPARATOR)
+    return config if config.separator else config.replace(separator=BLANK_LINE)
 
 
 def _arguments(wanted: Wanted, folder: Path, config: EngineConfig, card: ModelCard, spool: Path) -> list[str]:

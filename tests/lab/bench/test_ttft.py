@@ -52,20 +52,23 @@ def test_the_rows_are_complete(bench: TTFTBench) -> None:
     assert [(row.method, row.selector, row.recompute_ratio) for row in rows] == [
         ("full", None, None),
         ("prefix_cache", None, None),
+        ("ready", None, None),
         ("reuse", "none", 0.0),
         ("in_document", "none", 0.0),
         ("blend", "hkvd", 0.15),
         ("blend", "hkvd", 1.0),
     ]
-    assert calls[-1] == "measuring, 18 of 18"
-    full, prefix_cache, reuse, in_document, blend, _ = rows
+    assert calls[-1] == "measuring, 21 of 21"
+    full, prefix_cache, ready, reuse, in_document, blend, _ = rows
     assert (in_document.charged_ratio, in_document.limit) == (reuse.charged_ratio, reuse.limit)
     assert in_document.of_reuse is not None and in_document.of_reuse > 0
-    assert [row.of_reuse for row in rows].count(None) == 5
+    assert [row.of_reuse for row in rows].count(None) == 6
+    assert [row.method for row in rows if row.of_ready] == ["reuse", "in_document"]
     assert (full.speedup, full.charged_ratio, full.limit) == (1.0, 1.0, 1.0)
     assert prefix_cache.charged_ratio == pytest.approx(2 / 3)
     assert prefix_cache.limit == pytest.approx(66 / 45)
-    assert reuse.charged_ratio == 0
+    assert ready.charged_ratio == reuse.charged_ratio == 0
+    assert ready.limit == pytest.approx(66 / 5)
     assert reuse.limit == pytest.approx(66 / 6)
     # One layer of four in full, and 0.15 of the other three, and a probe.
     assert 0.25 + 0.75 * 0.15 <= blend.charged_ratio < 0.5
@@ -86,6 +89,7 @@ def test_the_command_writes_its_rows(tmp_path: Path) -> None:
     assert [(row["method"], row["selector"]) for row in whole["rows"]] == [
         ("full", None),
         ("prefix_cache", None),
+        ("ready", None),
         ("reuse", "none"),
         ("in_document", "none"),
         ("blend", "hkvd"),
@@ -134,6 +138,7 @@ def test_tiers_are_measured_side_by_side(tmp_path: Path) -> None:
     assert [(row.method, row.tier, row.pipeline) for row in rows] == [
         ("full", None, None),
         ("prefix_cache", None, None),
+        ("ready", None, None),
         ("blend", "ram", True),
         ("blend", "disk", True),
         ("blend", "disk", False),
@@ -141,12 +146,12 @@ def test_tiers_are_measured_side_by_side(tmp_path: Path) -> None:
     ]
     # What lies on the device is not loaded.
     assert rows.pop().load_bytes == 0
-    for row in rows[:2]:
+    for row in rows[:3]:
         assert (row.over_ram, row.load_s, row.load_bytes) == (None, None, None)
-    assert rows[2].over_ram == 1
+    assert rows[3].over_ram == 1
     # Three of the four layers of 60 tokens in float32: the first is computed in full.
-    assert {row.load_bytes for row in rows[2:]} == {3 * 60 * 2 * 32 * 4}
-    for row in rows[2:]:
+    assert {row.load_bytes for row in rows[3:]} == {3 * 60 * 2 * 32 * 4}
+    for row in rows[3:]:
         assert row.over_ram is not None and row.load_s is not None and 0 < row.load_s < row.ttft_s
     assert not list(tmp_path.iterdir())
 
