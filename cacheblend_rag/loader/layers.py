@@ -98,6 +98,8 @@ class LayerLoader:
         self._ready: dict[int, LayerKV | Upload] = {}
         self._error: BaseException | None = None
         self._closed = False
+        # What is begun by one thread is finished by another, and what is made in inference mode may be written to in no other.
+        self._infers = torch.is_inference_mode_enabled()
         self.load_bytes = 0
         self._host_wait_s = 0.0
         self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -185,7 +187,8 @@ class LayerLoader:
                 if self._closed or self._error is not None or self._next[0] >= self._end:
                     return
                 task = self._begin()
-            self.fetch_kv(*task)
+            with torch.inference_mode(self._infers):
+                self.fetch_kv(*task)
 
     def _may_go_on(self) -> bool:
         layer, _ = self._next

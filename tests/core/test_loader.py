@@ -129,6 +129,7 @@ def prompts(draw: st.DrawFn) -> tuple[list[int], list[int], list[str]]:
     first_layer=st.integers(0, 5),
     room=st.integers(0, 9),
     staged=st.booleans(),
+    infers=st.booleans(),
 )
 def test_layers_are_those_of_the_naive_reference(
     decoder: Decoder,
@@ -138,8 +139,12 @@ def test_layers_are_those_of_the_naive_reference(
     first_layer: int,
     room: int,
     staged: bool,
+    infers: bool,
 ) -> None:
-    """With `staged`, layers go the way that they go to other devices than the CPU, some of them from page-locked memory."""
+    """With `staged`, layers go the way that they go to other devices than the CPU, some of them from page-locked memory.
+
+    In inference mode (`infers`) a serving engine calls its connector.
+    """
     prompt = make_prompt(*made, decoder)
     rows = prompt.layout.context_rows
     risen: dict[int, ResidentKV] = {}
@@ -152,9 +157,12 @@ def test_layers_are_those_of_the_naive_reference(
         ram = open_store(Path(folder) / "kv", ram_bytes=2**40)
         disk = open_store(Path(folder) / "kv", ram_bytes=0)
         readers = prompt.readers(ram, disk, risen)
-        with LayerLoader(
-            decoder, prompt.layout, readers, first_layer, len(prompt.layout) + room, ahead, threads
-        ) as loader:
+        with (
+            torch.inference_mode(infers),
+            LayerLoader(
+                decoder, prompt.layout, readers, first_layer, len(prompt.layout) + room, ahead, threads
+            ) as loader,
+        ):
             for layer in range(first_layer, decoder.num_layers):
                 loaded, wanted = loader.synchronize(layer), prompt.naive(decoder, layer)
                 assert loaded.keys.shape[2] == len(prompt.layout) + room

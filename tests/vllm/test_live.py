@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -18,6 +19,7 @@ from vllm_cacheblend.library import VLLMLibrary
 
 from cacheblend_rag.chunk import BlendPrompt, Chunk
 from cacheblend_rag.engine.prefix import PrefixPiece, StoredPrefix
+from cacheblend_rag.lab.training.corpus import eval_examples
 from cacheblend_rag.store import KVStore, open_store
 from tests.vllm.conftest import FORM, WEIGHTS, Asked, Corpus, is_right, segments
 
@@ -33,7 +35,7 @@ def started(corpus: Corpus, block_size: int, **options: Any) -> LLM:
     return LLM(
         str(WEIGHTS),
         dtype="float32",
-        max_model_len=1024,
+        max_model_len=2048,
         enforce_eager=True,
         enable_prefix_caching=True,
         block_size=block_size,
@@ -188,6 +190,27 @@ def test_a_file_that_goes_after_it_was_found_is_computed(corpus: Corpus, ask: As
     id = next(id for id in corpus.engine.ids() if corpus.engine.records([id])[0].key == key)
     with corpus.without_document_of(id):
         pass
+
+
+def test_a_prompt_of_paragraphs_is_loaded_whole(corpus: Corpus, ask: Ask) -> None:
+    """Its layers are large enough for threads to load them."""
+    [example, *_] = eval_examples(1, seed=5)
+    engine = corpus.engine
+    chunks = [
+        Chunk(text, f"{document.title}-{number}", document=document.title, start=1000 * number)
+        for document in example.documents
+        for number, text in enumerate(document.chunks)
+    ]
+    engine.add(chunks)
+    for number, question in enumerate(example.questions):
+        ids = [str(chunk.id) for chunk in chunks]
+        random.Random(number).shuffle(ids)
+        asked = Asked(question, BlendPrompt(segments=segments(FORM, ids[:10], question.text)))
+        prefix = corpus.prefix(asked)
+        assert prefix.num_stored > 900
+        [output] = ask([prefix])
+        assert output.num_cached_tokens == prefix.num_stored
+        assert ids_of(output) == corpus.expected(asked)[0]
 
 
 def test_put_off_requests_are_answered_alike(corpus: Corpus, llm: LLM, ask: Ask) -> None:
