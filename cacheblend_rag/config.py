@@ -126,7 +126,7 @@ class SettingsBase(BaseSettings):
             if item["type"] != "extra_forbidden":
                 message = item["msg"].removeprefix("Value error, ")
                 # The address of a remote tier may hold a password, and so may all settings together.
-                shown = "" if name in ("settings", "remote") else f"={_shown.repr(item.get('input'))}"
+                shown = "" if name in ("settings", "remote", "names") else f"={_shown.repr(item.get('input'))}"
                 problems.append(f"{name}{shown}: {message}")
             elif (other := cls.kinds.get(name)) is not None:
                 problems.append(f"{name} is {other.lifetime}; give it in {other.__name__}({name}=...)")
@@ -220,6 +220,10 @@ class EngineConfig(SettingsBase):
         (``redis://host:6379/0``, ``s3://bucket/prefix``). It gets a copy of what is stored and keeps it when there is no more
         room here; machines that share it share the KV. The
         attribute is a pydantic `SecretStr`: no dump of the settings shows a password in it.
+    names : str, optional
+        The URL of a Redis or Valkey in which machines share names (``redis://host:6379/1``): which chunks and documents there
+        are, and what was deleted, is then one truth for all who give it. By default each folder has its own. A `SecretStr`
+        too.
     conversation_bytes : int
         Maximum bytes of KV that all conversations of an engine together keep from turn to turn, in the memory in which the model
         computes; the least recently used is forgotten first.
@@ -254,6 +258,7 @@ class EngineConfig(SettingsBase):
     ram_codec: _Codec = "native"
     disk_codec: _Codec = "int8"
     remote: SecretStr | None = None
+    names: SecretStr | None = None
     conversation_bytes: int = Field(default=1024**3, ge=0)
     guard_rate: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
     guard_action: Literal["report", "raise", "full"] = "report"

@@ -41,15 +41,15 @@ class AnsweringStore:
 
     def lookup(self, namespace: str, ids: Sequence[str]) -> list[NodeRecord | None] | None:
         """Return the record of each id; None where they cannot be read."""
-        return self._ask(None, "names", self.store.names.lookup, namespace, ids)
+        return self._ask(None, "names", lambda: self.store.names.lookup(namespace, ids))
 
     def document(self, namespace: str, document: str) -> list[str] | None:
         """Return the ids of a document's chunks; None where they cannot be read."""
-        return self._ask(None, "document", self.store.names.document, namespace, document)
+        return self._ask(None, "document", lambda: self.store.names.document(namespace, document))
 
     def targets(self, namespace: str, ids: Sequence[str]) -> list[NamedTarget | None]:
         """Return how the KV of each name is computed; None where that is not known."""
-        return self._ask([None] * len(ids), "targets", self.store.names.targets, namespace, ids)
+        return self._ask([None] * len(ids), "targets", lambda: self.store.names.targets(namespace, ids))
 
     def open(self, key: str) -> KVReader | None:
         return self._ask(None, "open", self.store.open, key)

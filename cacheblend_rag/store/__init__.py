@@ -19,6 +19,7 @@ from cacheblend_rag.store.kvstore import KVStore
 from cacheblend_rag.store.ram import RamTier
 from cacheblend_rag.store.remote import RemoteTier, open_remote
 from cacheblend_rag.store.remote.offsite import Offsite
+from cacheblend_rag.store.shared import NameLog, open_names
 from cacheblend_rag.store.stores import FolderStore, MemoryStore
 from cacheblend_rag.store.transfer import ExportReport, ImportReport, export_store, import_store
 
@@ -54,6 +55,7 @@ def open_store(
     write_back_bytes: int = 0,
     clock: StoreClock | None = None,
     remote: str | RemoteTier | None = None,
+    names: str | NameLog | None = None,
     device_bytes: int = 0,
     devices: Sequence[torch.device] = (torch.device("cpu"),),
     page_locked: bool = False,
@@ -82,6 +84,9 @@ def open_store(
     remote : str or RemoteTier, optional
         A remote tier below RAM and disk, or its URL (`cacheblend_rag.store.remote.open_remote`). It gets a copy of what is
         stored, packed as on disk, and keeps it when there is no more room here; machines that share it share the KV.
+    names : str or NameLog, optional
+        Where the names are that machines share, or its URL (`cacheblend_rag.store.shared.open_names`); by default each folder has
+        its own.
     device_bytes : int
         Maximum bytes of KV that is kept unpacked in the memory of the devices that compute, all of them together. What a prompt
         reads completely is copied there.
@@ -115,7 +120,19 @@ def open_store(
     device = DeviceTier(device_bytes, devices)
     tier = open_remote(remote) if isinstance(remote, str) else remote
     offsite = None if tier is None else Offsite(tier, codec)
+    log = open_names(names) if isinstance(names, str) else names
     if location is None:
-        return MemoryStore(ram, device, clock or StoreClock(), offsite)
+        return _following(MemoryStore(ram, device, clock or StoreClock(), offsite), log)
     disk = DiskTier(Path(location).expanduser(), disk_bytes, codec, clock, lock_timeout_s=lock_timeout_s)
-    return FolderStore(disk, ram, device, offsite, write_back_bytes)
+    return _following(FolderStore(disk, ram, device, offsite, write_back_bytes), log)
+
+
+def _following(store: KVStore, log: NameLog | None) -> KVStore:
+    """Return a store that follows a log of names, if there is one."""
+    if log is not None:
+        try:
+            store.follow(log)
+        except BaseException:
+            store.close()
+            raise
+    return store

@@ -30,7 +30,7 @@ from cacheblend_rag.store.chunkfile import ByteSource, ChunkFile
 from cacheblend_rag.store.documents import NamedPiece
 from cacheblend_rag.store.folder import valid_key
 
-__all__ = ["Archive", "ArchiveWriter", "name_rows", "read_piece"]
+__all__ = ["Archive", "ArchiveWriter", "name_row", "name_rows", "read_piece"]
 
 _FORMAT, _VERSION = "cacheblend-rag export", 2
 _HEAD, _MANIFEST = "cacheblend-rag-export.json", "manifest.json"
@@ -323,19 +323,24 @@ def name_rows(namespace: str, tenant: str, limit: int | None, pieces: Sequence[N
         If it is longer than `Archive` reads.
     """
     rows, numbers = [], 0
-    for record, expires_at in pieces:
-        lives_s = None if expires_at is None else expires_at - now
-        stands: list[Any] | None = None
-        if place := record.place:
-            stands = [place.document, place.start, place.previous, place.length, place.text, list(place.ends)]
-            stands += [lives_s, limit]
-        ids = [list(record.token_ids), list(record.separator)]
-        row = [namespace, tenant, record.id, record.key, record.text_hash, *ids, stands]
+    for piece in pieces:
+        row = name_row(namespace, tenant, limit, piece, now)
         rows.append(_json(row))
         numbers += _numbers_of(row)
         if numbers > _LONGEST_DOCUMENT or len(rows[-1]) + 2 > _LONGEST_LIST_BYTES:
             raise ValueError("it is longer than an import reads")
     return rows
+
+
+def name_row(namespace: str, tenant: str, limit: int | None, piece: NamedPiece, now: float) -> list[Any]:
+    """Return what `read_piece` makes a name of; when it expires is told from `now` on."""
+    record, expires_at = piece
+    stands: list[Any] | None = None
+    if place := record.place:
+        stands = [place.document, place.start, place.previous, place.length, place.text, list(place.ends)]
+        stands += [None if expires_at is None else expires_at - now, limit]
+    ids = [list(record.token_ids), list(record.separator)]
+    return [namespace, tenant, record.id, record.key, record.text_hash, *ids, stands]
 
 
 def _numbers_of(row: list[Any]) -> int:

@@ -168,7 +168,18 @@ class Database:
     @contextmanager
     def hurrying(self) -> Iterator[None]:
         """Have what this thread writes be an error where another process or thread is writing, and not wait for it."""
-        before, self._hurry.on = self._is_hurrying, True
+        with self._hurrying(True):
+            yield
+
+    @contextmanager
+    def patient(self) -> Iterator[None]:
+        """Have what this thread writes wait for others again, within a block of `hurrying`."""
+        with self._hurrying(False):
+            yield
+
+    @contextmanager
+    def _hurrying(self, on: bool) -> Iterator[None]:
+        before, self._hurry.on = self._is_hurrying, on
         try:
             yield
         finally:

@@ -140,6 +140,14 @@ class Drafts:
         documents = dict.fromkeys(record.place.document for record in records if record.place is not None)
         return {id: document for document in documents for id in self.ids(document) if id not in ids}
 
+    def names(self) -> list[str]:
+        """Return the documents that have been looked at, those that are new or ended among them."""
+        return list(self._drafts)
+
+    def document_of(self, id: str) -> str | None:
+        """Return the document that a chunk will be in, None where it will be in none."""
+        return self._document(id)
+
     def look_at(self, ids: Iterable[str]) -> None:
         """Have the documents of these chunks among those that `targets` gives."""
         for id in ids:

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,14 +22,19 @@ from cacheblend_rag.store.device import DeviceTier, PromotingReader, ResidentKV,
 from cacheblend_rag.store.folder import valid_key
 from cacheblend_rag.store.index import Dropped, Index
 from cacheblend_rag.store.locks import Turns
-from cacheblend_rag.store.names import Names
+from cacheblend_rag.store.names import Names, Publish
 from cacheblend_rag.store.ram import RamReader, RamTier, Tie, ram_probe
 from cacheblend_rag.store.remote.offsite import Offsite
+from cacheblend_rag.store.shared import NameLog, SharedNames
+from cacheblend_rag.store.unit import Unit
 from cacheblend_rag.store.waiting import Computed, WriteBack
 
 __all__ = ["KVStore"]
 
 Result = TypeVar("Result")
+
+# What is removed for all machines in one step.
+_UNITS_A_TIME = 1000
 
 
 class KVStore(ABC):
@@ -47,8 +53,6 @@ class KVStore(ABC):
 
     Attributes
     ----------
-    names : Names
-        The names, to be looked up; what changes them is a method of the store, which drops KV that loses its last name.
     path : Path or None
         The folder, if there is one and it may be written.
     is_private : bool
@@ -76,10 +80,39 @@ class KVStore(ABC):
         self._waiting = WriteBack(self._write, write_back_bytes)
         self._writes_at_once = not write_back_bytes
         self._index = index
-        self.names = Names(index, clock.now, self._waiting)
+        self._names = Names(index, clock.now, self._waiting)
+        self._shared: SharedNames | None = None
         self._closed = False
         # The state of the names for which what is in RAM without one was looked through; None if there is no such thing.
         self._tied_at: int | None = None
+
+    @property
+    def names(self) -> Names:
+        """The names, to be looked up; what changes them is a method of the store, which drops KV that loses its last name.
+
+        Where machines share them they are as all have left them by now; `RemoteUnavailableError` if that cannot be seen.
+        """
+        if self._shared is not None:
+            self._shared.catch_up()
+        return self._names
+
+    def follow(self, log: NameLog) -> None:
+        """Share names with the machines that follow the same log from now on; what they have done is read before this returns.
+
+        Raises
+        ------
+        RemoteUnavailableError
+            If it is out of reach.
+        StoreError
+            If the store has names already that were nobody else's.
+        """
+        folder = None if self.path is None else self.path
+        self._shared = SharedNames(log, self._index.database, self._clock, folder, self._names, self._drop)
+        self._shared.catch_up()
+
+    def _changing(self, deed: Callable[[Publish | None], Result]) -> Result:
+        """Return what `deed` returns, which changes names; where machines share them, for all."""
+        return deed(None) if self._shared is None else self._shared.change(deed)
 
     @property
     def is_closed(self) -> bool:
@@ -210,12 +243,12 @@ class KVStore(ABC):
             self._ram.put(key, kv, tenant, self._expires_at(ttl_s))
             return
         namespace, id, source = tied
-        [record] = self.names.lookup(namespace, [id]) if id else [None]
+        [record] = self._names.lookup(namespace, [id]) if id else [None]
         if id and record is None:
             # Deleted just now.
             return
-        if id or (source and self.names.owners(namespace, source)):
-            revision = self.names.revision()
+        if id or (source and self._names.owners(namespace, source)):
+            revision = self._names.revision()
             self._tied_at = revision if self._tied_at is None else self._tied_at
             self._ram.put(key, kv, tenant, self._expires_at(ttl_s))
             self._ram.tie(key, Tie(namespace, id, record.text_hash if record else None, None if id else source))
@@ -282,7 +315,7 @@ class KVStore(ABC):
 
     def release(self, keys: Sequence[str]) -> None:
         """Drop the KV under those of the keys that no name maps to."""
-        self._drop(self._deleting(lambda: self.names.release(keys)))
+        self._drop(self._deleting(lambda: self._names.release(keys)))
 
     def name(
         self,
@@ -303,8 +336,8 @@ class KVStore(ABC):
         records = list(records)
         if records:
             expires_at = self._expires_at(ttl_s)
-            record = partial(self.names.record, namespace, records, tenant, rules, expires_at, whole)
-            self._drop(self._with_room(record))
+            record = partial(self._names.record, namespace, records, tenant, rules, expires_at, whole)
+            self._drop(self._changing(lambda publish: self._with_room(partial(record, publish))))
             self._drop_tied()
 
     def forget(self, namespace: str, ids: Sequence[str], owner: str = "", sources: Sequence[str] = ()) -> int:
@@ -318,13 +351,14 @@ class KVStore(ABC):
         self._check()
         waited = self._waiting.forget(namespace, ids)
         waiting = self._waiting.records(namespace)
-        found, ended, dropped = self._deleting(lambda: self.names.remove(namespace, ids, owner, sources))
+        remove = partial(self._names.remove, namespace, ids, owner, sources)
+        found, ended, dropped = self._changing(self._deleting_by(remove))
         self._drop(dropped)
         waiting |= self._waiting.records(namespace)
         late = [record.id for record in waiting.values() if record.source in ended]
         if late:
             waited |= self._waiting.forget(namespace, late)
-            gone, _, dropped = self._deleting(lambda: self.names.remove(namespace, late))
+            gone, _, dropped = self._changing(self._deleting_by(partial(self._names.remove, namespace, late, "", ())))
             found |= gone
             self._drop(dropped)
         self._drop_tied()
@@ -333,11 +367,11 @@ class KVStore(ABC):
 
     def tidy(self) -> None:
         """Drop KV that killed processes put without coming to name it, unless somebody is filling the store now."""
-        if self.path is not None and self.names.abandoned():
+        if self.path is not None and self._names.abandoned():
             with self.turns.alone() as is_alone:
                 if is_alone:
-                    keys = self.names.abandoned()
-                    self._drop(self._deleting(lambda: self.names.give_up(keys)))
+                    keys = self._names.abandoned()
+                    self._drop(self._deleting(lambda: self._names.give_up(keys)))
 
     def pin(self, namespace: str, ids: Sequence[str]) -> None:
         """Never drop the KV of these names for room, now held or later.
@@ -351,7 +385,7 @@ class KVStore(ABC):
         """
         self._check()
         self.settle()
-        self._ram.pin(self._with_room(lambda: self.names.pin(namespace, ids, True, self._limit_bytes)))
+        self._ram.pin(self._with_room(lambda: self._names.pin(namespace, ids, True, self._limit_bytes)))
 
     def unpin(self, namespace: str, ids: Sequence[str]) -> None:
         """Let the KV of these names be dropped for room again.
@@ -363,12 +397,14 @@ class KVStore(ABC):
         """
         self._check()
         self.settle()
-        self._deleting(lambda: self.names.pin(namespace, ids, False))
+        self._deleting(lambda: self._names.pin(namespace, ids, False))
         self._unpin_copies()
 
     def clear(self, tenant: str | None = None) -> None:
         """Drop all KV and all names, or those of one tenant; "" is for what has no tenant."""
         self._waiting.drop(tenant=tenant)
+        if self._shared is not None:
+            self._clear_shared(tenant)
         dropped = self._deleting(lambda: self._index.clear(tenant))
         if tenant is None:
             self._ram.clear()
@@ -376,6 +412,13 @@ class KVStore(ABC):
         else:
             self._drop_copies([*self._ram.keys(tenant), *self._device.keys(tenant)])
         self._drop(dropped)
+
+    def _clear_shared(self, tenant: str | None) -> None:
+        """Remove all names, or those of one tenant, for all machines, some at a time."""
+        by_namespace = sorted(self.names.units(tenant), key=lambda unit: unit.namespace)
+        for namespace, group in groupby(by_namespace, key=lambda unit: unit.namespace):
+            while units := [Unit(name) for name in islice(group, _UNITS_A_TIME)]:
+                self._drop(self._changing(self._deleting_by(partial(self._names.adopt, namespace, units))))
 
     def tenants(self) -> list[str]:
         """Return the tenants that have KV or names; "" stands for what has no tenant."""
@@ -411,6 +454,8 @@ class KVStore(ABC):
         self._waiting.close()
         if self._offsite:
             self._offsite.close()
+        if self._shared is not None:
+            self._shared.close()
         self._ram.clear()
         self._device.clear()
         self._release_files()
@@ -450,6 +495,10 @@ class KVStore(ABC):
     def _deleting(self, delete: Callable[[], Result]) -> Result:
         return delete()
 
+    def _deleting_by(self, remove: Callable[[Publish | None], Result]) -> Callable[[Publish | None], Result]:
+        """Return what removes names as `_deleting` does, and tells others."""
+        return lambda publish: self._deleting(lambda: remove(publish))
+
     def _with_room(self, write: Callable[[], Result]) -> Result:
         return write()
 
@@ -487,19 +536,19 @@ class KVStore(ABC):
 
     def _drop_tied(self) -> None:
         """Drop what is in RAM without a name, where what it goes with is gone, or stands for something else."""
-        if self._tied_at is None or self._tied_at == (revision := self.names.revision()):
+        if self._tied_at is None or self._tied_at == (revision := self._names.revision()):
             return
         self._tied_at = revision
         gone = []
         for key, tie in self._ram.tied().items():
-            [record] = self.names.lookup(tie.namespace, [tie.id]) if tie.id else [None]
+            [record] = self._names.lookup(tie.namespace, [tie.id]) if tie.id else [None]
             stays = (
                 record is not None and record.text_hash == tie.text_hash
                 if tie.id
-                else self.names.owners(tie.namespace, tie.source or "")
+                else self._names.owners(tie.namespace, tie.source or "")
             )
             # What has come by a name since is computed again when it is next needed, and stored under that.
-            if not self._hold([key])[0] if self.names.leading_to(key) else not stays:
+            if not self._hold([key])[0] if self._names.leading_to(key) else not stays:
                 gone.append(key)
         self._drop_copies(gone)
 
@@ -507,7 +556,7 @@ class KVStore(ABC):
         """Let go in RAM of what no pinned name leads to any more."""
         pinned = self._ram.pinned()
         if pinned:
-            self._ram.unpin(set(pinned).difference(self.names.pinned(pinned)))
+            self._ram.unpin(set(pinned).difference(self._names.pinned(pinned)))
 
     def _promoting(
         self,
@@ -533,12 +582,12 @@ class KVStore(ABC):
         file = self._offsite.open(key) if self._offsite else None
         if file is None:
             return None
-        was_named = self.names.leading_to(key) is not None
+        was_named = self._names.leading_to(key) is not None
         return self._promoting(key, file, to_ram=partial(self._bring_back, key, was_named))
 
     def _bring_back(self, key: str, was_named: bool, kv: PackedKV) -> None:
         """Keep what was found in the remote tier alone, unless it lost its name meanwhile."""
-        named = None if self._closed else self.names.leading_to(key)
+        named = None if self._closed else self._names.leading_to(key)
         if self._closed or (named is None and was_named):
             return
         if named is None or self._writes_at_once:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import replace
 from logging import getLogger
-from typing import Any
+from typing import Any, Protocol
 
 from cacheblend_rag.errors import StoreError, StoreFullError, UnknownChunkError
 from cacheblend_rag.keys import chunk_key
@@ -17,13 +17,20 @@ from cacheblend_rag.store.chunkfile import pack_tokens, unpack_tokens
 from cacheblend_rag.store.database import healing
 from cacheblend_rag.store.documents import Drafts, NamedPiece, document_of, is_sound, record_checksum
 from cacheblend_rag.store.index import Dropped, Index, claim, counter, drop_entries
+from cacheblend_rag.store.unit import Unit, UnitName
 from cacheblend_rag.store.waiting import Computed, WriteBack
 
-__all__ = ["Names", "check_known", "drop_nameless", "name_computed", "owe"]
+__all__ = ["Names", "Publish", "check_known", "drop_nameless", "name_computed", "owe"]
 
 _log = getLogger(__name__)
 
 _NAME = "namespace = ? AND id = ?"
+
+
+class Publish(Protocol):
+    """Called at the end of a transaction that changes names: the change is everybody's, or the transaction is rolled back."""
+
+    def __call__(self, connection: sqlite3.Connection, units: Sequence[Unit]) -> None: ...
 
 
 @healing("_database")
@@ -108,6 +115,7 @@ class Names:
         rules: ReadingRules | None = None,
         expires_at: float | None = None,
         whole: bool = False,
+        publish: Publish | None = None,
     ) -> Dropped:
         """Record names, those with a place in their documents; entries that lose their last name are dropped.
 
@@ -117,19 +125,29 @@ class Names:
             return Dropped()
         ids = {record.id for record in records}
         with self._drafting(namespace, self._database.write) as (connection, drafts):
-            replaced = list(_keys_of(connection, namespace, ids).values())
-            if whole:
-                others = drafts.others(records)
+            known = _keys_of(connection, namespace, ids)
+            replaced = list(known.values())
+            alone = [id for id in known if publish is not None and drafts.document_of(id) is None]
+            others = drafts.others(records) if whole else {}
+            if others:
                 replaced += _keys_of(connection, namespace, others).values()
                 _remove(connection, namespace, others, drafts)
             drafts.put(records, rules or ReadingRules(), expires_at)
             targets = drafts.targets()
             keys = _write(connection, namespace, tenant, records, targets)
             replaced += drafts.save(targets, ids)
+            if publish is not None:
+                alone += [record.id for record in records if record.place is None]
+                publish(connection, list(_units(connection, namespace, drafts, alone)))
             return drop_nameless(connection, replaced, [*keys, *(target.record.key for target in targets.values())])
 
     def remove(
-        self, namespace: str, ids: Sequence[str], owner: str = "", sources: Sequence[str] = ()
+        self,
+        namespace: str,
+        ids: Sequence[str],
+        owner: str = "",
+        sources: Sequence[str] = (),
+        publish: Publish | None = None,
     ) -> tuple[set[str], set[str], Dropped]:
         """Remove names, and entries that lose their last name; return which names there were, and which sources have ended.
 
@@ -142,19 +160,74 @@ class Names:
             if owner:
                 for source in sources:
                     ids += _of_source(connection, namespace, source, "owner = ?", owner)
+            # Others may know what is not known here.
+            alone = [id for id in ids if publish is not None and drafts.document_of(id) is None]
+            if owner:
                 ids = _of_nobody_else(connection, namespace, ids, owner)
             found = _keys_of(connection, namespace, ids)
             ended = set(sources).union(*(_sources_of(connection, namespace, node) for node in found))
             _remove(connection, namespace, found, drafts)
-            ended = {source for source in ended if not _of_source(connection, namespace, source, "owner != ''")}
-            met = [node for source in ended for node in _of_source(connection, namespace, source, "owner = ''")]
-            left = _keys_of(connection, namespace, met)
-            _remove(connection, namespace, left, drafts)
+            ended, left = _end_sources(connection, namespace, ended, drafts)
             found |= left
             targets = drafts.targets()
             keys = [*found.values(), *drafts.save(targets)]
+            if publish is not None:
+                publish(connection, list(_units(connection, namespace, drafts, [*alone, *left])))
             dropped = drop_nameless(connection, keys, [target.record.key for target in targets.values()])
             return set(found), ended, dropped
+
+    def adopt(self, namespace: str, units: Sequence[Unit], publish: Publish | None = None) -> Dropped:
+        """Have documents, and chunks of none, be what they are elsewhere, whatever they were here."""
+        pieces = [piece for unit in units for piece in unit.pieces]
+        ids = {piece.record.id for piece in pieces}
+        with self._drafting(namespace, self._database.write) as (connection, drafts):
+            held = [id for unit in units for id in _held(drafts, unit.name)]
+            replaced = _keys_of(connection, namespace, [*held, *ids])
+            gone = [id for id in held if id in replaced and id not in ids]
+            sources = set().union(*(_sources_of(connection, namespace, id) for id in (*held, *ids) if id in replaced))
+            _remove(connection, namespace, gone, drafts)
+            # Their order, and how long they live, are what they are elsewhere too.
+            drafts.remove(ids)
+            for unit in units:
+                for record, expires_at in unit.pieces:
+                    drafts.put([record], unit.rules, expires_at)
+            targets = drafts.targets()
+            keys = [
+                key
+                for unit in units
+                if unit.pieces
+                for key in _write(connection, namespace, unit.tenant, [each.record for each in unit.pieces], targets)
+            ]
+            dropped_keys = [*replaced.values(), *drafts.save(targets, ids)]
+            _set_origins(connection, namespace, ids, [each for unit in units for each in unit.origins])
+            _, left = _end_sources(connection, namespace, sources, drafts)
+            if left:
+                targets = drafts.targets()
+                dropped_keys += [*left.values(), *drafts.save(targets)]
+            if publish is not None:
+                publish(connection, units)
+            return drop_nameless(connection, dropped_keys, [*keys, *(each.record.key for each in targets.values())])
+
+    def keep_only(self, units: Collection[str]) -> Dropped:
+        """Remove the names of all documents, and chunks of none, that are not among these (`UnitName.packed`)."""
+        dropped = Dropped()
+        for name in self.units():
+            if name.packed() not in units:
+                more = self.adopt(name.namespace, [Unit(name)])
+                dropped.keys += more.keys
+                dropped.tenants += more.tenants
+                dropped.files += more.files
+                dropped.pinned += more.pinned
+        return dropped
+
+    def units(self, tenant: str | None = None) -> list[UnitName]:
+        """Return all documents, and all chunks of none, or those of one tenant."""
+        owned = "LEFT JOIN namespaces USING (namespace) WHERE (?1 IS NULL OR ifnull(namespaces.tenant, '') = ?1)"
+        documents = f"SELECT namespace, name FROM documents {owned}"
+        loose = f"SELECT namespace, id FROM nodes LEFT JOIN members USING (seq) {owned} AND document IS NULL"
+        with self._database.read() as connection:
+            found = [UnitName(namespace, document=name) for namespace, name in connection.execute(documents, (tenant,))]
+            return found + [UnitName(namespace, id=id) for namespace, id in connection.execute(loose, (tenant,))]
 
     def owned(self, namespace: str, owner: str, sources: Iterable[str] | None = None) -> list[str]:
         """Return the ids that an owner has, or those of them that were made of these sources."""
@@ -472,6 +545,59 @@ def _own(connection: sqlite3.Connection, namespace: str, tenant: str, keys: Iter
         connection.executemany(
             "UPDATE entries SET tenant = ? WHERE key = ? AND tenant = ''", ((tenant, key) for key in keys)
         )
+
+
+def _end_sources(
+    connection: sqlite3.Connection, namespace: str, sources: Iterable[str], drafts: Drafts
+) -> tuple[set[str], dict[str, str]]:
+    """Return those of the sources that no owner has anything of, and remove the names of what prompts alone brought of them."""
+    ended = {source for source in sources if not _of_source(connection, namespace, source, "owner != ''")}
+    met = [node for source in ended for node in _of_source(connection, namespace, source, "owner = ''")]
+    left = _keys_of(connection, namespace, met)
+    _remove(connection, namespace, left, drafts)
+    return ended, left
+
+
+def _held(drafts: Drafts, unit: UnitName) -> list[str]:
+    """Return the ids that a unit has here; a chunk that has come into a document is that document's."""
+    if unit.document is not None:
+        return drafts.ids(unit.document)
+    return [unit.id] if unit.id is not None and drafts.document_of(unit.id) is None else []
+
+
+def _units(connection: sqlite3.Connection, namespace: str, drafts: Drafts, alone: Iterable[str]) -> Iterator[Unit]:
+    """Yield the documents that were drafted, and chunks that are of none, or were, as they are now."""
+    row = connection.execute("SELECT tenant FROM namespaces WHERE namespace = ?", (namespace,)).fetchone()
+    tenant = "" if row is None else str(row[0])
+    for document in drafts.names():
+        rules, pieces = drafts.pieces(document)
+        origins = _origins_of(connection, namespace, [piece.record.id for piece in pieces])
+        yield Unit(UnitName(namespace, document=document), tenant, rules, pieces, origins)
+    for id in dict.fromkeys(alone):
+        [found] = _look_up(connection, namespace, [id])
+        record = None if found is None or drafts.document_of(id) is not None else _record(namespace, id, *found)
+        pieces = [] if record is None else [NamedPiece(record, None)]
+        yield Unit(UnitName(namespace, id=id), tenant, pieces=pieces, origins=_origins_of(connection, namespace, [id]))
+
+
+def _origins_of(connection: sqlite3.Connection, namespace: str, ids: Iterable[str]) -> list[tuple[str, str, str]]:
+    """Return id, owner and source of each origin of chunks."""
+    query = (
+        "SELECT id, owner, source FROM origins JOIN nodes ON seq = node WHERE namespace = ? AND id = ? ORDER BY owner"
+    )
+    return [row for id in ids for row in connection.execute(query, (namespace, id))]
+
+
+def _set_origins(
+    connection: sqlite3.Connection, namespace: str, ids: Iterable[str], origins: Iterable[tuple[str, str, str]]
+) -> None:
+    """Let chunks have these origins and no others."""
+    node = "(SELECT seq FROM nodes WHERE namespace = ? AND id = ?)"
+    connection.executemany(f"DELETE FROM origins WHERE node = {node}", [(namespace, id) for id in ids])
+    connection.executemany(
+        "INSERT INTO origins SELECT seq, ?, ? FROM nodes WHERE namespace = ? AND id = ?",
+        [(owner, source, namespace, id) for id, owner, source in origins],
+    )
 
 
 def _remove(connection: sqlite3.Connection, namespace: str, ids: Iterable[str], drafts: Drafts) -> None:

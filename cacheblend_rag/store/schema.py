@@ -12,7 +12,7 @@ from cacheblend_rag.errors import StoreFormatError
 
 __all__ = ["MIRRORED", "check_version", "columns", "has_tables", "make_tables", "restart_sequences"]
 
-_VERSION = 3
+_VERSION = 4
 
 # The tables that the mirror repeats: the columns by which a row is found, and the others. When KV was last used is not worth it.
 MIRRORED = {
@@ -25,6 +25,7 @@ MIRRORED = {
     "moment": ("one", "now, wall"),
     "origins": ("node, owner", "source"),
     "owed": ("key", ""),
+    "shared": ("one", "birth, position"),
 }
 
 # entries: the chunks whose KV is on disk. removals: files that have lost their entry and are to be removed. deletions: the keys
@@ -33,6 +34,7 @@ MIRRORED = {
 # they are, where they are a tenant's. tenants: what each has, counted by triggers so that nobody has to count a million rows.
 # documents: how those that chunks are pieces of are read. members: the pieces, by the numbers of their names.
 # origins: which vector stores have the names, and what their texts were made of. owed: KV that waits for its name.
+# shared: up to where the names that machines share are followed here, where they are.
 # moment: the store's time and the wall clock's when it was last written down.
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
@@ -64,6 +66,7 @@ CREATE TABLE IF NOT EXISTS namespaces (namespace TEXT PRIMARY KEY, tenant TEXT N
 CREATE TABLE IF NOT EXISTS tenants (
     tenant TEXT PRIMARY KEY, entries INTEGER NOT NULL, bytes INTEGER NOT NULL, names INTEGER NOT NULL
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS shared (one INTEGER PRIMARY KEY CHECK (one = 1), birth TEXT NOT NULL, position INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS moment (one INTEGER PRIMARY KEY CHECK (one = 1), now REAL NOT NULL, wall REAL NOT NULL);
 INSERT OR IGNORE INTO counters VALUES ('entry_bytes', 0), ('pinned_bytes', 0), ('clock', 0), ('revision', 0), ('adopting', 0);
 INSERT OR IGNORE INTO tenants VALUES ('', 0, 0, 0);

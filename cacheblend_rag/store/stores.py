@@ -68,7 +68,7 @@ class MemoryStore(KVStore):
                 else f"pinned KV leaves less than {nbytes} bytes of the store's budget of {limit_bytes} bytes (ram_bytes); "
                 "unpin some, or raise the budget"
             )
-        self._ram.pin(self.names.pinned([key]))
+        self._ram.pin(self._names.pinned([key]))
 
     def _write(self, chunk: Computed) -> None:
         key = chunk.key
@@ -77,9 +77,9 @@ class MemoryStore(KVStore):
         if not self._index.database.transact(partial(name_computed, chunk)):
             self._drop_copies([key])
             return
-        self._ram.pin(self.names.pinned([key]))
+        self._ram.pin(self._names.pinned([key]))
         self._send(key, chunk.kv, chunk.expires_at)
-        if self._offsite and self.names.leading_to(key) is None:
+        if self._offsite and self._names.leading_to(key) is None:
             # Deleted between the two.
             self._offsite.drop([key])
 
@@ -205,7 +205,7 @@ class FolderStore(KVStore):
             return
         if self._is_on_disk(key):
             try:
-                self._ram.pin(self.names.pinned([key]))
+                self._ram.pin(self._names.pinned([key]))
                 self._ram.reveal(key)
                 return
             except StoreError:

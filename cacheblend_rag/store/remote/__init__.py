@@ -14,7 +14,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.store.chunkfile import ByteSource, EncodedChunk
 from cacheblend_rag.store.remote.base import RemoteSettings, RemoteTier
 
-__all__ = ["ByteSource", "EncodedChunk", "RemoteSettings", "RemoteTier", "open_remote", "shown_url"]
+__all__ = ["ByteSource", "EncodedChunk", "RemoteSettings", "RemoteTier", "open_remote", "redis_address", "shown_url"]
 
 # Valkey speaks the same protocol.
 _REDIS = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss"}
@@ -55,32 +55,22 @@ def open_remote(url: str, *, storage_options: Mapping[str, Any] | None = None, *
         If the URL or a setting has no meaning, or a package is missing; the message names the extra to install.
     """
     made = RemoteSettings(**settings)
-    parts = _split(url)
     location = shown_url(url)
-    # Both as it is written in the URL and as it is meant.
-    hidden = [word for part in (parts.password, _userinfo(parts)) if part for word in (part, unquote(part))]
-    hidden += [value for name, value in parse_qsl(parts.query) if _is_secret(name)]
-    if parts.scheme in _REDIS:
+    server = redis_address(url)
+    if server is not None:
         if storage_options:
             raise ConfigError(f"storage_options are for fsspec filesystems; {location} is not one")
-        unknown = sorted({name for name, _ in parse_qsl(parts.query, keep_blank_values=True)} - _REDIS_QUERY)
-        if unknown:
-            raise ConfigError(
-                f"{location}: unknown parameters {', '.join(unknown)}; a Redis URL takes {', '.join(sorted(_REDIS_QUERY))}"
-            )
+        from cacheblend_rag.store.remote.redis import RedisTier
+
         try:
-            from cacheblend_rag.store.remote.redis import RedisTier
-        except ImportError as error:
-            raise _missing("redis", location, error) from error
-        address = _REDIS[parts.scheme] + url[url.index(":") :]
-        try:
-            return RedisTier(address, location, hidden, made)
+            return RedisTier(*server, made)
         except (ValueError, TypeError):
             raise ConfigError(
                 f"{location} is not a Redis URL; give one like redis://user:password@host:6379/0"
             ) from None
     options = dict(storage_options or {})
-    hidden += list(_secrets_of(options))
+    parts = _split(url)
+    hidden = [*_hidden(parts), *_secrets_of(options)]
     try:
         from cacheblend_rag.store.remote.fsspec import FsspecTier
     except ImportError as error:
@@ -98,6 +88,35 @@ def open_remote(url: str, *, storage_options: Mapping[str, Any] | None = None, *
             f"fsspec makes no filesystem of {location} with the options {sorted(options)} ({type(error).__name__}); "
             "fsspec.available_protocols() lists what can stand before ://"
         ) from None
+
+
+def redis_address(url: str) -> tuple[str, str, list[str]] | None:
+    """Return the address that redis-py takes, the one that may be shown, and the secrets in the first; None for no Redis.
+
+    Raises
+    ------
+    ConfigError
+        If a parameter is unknown, or redis-py is missing.
+    """
+    parts, location = _split(url), shown_url(url)
+    if parts.scheme not in _REDIS:
+        return None
+    unknown = sorted({name for name, _ in parse_qsl(parts.query, keep_blank_values=True)} - _REDIS_QUERY)
+    if unknown:
+        raise ConfigError(
+            f"{location}: unknown parameters {', '.join(unknown)}; a Redis URL takes {', '.join(sorted(_REDIS_QUERY))}"
+        )
+    try:
+        import redis  # noqa: F401
+    except ImportError as error:
+        raise _missing("redis", location, error) from error
+    return _REDIS[parts.scheme] + url[url.index(":") :], location, _hidden(parts)
+
+
+def _hidden(parts: SplitResult) -> list[str]:
+    """Return the secrets in a URL, both as they are written there and as they are meant."""
+    words = [word for part in (parts.password, _userinfo(parts)) if part for word in (part, unquote(part))]
+    return words + [value for name, value in parse_qsl(parts.query) if _is_secret(name)]
 
 
 def shown_url(url: str) -> str:

@@ -29,7 +29,7 @@ from cacheblend_rag.store.chunkfile import EncodedChunk
 from cacheblend_rag.store.folder import valid_key
 from cacheblend_rag.store.remote.base import MAX_CHUNK_BYTES, Guard, RemoteSettings, cut, part_sizes
 
-__all__ = ["RedisTier"]
+__all__ = ["RedisTier", "connected", "is_refusal"]
 
 _PREFIX = "cacheblend-rag:"
 _MANIFEST = re.compile(rb"cacheblend-rag remote 1 ([0-9a-f]{32}) ([0-9]{1,15}) ([0-9]{1,9})")
@@ -82,6 +82,21 @@ class _Manifest(NamedTuple):
         return [f"{_PREFIX}kv:{key}:{version}:{number}" for number in range(len(self.sizes()))]
 
 
+def connected(url: str, settings: RemoteSettings) -> redis.Redis:
+    """Return a client of a server, which connects when it is first used."""
+    # A connection that the server closed while it was idle is replaced at once. What timed out is not tried twice.
+    retry = Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,))
+    return redis.Redis.from_url(
+        url, socket_connect_timeout=settings.connect_timeout_s, socket_timeout=settings.read_timeout_s, retry=retry
+    )
+
+
+def is_refusal(error: Exception) -> bool:
+    """Return whether a server answered that it will not do what was asked."""
+    # That it is still loading, or wants another password, counts as a failure to connect.
+    return isinstance(error, (redis.ResponseError, redis.DataError))
+
+
 class RedisTier:
     """A `RemoteTier` in one Redis or Valkey server."""
 
@@ -89,15 +104,8 @@ class RedisTier:
         self.location = location
         self._settings = settings
         self._ttl_ms = int(settings.ttl_s * 1000) if settings.ttl_s else 0
-        # A connection that the server closed while it was idle is replaced at once. What timed out is not tried twice.
-        retry = Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,))
-        self._client: Any = redis.Redis.from_url(
-            url,
-            socket_connect_timeout=settings.connect_timeout_s,
-            socket_timeout=settings.read_timeout_s,
-            retry=retry,
-        )
-        self._guard = Guard(location, secret_words, settings, (redis.RedisError, OSError), _is_refusal)
+        self._client: Any = connected(url, settings)
+        self._guard = Guard(location, secret_words, settings, (redis.RedisError, OSError), is_refusal)
 
     def put(self, key: str, chunk: EncodedChunk) -> None:
         manifest = _Manifest(chunk.digest.hex(), chunk.nbytes, self._settings.part_bytes)
@@ -265,8 +273,3 @@ def _parts_of(key: str, packed: bytes) -> list[str]:
         return _parse(key, packed).parts(key)
     except ChunkReadError:
         return []
-
-
-def _is_refusal(error: Exception) -> bool:
-    # What the server answers; that it is still loading, or wants another password, counts as a failure to connect.
-    return isinstance(error, (redis.ResponseError, redis.DataError))

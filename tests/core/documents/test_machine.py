@@ -30,7 +30,7 @@ from hypothesis.stateful import (
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import StoreFullError
 from cacheblend_rag.lab.settings import engine_settings
-from cacheblend_rag.store import StoreClock, check_store, open_store
+from cacheblend_rag.store import KVStore, StoreClock, check_store, open_store
 from cacheblend_rag.store.documents import Drafts
 from tests.core.documents.naive import Ids, Library, Reading, Rows, small_model
 from tests.families import tiny_tokenizer, words
@@ -116,16 +116,22 @@ class DocumentMachine(RuleBasedStateMachine):
             self_check=False,
         )
         self.options = {"ram_bytes": ram_bytes, "disk_bytes": disk_bytes, "write_back_bytes": write_back_bytes}
-        self.engines = [self.open(), self.open()]
+        self.engines = [self.open(False), self.open(True)]
         rules = self.engines[0]._assembler.rules
         self.library = Library(rules.limit, rules.separator)
         self.pinned: set[str] = set()
         # Until when KV may be there, by its context and its tokens.
         self.lives: dict[tuple[Ids, Ids], float] = {}
 
-    def open(self) -> BlendEngine:
+    def folder_of(self, second: bool) -> Path:
+        return self.folder
+
+    def store_of(self, second: bool) -> KVStore:
         clock = StoreClock(lambda: self.now, lambda: self.now)
-        store = open_store(self.folder, clock=clock, **self.options)  # type: ignore[arg-type]
+        return open_store(self.folder_of(second), clock=clock, **self.options)  # type: ignore[arg-type]
+
+    def open(self, second: bool) -> BlendEngine:
+        store = self.store_of(second)
         return BlendEngine(small_model(), tiny_tokenizer(), **self.settings, store=store)
 
     def end(self, engine: BlendEngine) -> None:
@@ -245,7 +251,7 @@ class DocumentMachine(RuleBasedStateMachine):
     @rule(second=st.booleans())
     def reopen(self, second: bool) -> None:
         self.end(self.engines[second])
-        self.engines[second] = self.open()
+        self.engines[second] = self.open(second)
 
     # What must be true then.
 
@@ -253,7 +259,7 @@ class DocumentMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_is_stale(self) -> None:
         readings = self.readings()
-        for engine in self.engines:
+        for second, engine in enumerate(self.engines):
             assert set(engine.ids()) == set(readings)
             for document in TEXTS:
                 assert engine.document(document) == [piece.id for piece in self.library.order(document)]
@@ -277,11 +283,12 @@ class DocumentMachine(RuleBasedStateMachine):
             assert stats.nodes == len(readings)
             assert stats.entries <= len(keys)
             by_key = {record.key: record.id for record in engine.records(ids) if record is not None}
-            self.check_index(set(by_key), {r.key for r in engine.records(sorted(self.pinned)) if r is not None})
+            pinned = {r.key for r in engine.records(sorted(self.pinned)) if r is not None}
+            self.check_index(self.folder_of(bool(second)), set(by_key), pinned)
 
-    def check_index(self, named: set[str], pinned: set[str]) -> None:
+    def check_index(self, folder: Path, named: set[str], pinned: set[str]) -> None:
         """Assert that there is no entry but what names lead to, and no pin but theirs."""
-        index = sqlite3.connect(self.folder / "index.sqlite")
+        index = sqlite3.connect(folder / "index.sqlite")
         try:
             entries = dict(index.execute("SELECT key, pinned FROM entries"))
             assert set(entries) <= named
@@ -295,20 +302,25 @@ class DocumentMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         try:
             if self.engines:
-                assert check_store(self.folder).problems == []
                 self.engines[0].delete(self.engines[0].ids())
-                stats = self.engines[1]._store.stats()
-                assert (stats.nodes, stats.entries, stats.disk_bytes, stats.ram_bytes) == (0, 0, 0, 0)
-                assert list((self.folder / "kv").glob("*/*")) == []
+                for second, engine in enumerate(self.engines):
+                    assert engine.ids() == []
+                    stats = engine._store.stats()
+                    assert (stats.nodes, stats.entries, stats.disk_bytes, stats.ram_bytes) == (0, 0, 0, 0)
+                    folder = self.folder_of(bool(second))
+                    assert list((folder / "kv").glob("*/*")) == []
+                    assert check_store(folder).problems == []
         finally:
             for engine in self.engines:
                 self.end(engine)
             shutil.rmtree(self.folder)
 
 
-def run_machine(examples: int, steps: int, part: int = 0, **options: object) -> None:
+def run_machine(
+    examples: int, steps: int, part: int = 0, machine: type[DocumentMachine] = DocumentMachine, **options: object
+) -> None:
     run_state_machine_as_test(
-        seed(part)(DocumentMachine),
+        seed(part)(machine),
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,

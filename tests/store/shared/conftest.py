@@ -1,0 +1,27 @@
+"""A server that keeps the names of several machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from tests.store.remote.conftest import RedisServer, needs_redis
+
+
+@pytest.fixture(scope="session")
+def _server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    needs_redis()
+    server = RedisServer(tmp_path_factory.mktemp("names"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def names(_server: RedisServer) -> str:
+    """The address of a server without names."""
+    with redis.Redis.from_url(_server.url()) as client:
+        client.flushall()
+    return _server.url()

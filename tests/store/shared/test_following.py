@@ -1,0 +1,302 @@
+"""Stores of several machines that share names: what one acknowledges the next look-up of any other finds."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
+from cacheblend_rag.errors import RemoteUnavailableError, StoreError
+from cacheblend_rag.lab.settings import engine_settings
+from cacheblend_rag.reading import Place
+from cacheblend_rag.store import KVStore, NodeRecord, open_store
+from cacheblend_rag.store.shared import redis as shared_redis
+from tests.families import tiny_model, tiny_tokenizer, words
+from tests.store.kit import key_of, make_kv, record
+from tests.store.remote.conftest import RedisServer, needs_redis
+
+NAMESPACE = "ns"
+
+
+def opened(folder: Path | None, names: str, **options: Any) -> KVStore:
+    return open_store(folder, 10**6, names=names, **options)
+
+
+def piece(id: str, document: str, start: int, number: int = 0) -> NodeRecord:
+    place = Place(document, start, None, 3, "", (1, 2, 3))
+    return NodeRecord(
+        id, key_of(number), f"{number:032x}", (number, 1, 2), place=place, source=document, owner="chroma"
+    )
+
+
+@pytest.fixture
+def pair(tmp_path: Path, names: str) -> Iterator[tuple[KVStore, KVStore]]:
+    """Two machines."""
+    with ExitStack() as stack:
+        stores = [opened(tmp_path / name, names) for name in ("one", "two")]
+        for store in stores:
+            stack.callback(store.close)
+        yield stores[0], stores[1]
+
+
+def ids_of(store: KVStore) -> list[str]:
+    return sorted(store.names.ids(NAMESPACE))
+
+
+def test_what_one_names_the_other_finds(pair: tuple[KVStore, KVStore]) -> None:
+    one, two = pair
+    one.name(NAMESPACE, [record("n1", 1)])
+    assert two.names.lookup(NAMESPACE, ["n1", "n2"]) == [record("n1", 1), None]
+    two.name(NAMESPACE, [record("n1", 2)])
+    assert one.names.lookup(NAMESPACE, ["n1"]) == [record("n1", 2)]
+
+
+def test_documents_are_read_alike(pair: tuple[KVStore, KVStore]) -> None:
+    one, two = pair
+    one.name(NAMESPACE, [piece("a", "d", 0), piece("b", "d", 10, 1)])
+    two.name(NAMESPACE, [piece("c", "d", 5, 2)])
+    assert one.names.document(NAMESPACE, "d") == two.names.document(NAMESPACE, "d") == ["a", "c", "b"]
+    assert one.names.lookup(NAMESPACE, ["a", "b", "c"]) == two.names.lookup(NAMESPACE, ["a", "b", "c"])
+    one.name(NAMESPACE, [piece("b", "d", 0, 1)], whole=True)
+    assert two.names.document(NAMESPACE, "d") == ["b"]
+    assert two.names.owned(NAMESPACE, "chroma") == ["b"]
+
+
+def test_a_chunk_moves_between_documents_and_none(pair: tuple[KVStore, KVStore]) -> None:
+    one, two = pair
+    one.name(NAMESPACE, [piece("a", "d", 0), piece("b", "d", 10, 1)])
+    two.name(NAMESPACE, [piece("a", "e", 0)])
+    assert one.names.documents(NAMESPACE, ["a", "b"]) == ["e", "d"]
+    one.name(NAMESPACE, [record("a", 3)])
+    assert two.names.documents(NAMESPACE, ["a"]) == [None]
+    assert two.names.document(NAMESPACE, "e") == []
+    two.name(NAMESPACE, [piece("a", "d", 20)])
+    assert one.names.document(NAMESPACE, "d") == ["b", "a"]
+
+
+def test_kv_goes_everywhere_with_the_last_name(pair: tuple[KVStore, KVStore]) -> None:
+    one, two = pair
+    for store in pair:
+        store.put(key_of(1), make_kv(1))
+    one.name(NAMESPACE, [record("n1", 1)])
+    assert two.names.lookup(NAMESPACE, ["n1"]) == [record("n1", 1)]
+    assert one.forget(NAMESPACE, ["n1"]) == 1
+    assert two.names.lookup(NAMESPACE, ["n1"]) == [None]
+    assert [store.holds([key_of(1)]) for store in pair] == [[False], [False]]
+
+
+def test_what_prompts_brought_goes_with_a_deletion_elsewhere(pair: tuple[KVStore, KVStore]) -> None:
+    one, two = pair
+    one.name(NAMESPACE, [piece("a", "d", 0)])
+    assert ids_of(two) == ["a"]
+    met = NodeRecord("window", key_of(5), "5" * 32, (5,), source="d")
+    two.put_later(key_of(5), make_kv(5), NAMESPACE, [met, record("loose", 5)])
+    two.settle()
+    assert ids_of(two) == ["a", "loose", "window"]
+    # Of the one id the first machine knows nothing, of the other it knows the source.
+    one.forget(NAMESPACE, ["loose", "a"], "")
+    assert ids_of(two) == []
+    assert two.holds([key_of(5)]) == [False]
+
+
+def test_who_comes_later_finds_everything(tmp_path: Path, names: str, pair: tuple[KVStore, KVStore]) -> None:
+    one, _ = pair
+    one.name(NAMESPACE, [piece("a", "d", 0), piece("b", "d", 10, 1)], tenant="acme")
+    one.name("other", [record("n1", 1)])
+    one.forget("other", ["n1"])
+    for folder in (tmp_path / "three", None):
+        three = opened(folder, names)
+        assert three.names.document(NAMESPACE, "d") == ["a", "b"]
+        assert three.tenants() == ["acme"]
+        assert three.names.ids("other") == []
+        three.close()
+
+
+def test_who_missed_too_much_reads_all_anew(
+    tmp_path: Path, names: str, pair: tuple[KVStore, KVStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = pair
+    one.name(NAMESPACE, [record(f"n{number}", number) for number in range(3)])
+    assert len(ids_of(two)) == 3
+    monkeypatch.setattr(shared_redis, "_KEPT", 1)
+    one.forget(NAMESPACE, ["n0"])
+    # A server drops the oldest of its log some at a time.
+    for number in range(300):
+        one.name(NAMESPACE, [record("n1", number)])
+    assert ids_of(two) == ["n1", "n2"]
+    assert two.names.lookup(NAMESPACE, ["n1"]) == [record("n1", 299)]
+
+
+def test_clearing_is_for_all(pair: tuple[KVStore, KVStore]) -> None:
+    one, two = pair
+    one.name("a", [record("n1", 1)], tenant="acme")
+    one.name("b", [piece("n2", "d", 0)])
+    assert two.names.ids("a") == ["n1"]
+    two.clear("acme")
+    assert (one.names.ids("a"), one.names.ids("b")) == ([], ["n2"])
+    one.clear()
+    assert two.names.ids("b") == []
+
+
+def test_processes_of_one_machine_follow_together(tmp_path: Path, names: str, pair: tuple[KVStore, KVStore]) -> None:
+    one, two = pair
+    beside = opened(tmp_path / "one", names)
+    two.name(NAMESPACE, [record("n1", 1)])
+    assert ids_of(beside) == ids_of(one) == ["n1"]
+    beside.forget(NAMESPACE, ["n1"])
+    assert ids_of(one) == ids_of(two) == []
+    beside.close()
+
+
+def _write(folder: Path, names: str, worker: int, count: int) -> None:
+    store = opened(folder, names)
+    for number in range(count):
+        # All write the same document, each its own chunk, and one that all write.
+        store.name(NAMESPACE, [piece(f"w{worker}", "d", 10 * worker, number), piece("shared", "d", 100, worker)])
+        store.name(NAMESPACE, [record(f"w{worker}-{number}", number)])
+    store.close()
+
+
+def test_writers_end_in_one_state(tmp_path: Path, names: str) -> None:
+    context = multiprocessing.get_context("spawn")
+    # Two machines, one of them with two processes.
+    folders = [tmp_path / "a", tmp_path / "a", tmp_path / "b"]
+    workers = [
+        context.Process(target=_write, args=(folder, names, number, 12)) for number, folder in enumerate(folders)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(120)
+        assert worker.exitcode == 0
+    stores = [opened(tmp_path / name, names) for name in ("a", "b", "c")]
+    states = [
+        (store.names.document(NAMESPACE, "d"), ids_of(store), store.names.lookup(NAMESPACE, ids_of(store)))
+        for store in stores
+    ]
+    assert states[0] == states[1] == states[2]
+    assert states[0][0] == ["w0", "w1", "w2", "shared"]
+    assert len(states[0][1]) == 3 * 12 + 4
+    for store in stores:
+        store.close()
+
+
+@pytest.fixture
+def mortal(tmp_path: Path) -> Iterator[RedisServer]:
+    """A server that keeps what it acknowledges, and may be killed."""
+    needs_redis()
+    (tmp_path / "server").mkdir()
+    server = RedisServer(tmp_path / "server", "--appendonly", "yes", "--appendfsync", "always")
+    server.start()
+    yield server
+    server.kill()
+
+
+def test_out_of_reach_nothing_is_looked_up_and_nothing_changes(tmp_path: Path, mortal: RedisServer) -> None:
+    one, two = (opened(tmp_path / name, mortal.url()) for name in ("one", "two"))
+    one.name(NAMESPACE, [record("n1", 1)])
+    assert ids_of(two) == ["n1"]
+    mortal.kill()
+    for store in (one, two):
+        with pytest.raises(RemoteUnavailableError):
+            store.names.lookup(NAMESPACE, ["n1"])
+    with pytest.raises(RemoteUnavailableError):
+        one.forget(NAMESPACE, ["n1"])
+    mortal.start()
+    until = time.monotonic() + 30
+    while True:
+        try:
+            assert ids_of(one) == ids_of(two) == ["n1"]
+            break
+        except RemoteUnavailableError:
+            assert time.monotonic() < until
+            time.sleep(0.1)
+    assert one.forget(NAMESPACE, ["n1"]) == 1
+    assert ids_of(two) == []
+    one.close()
+    two.close()
+
+
+def test_a_server_that_lost_what_it_had_is_not_believed(
+    tmp_path: Path, names: str, pair: tuple[KVStore, KVStore]
+) -> None:
+    one, _ = pair
+    one.name(NAMESPACE, [record("n1", 1)])
+    with redis.Redis.from_url(names) as client:
+        client.flushall()
+    with pytest.raises(StoreError, match="has lost what it had acknowledged, or is another one"):
+        one.names.lookup(NAMESPACE, ["n1"])
+    with pytest.raises(StoreError, match="has lost what it had acknowledged, or is another one"):
+        one.name(NAMESPACE, [record("n2", 2)])
+
+
+def test_a_store_with_names_of_its_own_does_not_join(tmp_path: Path, names: str) -> None:
+    alone = open_store(tmp_path / "kv", 10**6)
+    alone.name(NAMESPACE, [record("n1", 1)])
+    alone.close()
+    with pytest.raises(StoreError, match="has names of its own"):
+        opened(tmp_path / "kv", names)
+    still = open_store(tmp_path / "kv", 10**6)
+    assert still.names.ids(NAMESPACE) == ["n1"]
+    still.close()
+
+
+def test_what_a_server_says_is_checked(tmp_path: Path, names: str, pair: tuple[KVStore, KVStore]) -> None:
+    one, two = pair
+    one.name(NAMESPACE, [record("n1", 1)])
+    with redis.Redis.from_url(names) as client:
+        [name] = client.hkeys("cacheblend-rag:{names}:units")
+        client.hset("cacheblend-rag:{names}:units", name, b'["", null, [], [["odd"]], []]')
+    with pytest.raises(StoreError, match="'n1' cannot be read"):
+        two.names.lookup(NAMESPACE, ["n1"])
+
+
+def test_answers_compute_what_cannot_be_looked_up(
+    tmp_path: Path, mortal: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = engine_settings(self_check=False, names=mortal.url())
+    model = tiny_model("llama")
+    with BlendEngine(model, tiny_tokenizer(), store=tmp_path / "kv", **settings) as engine:
+        engine.add([Chunk(words(12, number), f"c{number}") for number in range(2)])
+        prompt = BlendPrompt("t5 t6", [Chunk(words(12, 0), "c0"), Chunk(words(12, 1), "c1")], "t7 t8")
+        assert engine.prefill(prompt).report.hits == 2
+        full = engine.prefill(prompt, blend=engine.blend.replace(enabled=False))
+        mortal.signal(signal.SIGSTOP)
+        after = engine.prefill(prompt)
+        assert (after.report.hits, after.report.fallback_reason is None) == (0, False)
+        assert (after.logits - full.logits).abs().max() < 1e-4
+        mortal.signal(signal.SIGCONT)
+    assert [each.message for each in caplog.records if "the store cannot be used now" in each.message]
+
+
+def test_threads_look_up_while_others_write(pair: tuple[KVStore, KVStore]) -> None:
+    one, two = pair
+    failures: list[BaseException] = []
+
+    def look() -> None:
+        try:
+            for _ in range(40):
+                for store in pair:
+                    found = store.names.lookup(NAMESPACE, ["n1", "n2"])
+                    # Both are named in one step.
+                    assert found[0] is None or found[1] is not None
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=look) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for number in range(20):
+        (one, two)[number % 2].name(NAMESPACE, [record("n1", number), record("n2", number)])
+    for thread in threads:
+        thread.join()
+    assert failures == []
