@@ -38,7 +38,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
     2: ("store", "model"),
     3: ("encode", "loader", "controller", "fuse", "snapkv"),
     4: ("engine",),
-    5: ("reference", "documents", "calibration", "chat", "demo", "serve", "served", "cli", "__main__"),
+    5: ("reference", "documents", "calibration", "chat", "demo", "serve", "served", "ray", "cli", "__main__"),
     # What measures and trains. The core imports none of it: its commands are found by their entry points.
     6: ("lab",),
 }

@@ -19,6 +19,7 @@ PUBLIC["cacheblend_rag.errors"] = set(importlib.import_module("cacheblend_rag.er
 MODULES = {
     "cacheblend_rag.pml": {"Import", "MaxTokens", "Schema", "Turn"},
     "cacheblend_rag.selection": {"FixedSelection", "LayerProbe", "SelectionTask"},
+    "cacheblend_rag.ray": {"WarmSummary", "build_app", "warm"},
     "cacheblend_rag.store.remote": {"ByteSource", "EncodedChunk", "RemoteTier"},
 }
 PUBLIC |= MODULES

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from cacheblend_rag.kv import ChunkKV, LayerKV
+from cacheblend_rag.reading import Place
 from cacheblend_rag.store import KVReader, NodeRecord
 
 # One server imports torch once; each process is then forked from it, not from the tests.
@@ -43,6 +44,14 @@ def make_kv(number: int, tokens: int = 6, layers: int = 3, dtype: torch.dtype = 
 def record(node: str, number: int) -> NodeRecord:
     """Return the record of a name for `key_of(number)`."""
     return NodeRecord(node, key_of(number), f"hash{number}", make_kv(number).token_ids)
+
+
+def piece(node: str, document: str, start: int, number: int = 0) -> NodeRecord:
+    """Return the record of a chunk of a document, which a vector store has."""
+    place = Place(document, start, None, 3, "", (1, 2, 3))
+    return NodeRecord(
+        node, key_of(number), f"hash{number}", (number, 1, 2), place=place, source=document, owner="chroma"
+    )
 
 
 def read(reader: KVReader) -> ChunkKV:

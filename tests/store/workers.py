@@ -15,7 +15,7 @@ import pytest
 
 from cacheblend_rag.errors import StoreFullError, StoreReadOnlyError
 from cacheblend_rag.store import check_store, open_store
-from tests.store.kit import key_of, make_kv, read, record, same
+from tests.store.kit import key_of, make_kv, piece, read, record, same
 
 
 def write_until_killed(folder: Path, log: Path, first: int, disk_bytes: int | None) -> None:
@@ -33,6 +33,15 @@ def write_until_killed(folder: Path, log: Path, first: int, disk_bytes: int | No
             store.discard(key_of(10**6 + number))
             store.name("ns", [record("gone", 10**6 + number)])
             store.forget("ns", ["gone"])
+
+
+def name_together(folder: Path, names: str, worker: int, count: int) -> None:
+    """Change a document that other machines change too, each its own chunk, and one that all write; and names of its own."""
+    store = open_store(folder, 10**6, names=names)
+    for number in range(count):
+        store.name("ns", [piece(f"w{worker}", "d", 10 * worker, number), piece("shared", "d", 100, worker)])
+        store.name("ns", [record(f"w{worker}-{number}", number)])
+    store.close()
 
 
 def work_together(folder: Path, seed: int, steps: int, disk_bytes: int | None) -> None:

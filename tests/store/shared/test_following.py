@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 import threading
 import time
@@ -17,25 +16,18 @@ import redis
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import RemoteUnavailableError, StoreError
 from cacheblend_rag.lab.settings import engine_settings
-from cacheblend_rag.reading import Place
 from cacheblend_rag.store import KVStore, NodeRecord, open_store
 from cacheblend_rag.store.shared import redis as shared_redis
 from tests.families import tiny_model, tiny_tokenizer, words
-from tests.store.kit import key_of, make_kv, record
+from tests.store.kit import key_of, make_kv, piece, record, start
 from tests.store.remote.conftest import RedisServer, needs_redis
+from tests.store.workers import name_together
 
 NAMESPACE = "ns"
 
 
 def opened(folder: Path | None, names: str, **options: Any) -> KVStore:
     return open_store(folder, 10**6, names=names, **options)
-
-
-def piece(id: str, document: str, start: int, number: int = 0) -> NodeRecord:
-    place = Place(document, start, None, 3, "", (1, 2, 3))
-    return NodeRecord(
-        id, key_of(number), f"{number:032x}", (number, 1, 2), place=place, source=document, owner="chroma"
-    )
 
 
 @pytest.fixture
@@ -157,24 +149,10 @@ def test_processes_of_one_machine_follow_together(tmp_path: Path, names: str, pa
     beside.close()
 
 
-def _write(folder: Path, names: str, worker: int, count: int) -> None:
-    store = opened(folder, names)
-    for number in range(count):
-        # All write the same document, each its own chunk, and one that all write.
-        store.name(NAMESPACE, [piece(f"w{worker}", "d", 10 * worker, number), piece("shared", "d", 100, worker)])
-        store.name(NAMESPACE, [record(f"w{worker}-{number}", number)])
-    store.close()
-
-
 def test_writers_end_in_one_state(tmp_path: Path, names: str) -> None:
-    context = multiprocessing.get_context("spawn")
     # Two machines, one of them with two processes.
     folders = [tmp_path / "a", tmp_path / "a", tmp_path / "b"]
-    workers = [
-        context.Process(target=_write, args=(folder, names, number, 12)) for number, folder in enumerate(folders)
-    ]
-    for worker in workers:
-        worker.start()
+    workers = [start(name_together, folder, names, number, 12) for number, folder in enumerate(folders)]
     for worker in workers:
         worker.join(120)
         assert worker.exitcode == 0

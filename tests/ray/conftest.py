@@ -1,0 +1,115 @@
+"""A cluster of this machine alone, with a Redis behind it, and a tiny random Llama with the reference tokenizer."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheblend_rag import BlendEngine, EngineConfig
+from cacheblend_rag.reference import load_tokenizer
+from tests.families import tiny_reader
+from tests.store.remote.conftest import RedisServer, needs_redis
+
+# One thread, like the tests themselves; and no figures sent anywhere.
+os.environ |= {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+
+SETTINGS = {"disk_codec": "native"}
+
+
+@pytest.fixture(scope="session")
+def redis_of_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    needs_redis()
+    server = RedisServer(tmp_path_factory.mktemp("redis"), "--maxmemory-policy", "noeviction")
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """A cluster with more processors than there are, so that all that is small fits."""
+    ray = pytest.importorskip("ray", reason="Ray is not installed (extra ray)")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ray.init(address="local", num_cpus=8, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a model."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_reader(eos_token_id=None).save_pretrained(folder)
+    load_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def shared(redis_of_ray: RedisServer) -> Iterator[dict[str, Any]]:
+    """Settings of what the machines of a cluster share, which is empty."""
+    import redis
+
+    addresses = [f"redis://127.0.0.1:{redis_of_ray.port}/{number}" for number in (0, 1)]
+    yield {"remote": addresses[0], "names": addresses[1], **SETTINGS}
+    with redis.Redis.from_url(addresses[0]) as client:
+        client.flushall()
+
+
+Opener = Callable[..., BlendEngine]
+
+
+@pytest.fixture
+def open_one(model: str, shared: dict[str, Any]) -> Iterator[Opener]:
+    """Opens engines of this process over what is shared."""
+    opened: list[BlendEngine] = []
+
+    def open_engine(store: Path | None = None, **settings: Any) -> BlendEngine:
+        config = EngineConfig(**(shared | settings))
+        opened.append(BlendEngine.from_pretrained(model, store=store, config=config))
+        return opened[-1]
+
+    yield open_engine
+    for engine in opened:
+        engine.close()
+
+
+def documents_of(count: int, chunks: int = 4) -> list[dict[str, Any]]:
+    """Return documents of a few short chunks each."""
+    return [
+        {
+            "document": f"doc-{number}",
+            "chunks": [
+                f"Part {part} of report {number} says that gate {number * part} is open." for part in range(chunks)
+            ],
+        }
+        for number in range(count)
+    ]
+
+
+def workers(title: str) -> list[int]:
+    """Return the processes of this cluster's actors whose title begins so."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if command.startswith(title) and _is_ours(int(folder.name)):
+            found.append(int(folder.name))
+    return found
+
+
+def _is_ours(pid: int) -> bool:
+    while pid > 1 and pid != os.getpid():
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            return False
+    return pid == os.getpid()
