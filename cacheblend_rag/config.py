@@ -284,6 +284,11 @@ class EngineConfig(SettingsBase):
             raise ValueError("must be a name of 1 to 200 printable characters, or None")
         return tenant
 
+    @property
+    def names_url(self) -> str | None:
+        """The address of shared names, with its password; None where there are none."""
+        return None if self.names is None else self.names.get_secret_value()
+
     def torch_dtype(self) -> torch.dtype | None:
         """Return `dtype` as torch names it, or None."""
         return None if self.dtype is None else getattr(torch, self.dtype)

@@ -37,11 +37,12 @@ def kv_folder_of(store: Path | None) -> Path | None:
 @store_app.command()
 def stats(store: StoreOption = _DEFAULT, json_file: JsonOption = None) -> None:
     """Show what the store holds, and what of it is whose."""
+    from cacheblend_rag.config import EngineConfig
     from cacheblend_rag.documents import LibrarySettings
     from cacheblend_rag.store import open_store
 
     kv = _kv(store)
-    with closing(open_store(kv, ram_bytes=0)) as opened:
+    with closing(open_store(kv, ram_bytes=0, names=EngineConfig().names_url)) as opened:
         figures = opened.stats()
         tenants = opened.tenants()
         shares = {tenant: opened.stats(tenant) for tenant in tenants} if any(tenants) else {}
@@ -200,12 +201,13 @@ def clear(
     json_file: JsonOption = None,
 ) -> None:
     """Remove everything that was warmed: the passages in Chroma, and all KV. Of one tenant, its KV and names."""
+    from cacheblend_rag.config import EngineConfig
     from cacheblend_rag.documents import clear_library, is_library
     from cacheblend_rag.store import open_store
 
     kv = _kv(store)
     whole_library = tenant is None and is_library(store)
-    with closing(open_store(kv, ram_bytes=0)) as opened:
+    with closing(open_store(kv, ram_bytes=0, names=EngineConfig().names_url)) as opened:
         figures = opened.stats(tenant)
         what = "" if tenant is None else f" of tenant {tenant}"
         if not yes and not typer.confirm(

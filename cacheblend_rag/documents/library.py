@@ -130,7 +130,7 @@ def clear_library(folder: Path) -> None:
     with _alone_in(folder), open_chroma(folder) as client:
         if PASSAGES in (collection.name for collection in client.list_collections()):
             client.delete_collection(PASSAGES)
-        with closing(open_store(kv_folder(folder), ram_bytes=0)) as store:
+        with closing(open_store(kv_folder(folder), ram_bytes=0, names=EngineConfig().names_url)) as store:
             store.clear()
 
 

@@ -296,7 +296,7 @@ def open_engine_store(
         "ram_codec": config.ram_codec,
         "disk_codec": config.disk_codec,
         "remote": None if config.remote is None else config.remote.get_secret_value(),
-        "names": None if config.names is None else config.names.get_secret_value(),
+        "names": config.names_url,
         "write_back_bytes": tuning.write_back_bytes,
     }
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from cacheblend_rag.codec import make_codec
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.store.base import Fate, KVReader, NameChanges, NamedTarget, NodeRecord, StoreStats
 from cacheblend_rag.store.check import CheckReport, check_store
 from cacheblend_rag.store.clock import StoreClock
@@ -129,10 +129,15 @@ def open_store(
 
 def _following(store: KVStore, log: NameLog | None) -> KVStore:
     """Return a store that follows a log of names, if there is one."""
-    if log is not None:
-        try:
+    try:
+        if log is not None:
             store.follow(log)
-        except BaseException:
-            store.close()
-            raise
+        elif store.follows_others:
+            raise StoreError(
+                f"the names in {store.path} are shared with other machines, and are out of date without them; say where they are "
+                "(EngineConfig(names=...), or CACHEBLEND_NAMES in the environment)"
+            )
+    except BaseException:
+        store.close()
+        raise
     return store

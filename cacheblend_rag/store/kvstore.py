@@ -25,7 +25,7 @@ from cacheblend_rag.store.locks import Turns
 from cacheblend_rag.store.names import Names, Publish
 from cacheblend_rag.store.ram import RamReader, RamTier, Tie, ram_probe
 from cacheblend_rag.store.remote.offsite import Offsite
-from cacheblend_rag.store.shared import NameLog, SharedNames
+from cacheblend_rag.store.shared import NameLog, SharedNames, follows_others
 from cacheblend_rag.store.unit import Unit
 from cacheblend_rag.store.waiting import Computed, WriteBack
 
@@ -109,6 +109,11 @@ class KVStore(ABC):
         folder = None if self.path is None else self.path
         self._shared = SharedNames(log, self._index.database, self._clock, folder, self._names, self._drop)
         self._shared.catch_up()
+
+    @property
+    def follows_others(self) -> bool:
+        """Whether the index is a copy of names that machines share, whoever follows them now."""
+        return follows_others(self._index.database)
 
     def _changing(self, deed: Callable[[Publish | None], Result]) -> Result:
         """Return what `deed` returns, which changes names; where machines share them, for all."""

@@ -19,6 +19,7 @@ from cacheblend_rag.store.chunkfile import ChunkFile, EncodedChunk, FileSource
 from cacheblend_rag.store.disk import DiskTier, existing_store
 from cacheblend_rag.store.folder import storing
 from cacheblend_rag.store.names import Names
+from cacheblend_rag.store.shared import follows_others
 
 __all__ = ["ExportReport", "ImportReport", "export_store", "import_store"]
 
@@ -188,6 +189,11 @@ def import_store(location: str | Path, file: str | Path) -> ImportReport:
             archive = Archive(path, stream)
             archive.check()
             with closing(DiskTier(Path(location).expanduser())) as tier:
+                if follows_others(tier.index.database):
+                    raise StoreError(
+                        f"the names in {location} are shared with other machines, which an import would not tell; import into a "
+                        "folder of its own, or warm this one with the texts"
+                    )
                 _import_entries(tier, archive, report)
                 for home, group in groupby(archive.names(), key=_home):
                     _import_names(tier, *home, group, report)

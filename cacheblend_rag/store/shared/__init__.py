@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.store.remote import RemoteSettings, redis_address, shown_url
-from cacheblend_rag.store.shared.following import SharedNames
+from cacheblend_rag.store.shared.following import SharedNames, follows_others
 from cacheblend_rag.store.shared.log import Behind, NameLog, Page
 
-__all__ = ["Behind", "NameLog", "Page", "SharedNames", "open_names"]
+__all__ = ["Behind", "NameLog", "Page", "SharedNames", "follows_others", "open_names"]
 
 # Whoever waits for names waits for an answer: what was out of reach is tried again soon.
 _MAX_BACK_OFF_S = 4.0

@@ -23,7 +23,7 @@ from cacheblend_rag.store.names import Names, Publish
 from cacheblend_rag.store.shared.log import Behind, NameLog
 from cacheblend_rag.store.unit import Unit, UnitName
 
-__all__ = ["SharedNames"]
+__all__ = ["SharedNames", "follows_others"]
 
 Result = TypeVar("Result")
 
@@ -123,13 +123,12 @@ class SharedNames:
 
     def _read(self) -> tuple[str, int]:
         """Write to the index what has changed; return the log's birth and the position that the index is at."""
-        at = self._position() or self._begin()
+        at = _position(self._database) or self._begin()
         page = self._log.since(*at)
         if at[0] and (page.birth != at[0] or page.position < at[1]):
             raise StoreError(
-                f"the names at {self._log.location} are not those that this store has followed up to change {at[1]}: the server has "
-                "lost what it had acknowledged, or is another one. Restore its data; if that is lost, give it to a new folder and "
-                "warm that again"
+                f"the names at {self._log.location} are not those that this store has followed up to change {at[1]}: the server "
+                "has lost what it had acknowledged, or is another one. Restore its data; where that is lost, warm a new folder"
             )
         with self._database.patient():
             if page.is_whole:
@@ -173,11 +172,6 @@ class SharedNames:
         by_namespace = sorted(units, key=lambda each: each[0].namespace)
         for namespace, group in groupby(by_namespace, key=lambda each: each[0].namespace):
             self._drop(self._names.adopt(namespace, [Unit.unpacked(name, state, ahead_s) for name, state in group]))
-
-    def _position(self) -> tuple[str, int] | None:
-        with self._database.read() as connection:
-            row = connection.execute("SELECT birth, position FROM shared").fetchone()
-        return None if row is None else (str(row[0]), int(row[1]))
 
     def _mark(self, birth: str, position: int) -> None:
         self._database.transact(lambda connection: _note(connection, birth, position))
@@ -223,6 +217,18 @@ class SharedNames:
             # By name: a child that was forked meanwhile has the descriptor too.
             fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
+
+
+def follows_others(database: Database) -> bool:
+    """Return whether an index is a copy of shared names, whoever follows them now."""
+    return _position(database) is not None
+
+
+def _position(database: Database) -> tuple[str, int] | None:
+    """Return the birth of the log that an index follows, and up to where; None if it follows none."""
+    with database.read() as connection:
+        row = connection.execute("SELECT birth, position FROM shared").fetchone()
+    return None if row is None else (str(row[0]), int(row[1]))
 
 
 def _note(connection: sqlite3.Connection, birth: str, position: int) -> None:

@@ -12,6 +12,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.model import ModelCard
 
 __all__ = [
+    "NAMES_VARIABLE",
     "REMOTE_VARIABLE",
     "asked_pieces",
     "asked_spool",
@@ -21,8 +22,9 @@ __all__ = [
     "transfer_params",
 ]
 
-REMOTE_VARIABLE = "CACHEBLEND_REMOTE"
-"""The environment variable that names the store's remote tier to vLLM: a URL may hold a password, which arguments would show."""
+REMOTE_VARIABLE, NAMES_VARIABLE = "CACHEBLEND_REMOTE", "CACHEBLEND_NAMES"
+"""The environment variables by which vLLM is told the store's remote tier, and where its names are that machines share: a URL may
+hold a password, which arguments would show."""
 
 _PARAMETER, _SPOOL = "cacheblend", "cacheblend_spool"
 _KEY = re.compile(r"[0-9a-f]{40}")
@@ -38,7 +40,8 @@ def kv_transfer_config(
 ) -> dict[str, Any]:
     """Return what vLLM is started with to take KV from a store.
 
-    Nothing in it is secret. The store's remote tier is the one that the environment variable CACHEBLEND_REMOTE names.
+    Nothing in it is secret. The store's remote tier, and the names that it shares with other machines, are those at the addresses
+    in the environment variables CACHEBLEND_REMOTE and CACHEBLEND_NAMES.
 
     Parameters
     ----------

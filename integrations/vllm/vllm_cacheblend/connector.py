@@ -29,7 +29,7 @@ from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model import ModelCard
 from cacheblend_rag.store import KVStore, open_store
-from vllm_cacheblend.asking import REMOTE_VARIABLE, asked_pieces, asked_spool
+from vllm_cacheblend.asking import NAMES_VARIABLE, REMOTE_VARIABLE, asked_pieces, asked_spool
 from vllm_cacheblend.fitting import check_fit
 from vllm_cacheblend.loading import Load, PrefixLoader, heads_of
 from vllm_cacheblend.slots import blocks_of, slots_of
@@ -78,8 +78,8 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
 
     @staticmethod
     def _opened(extra: Mapping[str, Any]) -> KVStore:
-        remote = os.environ.get(REMOTE_VARIABLE) or None
-        return open_store(_given(extra, "store"), int(extra.get("ram_bytes", 1 << 30)), remote=remote)
+        remote, names = (os.environ.get(name) or None for name in (REMOTE_VARIABLE, NAMES_VARIABLE))
+        return open_store(_given(extra, "store"), int(extra.get("ram_bytes", 1 << 30)), remote=remote, names=names)
 
     def shutdown(self) -> None:
         """Close the store."""

@@ -24,7 +24,7 @@ from cacheblend_rag.files import replace_text
 from cacheblend_rag.model import ModelCard, model_window
 from cacheblend_rag.serve.backend import Wanted
 from cacheblend_rag.tuning import Tuning
-from vllm_cacheblend.asking import REMOTE_VARIABLE, kv_transfer_config
+from vllm_cacheblend.asking import NAMES_VARIABLE, REMOTE_VARIABLE, kv_transfer_config
 from vllm_cacheblend.backend import VLLMBackend
 from vllm_cacheblend.client import VLLMClient
 from vllm_cacheblend.library import VLLMLibrary
@@ -145,7 +145,8 @@ def _arguments(wanted: Wanted, folder: Path, config: EngineConfig, card: ModelCa
 
 def _environment(config: EngineConfig) -> dict[str, str]:
     # Empty where the settings have none, whatever this process's environment has.
-    return {REMOTE_VARIABLE: "" if config.remote is None else config.remote.get_secret_value()}
+    remote = "" if config.remote is None else config.remote.get_secret_value()
+    return {REMOTE_VARIABLE: remote, NAMES_VARIABLE: config.names_url or ""}
 
 
 def _spool(store: Path) -> Path:

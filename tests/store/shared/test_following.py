@@ -16,7 +16,7 @@ import redis
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.errors import RemoteUnavailableError, StoreError
 from cacheblend_rag.lab.settings import engine_settings
-from cacheblend_rag.store import KVStore, NodeRecord, open_store
+from cacheblend_rag.store import KVStore, NodeRecord, export_store, import_store, open_store
 from cacheblend_rag.store.shared import redis as shared_redis
 from tests.families import tiny_model, tiny_tokenizer, words
 from tests.store.kit import key_of, make_kv, piece, record, start
@@ -226,6 +226,15 @@ def test_a_store_with_names_of_its_own_does_not_join(tmp_path: Path, names: str)
     still = open_store(tmp_path / "kv", 10**6)
     assert still.names.ids(NAMESPACE) == ["n1"]
     still.close()
+
+
+def test_a_copy_of_shared_names_is_not_used_without_them(tmp_path: Path, names: str) -> None:
+    opened(tmp_path / "kv", names).close()
+    with pytest.raises(StoreError, match="out of date without them"):
+        open_store(tmp_path / "kv", 10**6)
+    export_store(tmp_path / "kv", tmp_path / "file")
+    with pytest.raises(StoreError, match="which an import would not tell"):
+        import_store(tmp_path / "kv", tmp_path / "file")
 
 
 def test_what_a_server_says_is_checked(tmp_path: Path, names: str, pair: tuple[KVStore, KVStore]) -> None:
