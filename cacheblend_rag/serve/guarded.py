@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 
 import anyio
@@ -43,7 +44,21 @@ class Guarded:
         except Exception as error:
             await explained(error)(scope, receive, send)
             return
-        await self._app(scope, self._bounded(receive), send)
+        begun = False
+
+        async def noting(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, self._bounded(receive), noting)
+        except asyncio.CancelledError:
+            # The server stops, and has waited as long as it does.
+            if not begun:
+                text = "the server stops, and this was not finished; what was to be stored may have been, so ask, or send it again"
+                await explained(HTTPException(503, text, {"Connection": "close"}))(scope, receive, send)
+            raise
 
     async def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)

@@ -215,6 +215,9 @@ class Client:
             self._flaw(f"d{document} is {there}, and the answer is that of {stale or 'none'}: {text!r}, with {seen}")
 
     def _is_refused(self, reply: httpx.Response) -> bool:
+        if reply.status_code == 503 and "was not finished" in reply.text:
+            # The server was stopped, and waited no longer: what was asked for may have been done, or not.
+            raise httpx.RemoteProtocolError("cut off by a server that stops")
         refused = reply.status_code in (429, 503) and "Retry-After" in reply.headers
         self._outcome.counts["to come again"] += refused
         return refused

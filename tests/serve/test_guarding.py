@@ -23,18 +23,22 @@ import pytest
 import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.cli.app import app
 from cacheblend_rag.cli.serve import _server
 from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.serve.asker import Server
+from cacheblend_rag.serve.guarded import Guarded
+from cacheblend_rag.serve.inprocess import EngineBackend
 from cacheblend_rag.serve.keys import KeyFile, Owner
 from cacheblend_rag.serve.limits import Gate, Overload, Rates
 from cacheblend_rag.serve.live import EventStream, Whole
 from cacheblend_rag.serve.settings import ServeConfig
 from cacheblend_rag.serve.troubles import explained
-from tests.serve.conftest import CHUNKS, Serve, command_of
+from tests.serve.conftest import CHUNKS, Serve, command_of, engine_of
 
 MESSAGES = [{"role": "user", "content": "Where was Mara born?"}]
 SHORT = {"messages": MESSAGES, "temperature": 0, "max_tokens": 3}
@@ -473,3 +477,31 @@ def test_what_goes_wrong_inside_is_told_to_the_log_only(
     number = re.search(r"request (\w{12})", found["message"])
     assert number is not None and "secret" not in found["message"]
     assert any(number[1] in record.getMessage() and "secret" in str(record.exc_info) for record in caplog.records)
+
+
+def test_whoever_is_cut_off_by_a_server_that_stops_is_told_so(tiny: LlamaForCausalLM) -> None:
+    async def forever(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(60)
+
+    async def cut_off() -> list[Any]:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        async def receive() -> Any:
+            await asyncio.sleep(60)
+
+        scope = {"type": "http", "path": "/healthz", "headers": [(b"host", b"localhost")]}
+        task = asyncio.ensure_future(Guarded(forever, server)(scope, receive, send))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return sent
+
+    with engine_of(tiny) as engine:
+        server = Server(EngineBackend(engine), ServeConfig())
+        start, body = asyncio.run(cut_off())
+    assert start["status"] == 503
+    assert "was not finished" in json.loads(body["body"])["error"]["message"]
