@@ -7,8 +7,6 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib.metadata import EntryPoint, entry_points
-from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -62,7 +60,7 @@ def serve(
         import uvicorn
 
         from cacheblend_rag.serve.app import make_app
-        from cacheblend_rag.serve.backend import Wanted
+        from cacheblend_rag.serve.backend import Wanted, backend_module
         from cacheblend_rag.serve.settings import ServeConfig
 
     from cacheblend_rag.config import BlendConfig, EngineConfig
@@ -72,7 +70,7 @@ def serve(
     config = _config(ServeConfig, settings, changes)
     engine_config, blend = _config(EngineConfig, settings, {}), _config(BlendConfig, settings, {})
     wanted = Wanted(model, store, engine_config, blend, url, tuple(arguments or ()))
-    opener = _opener(backend)
+    opener = backend_module(backend)
     if show:
         typer.echo(opener.command(wanted))
         return
@@ -124,18 +122,6 @@ def _ended_by_sigterm() -> Iterator[None]:
     except _Terminated:
         signal.signal(signal.SIGTERM, before)
         signal.raise_signal(signal.SIGTERM)
-
-
-def _opener(name: str | None) -> Any:
-    """Return the module of a backend, which has `open_backend` and `command`."""
-    found: dict[str, EntryPoint] = {each.name: each for each in entry_points(group="cacheblend_rag.backends")}
-    if name is None:
-        name = "vllm" if "vllm" in found and find_spec("vllm") is not None else "engine"
-    if name not in found:
-        raise ConfigError(
-            f"there is no backend {name!r}; installed are {', '.join(sorted(found))}; vllm comes with vllm-cacheblend"
-        )
-    return found[name].load()
 
 
 def _listen(host: str, port: int) -> socket.socket:

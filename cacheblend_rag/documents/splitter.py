@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from pathlib import Path
 from cacheblend_rag.chunk import Chunk, text_hash
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["Passage", "named_passages", "read_passages", "split_text"]
+__all__ = ["Passage", "named_passages", "read_passages", "read_texts", "split_text"]
 
 _SUFFIXES = {".txt", ".text", ".md", ".markdown", ".rst"}
 _HEADING = re.compile(r"#{1,6} ")
@@ -20,6 +21,8 @@ _FENCE = re.compile(r"(```|~~~)")
 _CUTS = (re.compile(r"\n"), re.compile(r"(?<=[.!?])\s+(?=\S)|(?<=[。！？])"), re.compile(r"(?<=\s)(?=\S)"))
 
 TokenCount = Callable[[str], int]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +86,35 @@ def read_passages(
     passages: dict[str, list[Passage]] = {}
     skipped: list[str] = []
     for path in paths:
-        for file in _files(path) if path.is_dir() else [path]:
+        for file, text in read_texts(path, skipped.append):
             source = str(file.resolve())
-            try:
-                text = file.read_text(encoding="utf-8-sig")
-            except (UnicodeDecodeError, OSError) as error:
-                reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error.strerror)
-                if not path.is_dir():
-                    raise ConfigError(f"{file} cannot be read: {reason}") from error
-                skipped.append(f"{file} is left out: {reason}")
-                continue
             passages[source] = list(named_passages(source, split_text(text, count_tokens, chunk_tokens)))
     return [passage for source in sorted(passages) for passage in passages[source]], skipped
+
+
+def read_texts(path: Path, tell: Callable[[str], object] = _log.warning) -> Iterator[tuple[Path, str]]:
+    """Yield a file and its text, or for a folder all text and markdown files below it and theirs.
+
+    Parameters
+    ----------
+    path : Path
+        A file or a folder. Hidden files and folders inside a folder are left out.
+    tell : callable
+        Called with a sentence for each file in a folder that cannot be read, and is left out.
+
+    Raises
+    ------
+    ConfigError
+        If `path` is a file that cannot be read, or is not UTF-8 text.
+    """
+    for file in _files(path) if path.is_dir() else [path]:
+        try:
+            yield file, file.read_text(encoding="utf-8-sig")
+        except (UnicodeDecodeError, OSError) as error:
+            reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error.strerror)
+            if not path.is_dir():
+                raise ConfigError(f"{file} cannot be read: {reason}") from error
+            tell(f"{file} is left out: {reason}")
 
 
 def _files(folder: Path) -> Iterator[Path]:

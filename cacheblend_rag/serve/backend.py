@@ -6,6 +6,8 @@ import threading
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,9 +19,9 @@ from cacheblend_rag.chat.tools import ToolReply, parse_calls
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig, EngineConfig
 from cacheblend_rag.engine import ChunkLibrary
-from cacheblend_rag.errors import StoreError
+from cacheblend_rag.errors import ConfigError, StoreError
 
-__all__ = ["Asked", "Backend", "Wanted"]
+__all__ = ["Asked", "Backend", "Wanted", "backend_module"]
 
 
 @dataclass(frozen=True)
@@ -193,3 +195,21 @@ class Backend(Collector):
             for library in self._libraries.values():
                 if library is not self._first:
                     library.close()
+
+
+def backend_module(name: str | None) -> Any:
+    """Return the module of a backend, which has `open_backend` and `command`; by default vLLM's, where that is installed.
+
+    Raises
+    ------
+    ConfigError
+        If there is none of this name.
+    """
+    found: dict[str, EntryPoint] = {each.name: each for each in entry_points(group="cacheblend_rag.backends")}
+    if name is None:
+        name = "vllm" if "vllm" in found and find_spec("vllm") is not None else "engine"
+    if name not in found:
+        raise ConfigError(
+            f"there is no backend {name!r}; installed are {', '.join(sorted(found))}; vllm comes with vllm-cacheblend"
+        )
+    return found[name].load()

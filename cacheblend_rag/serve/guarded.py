@@ -56,7 +56,7 @@ class Guarded:
         except asyncio.CancelledError:
             # The server stops, and has waited as long as it does.
             if not begun:
-                text = "the server stops, and this was not finished; what was to be stored may have been, so ask, or send it again"
+                text = "the server stops, and this was not finished; what was to be stored may have been; ask, or send it again"
                 await explained(HTTPException(503, text, {"Connection": "close"}))(scope, receive, send)
             raise
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import warnings
@@ -34,9 +35,12 @@ def redis_of_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
     """A cluster with more processors than there are, so that all that is small fits."""
-    ray = pytest.importorskip("ray", reason="Ray is not installed (extra ray)")
     with warnings.catch_warnings():
+        # Ray's own, of what it imports.
         warnings.simplefilter("ignore")
+        ray = pytest.importorskip("ray", reason="Ray is not installed (extra ray)")
+        importlib.import_module("ray.data")
+        importlib.import_module("ray.serve")
         ray.init(address="local", num_cpus=8, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
     yield
     ray.shutdown()

@@ -226,6 +226,7 @@ def routing(shared: Shared, requests: int, corpus: int, share: float, zipf: floa
         rng = random.Random(2)
         with replicas(shared, 3, num_cpus=0.5, router=router, stats_s=1) as address:
             rows[router] = _routed(address, documents, weights, requests, each, rng)
+            print(router, rows[router], flush=True)
     near = {router: row["near_share"] for router, row in rows.items()}
     return {
         "requests": requests,

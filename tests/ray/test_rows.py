@@ -22,7 +22,7 @@ def test_files_are_called_by_their_paths_below_the_folder(tmp_path: Path) -> Non
     (tmp_path / "blank.md").write_text(" \n")
     (tmp_path / "bad.md").write_bytes(b"\xff\xfe\xff")
     assert [row["document"] for row in rows_of(tmp_path)] == ["a.md", "deep/b.txt"]
-    assert rows_of([str(tmp_path / "a.md")]) == [{"document": "a.md", "text": "text of a.md", "chunks": None}]
+    assert rows_of([str(tmp_path / "a.md")]) == [{"document": "a.md", "text": "text of a.md"}]
     assert len(rows_of([tmp_path, tmp_path])) == 2
     other = tmp_path / "other"
     other.mkdir()
@@ -40,10 +40,10 @@ def test_documents_of_both_frameworks() -> None:
         Document("two", metadata={"source": "book.pdf"}),
     ]
     assert rows_of([*pages, Document("three", id="x")]) == [
-        {"document": "book.pdf", "text": "one\n\ntwo", "chunks": None},
-        {"document": "x", "text": "three", "chunks": None},
+        {"document": "book.pdf", "text": "one\n\ntwo"},
+        {"document": "x", "text": "three"},
     ]
-    assert rows_of([LlamaDocument(text="four", id_="y")]) == [{"document": "y", "text": "four", "chunks": None}]
+    assert rows_of([LlamaDocument(text="four", id_="y")]) == [{"document": "y", "text": "four"}]
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,7 +18,10 @@ import pytest
 
 from cacheblend_rag import BlendEngine, BlendPrompt, EngineConfig, ServedEngine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.ray import build_app, warm
+from cacheblend_rag.ray import build_app
+from cacheblend_rag.ray.nearness import name_number
+from cacheblend_rag.ray.rows import Columns
+from cacheblend_rag.ray.warmer import Warmer, WarmJob
 from tests.ray.conftest import SETTINGS, RedisServer, documents_of, workers
 from tests.serve.conftest import serving
 
@@ -170,8 +175,9 @@ def test_an_engine_of_frameworks_is_served(client: httpx.Client, one: httpx.Clie
 
 def test_what_was_warmed_is_served(client: httpx.Client, model: str, settings: dict[str, Any]) -> None:
     documents = [{"document": f"warm/{each['document']}", "chunks": each["chunks"]} for each in documents_of(6)]
-    summary = warm(documents, model=model, config=EngineConfig(**settings), actors=1, progress=lambda done, total: None)
-    assert (summary.documents, summary.failed) == (6, [])
+    worker = Warmer(WarmJob(model, None, EngineConfig(**settings), Columns(), 256))
+    done = worker({name: [each[name] for each in documents] for name in ("document", "chunks")})
+    assert set(done["error"]) == {""}
     for each in documents:
         reply = client.post(CHAT, json=question(each["document"], report=True)).json()
         assert (reply["blend"][0]["hits"], reply["blend"][0]["misses"]) == (4, 0)
@@ -218,20 +224,21 @@ def test_a_replica_that_is_killed_in_the_middle_of_a_stream(kills: int, client: 
 
 
 def _serving(victims: list[int], response: httpx.Response) -> int:
-    """Return the process that streams: the one whose processor time rises."""
-    before = {pid: _ticks(pid) for pid in victims}
-    time.sleep(0.2)
-    return max(victims, key=lambda pid: _ticks(pid) - before[pid])
+    """Return the process that streams: the one that has the folder of the replica that the reply names."""
+    for pid in victims:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                found = re.search(r"replica-(\d+)\.lock$", str(link.readlink()))
+            except OSError:
+                continue
+            if found is not None:
+                home = f"{socket.gethostname()}/{found[1]}"
+                if f"{name_number(home):016x}"[:8] == response.headers["x-cacheblend-replica"]:
+                    return pid
+    raise AssertionError(f"none of {victims} has the folder of {response.headers['x-cacheblend-replica']}")
 
 
-def _ticks(pid: int) -> int:
-    with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-        fields = file.read().rpartition(")")[2].split()
-    return int(fields[11]) + int(fields[12])
-
-
-def test_wrong_arguments_are_told() -> None:
-    pytest.importorskip("ray", reason="Ray is not installed (extra ray)")
+def test_wrong_arguments_are_told(cluster: None) -> None:
     for args, said in [
         ({"modle": "reference"}, "modle"),
         ({"max_replicas": 2}, "remote"),

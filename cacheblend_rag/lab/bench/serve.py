@@ -30,6 +30,8 @@ __all__ = ["Arrival", "ServeBench", "ServeRow", "arrivals", "zipf_sample"]
 
 _CHUNKS_OF_A_DOCUMENT = 5
 _UNLOADED = 12
+# Before all others, not counted: kernels are compiled, and what is asked for most comes into the RAM of the server.
+_WARM_UP = 24
 _TIMEOUT_S = 120.0
 
 
@@ -103,17 +105,17 @@ def zipf_sample(rng: random.Random, size: int, count: int, exponent: float) -> t
     return tuple(drawn)
 
 
-def arrivals(setting: ServeSetting, rate: float | None) -> list[Arrival]:
+def arrivals(setting: ServeSetting, rate: float | None, count: int = _UNLOADED) -> list[Arrival]:
     """Return what arrives at a rate in the setting's time, at least one request; always the same.
 
-    At None it is a few requests, to be sent one after the other.
+    At None it is `count` requests, to be sent one after the other.
     """
     rng = random.Random(f"{setting.seed}:{rate}")
     # The likeliest chunks are of different documents.
     places = random.Random(setting.seed).sample(range(setting.corpus), setting.corpus)
     found: list[Arrival] = []
     at_s = 0.0
-    while not found or (len(found) < _UNLOADED if rate is None else at_s < setting.seconds):
+    while not found or (len(found) < count if rate is None else at_s < setting.seconds):
         drawn = zipf_sample(rng, setting.corpus, setting.chunks, setting.zipf)
         found.append(Arrival(at_s, tuple(places[number] for number in drawn)))
         at_s += 0.0 if rate is None else rng.expovariate(rate)
@@ -139,6 +141,9 @@ class ServeBench(Bench[ServeSetting, ServeRow]):
     def measure(self, say: Say = say_nothing) -> list[ServeRow]:
         """Return one row for each rate, behind that of requests one after the other."""
         rows: list[ServeRow] = []
+        say("warming up")
+        # Not the prompts that are measured, which a server may keep whole.
+        asyncio.run(self._ask_all(arrivals(self.setting, None, _UNLOADED + _WARM_UP)[_UNLOADED:], one_by_one=True))
         for rate in (None, *self.setting.rates):
             say("asking one after the other" if rate is None else f"asking {rate:g} times a second")
             sent = arrivals(self.setting, rate)

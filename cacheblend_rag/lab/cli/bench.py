@@ -27,6 +27,7 @@ from cacheblend_rag.cli.store import kv_folder_of
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.extras import needs_extra
 from cacheblend_rag.lab.bench.settings import SETTINGS, BenchSetting, options_of
+from cacheblend_rag.lab.cli.cluster import cluster_app
 from cacheblend_rag.lab.cli.options import command_of
 from cacheblend_rag.lab.figures import needs_drawing
 
@@ -86,6 +87,7 @@ def _run(name: str, setting: BenchSetting, json_file: Path | None) -> None:
 
 for _name, _setting in SETTINGS.items():
     bench_app.command(_name)(_command(_name, _setting))
+bench_app.add_typer(cluster_app, name="cluster")
 
 
 @bench_app.command()

@@ -1,0 +1,177 @@
+"""What one replica takes for its work: the figures that the simulator is fed with."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from cacheblend_rag.errors import ConfigError
+
+__all__ = ["TIERS", "Costs", "Reads", "TierCost", "read_costs"]
+
+TIERS = ("ram", "disk", "remote")
+"""Where KV may be, the nearest first; the first two are a replica's own."""
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Rate = Annotated[float, Field(gt=0)]
+
+
+@dataclass(frozen=True, slots=True)
+class TierCost:
+    """Reading one chunk's KV from a tier.
+
+    Attributes
+    ----------
+    read_s : float
+        Seconds a chunk, whatever its size.
+    load_bytes_per_s : float
+        Bytes a second behind that; infinity where reading was measured per chunk as a whole.
+    beside_s : float
+        Seconds of a core that a read takes from others while the replica goes on: copying what was far to the own disk.
+    """
+
+    read_s: Seconds = 0.0
+    load_bytes_per_s: Rate = float("inf")
+    beside_s: Seconds = 0.0
+
+    def seconds(self, chunks: float, chunk_bytes: float) -> float:
+        """Return the seconds of reading so many chunks of one size."""
+        return chunks * (self.read_s + chunk_bytes / self.load_bytes_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """Where the chunks of one request were found; `missing` ones are in no tier, and are computed."""
+
+    ram: int = 0
+    disk: int = 0
+    remote: int = 0
+    missing: int = 0
+
+    @property
+    def near(self) -> int:
+        """Chunks in the replica's own tiers."""
+        return self.ram + self.disk
+
+    @property
+    def chunks(self) -> int:
+        """All of them."""
+        return self.ram + self.disk + self.remote + self.missing
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What one replica, a model on its device, takes.
+
+    Attributes
+    ----------
+    name, source : str
+        What was measured or assumed, and where every figure is from.
+    stored_bytes_per_token : float
+        Bytes of KV of one token as they are stored and moved.
+    prefill_s_per_request, prefill_s_per_token : float
+        Seconds of prefill a prompt, and a token that is computed.
+    reuse_s_per_token : float
+        Seconds a token whose KV is reused, from RAM: to move it to its position and to attend to it.
+    decode_s_per_step : float
+        Seconds of a step of decoding, whoever many answers are written in it.
+    decode_s_per_answer_step : float
+        Seconds that each answer adds to a step.
+    beside_s_per_request : float
+        Seconds of a core that a request takes from others without the replica's model: HTTP, tokenising, the client where it is
+        on the same machine.
+    overlap : float
+        Share of the loading that hides behind computing where there is enough of that.
+    busy_share : float
+        Share of the replica's time in which it has a core busy; counts where cores are shared.
+    answers_at_once : int
+        Most answers decoded together.
+    joins_midway : bool
+        Whether requests join answers that are being written (vLLM); else those that wait are answered together next.
+    ram, disk, remote : TierCost
+        The tiers.
+    """
+
+    name: str
+    source: str
+    stored_bytes_per_token: Rate
+    prefill_s_per_request: Seconds
+    prefill_s_per_token: Seconds
+    reuse_s_per_token: Seconds
+    decode_s_per_step: Seconds
+    decode_s_per_answer_step: Seconds
+    beside_s_per_request: Seconds = 0.0
+    overlap: Annotated[float, Field(ge=0, le=1)] = 0.0
+    busy_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    answers_at_once: Annotated[int, Field(ge=1)] = 64
+    joins_midway: bool = False
+    ram: TierCost = field(default_factory=TierCost)
+    disk: TierCost = field(default_factory=TierCost)
+    remote: TierCost = field(default_factory=TierCost)
+
+    def prefill_s(self, reads: Reads, chunk_tokens: int, question_tokens: int, miss_tokens: float) -> float:
+        """Return the seconds from when the replica takes a request up to its first token.
+
+        Parameters
+        ----------
+        reads : Reads
+            Where its chunks are.
+        chunk_tokens, question_tokens : int
+            Tokens of each chunk, and of what is computed in any case.
+        miss_tokens : float
+            Tokens that are computed for a missing chunk: its own and those before it in its document.
+        """
+        chunk_bytes = chunk_tokens * self.stored_bytes_per_token
+        load_s = (
+            self.ram.seconds(reads.ram, chunk_bytes)
+            + self.disk.seconds(reads.disk, chunk_bytes)
+            + self.remote.seconds(reads.remote, chunk_bytes)
+        )
+        compute_s = self.prefill_s_per_token * question_tokens + self.reuse_s_per_token * chunk_tokens * reads.chunks
+        hidden_s = self.overlap * min(load_s, compute_s)
+        encode_s = self.prefill_s_per_token * miss_tokens * reads.missing
+        return self.prefill_s_per_request + compute_s + load_s - hidden_s + encode_s
+
+    def decode_s(self, answers: int, steps: int) -> float:
+        """Return the seconds of so many steps of so many answers together."""
+        return steps * (self.decode_s_per_step + answers * self.decode_s_per_answer_step)
+
+    def beside_s(self, reads: Reads) -> float:
+        """Return the seconds of a core that a request takes beside the replica's model."""
+        return (
+            self.beside_s_per_request
+            + self.ram.beside_s * reads.ram
+            + self.disk.beside_s * reads.disk
+            + self.remote.beside_s * reads.remote
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures as `read_costs` reads them; what is infinite is left out, as it is by default."""
+        figures = asdict(self)
+        for tier in TIERS:
+            if figures[tier]["load_bytes_per_s"] == float("inf"):
+                del figures[tier]["load_bytes_per_s"]
+        return figures
+
+
+def read_costs(path: Path) -> Costs:
+    """Return the costs in a JSON file, as `bench cluster measure` and `bench cluster assume` write them.
+
+    Raises
+    ------
+    ConfigError
+        If the file cannot be read, or holds something else.
+    """
+    try:
+        return TypeAdapter(Costs).validate_json(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except ValidationError as error:
+        found = error.errors()[0]
+        where = ".".join(map(str, found["loc"])) or "the file"
+        raise ConfigError(
+            f"{path} holds no costs ({where}: {found['msg']}); write them with `cacheblend-rag bench cluster assume`"
+        ) from error
