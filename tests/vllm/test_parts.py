@@ -130,10 +130,11 @@ def test_the_configuration_is_json(engine: BlendEngine, tmp_path: Path) -> None:
 
 def test_no_password_is_among_the_arguments(engine: BlendEngine, tmp_path: Path) -> None:
     remote = "redis://user:secret@localhost:6379/0"
-    config = EngineConfig(remote=remote)
+    names = "redis://user:secret@localhost:6380/0"
+    config = EngineConfig(remote=remote, names=names)
     wanted = Wanted("reference", tmp_path, config, BlendConfig())
     assert "secret" not in " ".join(_arguments(wanted, tmp_path, config, engine.card(), tmp_path))
-    assert _environment(config) == {"CACHEBLEND_REMOTE": remote}
+    assert _environment(config) == {"CACHEBLEND_REMOTE": remote, "CACHEBLEND_NAMES": names}
 
 
 # Where prefixes end
