@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +26,7 @@ def demo(
     folder: Annotated[
         Path, typer.Option("--dir", metavar="DIR", file_okay=False, help="Where Chroma and the KV are kept.")
     ] = Path(".demo"),
-    questions: Annotated[int, typer.Option(min=1, help="How many questions.")] = 16,
+    questions: Annotated[int, typer.Option(min=1, help="How many questions.")] = 14,
     retrieved: Annotated[int, typer.Option("--top-k", min=1, help="How many chunks are retrieved for each.")] = 14,
     model: ModelOption = "reference",
     verbose: Annotated[bool, typer.Option("--verbose", help="Show every answer as well.")] = False,
@@ -46,6 +47,7 @@ def demo(
     from cacheblend_rag.lab.demo.run import METHODS, DemoEngine, demo_frameworks, run_demo, score
     from cacheblend_rag.lab.demo.screen import show_answers, show_demo
     from cacheblend_rag.lab.demo.size import at_real_size
+    from cacheblend_rag.reference.prompt import TRAINED_TOKENS
 
     make_quiet()
     demo_frameworks()
@@ -69,6 +71,9 @@ def demo(
             chunks = demo_chunks(shown["blend"].framework)
             documents = {chunks[place].metadata["document"] for place in shown["blend"].places}
             texts = [chunk.text for chunk in chunks if chunk.metadata["document"] in documents]
+            # As many as the reference model is given of them.
+            lengths = accumulate(len(engine.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
+            texts = [text for text, length in zip(texts, lengths, strict=True) if length <= TRAINED_TOKENS]
             size = at_real_size(engine.tokenizer, texts, shown["blend"].question.text)
         status.stop()
         if verbose:
