@@ -35,7 +35,7 @@ def started(corpus: Corpus, block_size: int, **options: Any) -> LLM:
     return LLM(
         str(WEIGHTS),
         dtype="float32",
-        max_model_len=2048,
+        max_model_len=1920,
         enforce_eager=True,
         enable_prefix_caching=True,
         block_size=block_size,
