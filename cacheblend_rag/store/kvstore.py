@@ -106,8 +106,7 @@ class KVStore(ABC):
         StoreError
             If the store has names already that were nobody else's.
         """
-        folder = None if self.path is None else self.path
-        self._shared = SharedNames(log, self._index.database, self._clock, folder, self._names, self._drop)
+        self._shared = SharedNames(log, self._index.database, self._clock, self.path, self._names, self._drop)
         self._shared.catch_up()
 
     @property

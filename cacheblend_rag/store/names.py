@@ -208,18 +208,6 @@ class Names:
                 publish(connection, units)
             return drop_nameless(connection, dropped_keys, [*keys, *(each.record.key for each in targets.values())])
 
-    def keep_only(self, units: Collection[str]) -> Dropped:
-        """Remove the names of all documents, and chunks of none, that are not among these (`UnitName.packed`)."""
-        dropped = Dropped()
-        for name in self.units():
-            if name.packed() not in units:
-                more = self.adopt(name.namespace, [Unit(name)])
-                dropped.keys += more.keys
-                dropped.tenants += more.tenants
-                dropped.files += more.files
-                dropped.pinned += more.pinned
-        return dropped
-
     def units(self, tenant: str | None = None) -> list[UnitName]:
         """Return all documents, and all chunks of none, or those of one tenant."""
         owned = "LEFT JOIN namespaces USING (namespace) WHERE (?1 IS NULL OR ifnull(namespaces.tenant, '') = ?1)"

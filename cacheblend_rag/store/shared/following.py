@@ -165,7 +165,7 @@ class SharedNames:
         for units in self._log.units():
             seen.update(units)
             self._take([(UnitName.unpacked(name), state) for name, state in units.items()])
-        self._drop(self._names.keep_only(seen))
+        self._take([(name, None) for name in self._names.units() if name.packed() not in seen])
 
     def _take(self, units: Sequence[tuple[UnitName, bytes | None]]) -> None:
         ahead_s = self._clock.ahead_s()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import redis
@@ -25,3 +26,14 @@ def names(_server: RedisServer) -> str:
     with redis.Redis.from_url(_server.url()) as client:
         client.flushall()
     return _server.url()
+
+
+@pytest.fixture
+def mortal(tmp_path: Path) -> Iterator[RedisServer]:
+    """A server that keeps what it acknowledges, and may be killed."""
+    needs_redis()
+    (tmp_path / "server").mkdir()
+    server = RedisServer(tmp_path / "server", "--appendonly", "yes", "--appendfsync", "always")
+    server.start()
+    yield server
+    server.kill()

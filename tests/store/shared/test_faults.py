@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,24 +13,13 @@ import pytest
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.store import KVStore, open_store
 from tests.store.kit import record
-from tests.store.remote.conftest import RedisServer, needs_redis
+from tests.store.remote.conftest import RedisServer
 
 NAMESPACE = "ns"
 
 
 def opened(folder: Path | None, names: str) -> KVStore:
     return open_store(folder, 10**6, names=names)
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[RedisServer]:
-    """A server that keeps what it acknowledges."""
-    needs_redis()
-    (tmp_path / "server").mkdir()
-    server = RedisServer(tmp_path / "server", "--appendonly", "yes", "--appendfsync", "always")
-    server.start()
-    yield server
-    server.kill()
 
 
 def until_it_answers(call: Callable[[], object]) -> None:
@@ -92,17 +81,17 @@ class Writer(threading.Thread):
 
 @pytest.mark.parametrize("restarts", [2, pytest.param(10, marks=pytest.mark.full)])
 def test_a_server_is_killed_and_started_again_while_names_change(
-    tmp_path: Path, server: RedisServer, restarts: int
+    tmp_path: Path, mortal: RedisServer, restarts: int
 ) -> None:
-    stores = [opened(tmp_path / name, server.url()) for name in ("a", "b")]
+    stores = [opened(tmp_path / name, mortal.url()) for name in ("a", "b")]
     writers = [Writer(number, store) for number, store in enumerate(stores)]
     for writer in writers:
         writer.start()
     for _ in range(restarts):
         time.sleep(0.7)
-        server.kill()
+        mortal.kill()
         time.sleep(0.2)
-        server.start()
+        mortal.start()
         # Until changes are made again.
         before = [writer.acknowledged for writer in writers]
         until = time.monotonic() + 60
@@ -114,7 +103,7 @@ def test_a_server_is_killed_and_started_again_while_names_change(
         writer.join()
         assert writer.failure is None
     assert min(writer.refused for writer in writers) > 0
-    third = opened(tmp_path / "c", server.url())
+    third = opened(tmp_path / "c", mortal.url())
     stores.append(third)
     for store in stores:
         until_it_answers(lambda store=store: store.names.revision())
@@ -127,14 +116,14 @@ def test_a_server_is_killed_and_started_again_while_names_change(
 
 @pytest.mark.parametrize("times", [4, pytest.param(50, marks=pytest.mark.full)])
 def test_what_is_deleted_while_a_machine_joins_it_does_not_have(
-    tmp_path: Path, server: RedisServer, times: int
+    tmp_path: Path, mortal: RedisServer, times: int
 ) -> None:
-    first = opened(tmp_path / "first", server.url())
+    first = opened(tmp_path / "first", mortal.url())
     for number in range(times):
         ids = [f"{number}-{each}" for each in range(40)]
         first.name(NAMESPACE, [record(id, 1) for id in ids])
         made: list[KVStore] = []
-        joining = threading.Thread(target=lambda made=made: made.append(opened(None, server.url())))
+        joining = threading.Thread(target=lambda made=made: made.append(opened(None, mortal.url())))
         joining.start()
         gone = ids[:: 1 + number % 3]
         first.forget(NAMESPACE, gone)

@@ -20,7 +20,7 @@ from cacheblend_rag.store import KVStore, NodeRecord, export_store, import_store
 from cacheblend_rag.store.shared import redis as shared_redis
 from tests.families import tiny_model, tiny_tokenizer, words
 from tests.store.kit import key_of, make_kv, piece, record, start
-from tests.store.remote.conftest import RedisServer, needs_redis
+from tests.store.remote.conftest import RedisServer
 from tests.store.workers import name_together
 
 NAMESPACE = "ns"
@@ -166,17 +166,6 @@ def test_writers_end_in_one_state(tmp_path: Path, names: str) -> None:
     assert len(states[0][1]) == 3 * 12 + 4
     for store in stores:
         store.close()
-
-
-@pytest.fixture
-def mortal(tmp_path: Path) -> Iterator[RedisServer]:
-    """A server that keeps what it acknowledges, and may be killed."""
-    needs_redis()
-    (tmp_path / "server").mkdir()
-    server = RedisServer(tmp_path / "server", "--appendonly", "yes", "--appendfsync", "always")
-    server.start()
-    yield server
-    server.kill()
 
 
 def test_out_of_reach_nothing_is_looked_up_and_nothing_changes(tmp_path: Path, mortal: RedisServer) -> None:
