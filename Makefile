@@ -88,8 +88,9 @@ check: lint  ## lint, and the tests in two processes, sampled where a count is l
 	$(BIN)/python -m pytest -m "not full" -n 2 --dist loadfile
 
 .PHONY: check-vllm
-check-vllm: $(VLLM_STAMP)  ## the tests that need vLLM, in a virtual environment of their own
+check-vllm: $(VLLM_STAMP) $(STAMP)  ## the tests that need vLLM, in a virtual environment of its own, and clients' that ask it from this one
 	$(VLLM_VENV)/bin/python -m pytest -o filterwarnings=default -v -rN tests/vllm
+	VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -k vllm tests/serve/test_clients.py
 
 .PHONY: check-all
 check-all: lint  ## lint, and the tests at full counts in two processes; writes tests/check-all.txt

@@ -94,7 +94,7 @@ class AppArgs(BaseModel):
         """
         self.settings_of(BlendConfig)
         engine, server = self.settings_of(EngineConfig), self.settings_of(ServeConfig)
-        if self.max_replicas > 1 and (engine.remote is None or getattr(engine, "names", None) is None):
+        if self.max_replicas > 1 and (engine.remote is None or engine.names is None):
             raise ConfigError(
                 f"there may be {self.max_replicas} replicas, and each would know only the documents that it was given itself; "
                 "set remote and names, the addresses of what they share (settings: {remote: redis://..., names: redis://...})"

@@ -13,11 +13,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
-import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,12 +35,11 @@ from cacheblend_rag.serve.asking import calls_for
 from cacheblend_rag.serve.settings import ServeConfig
 from cacheblend_rag.serve.wire import CompletionRequest
 from tests.families import tiny_reader, words
+from tests.serve.process import LEAST, ServerProcess
 
 DOCUMENTS_OF_A_CLIENT, VERSIONS, TOKENS = 2, 3, 6
 # How much more memory, in bytes, the server may have at the end than after its first part.
 GROWTH = 60 << 20
-ADDRESS = re.compile(r"answers at (http://\S+)/v1")
-LEAST = ["--enforce-eager", "--max-model-len", "1024", "--block-size", "32"]
 
 
 def chunks_of(document: int, version: int) -> list[str]:
@@ -89,50 +85,14 @@ class Outcome:
         )
 
 
-class Server:
-    """The server's process, which can be started again at the same address."""
-
-    def __init__(self, folder: Path, store: Path, log: Path, backend: str) -> None:
-        config = log.with_suffix(".yaml")
-        # What was rounded on disk would be another answer where two tokens are nearly as likely.
-        budget = {"ram_bytes": 300_000, "disk_bytes": 4_000_000, "disk_codec": "native", "dtype": "float32"}
-        budget["separator"] = "\n\n"
-        config.write_text(json.dumps(budget), encoding="utf-8")
-        self._command = [
-            sys.executable,
-            "-c",
-            "from cacheblend_rag.cli.app import app; app()",
-            "serve",
-            "--model",
-            str(folder),
-        ]
-        self._command += ["--store", str(store), "--backend", backend, "--config", str(config)]
-        self._more = ["--", *LEAST] if backend == "vllm" else []
-        self._log = log
-        self._port = 0
-        self.url = ""
-
-    def start(self) -> None:
-        began = self._log.stat().st_size if self._log.exists() else 0
-        with self._log.open("ab") as written:
-            command = [*self._command, "--port", str(self._port), *self._more]
-            self.process = subprocess.Popen(command, stdout=written, stderr=subprocess.STDOUT)
-        while (found := ADDRESS.search(self._log.read_text()[began:])) is None:
-            if self.process.poll() is not None:
-                raise RuntimeError(self._log.read_text()[-4000:])
-            time.sleep(0.1)
-        self.url = found[1]
-        self._port = int(self.url.rpartition(":")[2])
-
-    def stop(self, how: signal.Signals) -> None:
-        self.process.send_signal(how)
-        self.process.wait(90)
-
-    def held(self) -> tuple[int, int, int]:
-        """Return the bytes, threads and open files of the process."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        rss, threads = (int(re.search(rf"{name}:\s*(\d+)", status)[1]) for name in ("VmRSS", "Threads"))  # type: ignore[index]
-        return rss * 1024, threads, len(os.listdir(f"/proc/{self.process.pid}/fd"))
+def server_of(folder: Path, store: Path, log: Path, backend: str) -> ServerProcess:
+    """Return a server of a model with budgets that are too small."""
+    config = log.with_suffix(".yaml")
+    # What was rounded on disk would be another answer where two tokens are nearly as likely.
+    budget = {"ram_bytes": 300_000, "disk_bytes": 4_000_000, "disk_codec": "native", "dtype": "float32"}
+    config.write_text(json.dumps(budget | {"separator": "\n\n"}), encoding="utf-8")
+    options = ["--model", str(folder), "--store", str(store), "--backend", backend, "--config", str(config)]
+    return ServerProcess(log, *options, *(LEAST if backend == "vllm" else ()))
 
 
 class Client:
@@ -146,7 +106,7 @@ class Client:
         self._naive = naive
         self._outcome = outcome
 
-    async def work(self, server: Server, until: float) -> None:
+    async def work(self, server: ServerProcess, until: float) -> None:
         while time.monotonic() < until:
             document = self._rng.choice(list(self._there))
             chance = self._rng.random()
@@ -243,7 +203,7 @@ def run(seconds: float, clients: int, backend: str = "engine") -> Outcome:
         naive = naive_answers(folder, clients * DOCUMENTS_OF_A_CLIENT)
         # Else an answer of yesterday's document could not be told.
         assert len(set(naive.values())) > 0.9 * len(naive)
-        server = Server(folder, Path(name) / "kv", Path(name) / "log", backend)
+        server = server_of(folder, Path(name) / "kv", Path(name) / "log", backend)
         server.start()
         everybody = [Client(number, naive, outcome) for number in range(clients)]
         try:
@@ -258,7 +218,7 @@ def run(seconds: float, clients: int, backend: str = "engine") -> Outcome:
 
 
 async def _part(
-    server: Server, everybody: list[Client], seconds: float, ending: signal.Signals, outcome: Outcome
+    server: ServerProcess, everybody: list[Client], seconds: float, ending: signal.Signals, outcome: Outcome
 ) -> None:
     """Let everybody work, and end the server in the midst of it."""
     until = time.monotonic() + seconds

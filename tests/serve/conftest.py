@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from cacheblend_rag.serve.app import make_app
 from cacheblend_rag.serve.inprocess import EngineBackend
 from cacheblend_rag.serve.settings import ServeConfig
 from tests.families import tiny_reader
+from tests.serve.process import command
 
 CHUNKS = {
     "mara": "Mara Lind was born in Oslo and moved north.",
@@ -44,8 +44,7 @@ def command_of(model: LlamaForCausalLM, folder: Path) -> list[str]:
     """Return the command that serves a model over a store, both of which are in a folder from then on."""
     model.save_pretrained(folder / "model")
     load_tokenizer().save_pretrained(folder / "model")
-    command = [sys.executable, "-c", "from cacheblend_rag.cli.app import app; app()", "serve"]
-    return [*command, "--model", str(folder / "model"), "--store", str(folder / "kv"), "--port", "0"]
+    return command("--model", str(folder / "model"), "--store", str(folder / "kv"))
 
 
 @contextmanager

@@ -1,12 +1,20 @@
-"""What talks to OpenAI talks to the server as it is: LangChain's and LlamaIndex's clients, over the shipped model."""
+"""What talks to OpenAI talks to the server as it is, whatever computes behind it: clients of three packages.
+
+vLLM has an environment of its own; ``VLLM_PYTHON``, which ``make check-vllm`` sets, is that environment's Python.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar
 
 import httpx
+import openai
 import pytest
 from langchain_core.documents import Document
 from langchain_core.language_models import BaseChatModel
@@ -23,6 +31,7 @@ from cacheblend_rag import BlendEngine
 from cacheblend_rag.lab.settings import engine_settings
 from tests.llama_index.conftest import WordEmbedding
 from tests.serve.conftest import serving
+from tests.serve.process import LEAST, VLLM, ServerProcess
 
 CHUNKS = [
     "Mara Lindell was born in Oslo, and moved to the north coast when she was still a child.",
@@ -30,6 +39,7 @@ CHUNKS = [
     "Otto Brandt was born in Lisbon. He paints ships, and lives in the street behind the harbour office.",
 ]
 QUESTION = "Where was Mara Lindell born?"
+VLLM_PYTHON = os.environ.get("VLLM_PYTHON", "")
 
 
 def unkept() -> dict[str, Any]:
@@ -45,12 +55,27 @@ def _nothing_left_open() -> Iterator[None]:
     gc.collect()
 
 
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+@contextmanager
+def by_engine() -> Iterator[str]:
     settings = engine_settings(self_check=False, separator="\n\n")
     with BlendEngine.from_pretrained("reference", **settings) as engine, serving(engine) as address:
+        yield address
+
+
+@contextmanager
+def by_vllm(folder: Path) -> Iterator[str]:
+    options = ["--model", "reference", "--store", str(folder / "kv")]
+    with ServerProcess(folder / "log", *VLLM, *options, *LEAST, python=VLLM_PYTHON) as server:
+        yield server.url
+
+
+@pytest.fixture(scope="module", params=["engine", "vllm"])
+def address(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    if request.param == "vllm" and not VLLM_PYTHON:
+        pytest.skip("vLLM is installed in an environment of its own (make check-vllm)")
+    with by_engine() if request.param == "engine" else by_vllm(tmp_path_factory.mktemp("vllm")) as address:
         items = [{"id": f"c{number}", "text": text} for number, text in enumerate(CHUNKS)]
-        assert httpx.post(f"{address}/v1/chunks", json={"chunks": items}).status_code == 200
+        assert httpx.post(f"{address}/v1/chunks", json={"chunks": items}, timeout=60).status_code == 200
         yield address
 
 
@@ -94,6 +119,31 @@ class _Chat:
 
 class TestChatOpenAI(_Chat, ChatModelIntegrationTests):
     """LangChain's integration tests."""
+
+
+def test_openai_is_answered(address: str) -> None:
+    asked: dict[str, Any] = {
+        "model": "reference",
+        "messages": [{"role": "user", "content": QUESTION}],
+        "max_tokens": 16,
+    }
+    asked |= {"temperature": 0, "extra_body": {"documents": ["c0", "c1"]}}
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none") as client:
+        reply = client.chat.completions.create(**asked)
+        assert reply.usage.prompt_tokens_details.cached_tokens > 25
+        whole = reply.choices[0].message.content
+        pieces = [each.choices[0].delta.content or "" for each in client.chat.completions.create(**asked, stream=True)]
+        assert "".join(pieces) == whole != ""
+        assert len(pieces) > 4
+
+    async def cancelled() -> str | None:
+        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none") as client:
+            stream = await client.chat.completions.create(**asked | {"max_tokens": 500}, stream=True)
+            await anext(aiter(stream))
+            await stream.close()
+            return (await client.chat.completions.create(**asked)).choices[0].message.content
+
+    assert asyncio.run(cancelled()) == whole
 
 
 def test_a_langchain_chain_is_served_from_stored_chunks(address: str) -> None:

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +14,6 @@ import httpx
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is installed in an environment of its own (make check-vllm)")
-
-import openai
 
 from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.config import EngineConfig
@@ -29,41 +23,17 @@ from cacheblend_rag.serve.asking import calls_for
 from cacheblend_rag.serve.inprocess import EngineBackend
 from cacheblend_rag.serve.settings import ServeConfig
 from cacheblend_rag.serve.wire import ChatRequest
+from tests.serve.process import LEAST, VLLM, ServerProcess
 from tests.vllm.conftest import WEIGHTS
 
 pytestmark = pytest.mark.timeout(600)
 
 NUM_QUESTIONS = 8
-LEAST = ["--enforce-eager", "--max-model-len", "2048", "--block-size", "32"]
-ADDRESS = re.compile(r"answers at (http://\S+)/v1")
 
 
-@contextmanager
-def serving(store: Path, log: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """Start the server; yields its process and its address."""
-    command = [sys.executable, "-c", "from cacheblend_rag.cli.app import app; app()", "serve", "--backend", "vllm"]
-    command += ["--store", str(store), "--port", "0", *options]
-    with log.open("wb") as written:
-        process = subprocess.Popen(command, stdout=written, stderr=subprocess.STDOUT)
-    try:
-        while (found := ADDRESS.search(log.read_text())) is None:
-            assert process.poll() is None, log.read_text()
-            time.sleep(0.2)
-        yield process, found[1]
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def children(process: subprocess.Popen[bytes]) -> list[int]:
-    """Return the processes that a process has started, and those that these have."""
-    found, waiting = [], [process.pid]
-    while waiting:
-        listed = Path(f"/proc/{(parent := waiting.pop())}/task/{parent}/children")
-        below = [int(pid) for pid in listed.read_text().split()] if listed.exists() else []
-        found += below
-        waiting += below
-    return found
+def serving(store: Path, log: Path) -> ServerProcess:
+    """Return a server with vLLM over a store."""
+    return ServerProcess(log, *VLLM, "--store", str(store), *LEAST)
 
 
 def wait_until_gone(pids: list[int]) -> None:
@@ -80,8 +50,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with serving(store, tmp_path_factory.mktemp("log") / "log", "--", *LEAST) as (_, address):
-        yield address
+    with serving(store, tmp_path_factory.mktemp("log") / "log") as server:
+        yield server.url
 
 
 @pytest.fixture(scope="module")
@@ -134,26 +104,6 @@ def test_answers_are_those_of_the_engine_over_the_same_store(http: httpx.Client,
             assert [chunk["id"] for chunk in report["chunks"]] == [chunk.id for chunk in answer.report.chunks]
 
 
-def test_openai_clients_are_answered_as_they_are(address: str, example: Example) -> None:
-    body = request_for(example, example.questions[0].text)
-    extra = {"extra_body": {"documents": body["documents"]}, "max_tokens": 32, "messages": body["messages"]}
-    with openai.OpenAI(base_url=f"{address}/v1", api_key="none") as client:
-        whole = client.chat.completions.create(model="reference", **extra).choices[0].message.content
-        pieces = list(client.chat.completions.create(model="reference", stream=True, **extra))
-        assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == whole
-        assert len(pieces) > 4
-
-    async def cancelled() -> str | None:
-        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none") as client:
-            stream = await client.chat.completions.create(model="reference", stream=True, **extra | {"max_tokens": 500})
-            await anext(aiter(stream))
-            await stream.close()
-            reply = await client.chat.completions.create(model="reference", **extra)
-            return reply.choices[0].message.content
-
-    assert asyncio.run(cancelled()) == whole
-
-
 def test_an_answer_is_held_to_a_schema(http: httpx.Client, example: Example) -> None:
     schema = {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"]}
     asked = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": schema}}
@@ -174,14 +124,14 @@ def test_what_vllm_cannot_do_is_said(http: httpx.Client, example: Example) -> No
 
 
 def test_what_was_acknowledged_is_there_when_the_server_was_killed(tmp_path: Path) -> None:
-    store, log = tmp_path / "kv", tmp_path / "log"
-    with serving(store, log, "--", *LEAST) as (process, address):
-        started = children(process)
+    store = tmp_path / "kv"
+    with serving(store, tmp_path / "log") as server:
+        started = server.children()
         assert started
         texts = [f"Person {number} keeps a cat and lives by the sea." for number in range(3)]
         for number, text in enumerate(texts):
-            assert httpx.put(f"{address}/v1/documents/{number}", json={"text": text}, timeout=60).status_code == 200
-        os.kill(process.pid, signal.SIGKILL)
+            assert httpx.put(f"{server.url}/v1/documents/{number}", json={"text": text}, timeout=60).status_code == 200
+        server.stop(signal.SIGKILL)
         # vLLM does not outlive who started it.
         wait_until_gone(started)
     with BlendEngine.from_pretrained(
@@ -191,8 +141,7 @@ def test_what_was_acknowledged_is_there_when_the_server_was_killed(tmp_path: Pat
 
 
 def test_the_server_ends_when_vllm_does(tmp_path: Path) -> None:
-    with serving(tmp_path / "kv", tmp_path / "log", "--", *LEAST) as (process, _):
-        vllm = children(process)[0]
-        os.kill(vllm, signal.SIGKILL)
-        assert process.wait(60) != 0
-        assert "vLLM ended with status" in (tmp_path / "log").read_text()
+    with serving(tmp_path / "kv", tmp_path / "log") as server:
+        os.kill(server.children()[0], signal.SIGKILL)
+        assert server.process.wait(60) != 0
+        assert "vLLM ended with status" in server.said()
