@@ -48,6 +48,9 @@ $(VLLM_STAMP): $(PROJECTS) requirements-vllm.txt
 .PHONY: install
 install: $(STAMP)  ## make the virtual environment and install the four distributions in it
 
+.PHONY: install-vllm
+install-vllm: $(VLLM_STAMP)  ## make the virtual environment of the tests that need vLLM
+
 # ---------------------------------------------------------------------------------------------------------------------------
 # using it
 

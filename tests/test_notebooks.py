@@ -42,7 +42,13 @@ def test_there_are_notebooks() -> None:
     }
 
 
-@each_notebook
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=() if "quick_start" in path.stem else pytest.mark.full)
+        for path in NOTEBOOKS
+    ],
+)
 def test_it_runs_and_shows_what_was_committed(path: Path) -> None:
     notebook = executed(path)
     said = [output.text for cell in code_cells(notebook) for output in cell.outputs if output.get("name") == "stderr"]

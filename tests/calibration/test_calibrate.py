@@ -30,7 +30,7 @@ def prompts() -> list[BlendPrompt]:
     form = FORMATS[DEFAULT_FORMAT]
     return [
         BlendPrompt(form.prefix(), [Chunk(text) for text in each.chunks], form.suffix(question.text), form.separator)
-        for each in eval_examples(72, seed=3, style=NOTES)
+        for each in eval_examples(40, seed=3, style=NOTES)
         for question in each.questions
         if question.kind in ("pronoun", "single")
     ]
@@ -186,7 +186,7 @@ def test_the_least_number_of_questions(agreement: float, confidence: float) -> N
 def test_what_chunks_remember_is_compared_with_whole_documents(engine: BlendEngine) -> None:
     form = FORMATS[DEFAULT_FORMAT]
     prompts, answers, number = [], [], 0
-    for each in eval_examples(72, seed=3, style=NOTES):
+    for each in eval_examples(40, seed=3, style=NOTES):
         # Without the chunks before them, which say who "she" is.
         ids = [f"memory-{(number := number + 1)}" for _ in each.chunks]
         pairs = zip(ids, each.chunks, strict=True)

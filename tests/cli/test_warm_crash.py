@@ -23,7 +23,7 @@ from cacheblend_rag.documents import kv_folder, open_chroma
 from .conftest import Command, read_rows
 
 KILLS = 20
-SAMPLE = (3, 9, 15)
+SAMPLE = (9,)
 QUESTIONS = ("Where does Mara 17 live?", "What is kept in harbour 40?", "Who moved to town 111?")
 
 

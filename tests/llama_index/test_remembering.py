@@ -46,7 +46,7 @@ class Whole(BaseNodePostprocessor):
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("count", [24, pytest.param(400, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [12, pytest.param(400, marks=pytest.mark.full)])
 def test_more_right_answers_than_full_prefill_of_the_same_chunks(
     llm: BlendLLM, chroma: ChromaVectorStore, count: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import os
 import warnings
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from cacheblend_rag import BlendEngine, EngineConfig
@@ -64,6 +66,26 @@ def shared(redis_of_ray: RedisServer) -> Iterator[dict[str, Any]]:
     yield {"remote": addresses[0], "names": addresses[1], **SETTINGS}
     with redis.Redis.from_url(addresses[0]) as client:
         client.flushall()
+
+
+CHAT = "/v1/chat/completions"
+
+
+def question(*documents: Any, stream: bool = False, tokens: int = 8, **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "Which gate is open?"}]
+    said = {"messages": messages, "documents": list(documents), "max_tokens": tokens, "stream": stream}
+    return said | {"temperature": 0} | fields
+
+
+def put(client: httpx.Client, documents: list[dict[str, Any]]) -> None:
+    for each in documents:
+        client.put(f"/v1/documents/{each['document']}", json={"chunks": each["chunks"]}).raise_for_status()
+
+
+def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    for line in response.iter_lines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield json.loads(line.removeprefix("data: "))
 
 
 Opener = Callable[..., BlendEngine]

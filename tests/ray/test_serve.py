@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -22,10 +21,8 @@ from cacheblend_rag.ray import build_app
 from cacheblend_rag.ray.nearness import name_number
 from cacheblend_rag.ray.rows import Columns
 from cacheblend_rag.ray.warmer import Warmer, WarmJob
-from tests.ray.conftest import SETTINGS, RedisServer, documents_of, workers
+from tests.ray.conftest import CHAT, SETTINGS, RedisServer, documents_of, events, put, question, workers
 from tests.serve.conftest import serving
-
-CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
@@ -68,23 +65,6 @@ def one(model: str) -> Iterator[httpx.Client]:
         httpx.Client(base_url=address, timeout=60) as client,
     ):
         yield client
-
-
-def question(*documents: Any, stream: bool = False, tokens: int = 8, **fields: Any) -> dict[str, Any]:
-    messages = [{"role": "user", "content": "Which gate is open?"}]
-    said = {"messages": messages, "documents": list(documents), "max_tokens": tokens, "stream": stream}
-    return said | {"temperature": 0} | fields
-
-
-def put(client: httpx.Client, documents: list[dict[str, Any]]) -> None:
-    for each in documents:
-        client.put(f"/v1/documents/{each['document']}", json={"chunks": each["chunks"]}).raise_for_status()
-
-
-def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    for line in response.iter_lines():
-        if line.startswith("data: ") and line != "data: [DONE]":
-            yield json.loads(line.removeprefix("data: "))
 
 
 def test_replicas_answer_as_one_engine(client: httpx.Client, one: httpx.Client) -> None:

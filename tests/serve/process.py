@@ -14,7 +14,7 @@ from typing import Self
 ADDRESS = re.compile(r"answers at (http://\S+)/v1")
 # The least that vLLM must be told to be up soon on a small machine.
 VLLM = ("--backend", "vllm")
-LEAST = ("--", "--enforce-eager", "--max-model-len", "2048", "--block-size", "32")
+LEAST = ("--", *"--enforce-eager --max-model-len 2048 --block-size 32 --gpu-memory-utilization 0.2".split())
 
 
 def command(*options: str, port: str = "0", python: str | Path = sys.executable) -> list[str]:

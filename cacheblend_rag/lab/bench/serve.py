@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import random
 import time
@@ -30,8 +31,10 @@ __all__ = ["Arrival", "ServeBench", "ServeRow", "arrivals", "zipf_sample"]
 
 _CHUNKS_OF_A_DOCUMENT = 5
 _UNLOADED = 12
-# Before all others, not counted: kernels are compiled, and what is asked for most comes into the RAM of the server.
+# Before all others, not counted: kernels are compiled, and what is asked for most comes into the RAM of the server. This is given
+# no more than a minute, since models that take longer gain little.
 _WARM_UP = 24
+_WARM_UP_S = 60.0
 _TIMEOUT_S = 120.0
 
 
@@ -143,12 +146,12 @@ class ServeBench(Bench[ServeSetting, ServeRow]):
         rows: list[ServeRow] = []
         say("warming up")
         # Not the prompts that are measured, which a server may keep whole.
-        asyncio.run(self._ask_all(arrivals(self.setting, None, _UNLOADED + _WARM_UP)[_UNLOADED:], one_by_one=True))
+        asyncio.run(self._one_by_one(arrivals(self.setting, None, _UNLOADED + _WARM_UP)[_UNLOADED:], _WARM_UP_S))
         for rate in (None, *self.setting.rates):
             say("asking one after the other" if rate is None else f"asking {rate:g} times a second")
             sent = arrivals(self.setting, rate)
             began = time.perf_counter()
-            replies = asyncio.run(self._ask_all(sent, one_by_one=rate is None))
+            replies = asyncio.run(self._one_by_one(sent) if rate is None else self._at_their_times(sent))
             took = time.perf_counter() - began
             limit = 2 * rows[0].ttft_p50_s if rows else float("inf")
             rows.append(_row(rate, replies, took, limit))
@@ -178,6 +181,10 @@ class ServeBench(Bench[ServeSetting, ServeRow]):
     def _client(self) -> httpx.Client:
         return httpx.Client(base_url=self.setting.url, headers=self._headers, timeout=_TIMEOUT_S)
 
+    def _async_client(self) -> httpx.AsyncClient:
+        limits = httpx.Limits(max_connections=None)
+        return httpx.AsyncClient(base_url=self.setting.url, headers=self._headers, timeout=_TIMEOUT_S, limits=limits)
+
     def _named(self, client: httpx.Client) -> str:
         try:
             reply = client.get("/v1/models")
@@ -204,13 +211,14 @@ class ServeBench(Bench[ServeSetting, ServeRow]):
                     f"{self.setting.url} did not store the corpus: {reply.text:.300}; ask other servers with --prompts text"
                 )
 
-    async def _ask_all(self, sent: Sequence[Arrival], *, one_by_one: bool) -> list[_Reply]:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(
-            base_url=self.setting.url, headers=self._headers, timeout=_TIMEOUT_S, limits=limits
-        ) as client:
-            if one_by_one:
-                return [await self._ask(client, each) for each in sent]
+    async def _one_by_one(self, sent: Sequence[Arrival], seconds: float = math.inf) -> list[_Reply]:
+        """Send each when the one before it is answered, and none once so many seconds have passed."""
+        until = time.perf_counter() + seconds
+        async with self._async_client() as client:
+            return [await self._ask(client, each) for each in sent if time.perf_counter() < until]
+
+    async def _at_their_times(self, sent: Sequence[Arrival]) -> list[_Reply]:
+        async with self._async_client() as client:
             began = time.perf_counter()
 
             async def later(arrival: Arrival) -> _Reply:
