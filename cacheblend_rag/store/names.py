@@ -17,6 +17,15 @@ from cacheblend_rag.store.chunkfile import pack_tokens, unpack_tokens
 from cacheblend_rag.store.database import healing
 from cacheblend_rag.store.documents import Drafts, NamedPiece, document_of, is_sound, record_checksum
 from cacheblend_rag.store.index import Dropped, Index, claim, counter, drop_entries
+from cacheblend_rag.store.origins import (
+    add_origins,
+    disown,
+    has_origin,
+    made_of,
+    origins_of,
+    set_origins,
+    sources_of,
+)
 from cacheblend_rag.store.unit import Unit, UnitName
 from cacheblend_rag.store.waiting import Computed, WriteBack
 
@@ -159,13 +168,13 @@ class Names:
             ids = list(ids)
             if owner:
                 for source in sources:
-                    ids += _of_source(connection, namespace, source, "owner = ?", owner)
+                    ids += made_of(connection, namespace, source, "owner = ?", owner)
             # Others may know what is not known here.
             alone = [id for id in ids if publish is not None and drafts.document_of(id) is None]
             if owner:
-                ids = _of_nobody_else(connection, namespace, ids, owner)
+                ids = disown(connection, namespace, ids, owner)
             found = _keys_of(connection, namespace, ids)
-            ended = set(sources).union(*(_sources_of(connection, namespace, node) for node in found))
+            ended = set(sources).union(*(sources_of(connection, namespace, node) for node in found))
             _remove(connection, namespace, found, drafts)
             ended, left = _end_sources(connection, namespace, ended, drafts)
             found |= left
@@ -184,7 +193,7 @@ class Names:
             held = [id for unit in units for id in _held(drafts, unit.name)]
             replaced = _keys_of(connection, namespace, [*held, *ids])
             gone = [id for id in held if id in replaced and id not in ids]
-            sources = set().union(*(_sources_of(connection, namespace, id) for id in (*held, *ids) if id in replaced))
+            sources = set().union(*(sources_of(connection, namespace, id) for id in (*held, *ids) if id in replaced))
             _remove(connection, namespace, gone, drafts)
             # Their order, and how long they live, are what they are elsewhere too.
             drafts.remove(ids)
@@ -199,7 +208,7 @@ class Names:
                 for key in _write(connection, namespace, unit.tenant, [each.record for each in unit.pieces], targets)
             ]
             dropped_keys = [*replaced.values(), *drafts.save(targets, ids)]
-            _set_origins(connection, namespace, ids, [each for unit in units for each in unit.origins])
+            set_origins(connection, namespace, ids, [each for unit in units for each in unit.origins])
             _, left = _end_sources(connection, namespace, sources, drafts)
             if left:
                 targets = drafts.targets()
@@ -223,7 +232,7 @@ class Names:
         with self._database.read() as connection:
             if sources is None:
                 return [row[0] for row in connection.execute(query, (namespace, owner))]
-            found = [_of_source(connection, namespace, source, "owner = ?", owner) for source in sources]
+            found = [made_of(connection, namespace, source, "owner = ?", owner) for source in sources]
         return [node for nodes in found for node in nodes]
 
     def owners(self, namespace: str, source: str) -> set[str]:
@@ -251,7 +260,7 @@ class Names:
             drafts.remove(others)
             drafts.put(records, rules or ReadingRules(), None if ttl_s is None else drafts.now + ttl_s)
             targets = drafts.targets()
-            new_origin = {record.id for record in records if not _has_origin(connection, namespace, record)}
+            new_origin = {record.id for record in records if not has_origin(connection, namespace, record)}
         known = self._records(namespace, ids, rows)
         found = []
         for record, old in zip(records, known, strict=True):
@@ -497,22 +506,13 @@ def _write(
         rows.append((namespace, record.id, record.key, record.text_hash, tokens, separator, checksum))
     keys = [row[2] for row in rows]
     _own(connection, namespace, tenant, keys)
-    origins = [(each.owner, each.source or "", namespace, each.id) for each in records if each.owner or each.source]
     connection.executemany(
         "INSERT INTO nodes (namespace, id, key, text_hash, token_ids, separator, checksum) VALUES (?, ?, ?, ?, ?, ?, ?) "
         "ON CONFLICT (namespace, id) DO UPDATE SET key = excluded.key, text_hash = excluded.text_hash, "
         "token_ids = excluded.token_ids, separator = excluded.separator, checksum = excluded.checksum",
         rows,
     )
-    # Of collections that last no longer than their process a name is the latest one's.
-    passing = [(namespace, each.id) for each in records if each.owner.startswith("?")]
-    connection.executemany(
-        "DELETE FROM origins WHERE owner GLOB '[?]*' AND node = (SELECT seq FROM nodes WHERE namespace = ? AND id = ?)",
-        passing,
-    )
-    connection.executemany(
-        "INSERT OR REPLACE INTO origins SELECT seq, ?, ? FROM nodes WHERE namespace = ? AND id = ?", origins
-    )
+    add_origins(connection, namespace, records)
     return keys
 
 
@@ -539,8 +539,8 @@ def _end_sources(
     connection: sqlite3.Connection, namespace: str, sources: Iterable[str], drafts: Drafts
 ) -> tuple[set[str], dict[str, str]]:
     """Return those of the sources that no owner has anything of, and remove the names of what prompts alone brought of them."""
-    ended = {source for source in sources if not _of_source(connection, namespace, source, "owner != ''")}
-    met = [node for source in ended for node in _of_source(connection, namespace, source, "owner = ''")]
+    ended = {source for source in sources if not made_of(connection, namespace, source, "owner != ''")}
+    met = [node for source in ended for node in made_of(connection, namespace, source, "owner = ''")]
     left = _keys_of(connection, namespace, met)
     _remove(connection, namespace, left, drafts)
     return ended, left
@@ -559,33 +559,13 @@ def _units(connection: sqlite3.Connection, namespace: str, drafts: Drafts, alone
     tenant = "" if row is None else str(row[0])
     for document in drafts.names():
         rules, pieces = drafts.pieces(document)
-        origins = _origins_of(connection, namespace, [piece.record.id for piece in pieces])
+        origins = origins_of(connection, namespace, [piece.record.id for piece in pieces])
         yield Unit(UnitName(namespace, document=document), tenant, rules, pieces, origins)
     for id in dict.fromkeys(alone):
         [found] = _look_up(connection, namespace, [id])
         record = None if found is None or drafts.document_of(id) is not None else _record(namespace, id, *found)
         pieces = [] if record is None else [NamedPiece(record, None)]
-        yield Unit(UnitName(namespace, id=id), tenant, pieces=pieces, origins=_origins_of(connection, namespace, [id]))
-
-
-def _origins_of(connection: sqlite3.Connection, namespace: str, ids: Iterable[str]) -> list[tuple[str, str, str]]:
-    """Return id, owner and source of each origin of chunks."""
-    query = (
-        "SELECT id, owner, source FROM origins JOIN nodes ON seq = node WHERE namespace = ? AND id = ? ORDER BY owner"
-    )
-    return [row for id in ids for row in connection.execute(query, (namespace, id))]
-
-
-def _set_origins(
-    connection: sqlite3.Connection, namespace: str, ids: Iterable[str], origins: Iterable[tuple[str, str, str]]
-) -> None:
-    """Let chunks have these origins and no others."""
-    node = "(SELECT seq FROM nodes WHERE namespace = ? AND id = ?)"
-    connection.executemany(f"DELETE FROM origins WHERE node = {node}", [(namespace, id) for id in ids])
-    connection.executemany(
-        "INSERT INTO origins SELECT seq, ?, ? FROM nodes WHERE namespace = ? AND id = ?",
-        [(owner, source, namespace, id) for id, owner, source in origins],
-    )
+        yield Unit(UnitName(namespace, id=id), tenant, pieces=pieces, origins=origins_of(connection, namespace, [id]))
 
 
 def _remove(connection: sqlite3.Connection, namespace: str, ids: Iterable[str], drafts: Drafts) -> None:
@@ -593,40 +573,6 @@ def _remove(connection: sqlite3.Connection, namespace: str, ids: Iterable[str], 
     ids = list(ids)
     drafts.remove(ids)
     connection.executemany("DELETE FROM nodes WHERE namespace = ? AND id = ?", ((namespace, node) for node in ids))
-
-
-def _of_source(connection: sqlite3.Connection, namespace: str, source: str, whose: str, *owner: str) -> list[str]:
-    """Return the names of texts that were made of a source, of the owners that the condition says."""
-    query = f"SELECT id FROM origins JOIN nodes ON seq = node WHERE source = ? AND namespace = ? AND {whose}"
-    return [row[0] for row in connection.execute(query, (source, namespace, *owner))] if source else []
-
-
-def _of_nobody_else(connection: sqlite3.Connection, namespace: str, ids: Sequence[str], owner: str) -> list[str]:
-    """Take names from an owner; return those that no other owner has."""
-    seq = "SELECT seq FROM nodes WHERE namespace = ? AND id = ?"
-    found = []
-    for node in dict.fromkeys(ids):
-        others = f"SELECT 1 FROM origins WHERE node = ({seq}) AND owner NOT IN ('', ?)"
-        if connection.execute(others, (namespace, node, owner)).fetchone() is None:
-            found.append(node)
-        else:
-            connection.execute(f"DELETE FROM origins WHERE node = ({seq}) AND owner = ?", (namespace, node, owner))
-    return found
-
-
-def _sources_of(connection: sqlite3.Connection, namespace: str, node: str) -> set[str]:
-    query = "SELECT source FROM origins JOIN nodes ON seq = node WHERE namespace = ? AND id = ?"
-    return {row[0] for row in connection.execute(query, (namespace, node)) if row[0]}
-
-
-def _has_origin(connection: sqlite3.Connection, namespace: str, record: NodeRecord) -> bool:
-    """Return whether what a record says of its origin is recorded."""
-    query = (
-        "SELECT 1 FROM origins JOIN nodes ON seq = node "
-        "WHERE namespace = ?1 AND id = ?2 AND (?3 = '' OR owner = ?3) AND source = ?4"
-    )
-    row = (namespace, record.id, record.owner, record.source or "")
-    return not (record.owner or record.source) or connection.execute(query, row).fetchone() is not None
 
 
 def _look_up(connection: sqlite3.Connection, namespace: str, ids: Sequence[str]) -> list[Sequence[Any] | None]:

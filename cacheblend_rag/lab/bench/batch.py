@@ -1,10 +1,11 @@
-"""A batch of prompts through LangChain against the same prompts one after the other, in alternation."""
+"""Prompts through LangChain in one batch, and from callers at the same time, against one after the other, in alternation."""
 
 from __future__ import annotations
 
 import random
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from langchain_cacheblend import BlendLLM
 
 __all__ = ["BatchBench", "BatchRow"]
 
-_ALONE, _BATCH = "one by one", "batch"
+_ALONE, _BATCH, _CALLERS = "one by one", "batch", "callers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +34,12 @@ class BatchRow:
     Attributes
     ----------
     method : str
-        "one by one": ``invoke`` for each prompt. "batch": one ``batch`` of all.
+        "one by one": ``invoke`` for each prompt. "batch": one ``batch`` of all. "callers": ``invoke`` for all at the same time,
+        each in a thread of its own.
     elapsed_s, elapsed_min_s, elapsed_max_s : float
         Median and extremes over the rounds of the time until all answers were there.
+    prefill_s, decode_s : float
+        Its parts: until answers had their first tokens, and all further ones, what was decoded together counted once.
     prompts_per_s, tokens_per_s : float
         Answers, and their tokens, per second of that median.
     speedup : float
@@ -52,6 +56,8 @@ class BatchRow:
     elapsed_s: float
     elapsed_min_s: float
     elapsed_max_s: float
+    prefill_s: float
+    decode_s: float
     prompts_per_s: float
     tokens_per_s: float
     speedup: float
@@ -76,6 +82,11 @@ class _Run(NamedTuple):
     elapsed_s: float
     answers: list[str]
     reports: list[dict[str, Any]]
+
+    @property
+    def decode_s(self) -> float:
+        written = ((each["tpot_s"] or 0.0, each["output_tokens"] - 1, each["batch_size"]) for each in self.reports)
+        return sum(tpot_s * tokens / together for tpot_s, tokens, together in written)
 
 
 class BatchBench(RoundsBench[BatchSetting, str, _Run, BatchRow]):
@@ -112,7 +123,7 @@ class BatchBench(RoundsBench[BatchSetting, str, _Run, BatchRow]):
                 return " ".join(words)
 
     def methods(self) -> list[str]:
-        return [_ALONE, _BATCH]
+        return [_ALONE, _BATCH, _CALLERS]
 
     def run(self, method: str) -> _Run:
         seen = _Reports()
@@ -120,6 +131,9 @@ class BatchBench(RoundsBench[BatchSetting, str, _Run, BatchRow]):
         began = time.perf_counter()
         if method == _BATCH:
             answers = self._llm.batch(self.prompts, config)
+        elif method == _CALLERS:
+            with ThreadPoolExecutor(len(self.prompts)) as pool:
+                answers = list(pool.map(lambda prompt: self._llm.invoke(prompt, config), self.prompts))
         else:
             answers = [self._llm.invoke(prompt, config) for prompt in self.prompts]
         return _Run(time.perf_counter() - began, answers, seen.reports)
@@ -133,6 +147,8 @@ class BatchBench(RoundsBench[BatchSetting, str, _Run, BatchRow]):
             elapsed_s=elapsed_s,
             elapsed_min_s=min(times),
             elapsed_max_s=max(times),
+            prefill_s=median(run.elapsed_s - run.decode_s for run in runs[method]),
+            decode_s=median(run.decode_s for run in runs[method]),
             prompts_per_s=len(self.prompts) / elapsed_s,
             tokens_per_s=sum(report["output_tokens"] for report in last.reports) / elapsed_s,
             speedup=median_ratio([run.elapsed_s for run in runs[_ALONE]], times),
@@ -153,6 +169,8 @@ class BatchBench(RoundsBench[BatchSetting, str, _Run, BatchRow]):
             "method": row.method,
             "all answers": say_seconds(row.elapsed_s),
             "range": say_range(row.elapsed_min_s, row.elapsed_max_s),
+            "prefill": say_seconds(row.prefill_s),
+            "decode": say_seconds(row.decode_s),
             "prompts/s": f"{row.prompts_per_s:.2f}",
             "tokens/s": f"{row.tokens_per_s:.0f}",
             "faster": f"{row.speedup:.2f}x",

@@ -22,11 +22,14 @@ def test_the_rows_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     with BatchBench(BatchSetting(prompts=3, chunks=2, chunk_tokens=16, output_tokens=4, repeats=2)) as bench:
         rows = bench.measure(calls.append)
-    assert calls[-1] == "measuring, 6 of 6"
-    assert [(row.method, row.batch_size) for row in rows] == [("one by one", 1), ("batch", 3)]
+    assert calls[-1] == "measuring, 9 of 9"
+    assert [(row.method, row.batch_size) for row in rows[:2]] == [("one by one", 1), ("batch", 3)]
+    assert rows[2].method == "callers"
     for row in rows:
         assert 0 < row.elapsed_min_s <= row.elapsed_s <= row.elapsed_max_s
         assert row.tokens_per_s == pytest.approx(4 * row.prompts_per_s)
+        assert row.prefill_s > 0 and row.decode_s > 0
+        assert row.prefill_s + row.decode_s < 2 * row.elapsed_max_s
         assert row.hits == 6
         assert row.equal_answers == 3
     assert rows[0].speedup == 1
@@ -39,7 +42,7 @@ def test_the_command_writes_its_rows(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     whole = json.loads(file.read_text())
     assert whole["model"] == "reference"
-    assert [row["method"] for row in whole["rows"]] == ["one by one", "batch"]
+    assert [row["method"] for row in whole["rows"]] == ["one by one", "batch", "callers"]
 
 
 @pytest.mark.parametrize("name", ["prompts", "chunks", "chunk_tokens", "question_tokens", "output_tokens", "repeats"])
