@@ -461,7 +461,7 @@ class Assembler:
         """Return why nothing is known of a chunk."""
         if chunk.id is None:
             return "it has no id, and no chunk with its text was added"
-        never = "it was never added under its id, or was deleted"
+        never = "it was never added under its id, was deleted, or was in a store in RAM before a restart"
         if chunk.document is not None and self._store.document(self.namespace, chunk.document) == []:
             return f"{never}, and so was all else of its document {chunk.document!r:.40}"
         return never

@@ -20,7 +20,7 @@ from tests.families import tiny_model, tiny_tokenizer, words
 from tests.store.kit import files_of
 
 CHUNKS = [Chunk(words(12, seed), f"n{seed}") for seed in range(4)]
-NEVER = "it was never added under its id, or was deleted"
+NEVER = "it was never added under its id, was deleted, or was in a store in RAM before a restart"
 OTHER = "its text is not the one that was added under this id"
 EVICTED = "its KV was evicted: dropped for room, or because its time was over"
 UNREAD = "its stored KV could not be read"

@@ -17,7 +17,6 @@ import random
 import signal
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,6 +37,8 @@ from tests.families import tiny_reader, words
 from tests.serve.process import LEAST, ServerProcess
 
 DOCUMENTS_OF_A_CLIENT, VERSIONS, TOKENS = 2, 3, 6
+# After so many seconds threads that have nothing to do may end.
+REST_S = 15.0
 # How much more memory, in bytes, the server may have at the end than after its first part.
 GROWTH = 60 << 20
 
@@ -106,8 +107,9 @@ class Client:
         self._naive = naive
         self._outcome = outcome
 
-    async def work(self, server: ServerProcess, until: float) -> None:
-        while time.monotonic() < until:
+    async def work(self, server: ServerProcess, may_work: asyncio.Event) -> None:
+        """Work for ever, while it may."""
+        while await may_work.wait():
             document = self._rng.choice(list(self._there))
             chance = self._rng.random()
             try:
@@ -211,6 +213,8 @@ def run(seconds: float, clients: int, backend: str = "engine") -> Outcome:
                 asyncio.run(_part(server, everybody, seconds / 3, ending, outcome))
                 if part < 2:
                     server.start()
+        except httpx.TransportError as error:
+            outcome.flaws.append(f"{error!r}; the last that the server said: {server.said()[-4000:]}")
         finally:
             if server.process.poll() is None:
                 server.process.kill()
@@ -221,22 +225,38 @@ async def _part(
     server: ServerProcess, everybody: list[Client], seconds: float, ending: signal.Signals, outcome: Outcome
 ) -> None:
     """Let everybody work, and end the server in the midst of it."""
-    until = time.monotonic() + seconds
-    working = [asyncio.create_task(client.work(server, until + 5)) for client in everybody]
-    await asyncio.sleep(seconds / 2)
-    before = server.held()
-    await asyncio.sleep(max(0.0, until - time.monotonic()))
-    after = server.held()
+    rest_s = min(REST_S, seconds / 6)
+    may_work = asyncio.Event()
+    working = [asyncio.create_task(client.work(server, may_work)) for client in everybody]
+    held = []
+    for _ in range(2):
+        may_work.set()
+        await asyncio.sleep(seconds / 2 - rest_s)
+        may_work.clear()
+        held.append(await _held_at_rest(server, rest_s))
+    before, after = held
+    may_work.set()
     outcome.figures.append(
         f"memory {before[0] >> 20} to {after[0] >> 20} MiB, threads {before[1]} to {after[1]}, files {before[2]} to {after[2]}"
     )
     if after[0] > before[0] + GROWTH or after[1] > before[1] + 8 or after[2] > before[2] + 40:
         outcome.flaws.append("the server has grown")
+    await asyncio.sleep(1)
     await asyncio.to_thread(server.stop, ending)
     for task in working:
         task.cancel()
     results = await asyncio.gather(*working, return_exceptions=True)
     outcome.flaws += [repr(each) for each in results if isinstance(each, Exception)]
+
+
+async def _held_at_rest(server: ServerProcess, rest_s: float) -> tuple[int, int, int]:
+    """Return what the server holds when nobody has asked for a while."""
+    await asyncio.sleep(rest_s)
+    # Threads that have had nothing to do end when the next request comes.
+    async with httpx.AsyncClient(base_url=server.url, timeout=120) as http:
+        await http.get("/v1/documents")
+    await asyncio.sleep(0.2)
+    return server.held()
 
 
 def main() -> None:

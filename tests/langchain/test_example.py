@@ -86,7 +86,11 @@ def test_the_page_defines_what_the_tutorials_chain_takes() -> None:
     assert all(f'"{source.replace("_", "-")}>=' in extra[1] for source in sources - {"langchain_core"})
 
 
-def test_the_tutorials_chain_is_blended_by_the_lines_that_the_pages_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tutorials_chain_is_blended_by_the_lines_that_the_pages_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Where the program keeps KV.
+    monkeypatch.chdir(tmp_path)
     was, now = programs(ROOT / "integrations" / "langchain" / "README.md")
     assert (was, now) == programs(ROOT / "README.md")
     # With all tokens computed the answers have to be the same; the first program knows nothing of ours.

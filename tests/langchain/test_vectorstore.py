@@ -511,3 +511,21 @@ def test_what_only_the_inner_store_has_is_named(embedding: Embeddings, engine: B
         _ = store.nothing
     assert not hasattr(store, "dump")
     assert copy.copy(store).inner is store.inner
+
+
+def test_that_nothing_found_is_known_is_said_once(
+    engine: BlendEngine, embedding: Embeddings, chunks: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    inner = InMemoryVectorStore(embedding)
+    # As it is after a restart of an engine without a folder.
+    inner.add_documents([Document(text, id=id) for id, text in chunks.items()])
+    store = BlendVectorStore(inner, engine=engine)
+    retriever = store.as_retriever()
+    for _ in range(2):
+        assert retriever.invoke("Where does she work?")
+    [said] = [each.getMessage() for each in caplog.records if "is known to the engine" in each.getMessage()]
+    assert "call warm(store)" in said
+    warm(store)
+    caplog.clear()
+    assert store.as_retriever().invoke("Where does she work?")
+    assert "is known to the engine" not in caplog.text

@@ -60,7 +60,15 @@ def test_objects_have_the_form_that_was_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("readme", READMES, ids=["project", "package"])
-def test_the_starter_script_of_the_readme(readme: Path, chroma: ChromaVectorStore, embedding: WordEmbedding) -> None:
+def test_the_starter_script_of_the_readme(
+    readme: Path,
+    chroma: ChromaVectorStore,
+    embedding: WordEmbedding,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Where the script keeps KV.
+    monkeypatch.chdir(tmp_path)
     diffs = re.findall(r"```diff\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)
     (diff,) = [diff for diff in diffs if "llama_index_cacheblend" in diff]
     lines = diff.splitlines()

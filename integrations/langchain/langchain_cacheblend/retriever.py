@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,16 +11,20 @@ from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables.config import run_in_executor
 from langchain_core.vectorstores import VectorStoreRetriever
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, PrivateAttr
 
 from cacheblend_rag.engine import AnyEngine
 from langchain_cacheblend.calls import chosen_engine
 
 __all__ = ["BlendRetriever", "BlendVectorStoreRetriever"]
 
+logger = logging.getLogger(__name__)
 
-def _prefetch(holder: Any, documents: Iterable[Document]) -> None:
-    holder.engine.prefetch([document.id for document in documents if document.id])
+
+def _prefetch(engine: AnyEngine, documents: Iterable[Document]) -> list[str]:
+    ids = [document.id for document in documents if document.id]
+    engine.prefetch(ids)
+    return ids
 
 
 class BlendRetriever(BaseRetriever):
@@ -55,30 +60,48 @@ class BlendRetriever(BaseRetriever):
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
         documents = self.retriever.invoke(query, {"callbacks": run_manager.get_child()}, **kwargs)
-        _prefetch(self, documents)
+        _prefetch(self.engine, documents)
         return documents
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
         documents = await self.retriever.ainvoke(query, {"callbacks": run_manager.get_child()}, **kwargs)
-        await run_in_executor(None, _prefetch, self, documents)
+        await run_in_executor(None, _prefetch, self.engine, documents)
         return documents
 
 
 class BlendVectorStoreRetriever(VectorStoreRetriever):
-    """What ``BlendVectorStore.as_retriever`` returns: it prefetches as `BlendRetriever` does."""
+    """What ``BlendVectorStore.as_retriever`` returns: it prefetches as `BlendRetriever` does.
+
+    Where the engine knows nothing of what is found first, which no prompt would tell, it says so in the log.
+    """
+
+    _has_looked: bool = PrivateAttr(default=False)
 
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
         documents = super()._get_relevant_documents(query, run_manager=run_manager, **kwargs)
-        _prefetch(self.vectorstore, documents)
+        self._bring(documents)
         return documents
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
         documents = await super()._aget_relevant_documents(query, run_manager=run_manager, **kwargs)
-        await run_in_executor(None, _prefetch, self.vectorstore, documents)
+        await run_in_executor(None, self._bring, documents)
         return documents
+
+    def _bring(self, documents: Iterable[Document]) -> None:
+        store: Any = self.vectorstore
+        ids = _prefetch(store.engine, documents)
+        if ids and not self._has_looked:
+            self._has_looked = True
+            if not any(store.engine.records(ids)):
+                logger.warning(
+                    "none of the %d documents found is known to the engine, so their texts are computed like any other: the "
+                    "vector store was filled without BlendVectorStore, for another model, or before a restart of an engine that "
+                    "keeps KV in RAM; call warm(store), and give the model a folder, store=... (this warning is not repeated)",
+                    len(ids),
+                )
