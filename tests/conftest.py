@@ -1,4 +1,4 @@
-"""What every test starts from: no network, no settings from the caller's environment."""
+"""What every test starts from: no network, no deadlines, no settings from the caller's environment."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest
 import torch
+from hypothesis import settings
+
+# How long an example takes is no property of it.
+settings.register_profile("tests", deadline=None)
+settings.load_profile("tests")
 
 # Tiny models gain nothing from more threads, which on a busy machine wait for each other.
 torch.set_num_threads(1)

@@ -12,7 +12,7 @@ from cacheblend_rag.chat.render import Passage, around_question, render_chat
 from cacheblend_rag.chat.tools import call_grammar, chosen_tools
 from cacheblend_rag.chunk import BLANK_LINE, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.engine import ChunkLibrary
-from cacheblend_rag.errors import PromptError, PromptTooLongError
+from cacheblend_rag.errors import PromptError, PromptTooLongError, UnknownChunkError
 from cacheblend_rag.serve.backend import Asked
 from cacheblend_rag.serve.settings import ServeConfig
 from cacheblend_rag.serve.wire import ChatRequest, CompletionRequest, Decoding, DocumentItem
@@ -111,8 +111,13 @@ def _passages(library: ChunkLibrary, documents: Sequence[str | DocumentItem]) ->
     passages: list[Passage[Chunk | ChunkRef]] = []
     for each in documents:
         if isinstance(each, str):
-            ids = [] if library.contains(each) else library.document(each)
-            passages.extend(Passage("", _stored(id, None)) for id in ids or [each])
+            ids = [each] if library.contains(each) else library.document(each)
+            if not ids:
+                raise UnknownChunkError(
+                    f"no document and no chunk is called {each!r}: it was never added here for this model and this key, or was "
+                    "deleted; add it, or send its text"
+                )
+            passages.extend(Passage("", ChunkRef(id)) for id in ids)
         else:
             passages.append(Passage(each.title, _stored(each.id, each.text)))
     return passages

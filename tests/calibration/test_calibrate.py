@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
@@ -155,7 +155,6 @@ def test_a_model_that_cannot_be_blended() -> None:
             calibrate(engine, exact(2))
 
 
-@settings(deadline=None)
 @given(st.integers(1, 400), st.floats(0.5, 0.9999), st.data())
 def test_the_bound(count: int, confidence: float, data: st.DataObject) -> None:
     agreeing = data.draw(st.integers(0, count))
@@ -175,7 +174,6 @@ def test_the_bound_is_wilsons() -> None:
         assert lower_bound(agreeing, count, 0.95) == pytest.approx(low)
 
 
-@settings(deadline=None)
 @given(st.floats(0.01, 0.995), st.floats(0.5, 0.9999))
 def test_the_least_number_of_questions(agreement: float, confidence: float) -> None:
     count = least_questions(agreement, confidence)

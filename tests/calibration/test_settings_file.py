@@ -42,7 +42,7 @@ def meaning(text: str, changes: dict[str, Any]) -> set[str]:
 
 
 @example({"recompute_ratio": [None], "selector": "\x85"}, {"recompute_ratio": False}, False, False, "")
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(MAPPINGS, CHANGES, st.booleans(), st.booleans(), st.sampled_from(["", "# by hand\n", "---\n", "\ufeff"]))
 def test_everything_else_means_what_it_did(
     values: dict[str, Any], changes: dict[str, Any], flow: bool, unicode: bool, head: str
@@ -77,7 +77,7 @@ LINES = st.lists(
 
 @example(["recompute_ratio: 0.3  # a guess"], {"selector": "\x85"}, False)
 @example(["recompute_ratio: 0.3  # a guess"], {"recompute_ratio": "\x85"}, False)
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(LINES, CHANGES, st.booleans())
 def test_comments_and_lines_stay(lines: list[str], changes: dict[str, Any], ends: bool) -> None:
     text = "\n".join(lines) + ("\n" if ends else "")
@@ -162,7 +162,6 @@ QUESTIONS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(questions=QUESTIONS, bom=st.booleans(), form=st.sampled_from(["string", "question", "query"]), gap=st.booleans())
 def test_questions_are_read_back(
     tmp_path_factory: pytest.TempPathFactory, questions: list[str], bom: bool, form: str, gap: bool
@@ -181,7 +180,6 @@ def test_questions_are_read_back(
         assert list(read_questions(folder / "q.txt")) == wanted
 
 
-@settings(deadline=None)
 @given(content=st.binary(max_size=60))
 def test_any_bytes_give_questions_or_one_clear_error(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     path = tmp_path_factory.mktemp("questions") / "q.jsonl"

@@ -31,7 +31,7 @@ def naive_cover(prompt: str, texts: set[str]) -> int:
     return best[-1]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_finds_as_much_as_can_be_found(data: st.DataObject) -> None:
     texts = data.draw(st.lists(TEXTS, min_size=1, max_size=6, unique=True))
@@ -46,7 +46,7 @@ def test_finds_as_much_as_can_be_found(data: st.DataObject) -> None:
     assert sum(match.stop - match.start for match in matches) == naive_cover(prompt, set(texts))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     texts=st.lists(st.text("ab\n🙂", max_size=24), min_size=1, max_size=8),
     prompt=st.text("ab\n🙂", max_size=80),
@@ -75,7 +75,7 @@ def test_thousands_of_texts_with_one_heading_in_a_prompt_full_of_it() -> None:
     assert [match.ids[0] for match in finder.find(prompt)] == ["n2999", "n0"]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(text=TEXTS, data=st.data())
 def test_one_changed_character_is_another_text(text: str, data: st.DataObject) -> None:
     place = data.draw(st.integers(0, len(text) - 1))
@@ -85,7 +85,7 @@ def test_one_changed_character_is_another_text(text: str, data: st.DataObject) -
     assert bool(found) == (text in edited)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     first=st.dictionaries(st.sampled_from("uvwxyz"), TEXTS),
     second=st.dictionaries(st.sampled_from("uvwxyz"), TEXTS),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -99,7 +99,6 @@ def test_a_wrong_call_shows_how_to_get_help(
 
 
 # The first call imports the command.
-@settings(deadline=None)
 @given(
     st.sampled_from(
         [

@@ -109,7 +109,7 @@ def tensors(draw: st.DrawFn) -> LayerKV:
     return LayerKV(*pair)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(layer=tensors(), name=st.sampled_from(codec_names()))
 def test_any_numbers_come_back_within_the_bound_or_untouched(layer: LayerKV, name: str) -> None:
     codec = make_codec(name)

@@ -13,7 +13,7 @@ from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.store.chunkfile import encode_chunk
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     codec=st.sampled_from(codec_names()),
     lengths=st.lists(st.integers(1, 700), min_size=1, max_size=12),

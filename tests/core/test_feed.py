@@ -32,7 +32,7 @@ def _made(pieces: list[int], error: Exception | None = None) -> Feed[int, str]:
     return feed
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.integers(), max_size=20), st.booleans())
 def test_pieces_come_in_order_and_then_the_outcome(pieces: list[int], by_loop: bool) -> None:
     feed = _made(pieces)

@@ -224,7 +224,7 @@ def test_an_answer_may_ask_something_itself(engine: BlendEngine, pool: ThreadPoo
     assert asked == [answer(engine, PROMPTS[1], 2)().token_ids] * 6
 
 
-@settings(deadline=None, max_examples=6)
+@settings(max_examples=6)
 @given(
     st.lists(
         st.tuples(st.integers(0, 6), st.integers(1, 12), st.sampled_from([1.0, 2.0]), st.booleans()),

@@ -301,7 +301,7 @@ def test_it_is_set_for_an_engine() -> None:
         BlendConfig(guard_rate=0.5)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(2, 700), st.integers(0, 2**31), st.floats(0.1, 20), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_distances_of_distributions(vocabulary: int, seed: int, scale: float, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(seed)

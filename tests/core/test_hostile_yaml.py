@@ -109,7 +109,7 @@ HOSTILE = st.one_of(
 def test_hostile_settings_are_refused(tmp_path: Path, samples: int) -> None:
     path = tmp_path / "blend.yaml"
 
-    @settings(max_examples=samples, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=samples, suppress_health_check=list(HealthCheck))
     @given(HOSTILE, st.sampled_from(["utf-8", "utf-8", "utf-8", "utf-16"]), st.sampled_from(READERS))
     def refused(text: str, encoding: str, read: Callable[[Path], Any]) -> None:
         data = text.encode(encoding, "surrogatepass")
@@ -122,7 +122,7 @@ def test_hostile_settings_are_refused(tmp_path: Path, samples: int) -> None:
     refused()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=80) | st.text("ab:-[]{}&*!?|>'\"%@, \n#<1.0x_~", max_size=60).map(str.encode))
 def test_whatever_a_file_holds_no_other_error_is_raised(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.mktemp("settings") / "blend.yaml"

@@ -186,7 +186,7 @@ def test_kv_that_loses_a_name_before_it_has_its_own_is_stored_again(
 Step = tuple[str, int, int]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["later", "now", "delete", "ask", "flush"]), st.integers(0, 2), st.integers(0, 2)),

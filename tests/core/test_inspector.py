@@ -262,7 +262,7 @@ class _Written:
 
 
 @given(st.lists(HOSTILE, min_size=2, max_size=6), HOSTILE, HOSTILE)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_no_text_ends_its_place_in_the_page(texts: list[str], id: str, reason: str) -> None:
     chunk = TracedChunk(0, 1, id, "key", True, None, reason, 0.5)
     ids = tuple(range(len(texts)))
@@ -288,7 +288,7 @@ def _empty() -> Trace:
 
 
 @given(st.text(max_size=60))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_texts_of_tokens_are_the_text(text: str) -> None:
     legend, tokenizer = _reference_legend()
     ids = tokenizer(text)["input_ids"]

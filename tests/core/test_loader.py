@@ -121,7 +121,7 @@ def prompts(draw: st.DrawFn) -> tuple[list[int], list[int], list[str]]:
     )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     made=prompts(),
     threads=st.sampled_from([0, 1, 2, 4]),

@@ -104,7 +104,7 @@ def test_as_one_by_one(family: str, attention: str) -> None:
     assert_as_one_by_one(make, some_prompts(), tokens=20)
 
 
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(data=st.data())
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_any_mix_of_lengths_hits_and_misses(family: str, data: st.DataObject) -> None:
@@ -267,7 +267,7 @@ def test_reports_add_up() -> None:
         assert sum(result.report.recompute_s for result in results) <= results[0].report.ttft_s
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     prompts=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=30),
     batch_tokens=st.integers(1, 400),

@@ -48,7 +48,7 @@ def ask(engine: BlendEngine, *chunks: Chunk | str, **values: bool) -> dict[str |
     return {chunk.id: chunk.reason for chunk in report.chunks}
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     st.lists(
         st.sampled_from(["added", "deleted", "never", "changed", "no id", "alien", "evicted"]), min_size=1, max_size=6

@@ -21,7 +21,7 @@ _MODEL = tiny_model("qwen2")
 _PARTS = st.lists(st.tuples(st.booleans(), st.integers(1, 14), st.integers(0, 6)), max_size=8)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(parts=_PARTS, ending=st.integers(1, 5), stored=st.sets(st.integers(0, 7)), budget=st.integers(0, 100))
 def test_any_prompt_blends_as_the_dense_reference(
     parts: list[Part], ending: int, stored: set[int], budget: int

@@ -109,7 +109,7 @@ STEPS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rounds=st.lists(STEPS, min_size=1, max_size=4))
 def test_a_catalog_that_follows_changes_is_as_good_as_a_new_one(
     tiny: LlamaForCausalLM, tokenizer: Any, rounds: list[list[tuple[str, str, str]]]
@@ -214,7 +214,7 @@ def test_documents_in_another_form_are_said_once_and_counted(
     assert unfound(engine) == 9
 
 
-@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(max_size=200))
 def test_prompts_without_documents_are_not_warned_of(engine: BlendEngine, text: str) -> None:
     engine.add(Chunk(text, f"c{number}") for number, text in enumerate(STORED))

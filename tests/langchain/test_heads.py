@@ -87,7 +87,7 @@ def test_what_may_be_anybodys_is_not(engine: BlendEngine, kind: Any, name: str) 
     values=st.tuples(*[st.sampled_from(["", "Mara", "Some facts. ", "{context}"])] * 2),
     is_chat=st.booleans(),
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_value_of_a_variable_is_ever_fixed(
     engine: BlendEngine, parts: list[str], values: tuple[str, str], is_chat: bool
 ) -> None:

@@ -78,7 +78,7 @@ def test_what_may_be_anybodys_is_not(make_llm: MakeLLM, name: str, chat: bool) -
     parts=st.lists(st.sampled_from(["Some facts. ", "{query_str}", "{name}", "{{braces}}"]), max_size=4),
     values=st.tuples(*[st.sampled_from(["", "Mara", "Some facts. ", "{context_str}"])] * 2),
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_value_of_a_variable_is_ever_fixed(make_llm: MakeLLM, parts: list[str], values: tuple[str, str]) -> None:
     llm = _text_model(make_llm)
     template = PromptTemplate("".join(parts) + "{context_str}\nQ: {query_str} {name}")

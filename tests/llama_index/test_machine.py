@@ -329,7 +329,6 @@ def test_no_answer_is_stale(
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,
-            deadline=None,
             database=None,
             suppress_health_check=[HealthCheck.too_slow],
         ),

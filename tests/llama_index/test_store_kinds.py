@@ -293,7 +293,7 @@ FLOATS = st.floats(allow_nan=False, allow_infinity=False, width=32)
 VALUE = st.one_of(TEXT, st.integers(-(2**31), 2**31), FLOATS, st.none())
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     text=TEXT,
     metadata=st.dictionaries(st.text("abcdef", min_size=1, max_size=4), VALUE, max_size=3),

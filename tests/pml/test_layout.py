@@ -78,13 +78,13 @@ def check_prompt(children: list, items: list) -> None:
     assert len(slots) == sum(len(layout.schema.modules[name].params) for name in prompt.imports)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(schemas())
 def test_a_schema_takes_the_positions_of_the_paper(children: list) -> None:
     check_schema(children)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_a_prompt_takes_the_positions_of_the_paper(data: st.DataObject) -> None:
     children = data.draw(schemas())
@@ -93,7 +93,7 @@ def test_a_prompt_takes_the_positions_of_the_paper(data: st.DataObject) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-@settings(max_examples=2_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=2_000, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_many_prompts_take_the_positions_of_the_paper(data: st.DataObject) -> None:
     children = data.draw(schemas())

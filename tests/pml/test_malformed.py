@@ -162,13 +162,13 @@ def check_prompt(document: str) -> None:
 RELAXED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=RELAXED)
+@settings(max_examples=600, suppress_health_check=RELAXED)
 @given(documents)
 def test_a_malformed_schema_is_read_or_refused(root: Path, document: str) -> None:
     check_document(document, root)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=RELAXED)
+@settings(max_examples=300, suppress_health_check=RELAXED)
 @given(prompts)
 def test_a_malformed_prompt_is_read_or_refused(document: str) -> None:
     check_prompt(document)
@@ -176,7 +176,7 @@ def test_a_malformed_prompt_is_read_or_refused(document: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-@settings(max_examples=10_000, deadline=None, suppress_health_check=RELAXED)
+@settings(max_examples=10_000, suppress_health_check=RELAXED)
 @given(documents, prompts)
 def test_ten_thousand_malformed_documents(root: Path, document: str, prompt: str) -> None:
     check_document(document, root)

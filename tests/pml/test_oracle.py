@@ -71,13 +71,13 @@ def check(engine: BlendEngine, data: st.DataObject) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, suppress_health_check=list(HealthCheck))
 def test_recomputed_prompts_are_the_models_own(engine: BlendEngine, data: st.DataObject) -> None:
     check(engine, data)
 
 
 @pytest.mark.full
 @given(data=st.data())
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=400, suppress_health_check=list(HealthCheck))
 def test_many_recomputed_prompts_are_the_models_own(engine: BlendEngine, data: st.DataObject) -> None:
     check(engine, data)

@@ -54,7 +54,6 @@ def test_whatever_is_sent_is_answered_or_refused(api: Any, count: int) -> None:
         @given(case=operation.as_strategy())
         @settings(
             max_examples=count // ADDRESSES,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
             # The sample is always the same; what it finds, every run finds.
             derandomize=count == SAMPLED,

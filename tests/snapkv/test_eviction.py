@@ -243,7 +243,7 @@ def test_attention_is_watched_in_this_thread_and_this_block_only() -> None:
     assert seen[0].scaling == pytest.approx(8**-0.5)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.lists(st.integers(0, 6), min_size=9, max_size=9), min_size=1, max_size=3),
     st.integers(1, 9),

@@ -44,7 +44,7 @@ def all_names(store: KVStore) -> dict[str, str]:
     return {each.id: each.text_hash for each in records if each is not None}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(rounds=st.lists(STEPS, min_size=1, max_size=5))
 def test_following_the_changes_is_as_good_as_asking_for_all(rounds: list[list[tuple[str, str, str, int]]]) -> None:
     store, follower = open_store(None, 10**6), Follower()

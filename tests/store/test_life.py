@@ -160,7 +160,7 @@ def test_a_clock_that_is_set_while_the_store_is_closed(tmp_path: Path) -> None:
     assert check_store(tmp_path).is_clean
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(
         st.one_of(

@@ -154,7 +154,7 @@ TURNS = st.lists(
 
 
 @given(turns=TURNS)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_turn_is_what_a_naive_reference_makes_of_it(
     make_engine: MakeEngine, model: PreTrainedModel, turns: list[tuple[list[int], int, str, int | None]]
 ) -> None:

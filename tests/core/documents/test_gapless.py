@@ -94,7 +94,7 @@ def test_a_whole_document_gives_the_models_own_logits(family: str, attention: st
 
 
 @given(sizes=st.lists(st.integers(4, 20), min_size=1, max_size=6), separator=st.sampled_from(["", SEPARATOR]))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_whatever_the_sizes_of_its_chunks(sizes: list[int], separator: str) -> None:
     check_whole_document("llama", "sdpa", separator, "", sizes)
 
@@ -106,7 +106,7 @@ def test_whatever_the_sizes_of_its_chunks(sizes: list[int], separator: str) -> N
     separator=st.sampled_from(["", SEPARATOR]),
     head=st.sampled_from(["", HEAD]),
 )
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 def test_in_every_family(family: str, attention: str, sizes: list[int], separator: str, head: str) -> None:
     check_whole_document(family, attention, separator, head, sizes)
 

@@ -193,7 +193,7 @@ def test_a_prompt_with_positions_of_its_own_takes_none(make: MakeEngine) -> None
     ),
     ratio=st.sampled_from([0.0, 0.4, 1.0]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_prompt_is_what_it_is_without_the_word_fixed(parts: list[tuple[str, int, int]], ratio: float) -> None:
     engine = _shared_engine()
     segments: list[Any] = []
@@ -332,7 +332,7 @@ def test_a_deleted_chunk_is_forgotten_behind_a_head_from_the_store(make: MakeEng
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.booleans()), min_size=2, max_size=5))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_turns_of_any_kind_are_full_prefill_where_they_are_computed_as_a_whole(
     turns: list[tuple[int, int, bool]],
 ) -> None:

@@ -42,7 +42,7 @@ TEXTS = st.lists(
     pieces=st.integers(1, 8),
     seed=st.integers(0, 999),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_kv_is_that_of_a_plain_forward(
     family: str,
     attention: str,
@@ -58,7 +58,7 @@ def test_kv_is_that_of_a_plain_forward(
 @pytest.mark.full
 @pytest.mark.parametrize(("family", "attention"), CASES + FURTHER_CASES)
 @given(shapes=TEXTS, separator=st.sampled_from(["", "t3 t4"]), pieces=st.integers(1, 8), seed=st.integers(0, 999))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_kv_is_that_of_a_plain_forward_in_every_family(
     family: str, attention: str, shapes: list[tuple[list[int], list[int]]], separator: str, pieces: int, seed: int
 ) -> None:
@@ -173,7 +173,6 @@ def test_words_around_the_body_are_context_but_no_place() -> None:
     limit=st.integers(1, 40),
     overlaps=st.lists(st.integers(0, 8), min_size=20, max_size=20),
 )
-@settings(deadline=None)
 def test_windows_begin_at_chunks_and_read_half_again_at_most(sizes: list[int], limit: int, overlaps: list[int]) -> None:
     engine = shared_engine("llama", "sdpa", "", 64)
     rules = ReadingRules(limit)

@@ -324,7 +324,6 @@ def run_machine(
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
             **options,  # type: ignore[arg-type]
         ),

@@ -64,7 +64,7 @@ def check_lengths(task: EvalTask, context_tokens: int, chunk_tokens: int, slack:
         assert context_tokens - slack <= sum(sizes) <= context_tokens
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     subtask=st.sampled_from(ALL_SUBTASKS),
     context_tokens=st.integers(900, 4096),
@@ -96,7 +96,7 @@ def test_texts_fill_their_length_and_hold_the_answers(
         assert task.max_new_tokens >= tokens(", ".join(question.answers))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 2**40), subtask=st.sampled_from(ALL_SUBTASKS))
 def test_a_seed_decides_everything(seed: int, subtask: str) -> None:
     assert one(subtask, seed=seed) == one(subtask, seed=seed)
@@ -192,7 +192,7 @@ def test_no_invented_word_stands_in_another() -> None:
     assert all(everything.count(word) == 1 for word in words[::50])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 10**6), chunk_tokens=st.integers(60, 300))
 def test_a_needle_across_a_border_has_its_value_in_the_next_chunk(seed: int, chunk_tokens: int) -> None:
     context = one(NEEDLE_ACROSS, chunk_tokens=chunk_tokens, seed=seed)
@@ -212,7 +212,7 @@ def subject_of(question: str) -> str:
     return found[0]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 10**6), depth=st.floats(0, 1), chunk_tokens=st.integers(40, 200))
 def test_a_fact_across_a_border_stands_behind_a_pronoun(seed: int, depth: float, chunk_tokens: int) -> None:
     task = needle_task(

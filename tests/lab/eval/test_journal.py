@@ -50,7 +50,7 @@ def test_a_run_ends_anywhere(tmp_path: Path) -> None:
         assert path.read_bytes() == held
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_damage_is_never_an_answer(tmp_path: Path, data: st.DataObject) -> None:
     path = tmp_path / "answers.jsonl"

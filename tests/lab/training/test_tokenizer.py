@@ -25,7 +25,7 @@ def ids(text: str) -> list[int]:
     return encoded
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(LINES)
 def test_pieces_cut_at_line_breaks_equal_the_whole(lines: list[str]) -> None:
     whole = ids("\n".join(lines))
@@ -34,7 +34,7 @@ def test_pieces_cut_at_line_breaks_equal_the_whole(lines: list[str]) -> None:
     assert whole == before == after
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text(st.characters(exclude_categories=("Cs",)), max_size=60))
 def test_any_text_survives_the_round_trip(text: str) -> None:
     assert TOKENIZER.decode(ids(text)) == text

@@ -193,7 +193,7 @@ def outcome(name: str, file: Path, *, names: str = "") -> None:
 
 
 @pytest.mark.parametrize("case", GOOD)
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_record(tmp_path: Path, case: str, data: st.DataObject) -> None:
     name, (first, second), _ = GOOD[case]
@@ -211,7 +211,7 @@ def test_a_damaged_record(tmp_path: Path, case: str, data: st.DataObject) -> Non
 
 
 @pytest.mark.parametrize("case", GOOD)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_file(tmp_path: Path, case: str, data: st.DataObject) -> None:
     name, records, _ = GOOD[case]
@@ -224,7 +224,7 @@ def test_a_damaged_file(tmp_path: Path, case: str, data: st.DataObject) -> None:
     outcome(name, file)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(source=st.binary(max_size=60), target=st.binary(max_size=60))
 def test_any_two_files_of_multinews(tmp_path: Path, source: bytes, target: bytes) -> None:
     (tmp_path / "val.src").write_bytes(source)
