@@ -86,7 +86,7 @@ class _Run(NamedTuple):
     @property
     def decode_s(self) -> float:
         written = ((each["tpot_s"] or 0.0, each["output_tokens"] - 1, each["batch_size"]) for each in self.reports)
-        return sum(tpot_s * tokens / together for tpot_s, tokens, together in written)
+        return float(sum(tpot_s * tokens / together for tpot_s, tokens, together in written))
 
 
 class BatchBench(RoundsBench[BatchSetting, str, _Run, BatchRow]):
