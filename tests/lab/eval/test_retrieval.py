@@ -212,7 +212,7 @@ def test_a_run_is_resumed_with_its_own_retrieval_and_encodings_only(model_folder
         assert code != 0 and "answers of another evaluation" in " ".join(output.split()) and reason in output
 
 
-@pytest.mark.parametrize("questions", [12, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("questions", [20, pytest.param(200, marks=pytest.mark.full)])
 def test_chunks_that_remember_their_document_answer_better_than_full_prefill(questions: int) -> None:
     task = reference_task(questions, style=NOTES, retrieval="shuffled")
     setting = EvalSetting(parse_methods(ROWS), resamples=200, together=True)
