@@ -134,7 +134,9 @@ def test_no_password_is_among_the_arguments(engine: BlendEngine, tmp_path: Path)
     config = EngineConfig(remote=remote, names=names)
     wanted = Wanted("reference", tmp_path, config, BlendConfig())
     assert "secret" not in " ".join(_arguments(wanted, tmp_path, config, engine.card(), tmp_path))
-    assert _environment(config) == {"CACHEBLEND_REMOTE": remote, "CACHEBLEND_NAMES": names}
+    shared = {"CACHEBLEND_REMOTE": remote, "CACHEBLEND_NAMES": names}
+    assert _environment(config, ["--max-model-len", "64"]) == shared | {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}
+    assert _environment(config, ["--tensor-parallel-size", "2"]) == shared
 
 
 # Where prefixes end

@@ -8,7 +8,7 @@ import os
 import shlex
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +34,7 @@ from vllm_cacheblend.spooling import own_folder
 __all__ = ["card_of", "command", "open_backend"]
 
 _NO_FOLDER = "vLLM takes KV from a folder that it shares with the server; give one by --store, or use --backend engine"
+_RESERVED = "VLLM_CPU_NUM_OF_RESERVED_CPU"
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -63,7 +64,9 @@ def open_backend(wanted: Wanted) -> Iterator[VLLMBackend]:
         spool = _spool(wanted.store)
         if wanted.url is None:
             arguments = _arguments(wanted, folder, config, card, spool)
-            process = VLLMProcess(arguments, _environment(config), lambda: os.kill(os.getpid(), signal.SIGTERM))
+            process = VLLMProcess(
+                arguments, _environment(config, wanted.arguments), lambda: os.kill(os.getpid(), signal.SIGTERM)
+            )
             client = stack.enter_context(process).client
         else:
             client = VLLMClient(wanted.url, os.environ.get("VLLM_API_KEY"))
@@ -143,10 +146,15 @@ def _arguments(wanted: Wanted, folder: Path, config: EngineConfig, card: ModelCa
     ]
 
 
-def _environment(config: EngineConfig) -> dict[str, str]:
+def _environment(config: EngineConfig, arguments: Sequence[str]) -> dict[str, str]:
     # Empty where the settings have none, whatever this process's environment has.
     remote = "" if config.remote is None else config.remote.get_secret_value()
-    return {REMOTE_VARIABLE: remote, NAMES_VARIABLE: config.names_url or ""}
+    found = {REMOTE_VARIABLE: remote, NAMES_VARIABLE: config.names_url or ""}
+    # For connectors' own threads, of which ours has none, vLLM keeps one more core free of a worker's: on two cores it then has
+    # none to keep, and each token waits for whoever else computes. One is what it keeps without a connector, for a single worker.
+    if not any("parallel" in each or each.startswith("-tp") for each in arguments):
+        found[_RESERVED] = os.environ.get(_RESERVED, "1")
+    return found
 
 
 def _spool(store: Path) -> Path:
