@@ -7,7 +7,6 @@ import os
 import random
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,7 +21,7 @@ import httpx
 import pytest
 
 from tests.ray.conftest import CHAT, SETTINGS, documents_of, events, put, question
-from tests.store.remote.conftest import RedisServer, needs_redis
+from tests.store.remote.conftest import RedisServer, free_port, needs_redis
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
@@ -32,12 +31,6 @@ TOKEN = secrets.token_hex(32)
 ENVIRONMENT = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "RAY_ADDRESS": ""}
 DELETES, RESTARTS, UPDATES = 50, 10, 5
 REPLICAS = 3
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 class Deployed:

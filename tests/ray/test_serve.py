@@ -23,6 +23,7 @@ from cacheblend_rag.ray.rows import Columns
 from cacheblend_rag.ray.warmer import Warmer, WarmJob
 from tests.ray.conftest import CHAT, SETTINGS, RedisServer, documents_of, events, put, question, workers
 from tests.serve.conftest import serving
+from tests.store.remote.conftest import free_port
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +38,7 @@ def client(
 ) -> Iterator[httpx.Client]:
     from ray import serve
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"log_level": "ERROR"})
     args = {
         "model": model,

@@ -20,13 +20,18 @@ from cacheblend_rag.store.remote import RemoteTier, open_remote
 _SERVER = shutil.which("redis-server") or shutil.which("valkey-server")
 
 
+def free_port() -> int:
+    """Return a port of this machine that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 class RedisServer:
     """A redis-server (or valkey-server) that keeps nothing on disk."""
 
     def __init__(self, folder: Path, *options: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self._folder = folder
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
@@ -100,9 +105,7 @@ def s3_endpoint() -> Iterator[str]:
             pytest.skip(f"{package} is not installed (extra dev)")
     import s3fs
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_for_port(port, process)
