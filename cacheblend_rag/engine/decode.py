@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from functools import lru_cache
 from inspect import signature
 from numbers import Integral
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -167,9 +169,10 @@ def decode(
     return make_result(model, tokenizer, run, run.output_ids, watch)
 
 
-def end_ids(model: Any) -> tuple[int, ...]:
-    """Return the tokens that end an answer, as the model's own settings say."""
-    return token_ids(model.generation_config.eos_token_id)
+def end_ids(model: Any, options: Mapping[str, Any] = MappingProxyType({})) -> tuple[int, ...]:
+    """Return the tokens that end an answer, as options of ``generate`` say, or else the model's own settings."""
+    asked = options.get("eos_token_id")
+    return token_ids(model.generation_config.eos_token_id if asked is None else asked)
 
 
 def token_ids(given: int | list[int] | None) -> tuple[int, ...]:
@@ -185,5 +188,5 @@ def make_result(
     first_output = watch.times[0] if watch.times else time.perf_counter()
     report = make_report(run, num_decoder_layers(model), first_output, token_ids, watch.times, watch.tpot_s(count))
     text = tokenizer.decode(token_ids, skip_special_tokens=True)
-    reason = "stop" if token_ids and token_ids[-1] in end_ids(model) else "length"
+    reason = "stop" if token_ids and token_ids[-1] in end_ids(model, run.request.options) else "length"
     return GenerationResult(text, token_ids, run.prompt.layout.token_ids, report, reason)

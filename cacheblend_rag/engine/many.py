@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from cacheblend_rag.engine.decode import complete_options, decode, make_result, output_limit
+from cacheblend_rag.engine.decode import complete_options, decode, end_ids, make_result, output_limit
 from cacheblend_rag.engine.features import decodes_alone
 from cacheblend_rag.engine.generation import GenerationResult
 from cacheblend_rag.engine.padded import PaddedBatch, RowEnds, RowProcessor
@@ -208,12 +208,10 @@ class Many:
         )
         shared = {name: value for name, value in runs[0].request.options.items() if name not in OBJECTS}
         options = complete_options(model, tokenizer, shared)
-        end_ids = options.get("eos_token_id")
-        end_ids = model.generation_config.eos_token_id if end_ids is None else end_ids
         ends = RowEnds(
             batch,
             limits,
-            end_ids if isinstance(end_ids, list | tuple) else [] if end_ids is None else [end_ids],
+            end_ids(model, options),
             [run.request.options.get("stopping_criteria", ()) for run in runs],
             options.pop("stopping_criteria", ()),
             [call.stop for call in calls],

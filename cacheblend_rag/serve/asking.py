@@ -90,6 +90,10 @@ def _asked(
     grammar: str | None = None,
     tools: Literal["none", "may", "must"] = "none",
 ) -> Asked:
+    if request.ignore_eos and grammar is not None:
+        raise PromptError(
+            "ignore_eos is not possible where the answer has a form, which says where it ends; leave it out"
+        )
     return Asked(
         prompt,
         request.most_tokens,
@@ -100,6 +104,7 @@ def _asked(
         top_p=request.top_p,
         top_k=request.top_k,
         seed=request.seed,
+        ignore_eos=request.ignore_eos,
         grammar=grammar,
         blend={} if request.recompute_ratio is None else {"recompute_ratio": request.recompute_ratio},
         tools=tools,

@@ -83,6 +83,8 @@ class Asked:
         Whether tokens are drawn rather than the likeliest taken; None leaves it to the model, unless there is a temperature.
     temperature, top_p, top_k, seed
         How tokens are drawn; None leaves it to the model.
+    ignore_eos : bool
+        Whether the answer goes on behind the tokens that end one, to the most tokens.
     grammar : str or None
         What the answer may be, in llguidance's form of Lark.
     blend : Mapping
@@ -102,6 +104,7 @@ class Asked:
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
+    ignore_eos: bool = False
     grammar: str | None = None
     blend: Mapping[str, Any] = field(default_factory=dict)
     tools: Literal["none", "may", "must"] = "none"

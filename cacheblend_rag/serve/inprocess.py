@@ -97,6 +97,8 @@ def _stream(engine: BlendEngine, asked: Asked, ending: Ending) -> Any:
         "stopping_criteria": ending.criteria(engine.tokenizer),
         "wait_s": asked.timeout_s if asked.wait_s is None else min(asked.wait_s, asked.timeout_s),
     }
+    if asked.ignore_eos:
+        options["eos_token_id"] = []
     processors: list[Any] = [] if asked.grammar is None else [Guide(engine, asked.grammar)]
     # transformers writes 0 where OpenAI's clients may write -1: all tokens.
     top_k = None if asked.top_k is None else max(asked.top_k, 0)

@@ -74,6 +74,7 @@ class Decoding(BaseModel):
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: str | Annotated[list[str], Field(max_length=_MOST_STOPS)] | None = None
     max_tokens: int | None = Field(default=None, ge=1)
+    ignore_eos: bool = False
     recompute_ratio: float | Literal["auto"] | None = Field(default=None)
     report: bool = False
     keep: bool = False

@@ -127,6 +127,26 @@ def test_stop_strings_and_lengths(serve: Serve) -> None:
     assert ask(limited, max_tokens=None, max_completion_tokens=2)["usage"]["completion_tokens"] == 2
 
 
+def test_an_answer_goes_on_behind_its_end_where_that_is_asked(
+    engine: BlendEngine, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = serve(engine)
+    token = engine.tokenizer.encode(ask(client, max_tokens=1)["choices"][0]["message"]["content"])[0]
+    monkeypatch.setattr(engine.model.generation_config, "eos_token_id", token)
+    assert ask(client, max_tokens=20)["choices"][0]["finish_reason"] == "stop"
+    on = ask(client, max_tokens=20, ignore_eos=True)
+    assert (on["usage"]["completion_tokens"], on["choices"][0]["finish_reason"]) == (20, "length")
+    prompt = engine.tokenizer.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True)
+    body = {"prompt": [prompt] * 3, "temperature": 0, "max_tokens": 20, "ignore_eos": True}
+    together = client.post("/v1/completions", json=body).json()
+    assert [choice["finish_reason"] for choice in together["choices"]] == ["length"] * 3
+    assert together["usage"]["completion_tokens"] == 60
+    form = {"messages": QUESTION, "ignore_eos": True, "response_format": {"type": "json_object"}}
+    refused = client.post("/v1/chat/completions", json=form)
+    assert refused.status_code == 400
+    assert "ignore_eos" in refused.text
+
+
 def test_a_seed_repeats_a_draw_in_any_company(engine: BlendEngine, serve: Serve) -> None:
     client = serve(engine)
 

@@ -161,7 +161,7 @@ class ServeBench(Bench[ServeSetting, ServeRow]):
         setting = self.setting
         return (
             f"{self._model} at {setting.url}: {setting.chunks} chunks of {setting.chunk_words} words from {setting.corpus}, as "
-            f"{setting.prompts}, {rows[0].prompt_tokens:,.0f} tokens; answers of at most {setting.output_tokens}"
+            f"{setting.prompts}, {rows[0].prompt_tokens:,.0f} tokens; answers of {setting.output_tokens}"
         )
 
     def cells(self, row: ServeRow) -> dict[str, Any]:
@@ -255,6 +255,7 @@ class ServeBench(Bench[ServeSetting, ServeRow]):
             "prompt": f"Question {sum(arrival.chunks)}: what happens on {' '.join(map(str, arrival.chunks[:3]))}?\nAnswer:",
             "max_tokens": setting.output_tokens,
             "temperature": 0,
+            "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
         }

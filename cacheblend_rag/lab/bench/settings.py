@@ -664,7 +664,9 @@ class ServeSetting(BenchSetting):
     chunks: Annotated[int, typer.Option(min=1, help="Chunks of a prompt.")] = 10
     chunk_words: Annotated[int, typer.Option(min=4, help="Words of a chunk, each about 1.3 tokens.")] = 112
     zipf: Annotated[float, typer.Option(min=0, help="How unequally chunks are asked for; 0 is equally.")] = 1.0
-    output_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 32
+    output_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of each answer, whatever the model's end is (ignore_eos).")
+    ] = 32
     seed: Annotated[int, typer.Option(help="Seed of corpus and arrivals.")] = 0
 
     def __post_init__(self) -> None:

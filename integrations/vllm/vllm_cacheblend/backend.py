@@ -96,6 +96,7 @@ class VLLMBackend(Backend):
             "kv_transfer_params": transfer_params(prefix),
             "max_tokens": most if window is None else max(1, min(most, window - len(prefix.token_ids))),
             "stop": list(asked.stop),
+            "ignore_eos": asked.ignore_eos,
         }
         drawn = {"top_p": asked.top_p, "top_k": asked.top_k, "seed": asked.seed}
         body |= {name: value for name, value in drawn.items() if value is not None}
