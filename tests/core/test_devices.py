@@ -142,6 +142,10 @@ def test_a_folder_written_by_one_device_serves_the_other(tmp_path: Path, device:
 @pytest.mark.parametrize("device", DEVICES)
 def test_many_prompts_together_and_at_once(engines: dict[str, BlendEngine], device: str) -> None:
     prompts = list(PROMPTS.values())[:3]
+    for prompt in prompts:
+        # A chunk that one of them brings along is stored from then on.
+        engines[device].prefill(prompt)
+        engines["cpu"].prefill(prompt)
     wanted = [engines["cpu"].generate(prompt, 12, do_sample=False) for prompt in prompts]
     for ours, theirs in zip(engines[device].generate_many(prompts, 12, do_sample=False), wanted, strict=True):
         assert_same_answer(ours, theirs)
