@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["Tuning"]
+__all__ = ["Tuning", "usable_cores"]
 
 _LEAST = {
     "encode_batch_tokens": 1,
@@ -112,5 +112,9 @@ class Tuning:
         """Number of threads that load."""
         if self.load_threads is not None:
             return self.load_threads
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return max(1, min(4, cores // 2))
+        return max(1, min(4, usable_cores() // 2))
+
+
+def usable_cores() -> int:
+    """Return how many cores this thread, and those that it starts, may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

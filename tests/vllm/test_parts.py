@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import platform
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -371,3 +374,30 @@ def test_a_library_without_weights_stores_what_the_engine_stores(engine: BlendEn
 
 def test_the_encoder_asks_for_each_reading_once(engine: BlendEngine) -> None:
     assert VLLMEncoder(engine.card(), (1,), 4096, Path("/nowhere"), lambda prompts, salt: None).plan([]) == []
+
+
+# Says how long the kernel's turns of a process are, 0 where it does not know, and its priority.
+_TURNS = """
+import ctypes, os, struct
+found = ctypes.create_string_buffer(48)
+ctypes.CDLL(None).syscall(315, 0, found, 48, 0)
+print(struct.unpack("=IIQiIQQQ", found.raw)[5], os.getpriority(os.PRIO_PROCESS, 0))
+"""
+_LAUNCH = f"""
+import os, subprocess, sys
+from vllm_cacheblend.launch import take_short_turns
+os.nice(3)
+take_short_turns()
+subprocess.run([sys.executable, "-c", {_TURNS!r}], check=True)
+"""
+
+
+@pytest.mark.skipif((sys.platform, platform.machine()) != ("linux", "x86_64"), reason="asks Linux on x86-64")
+def test_what_vllm_starts_takes_short_turns_at_the_same_priority() -> None:
+    before, after = (
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+        for code in (_TURNS, _LAUNCH)
+    )
+    if before[0] == "0":
+        pytest.skip("this kernel's turns have no length of their own")
+    assert after == ["100000", str(int(before[1]) + 3)]

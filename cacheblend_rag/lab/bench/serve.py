@@ -33,7 +33,7 @@ _CHUNKS_OF_A_DOCUMENT = 5
 _UNLOADED = 12
 # Before all others, not counted: kernels are compiled, and what is asked for most comes into the RAM of the server. This is given
 # no more than a minute, since models that take longer gain little.
-_WARM_UP = 24
+_WARM_UP = 100
 _WARM_UP_S = 60.0
 _TIMEOUT_S = 120.0
 

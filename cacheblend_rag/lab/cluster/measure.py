@@ -18,6 +18,7 @@ from cacheblend_rag.lab.cluster.cores import Cores
 from cacheblend_rag.lab.cluster.costs import Costs, TierCost
 from cacheblend_rag.lab.cluster.servers import Servers, cpu_s
 from cacheblend_rag.lab.cluster.workload import Workload
+from cacheblend_rag.tuning import usable_cores
 
 __all__ = ["Scan", "fit", "measure_cores", "measure_costs", "scan_server", "stored_chunk_bytes"]
 
@@ -73,7 +74,7 @@ class Scan:
 
 def measure_cores(seconds: float = 1.0) -> Cores:
     """Return this machine's cores: how many, and how much more than one they compute together."""
-    number = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    number = usable_cores()
     alone, together = max(_spins(1, seconds)), sum(_spins(number, seconds))
     return Cores(number, min(max(together / alone, 1.0), float(number)))
 

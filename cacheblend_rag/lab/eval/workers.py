@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack
@@ -23,6 +22,7 @@ from cacheblend_rag.lab.eval.result import EvalResult, tabulate
 from cacheblend_rag.lab.eval.task import EvalContext, EvalTask
 from cacheblend_rag.lab.settings import EngineSettings, settings_of
 from cacheblend_rag.model import model_fingerprint
+from cacheblend_rag.tuning import usable_cores
 
 __all__ = ["default_workers", "evaluate"]
 
@@ -33,7 +33,7 @@ def default_workers() -> int:
     """Return one worker for each core that this process may use, or one where the model runs on a GPU."""
     if torch.cuda.is_available():
         return 1
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return usable_cores()
 
 
 def evaluate(

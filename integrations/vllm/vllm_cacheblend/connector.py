@@ -29,6 +29,7 @@ from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.kv import LayerKV
 from cacheblend_rag.model import ModelCard
 from cacheblend_rag.store import KVStore, open_store
+from cacheblend_rag.tuning import usable_cores
 from vllm_cacheblend.asking import NAMES_VARIABLE, REMOTE_VARIABLE, asked_pieces, asked_spool
 from vllm_cacheblend.fitting import check_fit
 from vllm_cacheblend.loading import Load, PrefixLoader, heads_of
@@ -39,7 +40,7 @@ __all__ = ["CacheBlendConnector"]
 
 logger = logging.getLogger("vllm.cacheblend")
 
-_AHEAD, _THREADS = 2, 2
+_AHEAD = 2
 
 
 @dataclass
@@ -175,7 +176,9 @@ class CacheBlendConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         cache = layers[0].kv_cache
         if self._loader is None:
             card = self._card.on(cache.device)
-            self._loader = PrefixLoader(self._store, card, _AHEAD, _THREADS)
+            # On a core of its own a worker loads by itself: a thread would take its turns from it.
+            threads = 2 if usable_cores() > 1 else 0
+            self._loader = PrefixLoader(self._store, card, _AHEAD, threads)
         slots = slots_of(load.block_ids, self._block_size, load.first, load.stop).to(cache.device)
 
         def write(number: int, kv: LayerKV) -> None:
