@@ -16,6 +16,11 @@ from cacheblend_rag.store.remote import open_remote
 
 __all__ = ["WarmJob", "Warmer"]
 
+_LOST = (
+    "the KV of {} of its chunks did not reach the remote tier, or is gone from it again; see that it has room for the whole "
+    "corpus (warm --estimate says how much that is), and warm it again"
+)
+
 
 @dataclass(frozen=True)
 class WarmJob:
@@ -102,8 +107,7 @@ class Warmer:
         done = []
         for name, each in documents:
             gone = sum(chunk.id in lost for chunk in each)
-            error = f"the KV of {gone} of its chunks did not reach the remote tier; warm it again" if gone else ""
-            done.append(_Done(name, len(each), error=error))
+            done.append(_Done(name, len(each), error=_LOST.format(gone) if gone else ""))
         done[0].encoded, done[0].tokens = result.encoded, result.tokens
         return done
 
