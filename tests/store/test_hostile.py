@@ -240,7 +240,8 @@ HOSTILE = st.one_of(
 def import_hostile(folder: Path, samples: int) -> None:
     """Import files, each of which is refused or does no harm; in a process of its own, which forks for each."""
 
-    @settings(max_examples=samples, database=None, suppress_health_check=list(HealthCheck))
+    # The settings that all tests have are not those of another process.
+    @settings(max_examples=samples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(HOSTILE, st.sampled_from([0, 0, 0, 10**6, 10**10]))
     def harmless(data: bytes, hole_bytes: int) -> None:
         file, target, said = folder / "f", folder / "t", folder / "said"
