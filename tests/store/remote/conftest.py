@@ -136,7 +136,9 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
     else:
         endpoint: str = request.getfixturevalue("s3_endpoint")
         url = f"s3://bucket/{space}"
-        options = {"storage_options": {"key": "a", "secret": "b", "endpoint_url": endpoint}}
+        # A client of S3 reads megabytes of JSON before its first call, and this server is slow: seconds on a busy machine.
+        limits = {"connect_timeout_s": 30.0, "read_timeout_s": 60.0}
+        options = {"storage_options": {"key": "a", "secret": "b", "endpoint_url": endpoint}, **limits}
 
     def open_again(**settings: object) -> RemoteTier:
         tiers.append(open_remote(url, **{**options, **settings}))  # type: ignore[arg-type]

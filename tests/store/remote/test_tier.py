@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import threading
+import traceback
 from contextlib import suppress
 from pathlib import Path
 
@@ -208,6 +210,9 @@ def test_after_a_fork(opener: Opener) -> None:
                 found = get(tier, 1)
                 put(tier, 2)
                 code = 0 if found is not None and same(found, make_kv(1)) else 2
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()  # os._exit does not
             finally:
                 os._exit(code)
         codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
