@@ -10,10 +10,7 @@ import json
 import logging
 import os
 import random
-import re
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -36,9 +33,10 @@ from cacheblend_rag import EngineConfig
 from cacheblend_rag.ray import build_app, warm
 from cacheblend_rag.ray.rows import Columns
 from cacheblend_rag.ray.warmer import Warmer, WarmJob
+from tests.ray.conftest import CHAT, put, question
+from tests.serve.process import ServerProcess
 from tests.store.remote.conftest import RedisServer
 
-CHAT = "/v1/chat/completions"
 CORES = len(os.sched_getaffinity(0))
 PLACES = "harbour mill tower bridge market garden station library foundry quarry".split()
 NAMES = "Mara Lind,Jonas Eide,Berit Solheim,Anders Vik,Ingrid Moen,Oskar Dahl".split(",")
@@ -153,17 +151,9 @@ def answering(shared: Shared, requests: int, rounds: int) -> dict[str, Any]:
 @contextmanager
 def one_server(shared: Shared) -> Iterator[str]:
     variables = {f"CACHEBLEND_{name.upper()}": str(value) for name, value in shared.settings.items()}
-    command = [sys.executable, "-m", "cacheblend_rag.cli", "serve", "--port", "0"]
-    environment = os.environ | variables | {"OMP_NUM_THREADS": str(CORES)}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    assert process.stdout
-    found = re.search(r"http://\S+?:\d+", process.stdout.readline())
-    assert found, "the server did not start"
-    try:
-        yield found[0]
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait()
+    variables["OMP_NUM_THREADS"] = str(CORES)
+    with tempfile.TemporaryDirectory() as folder, ServerProcess(Path(folder) / "log", variables=variables) as server:
+        yield server.url
 
 
 @contextmanager
@@ -181,7 +171,7 @@ def _load(address: str, documents: list[dict[str, Any]], requests: int, at_once:
     rng = random.Random(1)
     with httpx.Client(base_url=address, timeout=300) as client:
         put(client, documents)
-        asked = [question(rng.sample(documents, 2)) for _ in range(requests)]
+        asked = [asking(rng.sample(documents, 2), 16) for _ in range(requests)]
         # Each has what it needs once the first round is over.
         for body in asked[: 2 * at_once]:
             client.post(CHAT, json=body).raise_for_status()
@@ -192,15 +182,9 @@ def _load(address: str, documents: list[dict[str, Any]], requests: int, at_once:
     return {"requests_per_s": requests / seconds, "p50_s": statistics.median(times)}
 
 
-def put(client: httpx.Client, documents: list[dict[str, Any]]) -> None:
-    for each in documents:
-        client.put(f"/v1/documents/{each['document']}", json={"chunks": each["chunks"]}).raise_for_status()
-
-
-def question(documents: list[dict[str, Any]], tokens: int = 16) -> dict[str, Any]:
-    messages = [{"role": "user", "content": "Who keeps the harbour?"}]
-    names = [each["document"] for each in documents]
-    return {"messages": messages, "documents": names, "max_tokens": tokens, "temperature": 0, "report": True}
+def asking(documents: list[dict[str, Any]], tokens: int) -> dict[str, Any]:
+    """Return a request that names documents, and is told what was read from where."""
+    return question(*(each["document"] for each in documents), tokens=tokens, report=True)
 
 
 def _ask(client: httpx.Client, body: dict[str, Any]) -> tuple[float, httpx.Response]:
@@ -268,7 +252,7 @@ def _routed(
 
     with httpx.Client(base_url=address, timeout=300) as client:
         put(client, documents)
-        asked = [question(drawn(), 4) for _ in range(requests)]
+        asked = [asking(drawn(), 4) for _ in range(requests)]
         with ThreadPoolExecutor(3) as pool:
             # The first third fills RAM, and is not counted.
             list(pool.map(lambda body: one(client, body, False), asked[: requests // 3]))
@@ -293,6 +277,8 @@ def main() -> None:
         server = RedisServer(Path(stack.enter_context(tempfile.TemporaryDirectory())))
         server.start()
         stack.callback(server.kill)
+        # Of each of two actors, or replicas.
+        os.environ["OMP_NUM_THREADS"] = str(max(CORES // 2, 1))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             ray.init(

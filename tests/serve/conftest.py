@@ -21,7 +21,7 @@ from cacheblend_rag.serve.app import make_app
 from cacheblend_rag.serve.inprocess import EngineBackend
 from cacheblend_rag.serve.settings import ServeConfig
 from tests.families import tiny_reader
-from tests.serve.process import command
+from tests.serve.process import ServerProcess
 
 CHUNKS = {
     "mara": "Mara Lind was born in Oslo and moved north.",
@@ -40,11 +40,11 @@ def engine_of(model: LlamaForCausalLM, store: Path | None = None, **settings: An
     return BlendEngine(model, load_tokenizer(), store=store, **engine_settings(self_check=False, **settings))
 
 
-def command_of(model: LlamaForCausalLM, folder: Path) -> list[str]:
-    """Return the command that serves a model over a store, both of which are in a folder from then on."""
+def process_of(model: LlamaForCausalLM, folder: Path) -> ServerProcess:
+    """Return a server, not yet started, of a model over a store, both of which are in a folder from then on."""
     model.save_pretrained(folder / "model")
     load_tokenizer().save_pretrained(folder / "model")
-    return command("--model", str(folder / "model"), "--store", str(folder / "kv"))
+    return ServerProcess(folder / "log", "--model", str(folder / "model"), "--store", str(folder / "kv"))
 
 
 @contextmanager

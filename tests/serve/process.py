@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
@@ -15,11 +16,6 @@ ADDRESS = re.compile(r"answers at (http://\S+)/v1")
 # The least that vLLM must be told to be up soon on a small machine.
 VLLM = ("--backend", "vllm")
 LEAST = ("--", *"--enforce-eager --max-model-len 2048 --block-size 32 --gpu-memory-utilization 0.2".split())
-
-
-def command(*options: str, port: str = "0", python: str | Path = sys.executable) -> list[str]:
-    """Return the command that serves, by a Python in whose environment the project is."""
-    return [str(python), "-c", "from cacheblend_rag.cli.app import app; app()", "serve", "--port", port, *options]
 
 
 class ServerProcess:
@@ -32,13 +28,18 @@ class ServerProcess:
     *options
         What the command is given.
     python
-        Of the environment in which it runs.
+        Of a virtual environment in which the project is.
+    variables
+        Of the process's environment, beside those of this one.
     """
 
-    def __init__(self, log: Path, *options: str, python: str | Path = sys.executable) -> None:
+    def __init__(
+        self, log: Path, *options: str, python: str | Path = sys.executable, variables: Mapping[str, str] | None = None
+    ) -> None:
         self._log = log
         self._options = options
         self._python = python
+        self._variables = variables or {}
         self._port = "0"
         self.url = ""
 
@@ -54,8 +55,10 @@ class ServerProcess:
         """Start it, and return once it answers."""
         began = self._log.stat().st_size if self._log.exists() else 0
         with self._log.open("ab") as written:
-            call = command(*self._options, port=self._port, python=self._python)
-            self.process = subprocess.Popen(call, stdout=written, stderr=subprocess.STDOUT)
+            command = [str(self._python), "-c", "from cacheblend_rag.cli.app import app; app()", "serve"]
+            command += ["--port", self._port, *self._options]
+            environment = os.environ | self._variables
+            self.process = subprocess.Popen(command, env=environment, stdout=written, stderr=subprocess.STDOUT)
         try:
             while (found := ADDRESS.search(self.said(began))) is None:
                 if self.process.poll() is not None:

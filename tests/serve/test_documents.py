@@ -6,7 +6,6 @@ import asyncio
 import gc
 import json
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from cacheblend_rag.errors import StoreError
 from cacheblend_rag.serve.asker import Server
 from cacheblend_rag.serve.inprocess import EngineBackend
 from cacheblend_rag.serve.settings import ServeConfig
-from tests.serve.conftest import CHUNKS, Serve, command_of, engine_of
+from tests.serve.conftest import CHUNKS, Serve, engine_of, process_of
 
 TEXT = "\n\n".join(CHUNKS.values())
 MESSAGES = [{"role": "user", "content": "Where was Mara born?"}]
@@ -153,18 +152,15 @@ def test_in_the_background(engine: BlendEngine, serve: Serve) -> None:
 
 
 def test_the_command_serves_and_what_was_acknowledged_is_kept(tiny: Any, tmp_path: Path) -> None:
-    command = command_of(tiny, tmp_path)
+    server = process_of(tiny, tmp_path)
     for ending in (signal.SIGTERM, signal.SIGKILL):
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            address = process.stdout.readline().split()[-1].removesuffix("/v1")
-            with httpx.Client(base_url=address, timeout=60) as client:
-                # The address is told once somebody listens there.
-                assert client.get("/readyz").status_code == 200
-                put = client.put(f"/v1/documents/{ending.name}", json={"text": TEXT, "chunk_tokens": 20})
-                assert put.json()["status"] == "stored"
-                process.send_signal(ending)
-            assert process.wait(30) == -ending
+        with server, httpx.Client(base_url=server.url, timeout=60) as client:
+            # The address is told once somebody listens there.
+            assert client.get("/readyz").status_code == 200
+            put = client.put(f"/v1/documents/{ending.name}", json={"text": TEXT, "chunk_tokens": 20})
+            assert put.json()["status"] == "stored"
+            server.stop(ending)
+            assert server.process.returncode == -ending
     with engine_of(tiny, store=tmp_path / "kv") as engine:
         assert len(engine.ids()) == 6
         assert engine.store.holds(engine.ids()) == [True] * 6

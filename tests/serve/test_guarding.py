@@ -9,7 +9,6 @@ import json
 import re
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import AsyncGenerator
@@ -38,7 +37,7 @@ from cacheblend_rag.serve.limits import Gate, Overload, Rates
 from cacheblend_rag.serve.live import EventStream, Whole
 from cacheblend_rag.serve.settings import ServeConfig
 from cacheblend_rag.serve.troubles import explained
-from tests.serve.conftest import CHUNKS, Serve, command_of, engine_of
+from tests.serve.conftest import CHUNKS, Serve, engine_of, process_of
 
 MESSAGES = [{"role": "user", "content": "Where was Mara born?"}]
 SHORT = {"messages": MESSAGES, "temperature": 0, "max_tokens": 3}
@@ -439,9 +438,8 @@ def test_who_is_told_to_stop_lets_nobody_in_and_told_again_waits_for_nobody() ->
 
 
 def test_a_second_signal_ends_it_at_once(tiny: Any, tmp_path: Path) -> None:
-    with subprocess.Popen(command_of(tiny, tmp_path), stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        url = httpx.URL(process.stdout.readline().split()[-1])
+    with process_of(tiny, tmp_path) as server:
+        process, url = server.process, httpx.URL(server.url)
         address = url.host, url.port or 0
         # A request that never arrives would be waited for.
         with socket.create_connection(address) as slow:

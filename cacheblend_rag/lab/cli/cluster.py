@@ -301,7 +301,7 @@ def measure(
     documents: DocumentsOption = 4,
     in_ram: Annotated[int, typer.Option(min=2, help="Chunks that RAM holds.")] = 24,
     on_disk: Annotated[int, typer.Option(min=4, help="Chunks that the disk holds.")] = 72,
-    requests: Annotated[int, typer.Option(min=16, help="Requests of each scan.")] = 32,
+    requests: Annotated[int, typer.Option(min=16, help="Requests of each scan.")] = 64,
 ) -> None:
     """Measure a replica's costs on this machine: start a server, and ask it for chunks in RAM, on disk and far away."""
     from cacheblend_rag.lab.cluster.measure import measure_costs
@@ -321,7 +321,7 @@ def measure(
 def compare(
     costs: CostsOption,
     urls: Annotated[str, typer.Option(help="Addresses of servers on this machine without /v1, comma-separated.")],
-    in_ram: Annotated[int, typer.Option(min=0, help="Chunks that the RAM of each holds.")],
+    in_ram: Annotated[int, typer.Option(min=2, help="Chunks that the RAM of each holds.")],
     on_disk: Annotated[int, typer.Option(min=0, help="Chunks that the disk of each holds.")],
     corpus: CorpusOption = 480,
     document_chunks: DocumentChunksOption = 4,
@@ -348,14 +348,14 @@ def compare(
     addresses = [url.strip() for url in urls.split(",")]
     workload = Workload(corpus, document_chunks, 1, zipf, chunks, documents, output_tokens=answer_tokens)
     trial = Trial(workload, in_ram, on_disk, clients, requests, router, queue_bound, seed)
-    with console(stderr=True).status("measuring cores") as status:
-        cores = measure_cores()
-        status.update("handing the corpus over")
+    with console(stderr=True).status("handing the corpus over") as status:
         store_corpus(addresses, workload, words)
+        status.update("measuring how the servers share cores")
+        cores = measure_cores(addresses, workload, in_ram, clients, max(requests // len(addresses), 4 * clients))
         status.update("asking")
         found = compare_servers(addresses, trial, costs_of(costs), cores)
     show_table(
-        f"{len(addresses)} replicas, {router}, {cores.number} cores that compute {cores.power:.2f} times what one does",
+        f"{len(addresses)} replicas, {router}, together {cores.powers[len(addresses) - 1]:.2f} times as fast as one",
         ("", "measured", "simulated", "simulated / measured"),
         [
             (

@@ -109,10 +109,9 @@ class Asker:
         return asyncio.run(self._ask_all(asked.chunks.tolist(), homes, clients, choose))
 
     def ask(self, chunks: Sequence[Sequence[int]], clients: int) -> list[Answered]:
-        """Ask the first server about chunks by number, a request each."""
-        return asyncio.run(
-            self._ask_all(chunks, [[0]] * len(chunks), clients, Router("random", 1, 0, np.random.default_rng(0)))
-        )
+        """Ask about chunks by number, a request each, the less busy of two servers at random."""
+        choose = Router("random", len(self._urls), 0, np.random.default_rng(0))
+        return asyncio.run(self._ask_all(chunks, [[0]] * len(chunks), clients, choose))
 
     async def _ask_all(
         self, chunks: Sequence[Sequence[int]], homes: Sequence[Sequence[int]], clients: int, router: Router

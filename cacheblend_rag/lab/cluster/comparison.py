@@ -15,6 +15,7 @@ from cacheblend_rag.lab.cluster.costs import Costs
 from cacheblend_rag.lab.cluster.servers import cpu_s, machine_s
 from cacheblend_rag.lab.cluster.simulation import Cluster, Load, Outcome, simulate
 from cacheblend_rag.lab.cluster.workload import Workload
+from cacheblend_rag.tuning import usable_cores
 
 __all__ = ["Comparison", "Counted", "Trial", "compare_servers", "simulated"]
 
@@ -142,7 +143,7 @@ def compare_servers(
     began, own_s, all_s = time.perf_counter(), cpu_s(process_ids), machine_s()
     answers = asker.ask_workload(trial.workload, trial.requests, clients, trial.router, trial.queue_bound, trial.seed)
     others_s = (machine_s() - all_s) - (cpu_s(process_ids) - own_s)
-    others_share = others_s / (cores.number * (time.perf_counter() - began)) if process_ids else None
+    others_share = others_s / (usable_cores() * (time.perf_counter() - began)) if process_ids else None
     measured = _count(answers, clients)
     said = simulated(measured, trial, len(urls), costs, cores)
     return Comparison(len(urls), trial.router, measured, said, others_share)

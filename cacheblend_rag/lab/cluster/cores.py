@@ -14,33 +14,35 @@ __all__ = ["Cores", "Sharing"]
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """The cores of one machine that all replicas are on.
+    """The cores of one machine that all replicas are on, with what else they share: caches, and the memory's bandwidth.
 
     Attributes
     ----------
-    number : int
-        How many the system counts.
-    power : float
-        Work that all of them together do in the time that one alone does 1: less than `number` where two share a core's parts or
-        the memory's bandwidth.
+    powers : tuple of float
+        Work that one busy thread, two and so on do together in the time that one alone does 1, which is the first. More threads
+        than these do what the last says.
     """
 
-    number: int
-    power: float
+    powers: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if self.number < 1 or not 1 <= self.power <= self.number:
+        is_right = self.powers[:1] == (1.0,) and all(
+            0 < power <= threads for threads, power in enumerate(self.powers, 1)
+        )
+        if not is_right:
             raise ConfigError(
-                f"{self.number} cores with the power of {self.power}; give 1 or more, and a power from 1 to that"
+                f"cores with the powers {self.powers}: the first must be 1, the n-th above 0 and at most n"
             )
 
     def speed(self, demand: float) -> float:
         """Return how fast each of so many busy threads goes on, 1 being alone."""
         if demand <= 1:
             return 1.0
-        if demand >= self.number:
-            return self.power / demand
-        return (1 + (self.power - 1) * (demand - 1) / (self.number - 1)) / demand
+        threads = int(demand)
+        if threads >= len(self.powers):
+            return self.powers[-1] / demand
+        below, above = self.powers[threads - 1 : threads + 1]
+        return (below + (above - below) * (demand - threads)) / demand
 
 
 class Sharing:

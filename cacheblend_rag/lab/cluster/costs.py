@@ -21,7 +21,7 @@ Rate = Annotated[float, Field(gt=0)]
 
 @dataclass(frozen=True, slots=True)
 class TierCost:
-    """Reading one chunk's KV from a tier.
+    """Reading chunks' KV from a tier.
 
     Attributes
     ----------
@@ -31,15 +31,19 @@ class TierCost:
         Bytes a second behind that; infinity where reading was measured per chunk as a whole.
     beside_s : float
         Seconds of a core that a read takes from others while the replica goes on: copying what was far to the own disk.
+    first_s : float
+        Seconds of a request that reads any chunk there, beside those of its chunks: look-ups, and what the first is waited for.
     """
 
     read_s: Seconds = 0.0
     load_bytes_per_s: Rate = float("inf")
     beside_s: Seconds = 0.0
+    first_s: Seconds = 0.0
 
-    def seconds(self, chunks: float, chunk_bytes: float) -> float:
-        """Return the seconds of reading so many chunks of one size."""
-        return chunks * (self.read_s + chunk_bytes / self.load_bytes_per_s)
+    def seconds(self, chunks: int, chunk_bytes: float) -> float:
+        """Return the seconds of reading so many chunks of one size for one request."""
+        first_s = self.first_s if chunks else 0.0
+        return first_s + chunks * (self.read_s + chunk_bytes / self.load_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)

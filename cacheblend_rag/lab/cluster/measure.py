@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -31,17 +28,6 @@ _FIRST = 8
 _FEW_DOCUMENTS = 10
 _PLENTY_BYTES = 10**10
 
-# A matrix product of the shape that a small decoder's layers have, again and again: how often in the given time.
-_SPIN = """
-import sys, time, numpy
-a, b = numpy.ones((512, 256), numpy.float32), numpy.ones((256, 256), numpy.float32)
-until, rounds = time.time() + float(sys.argv[1]), 0
-while time.time() < until:
-    a @ b
-    rounds += 1
-print(rounds)
-"""
-
 
 @dataclass(frozen=True)
 class Scan:
@@ -55,6 +41,8 @@ class Scan:
         Of all prompts.
     ram, disk, remote : int
         Chunks by the tier they were in.
+    remote_requests : int
+        Requests that had any in the remote tier.
     took_s, cpu_s : float
         Seconds on the clock, and of CPU time of server, remote tier and client together.
     """
@@ -68,22 +56,38 @@ class Scan:
     ram: int
     disk: int
     remote: int
+    remote_requests: int
     took_s: float
     cpu_s: float
 
 
-def measure_cores(seconds: float = 1.0) -> Cores:
-    """Return this machine's cores: how many, and how much more than one they compute together."""
-    number = usable_cores()
-    alone, together = max(_spins(1, seconds)), sum(_spins(number, seconds))
-    return Cores(number, min(max(together / alone, 1.0), float(number)))
+def measure_cores(urls: Sequence[str], workload: Workload, in_ram: int, clients: int, requests: int) -> Cores:
+    """Return what this machine's cores do for one of the servers on it, for two, and so on, asked for chunks in their RAM.
 
+    Processes share more than cores, and how much they have of that depends on what they do: so it is the servers' own work that
+    is measured. Cores beyond the servers are taken to be whole ones.
 
-def _spins(processes: int, seconds: float) -> list[int]:
-    command = [sys.executable, "-c", _SPIN, str(seconds)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    started = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(processes)]
-    return [int(each.communicate()[0]) for each in started]
+    Parameters
+    ----------
+    urls : sequence of str
+        The servers, of one thread each, which have the workload's corpus.
+    workload : Workload
+        The corpus, and the chunks of a prompt.
+    in_ram : int
+        Chunks that the RAM of each holds.
+    clients, requests : int
+        Of each server: clients that ask when they are answered, and requests in all.
+    """
+    rates = []
+    for servers in range(1, len(urls) + 1):
+        asked = _circle(in_ram // 2, workload.chunks)
+        asker = Asker(urls[:servers], workload.output_tokens, _QUESTION_WORDS[0])
+        answers = asker.ask([next(asked) for _ in range(servers * requests)], servers * clients)
+        # Without what was read into RAM, and the end, when some have nothing to do any more.
+        first, last = len(answers) // 3, len(answers) - servers * clients
+        rates.append((last - first) / (answers[last - 1].ended_at - answers[first - 1].ended_at))
+    powers = [min(rate / rates[0], float(servers)) for servers, rate in enumerate(rates, 1)]
+    return Cores((*powers, *map(float, range(len(powers) + 1, usable_cores() + 1))))
 
 
 def scan_server(
@@ -162,6 +166,7 @@ def _scan(answers: Sequence[Answered], used_s: float) -> Scan:
         ram=sum(each.reads.ram for each in counted),
         disk=sum(each.reads.disk for each in counted),
         remote=sum(each.reads.remote for each in counted),
+        remote_requests=sum(each.reads.remote > 0 for each in counted),
         took_s=took_s,
         # What the first took as well is taken out by their number.
         cpu_s=used_s * len(counted) / len(answers),
@@ -240,17 +245,16 @@ def fit(scans: Sequence[Scan], stored_bytes_per_token: float, name: str) -> Cost
             each.answer_steps,
             each.disk,
             each.remote,
+            each.remote_requests,
         )
         for each in scans
     ]
     fitted = fit_costs(amounts, [each.took_s for each in scans])
-    request, computed, reused, step, answer, disk, remote = fitted
-    # What is beside the model's own thread; where it waited for something, that counts as less.
-    beside = [max(each.cpu_s - each.took_s, 0.0) for each in scans]
-    beside_request = beside_remote = 0.0
-    if all(beside):
-        beside_request, beside_remote = fit_costs([(each.requests, each.remote) for each in scans], beside)
-    busy = sum(each.cpu_s for each in scans) / sum(each.took_s for each in scans)
+    request, computed, reused, step, answer, disk, remote, first_remote = fitted
+    # The model's own thread, and what is beside it.
+    busy, beside_request, beside_remote = fit_costs(
+        [(each.took_s, each.requests, each.remote) for each in scans], [each.cpu_s for each in scans]
+    )
     return Costs(
         name=name,
         source=f"measured: {len(scans)} scans of one server, off by {_off_by(scans, amounts, fitted):.1%} on average",
@@ -263,7 +267,7 @@ def fit(scans: Sequence[Scan], stored_bytes_per_token: float, name: str) -> Cost
         beside_s_per_request=beside_request,
         busy_share=min(busy, 1.0),
         disk=TierCost(disk),
-        remote=TierCost(remote, beside_s=beside_remote),
+        remote=TierCost(remote, beside_s=beside_remote, first_s=first_remote),
     )
 
 

@@ -31,7 +31,7 @@ WORDS = 48
 # Chunks that fit into the RAM and on the disk of a replica, so that not all is near.
 IN_RAM, ON_DISK = 24, 72
 CLIENTS_PER_REPLICA = 6
-SCAN_REQUESTS = 32
+SCAN_REQUESTS, CORES_REQUESTS = 64, 150
 
 
 @contextmanager
@@ -56,8 +56,7 @@ def main() -> None:
     asked = reader.parse_args()
     make_quiet()
     rows: list[Comparison] = []
-    cores = measure_cores()
-    print(f"{cores.number} cores, together {cores.power:.2f} times one", flush=True)
+    sizes = [int(size) for size in asked.sizes.split(",")]
     with tempfile.TemporaryDirectory(dir=asked.folder) as name:
         folder = Path(name)
         with redis(folder / "redis") as (url, process):
@@ -68,7 +67,14 @@ def main() -> None:
         chunk_bytes = costs.stored_bytes_per_token * sum(each.reused_tokens for each in scans)
         chunk_bytes /= sum(each.ram + each.disk + each.remote for each in scans)
         room = Capacities((IN_RAM + 0.5) * chunk_bytes, (ON_DISK + 0.5) * chunk_bytes)
-        for replicas in map(int, asked.sizes.split(",")):
+        with (
+            redis(folder / "cores") as (url, _),
+            Servers(folder / "cores", MODEL, max(sizes), room, url) as servers,
+        ):
+            store_corpus(servers.urls, WORKLOAD, WORDS)
+            cores = measure_cores(servers.urls, WORKLOAD, IN_RAM, CLIENTS_PER_REPLICA, CORES_REQUESTS)
+        print(f"what replicas do together: {', '.join(f'{power:.2f}' for power in cores.powers)}", flush=True)
+        for replicas in sizes:
             for router in ("affinity", "random") if replicas > 1 else ("affinity",):
                 place = folder / f"{replicas}-{router}"
                 trial = Trial(WORKLOAD, IN_RAM, ON_DISK, CLIENTS_PER_REPLICA, asked.requests, router)

@@ -14,7 +14,7 @@ from cacheblend_rag.cli.app import app
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lab.cluster.costs import Costs, TierCost, read_costs
 from cacheblend_rag.lab.cluster.hardware import Hardware, assume_costs
-from cacheblend_rag.lab.cluster.measure import Scan, fit, measure_cores
+from cacheblend_rag.lab.cluster.measure import Scan, fit
 
 HARDWARE = Hardware(
     name="8B",
@@ -33,7 +33,7 @@ HARDWARE = Hardware(
 
 
 def test_costs_are_read_as_written(tmp_path: Path) -> None:
-    costs = replace(assume_costs(HARDWARE, 2000), disk=TierCost(0.1), remote=TierCost(0.2, 5.0, 0.3))
+    costs = replace(assume_costs(HARDWARE, 2000), disk=TierCost(0.1), remote=TierCost(0.2, 5.0, 0.3, 0.4))
     file = tmp_path / "costs.json"
     file.write_text(json.dumps(costs.to_dict()))
     assert read_costs(file) == costs
@@ -42,6 +42,13 @@ def test_costs_are_read_as_written(tmp_path: Path) -> None:
         read_costs(file)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_costs(tmp_path / "none.json")
+
+
+def test_a_tier_is_waited_for_once_a_request() -> None:
+    tier = TierCost(0.001, 1e6, first_s=0.020)
+    assert tier.seconds(0, 2000) == 0
+    assert tier.seconds(1, 2000) == pytest.approx(0.023)
+    assert tier.seconds(4, 2000) == pytest.approx(0.032)
 
 
 def test_costs_by_formula() -> None:
@@ -64,8 +71,8 @@ def test_costs_are_fitted_to_what_took_as_long_as_they_say() -> None:
         ram, disk, remote = rng.choice([(96, 0, 0), (0, 96, 0), (0, 0, 96), (192, 0, 0), (0, 192, 0), (0, 10, 182)])
         computed, reused = requests * rng.choice([20, 90]), 64 * (ram + disk + remote)
         took = requests * 0.004 + computed * 0.0003 + reused * 0.00002 + disk * 0.0008 + remote * 0.002
-        took += requests / size * steps * 0.009 + requests * steps * 0.002
-        cpu = took + requests * 0.003 + remote * 0.001
+        took += requests / size * steps * 0.009 + requests * steps * 0.002 + requests * bool(remote) * 0.020
+        cpu = 0.95 * took + requests * 0.003 + remote * 0.001
         noise = rng.uniform(0.99, 1.01)
         batches = requests / size
         scans.append(
@@ -79,6 +86,7 @@ def test_costs_are_fitted_to_what_took_as_long_as_they_say() -> None:
                 ram,
                 disk,
                 remote,
+                requests if remote else 0,
                 took * noise,
                 cpu,
             )
@@ -87,13 +95,10 @@ def test_costs_are_fitted_to_what_took_as_long_as_they_say() -> None:
     assert costs.decode_s_per_step == pytest.approx(true.decode_s_per_step, rel=0.1)
     assert costs.disk.read_s == pytest.approx(0.0008, rel=0.25)
     assert costs.remote.read_s == pytest.approx(0.002, rel=0.15)
+    assert costs.remote.first_s == pytest.approx(0.020, rel=0.1)
+    assert costs.busy_share == pytest.approx(0.95, rel=0.02)
     assert costs.prefill_s_per_token == pytest.approx(0.0003, rel=0.1)
     assert costs.beside_s_per_request + 4 * costs.remote.beside_s == pytest.approx(0.007, rel=0.35)
-
-
-def test_cores_are_no_more_than_there_are() -> None:
-    cores = measure_cores(0.05)
-    assert 1 <= cores.power <= cores.number
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ from cacheblend_rag.lab.cluster.asking import store_corpus
 from cacheblend_rag.lab.cluster.caches import Capacities
 from cacheblend_rag.lab.cluster.cases import CASES
 from cacheblend_rag.lab.cluster.comparison import Trial, compare_servers
-from cacheblend_rag.lab.cluster.cores import Cores
-from cacheblend_rag.lab.cluster.measure import stored_chunk_bytes
+from cacheblend_rag.lab.cluster.measure import measure_cores, stored_chunk_bytes
 from cacheblend_rag.lab.cluster.servers import Servers, cpu_s
 from cacheblend_rag.lab.cluster.workload import Workload
 from tests.store.remote.conftest import RedisServer, needs_redis
@@ -35,9 +34,12 @@ def test_what_is_near_at_real_servers_is_what_the_simulator_says(tmp_path: Path)
             assert cpu_s(servers.process_ids) > cpu_s([])
             store_corpus(servers.urls, WORKLOAD, WORDS)
             trial = Trial(WORKLOAD, IN_RAM, ON_DISK, 2, 200, "affinity")
-            found = compare_servers(servers.urls, trial, CASES["qwen2-0.5b-cpu"], Cores(2, 2.0))
+            cores = measure_cores(servers.urls, WORKLOAD, IN_RAM, 2, 20)
+            found = compare_servers(servers.urls, trial, CASES["qwen2-0.5b-cpu"], cores)
     finally:
         redis.kill()
+    # Whole ones and caches of their own, or half of one.
+    assert cores.powers[0] == 1 and 0.5 < cores.powers[1] <= 2
     assert found.measured.missing_share == 0
     assert 0.2 < found.measured.near_share < 0.9
     assert found.near_ratio == pytest.approx(1, abs=0.15)

@@ -61,7 +61,7 @@ def test_replicas_with_devices_add_up_and_with_shared_cores_do_not() -> None:
     load = Load(4000, clients=40)
     rates = {}
     for replicas in (1, 2, 4):
-        for name, cores in (("own", None), ("two", Cores(2, 2.0)), ("pair", Cores(2, 1.5))):
+        for name, cores in (("own", None), ("two", Cores((1.0, 2.0))), ("pair", Cores((1.0, 1.5)))):
             cluster = Cluster(FIXED, replicas, ALL_FITS, "random", cores=cores)
             rates[name, replicas] = simulate(cluster, WORKLOAD, load).requests_per_s
     for key, expected in {
@@ -74,8 +74,8 @@ def test_replicas_with_devices_add_up_and_with_shared_cores_do_not() -> None:
 
 def test_work_beside_takes_cores_from_replicas() -> None:
     costs = replace(FIXED, beside_s_per_request=0.010)
-    one = simulate(Cluster(costs, 1, ALL_FITS, cores=Cores(2, 2.0)), WORKLOAD, Load(2000, clients=8))
-    four = simulate(Cluster(costs, 4, ALL_FITS, "random", cores=Cores(2, 2.0)), WORKLOAD, Load(2000, clients=32))
+    one = simulate(Cluster(costs, 1, ALL_FITS, cores=Cores((1.0, 2.0))), WORKLOAD, Load(2000, clients=8))
+    four = simulate(Cluster(costs, 4, ALL_FITS, "random", cores=Cores((1.0, 2.0))), WORKLOAD, Load(2000, clients=32))
     assert one.requests_per_s == pytest.approx(100, rel=0.02)
     # Two cores, 20 ms a request.
     assert four.requests_per_s == pytest.approx(100, rel=0.03)
@@ -114,8 +114,14 @@ def test_loading_hides_behind_computing() -> None:
     assert replace(FIXED, prefill_s_per_token=0.001).prefill_s(Reads(missing=1), 16, 5, 40) == pytest.approx(0.055)
 
 
+def test_threads_do_what_was_measured_of_so_many() -> None:
+    cores = Cores((1.0, 1.8, 1.5))
+    for threads, together in ((0.5, 0.5), (1, 1), (1.5, 1.4), (2, 1.8), (2.5, 1.65), (3, 1.5), (8, 1.5)):
+        assert cores.speed(threads) * threads == pytest.approx(together)
+
+
 def test_nothing_is_slowed_alone() -> None:
-    sharing, done = Sharing(Cores(2, 1.5)), list[str]()
+    sharing, done = Sharing(Cores((1.0, 1.5))), list[str]()
     sharing.add(0.0, 1.0, lambda: done.append("a"))
     sharing.add(0.5, 1.0, lambda: done.append("b"))
     # From 0.5 on both go on at 0.75.
@@ -155,8 +161,9 @@ def test_what_cannot_be_is_refused() -> None:
     for load in ({"requests": 10}, {"requests": 10, "rate": 1, "clients": 1}, {"requests": 10, "rate": -1.0}):
         with pytest.raises(ConfigError):
             Load(**load)
-    with pytest.raises(ConfigError):
-        Cores(2, 3.0)
+    for powers in ((), (0.9,), (1.0, 3.0), (1.0, 0.0), (1.0, float("nan"))):
+        with pytest.raises(ConfigError, match="powers"):
+            Cores(powers)
     with pytest.raises(ConfigError):
         Cluster(FIXED, 0, ALL_FITS)
     with pytest.raises(ConfigError):
