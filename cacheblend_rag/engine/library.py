@@ -100,6 +100,11 @@ class ChunkLibrary(AnyLibrary):
         self._prefetcher = Prefetcher(answering, tuning.threads)
         self._closed = False
 
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of the KV of a token as it is computed; 0 if the model cannot be blended."""
+        return 0 if self._form is None else self._form.kv_bytes_per_token
+
     def _add(
         self,
         chunks: list[Chunk],

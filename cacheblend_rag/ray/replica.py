@@ -11,7 +11,6 @@ from typing import Any
 from ray import serve
 
 from cacheblend_rag.config import BlendConfig, EngineConfig
-from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import BackendError
 from cacheblend_rag.ray.call import Call
 from cacheblend_rag.ray.held import HeldNames
@@ -52,13 +51,12 @@ class Replica:
                 slot = opened.enter_context(own_folder(args.store))
                 folder, self._home = slot.path, slot.home
             config, blend = args.settings_of(EngineConfig), args.settings_of(BlendConfig)
-            wanted = Wanted(args.model, folder, config, blend)
+            wanted = Wanted(args.model, folder, config, blend, arguments=args.arguments)
             inner = opened.enter_context(backend_module(args.backend).open_backend(wanted))
             library = inner.library(None)
-            decoder = library.decoder if isinstance(library, BlendEngine) else None
             disk_bytes = 0 if folder is None else config.disk_bytes or _DISK_BYTES
             self._held = HeldNames(config.ram_bytes, disk_bytes, library.places)
-            self._backend = Watched(inner, self._held, decoder.kv_bytes_per_token if decoder else 1)
+            self._backend = Watched(inner, self._held, library.kv_bytes_per_token or 1)
             self._app = make_app(self._backend, args.settings_of(ServeConfig))
             opened.callback(self._app.state.server.stop)
             self._opened = opened.pop_all()

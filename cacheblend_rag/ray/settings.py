@@ -28,6 +28,8 @@ class AppArgs(BaseModel):
         A folder of this name on each machine, in which each replica there has one of its own. By default KV is kept in RAM alone.
     backend : str, optional
         What answers: "engine", or "vllm", the default where that is installed.
+    arguments : tuple of str
+        What a server of vLLM is started with besides, as behind the ``--`` of ``cacheblend-rag serve``.
     config : Path, optional
         A file of settings (YAML), the engine's, of blending and the server's, which all machines have.
     settings : dict
@@ -54,6 +56,7 @@ class AppArgs(BaseModel):
     model: str = "reference"
     store: Path | None = None
     backend: str | None = None
+    arguments: tuple[str, ...] = ()
     config: Path | None = None
     settings: dict[str, Any] = {}
     min_replicas: int = Field(default=1, ge=1)

@@ -8,6 +8,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ import pytest
 from cacheblend_rag import BlendEngine, EngineConfig
 from cacheblend_rag.reference import load_tokenizer
 from tests.families import tiny_reader
-from tests.store.remote.conftest import RedisServer, needs_redis
+from tests.store.remote.conftest import RedisServer, free_port, needs_redis
 
-# One thread, like the tests themselves; and no figures sent anywhere.
-os.environ |= {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+# Of what a cluster is started in: one thread, like the tests themselves; and no figures sent anywhere.
+VARIABLES = {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 
 SETTINGS = {"disk_codec": "native"}
 
@@ -37,6 +38,7 @@ def redis_of_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
     """A cluster with more processors than there are, so that all that is small fits."""
+    os.environ |= VARIABLES
     with warnings.catch_warnings():
         # Ray's own, of what it imports.
         warnings.simplefilter("ignore")
@@ -66,6 +68,21 @@ def shared(redis_of_ray: RedisServer) -> Iterator[dict[str, Any]]:
     yield {"remote": addresses[0], "names": addresses[1], **SETTINGS}
     with redis.Redis.from_url(addresses[0]) as client:
         client.flushall()
+
+
+@contextmanager
+def served(args: dict[str, Any]) -> Iterator[httpx.Client]:
+    """Serve on the cluster what the arguments say; yields a client that asks it."""
+    from ray import serve
+
+    from cacheblend_rag.ray import build_app
+
+    port = free_port()
+    serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"log_level": "ERROR"})
+    serve.run(build_app(args))
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+        yield client
+    serve.shutdown()
 
 
 CHAT = "/v1/chat/completions"

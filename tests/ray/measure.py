@@ -27,13 +27,12 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "RAY_US
 import httpx
 import ray
 import torch
-from ray import serve
 
 from cacheblend_rag import EngineConfig
-from cacheblend_rag.ray import build_app, warm
+from cacheblend_rag.ray import warm
 from cacheblend_rag.ray.rows import Columns
 from cacheblend_rag.ray.warmer import Warmer, WarmJob
-from tests.ray.conftest import CHAT, put, question
+from tests.ray.conftest import CHAT, put, question, served
 from tests.serve.process import ServerProcess
 from tests.store.remote.conftest import RedisServer
 
@@ -159,12 +158,8 @@ def one_server(shared: Shared) -> Iterator[str]:
 @contextmanager
 def replicas(shared: Shared, count: int, **args: Any) -> Iterator[str]:
     given = {"settings": shared.settings, "min_replicas": count, "max_replicas": count, "num_cpus": 1}
-    serve.start(http_options={"host": "127.0.0.1", "port": 8123}, logging_config={"log_level": "ERROR"})
-    serve.run(build_app(given | args))
-    try:
-        yield "http://127.0.0.1:8123"
-    finally:
-        serve.shutdown()
+    with served(given | args) as client:
+        yield str(client.base_url)
 
 
 def _load(address: str, documents: list[dict[str, Any]], requests: int, at_once: int = 8) -> dict[str, float]:
@@ -277,8 +272,6 @@ def main() -> None:
         server = RedisServer(Path(stack.enter_context(tempfile.TemporaryDirectory())))
         server.start()
         stack.callback(server.kill)
-        # Of each of two actors, or replicas.
-        os.environ["OMP_NUM_THREADS"] = str(max(CORES // 2, 1))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             ray.init(

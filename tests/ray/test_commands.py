@@ -27,6 +27,7 @@ from cacheblend_rag.documents.splitter import named_passages, split_text
 from cacheblend_rag.ray.rows import rows_of
 from langchain_cacheblend import ChatBlend
 from tests.llama_index.conftest import WordEmbedding
+from tests.ray.conftest import VARIABLES
 from tests.store.remote.conftest import needs_redis, wait_for_port
 
 PAGE = Path(__file__).parents[2] / "docs" / "cluster.md"
@@ -83,7 +84,9 @@ def machine(tmp_path: Path) -> Iterator[dict[str, str]]:
     needs_redis()
     (tmp_path / "docs").mkdir()
     # Of its own, so that what runs beside it is not asked.
-    environment = os.environ | {"RAY_ADDRESS": "local", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment = (
+        os.environ | VARIABLES | {"RAY_ADDRESS": "local", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    )
     # What was rounded on its way would be another answer where two tokens are nearly as likely.
     environment["CACHEBLEND_DISK_CODEC"] = "native"
     begun = []

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.ray.conftest import CHAT, SETTINGS, documents_of, events, put, question
+from tests.ray.conftest import CHAT, SETTINGS, VARIABLES, documents_of, events, put, question
 from tests.store.remote.conftest import RedisServer, free_port, needs_redis
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 BIN = Path(sys.executable).parent
 # Who has the token may tell the cluster what to run.
 TOKEN = secrets.token_hex(32)
-ENVIRONMENT = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "RAY_ADDRESS": ""}
+ENVIRONMENT = os.environ | VARIABLES | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "RAY_ADDRESS": ""}
 DELETES, RESTARTS, UPDATES = 50, 10, 5
 REPLICAS = 3
 

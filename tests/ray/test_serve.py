@@ -21,9 +21,8 @@ from cacheblend_rag.ray import build_app
 from cacheblend_rag.ray.nearness import name_number
 from cacheblend_rag.ray.rows import Columns
 from cacheblend_rag.ray.warmer import Warmer, WarmJob
-from tests.ray.conftest import CHAT, SETTINGS, RedisServer, documents_of, events, put, question, workers
+from tests.ray.conftest import CHAT, SETTINGS, RedisServer, documents_of, events, put, question, served, workers
 from tests.serve.conftest import serving
-from tests.store.remote.conftest import free_port
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +35,6 @@ def settings(redis_of_ray: RedisServer) -> dict[str, Any]:
 def client(
     cluster: None, model: str, settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[httpx.Client]:
-    from ray import serve
-
-    port = free_port()
-    serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"log_level": "ERROR"})
     args = {
         "model": model,
         "store": str(tmp_path_factory.mktemp("replicas")),
@@ -49,10 +44,8 @@ def client(
         "num_cpus": 0.5,
         "stats_s": 0.5,
     }
-    serve.run(build_app(args))
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+    with served(args) as client:
         yield client
-    serve.shutdown()
 
 
 @pytest.fixture(scope="module")

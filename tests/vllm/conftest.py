@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,12 +20,17 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
+from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.engine.prefix import StoredPrefix
 from cacheblend_rag.lab.training.corpus import NOTES, Question, eval_examples
 from cacheblend_rag.reference.prompt import DEFAULT_FORMAT, FORMATS, value_of
+from cacheblend_rag.serve.asking import calls_for
+from cacheblend_rag.serve.inprocess import EngineBackend
+from cacheblend_rag.serve.settings import ServeConfig
+from cacheblend_rag.serve.wire import ChatRequest
 
 NUM_QUESTIONS = 48
 FORM = FORMATS[DEFAULT_FORMAT]
@@ -87,6 +94,25 @@ def segments(form: Any, ids: Sequence[str], question: str) -> list[Any]:
     for number, id in enumerate(ids):
         parts += [form.separator, ChunkRef(id)] if number else [ChunkRef(id)]
     return [*parts, form.middle + question + form.tail]
+
+
+def engine_answer(engine: BlendEngine, body: dict[str, Any]) -> Answer:
+    """Return what an engine answers to the body of a request for a chat."""
+
+    async def answer() -> Answer:
+        [asked] = calls_for(engine, ChatRequest(**body), ServeConfig())
+        *_, last = [piece async for piece in EngineBackend(engine).answer(engine, asked)]
+        assert isinstance(last, Answer)
+        return last
+
+    return asyncio.run(answer())
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    until = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < until
+        time.sleep(0.2)
 
 
 @pytest.fixture(scope="session")

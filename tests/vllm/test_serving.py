@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,16 +13,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is installed in an environment of its own (make check-vllm)")
 
-from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.lab.training.corpus import NOTES, Example, eval_examples
-from cacheblend_rag.serve.asking import calls_for
-from cacheblend_rag.serve.inprocess import EngineBackend
-from cacheblend_rag.serve.settings import ServeConfig
-from cacheblend_rag.serve.wire import ChatRequest
 from tests.serve.process import LEAST, VLLM, ServerProcess
-from tests.vllm.conftest import WEIGHTS
+from tests.vllm.conftest import WEIGHTS, engine_answer, wait_until_gone
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -34,13 +27,6 @@ NUM_QUESTIONS = 8
 def serving(store: Path, log: Path) -> ServerProcess:
     """Return a server with vLLM over a store."""
     return ServerProcess(log, *VLLM, "--store", str(store), *LEAST)
-
-
-def wait_until_gone(pids: list[int]) -> None:
-    until = time.monotonic() + 60
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < until
-        time.sleep(0.2)
 
 
 @pytest.fixture(scope="module")
@@ -79,20 +65,13 @@ def request_for(example: Example, question: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": f"Question: {question}"}], "documents": named, "max_tokens": 32}
 
 
-async def engine_answer(engine: BlendEngine, body: dict[str, Any]) -> Answer:
-    [asked] = calls_for(engine, ChatRequest(**body), ServeConfig())
-    *_, last = [piece async for piece in EngineBackend(engine).answer(engine, asked)]
-    assert isinstance(last, Answer)
-    return last
-
-
 def test_answers_are_those_of_the_engine_over_the_same_store(http: httpx.Client, example: Example, store: Path) -> None:
     config = EngineConfig(separator="\n\n", dtype="float32")
     with BlendEngine.from_pretrained(WEIGHTS, store=store, config=config) as engine:
         for question in example.questions:
             body = request_for(example, question.text)
             reply = http.post("/v1/chat/completions", json=body | {"report": True}).json()
-            answer = asyncio.run(engine_answer(engine, body))
+            answer = engine_answer(engine, body)
             # What vLLM encoded the engine serves.
             assert all(chunk.hit for chunk in answer.report.chunks)
             assert reply["choices"][0]["message"]["content"] == answer.text

@@ -83,6 +83,8 @@ class VLLMProcess:
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
         process.wait()
         if not self._stopping.is_set():
+            # Before anything else: what was killed has ended none of its workers, and they hold the weights.
+            _end_group(process.pid)
             self._on_end()
 
     def _stop(self, process: subprocess.Popen[bytes]) -> None:
@@ -94,8 +96,12 @@ class VLLMProcess:
             process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
             logger.warning("vLLM did not end within %g s, and is killed", _STOP_S)
-        with suppress(ProcessLookupError):
-            # Whoever is left of its group.
-            os.killpg(process.pid, signal.SIGKILL)
+        _end_group(process.pid)
         process.wait()
         self._folder.cleanup()
+
+
+def _end_group(leader: int) -> None:
+    """End whoever is left of a process's group."""
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
