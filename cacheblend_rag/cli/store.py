@@ -201,13 +201,11 @@ def clear(
     json_file: JsonOption = None,
 ) -> None:
     """Remove everything that was warmed: the passages in Chroma, and all KV. Of one tenant, its KV and names."""
-    from cacheblend_rag.config import EngineConfig
-    from cacheblend_rag.documents import clear_library, is_library
-    from cacheblend_rag.store import open_store
+    from cacheblend_rag.documents import clear_library, is_library, open_to_clear
 
     kv = _kv(store)
     whole_library = tenant is None and is_library(store)
-    with closing(open_store(kv, ram_bytes=0, names=EngineConfig().names_url)) as opened:
+    with closing(open_to_clear(kv)) as opened:
         figures = opened.stats(tenant)
         what = "" if tenant is None else f" of tenant {tenant}"
         if not yes and not typer.confirm(

@@ -11,6 +11,7 @@ from cacheblend_rag.documents.library import (
     kv_folder,
     open_chroma,
     open_library,
+    open_to_clear,
     passage_config,
 )
 from cacheblend_rag.documents.splitter import read_passages
@@ -24,6 +25,7 @@ __all__ = [
     "kv_folder",
     "open_chroma",
     "open_library",
+    "open_to_clear",
     "packaged_minilm",
     "passage_config",
     "read_passages",

@@ -28,7 +28,7 @@ from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.extras import needs_extra
 from cacheblend_rag.files import replace_text
 from cacheblend_rag.reference.prompt import FORMATS
-from cacheblend_rag.store import open_store
+from cacheblend_rag.store import KVStore, open_store
 
 if TYPE_CHECKING:
     from chromadb.api.client import Client
@@ -44,6 +44,7 @@ __all__ = [
     "kv_folder",
     "open_chroma",
     "open_library",
+    "open_to_clear",
     "passage_config",
 ]
 
@@ -130,8 +131,16 @@ def clear_library(folder: Path) -> None:
     with _alone_in(folder), open_chroma(folder) as client:
         if PASSAGES in (collection.name for collection in client.list_collections()):
             client.delete_collection(PASSAGES)
-        with closing(open_store(kv_folder(folder), ram_bytes=0, names=EngineConfig().names_url)) as store:
+        with closing(open_to_clear(kv_folder(folder))) as store:
             store.clear()
+
+
+def open_to_clear(kv: Path) -> KVStore:
+    """Open a store to be emptied: with the names of all machines if it follows them, else with its own, whatever settings say."""
+    try:
+        return open_store(kv, ram_bytes=0)
+    except StoreError:
+        return open_store(kv, ram_bytes=0, names=EngineConfig().names_url)
 
 
 @dataclass(frozen=True, slots=True)

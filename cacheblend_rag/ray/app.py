@@ -47,7 +47,8 @@ def build_app(args: AppArgs | Mapping[str, Any]) -> Application:
     except ValidationError as error:
         said = "; ".join(f"{'.'.join(map(str, item['loc'])) or 'args'}: {item['msg']}" for item in error.errors())
         raise ConfigError(f"{said}; the arguments are {', '.join(AppArgs.model_fields)}") from error
-    config = args.check()
+    settings = args.resolve()
+    config = settings.serve
     # A replica says how many it takes: what is beyond that waits in the front.
     drain_s = config.drain_s + 5
     nearest = {
@@ -74,4 +75,4 @@ def build_app(args: AppArgs | Mapping[str, Any]) -> Application:
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=drain_s,
     )(Front)
-    return fronts.bind(replicas.bind(args), config)
+    return fronts.bind(replicas.bind(args, settings), config)

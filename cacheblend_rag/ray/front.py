@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator
 from typing import Any, cast
 
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 Messages = list[dict[str, Any]]
 # A request whose replica died before it said anything is sent to another; who kills each of them is not sent on for ever.
 _MOST_TRIES = 3
+# Where answers are asked for, which have a time limit.
+_ANSWERS = {"/v1/chat/completions", "/v1/completions", "/v1/engine/answer"}
 # Beyond the time of an answer itself, for a replica that has to be started.
 _START_S = 60.0
 
@@ -88,7 +91,9 @@ class Front:
         for trial in range(1, _MOST_TRIES + 1):
             stream = cast("DeploymentResponseGenerator[Messages]", self._replicas.answer.remote(call))
             try:
-                with anyio.fail_after(self._config.timeout_s + _START_S):
+                # What stores, and says nothing before its end, takes as long as it takes.
+                longest_s = self._config.timeout_s + _START_S if call.path in _ANSWERS else math.inf
+                with anyio.fail_after(longest_s):
                     return await anext(stream), stream
             except BackPressureError as error:
                 raise Overload(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.ray.nearness import name_number, pack_numbers
@@ -16,44 +17,52 @@ __all__ = ["HeldNames"]
 _MOST_TOLD = 16_384
 
 
+# A chunk's namespace, which is a tenant's own, and its id.
+Name = tuple[str, str]
+
+
+class Placing(Protocol):
+    """Chunks of one tenant, and their documents."""
+
+    namespace: str
+
+    def places(self, ids: Sequence[str], /) -> Sequence[str | None]:
+        """Return the documents of chunks."""
+
+
 class HeldNames:
     """The chunks that were used last, by ids, with the document of each: what RAM has room for, and what the disk has.
 
-    It mirrors the store's own LRU, as far as answers tell its order and sizes. Where it is wrong, a request goes to a
-    replica that reads from farther away than was thought.
+    The same id of two tenants is two chunks. It mirrors the store's own LRU, as far as answers tell its order and sizes. Where it
+    is wrong, a request goes to a replica that reads from farther away than was thought.
 
     Parameters
     ----------
     ram_bytes, disk_bytes : int
         What each has room for; 0 for a disk that there is not.
-    places : callable
-        Returns the documents of chunks, by their ids.
     """
 
-    def __init__(
-        self, ram_bytes: int, disk_bytes: int, places: Callable[[Sequence[str]], Sequence[str | None]]
-    ) -> None:
+    def __init__(self, ram_bytes: int, disk_bytes: int) -> None:
         self._limits = (ram_bytes, disk_bytes)
-        self._places = places
-        self._tiers: tuple[OrderedDict[str, int], OrderedDict[str, int]] = (OrderedDict(), OrderedDict())
+        self._tiers: tuple[OrderedDict[Name, int], OrderedDict[Name, int]] = (OrderedDict(), OrderedDict())
         self._used = [0, 0]
-        self._documents: dict[str, str | None] = {}
+        self._documents: dict[Name, str | None] = {}
         self._lock = threading.Lock()
         self._said = 0
 
-    def note(self, chunks: Iterable[tuple[str, int]]) -> None:
-        """Take note of chunks that were used, by id, and the bytes of each."""
-        sizes = dict(chunks)
+    def note(self, library: Placing, chunks: Iterable[tuple[str, int]]) -> None:
+        """Take note of chunks of a library that were used, by id, and the bytes of each."""
+        sizes = {(library.namespace, id): nbytes for id, nbytes in chunks}
         with self._lock:
-            unknown = [id for id in sizes if id not in self._documents]
-        found: dict[str, str | None] = {}
+            unknown = [name for name in sizes if name not in self._documents]
+        found: dict[Name, str | None] = {}
         with suppress(CacheBlendError):
             # Where names cannot be asked now, they are the next time.
-            found = dict(zip(unknown, self._places(unknown), strict=True)) if unknown else {}
+            found = dict(zip(unknown, library.places([id for _, id in unknown]), strict=True)) if unknown else {}
         with self._lock:
             self._documents |= found
-            for id, nbytes in sizes.items():
-                self._keep(0, id, nbytes)
+            for name, nbytes in sizes.items():
+                self._keep(0, name, nbytes)
 
     def told(self) -> dict[str, object]:
         """Return what the router is told: a number that rises, and what RAM and disk hold."""
@@ -62,10 +71,10 @@ class HeldNames:
             ram, disk = (self._names(tier) for tier in self._tiers)
             return {"said": self._said, "ram": pack_numbers(ram), "disk": pack_numbers(disk)}
 
-    def _keep(self, level: int, id: str, nbytes: int) -> None:
+    def _keep(self, level: int, name: Name, nbytes: int) -> None:
         tier = self._tiers[level]
-        self._used[level] += nbytes - tier.pop(id, 0)
-        tier[id] = nbytes
+        self._used[level] += nbytes - tier.pop(name, 0)
+        tier[name] = nbytes
         while self._used[level] > self._limits[level] and tier:
             old, size = tier.popitem(last=False)
             self._used[level] -= size
@@ -74,11 +83,11 @@ class HeldNames:
             elif old not in self._tiers[0]:
                 self._documents.pop(old, None)
 
-    def _names(self, tier: OrderedDict[str, int]) -> list[int]:
+    def _names(self, tier: OrderedDict[Name, int]) -> list[int]:
         names: Counter[str] = Counter()
-        for id in reversed(tier):
-            document = self._documents.get(id)
-            names[id] += 1
+        for name in reversed(tier):
+            document = self._documents.get(name)
+            names[name[1]] += 1
             if document is not None:
                 names[document] += 1
             if len(names) >= _MOST_TOLD:

@@ -10,17 +10,15 @@ from typing import Any
 
 from ray import serve
 
-from cacheblend_rag.config import BlendConfig, EngineConfig
 from cacheblend_rag.errors import BackendError
 from cacheblend_rag.ray.call import Call
 from cacheblend_rag.ray.held import HeldNames
 from cacheblend_rag.ray.nearness import name_number
-from cacheblend_rag.ray.settings import AppArgs
+from cacheblend_rag.ray.settings import AppArgs, AppSettings
 from cacheblend_rag.ray.slots import own_folder
 from cacheblend_rag.ray.watched import Watched
 from cacheblend_rag.serve.app import make_app
 from cacheblend_rag.serve.backend import Wanted, backend_module
-from cacheblend_rag.serve.settings import ServeConfig
 
 __all__ = ["Replica"]
 
@@ -39,25 +37,30 @@ class Replica:
     ----------
     args : AppArgs
         What `build_app` was given.
+    settings : AppSettings
+        What its settings came to.
     """
 
-    def __init__(self, args: AppArgs) -> None:
+    def __init__(self, args: AppArgs, settings: AppSettings) -> None:
         self._opened = ExitStack()
         self._is_running = False
-        self._home = serve.get_replica_context().replica_id.unique_id
+        context = serve.get_replica_context()
+        # A file for `serve deploy` may say so beside the arguments, where `build_app` does not see it.
+        settings.check_replicas(_most_replicas(context))
+        self._home = context.replica_id.unique_id
         with ExitStack() as opened:
             folder: Path | None = None
             if args.store is not None:
                 slot = opened.enter_context(own_folder(args.store))
                 folder, self._home = slot.path, slot.home
-            config, blend = args.settings_of(EngineConfig), args.settings_of(BlendConfig)
-            wanted = Wanted(args.model, folder, config, blend, arguments=args.arguments)
+            config = settings.engine
+            wanted = Wanted(args.model, folder, config, settings.blend, arguments=args.arguments)
             inner = opened.enter_context(backend_module(args.backend).open_backend(wanted))
             library = inner.library(None)
             disk_bytes = 0 if folder is None else config.disk_bytes or _DISK_BYTES
-            self._held = HeldNames(config.ram_bytes, disk_bytes, library.places)
+            self._held = HeldNames(config.ram_bytes, disk_bytes)
             self._backend = Watched(inner, self._held, library.kv_bytes_per_token or 1)
-            self._app = make_app(self._backend, args.settings_of(ServeConfig))
+            self._app = make_app(self._backend, settings.serve)
             opened.callback(self._app.state.server.stop)
             self._opened = opened.pop_all()
         self._shown = f"{name_number(self._home):016x}"[:8].encode()
@@ -120,6 +123,12 @@ class Replica:
         """Write what waits to be written; Ray Serve calls it once all is answered."""
         if hasattr(self, "_opened"):
             self._opened.close()
+
+
+def _most_replicas(context: serve.context.ReplicaContext) -> int:
+    """Return how many replicas there may be, as Ray Serve has it."""
+    scaling = context._deployment_config.autoscaling_config
+    return context.world_size if scaling is None else int(scaling.max_replicas)
 
 
 def _scope(call: Call) -> dict[str, Any]:

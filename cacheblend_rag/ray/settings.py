@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from cacheblend_rag.config import BlendConfig, EngineConfig, SettingsBase
+from cacheblend_rag.config import BlendConfig, EngineConfig
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.files import load_yaml, read_yaml_text
 from cacheblend_rag.serve.settings import ServeConfig
 
-__all__ = ["AppArgs"]
+__all__ = ["AppArgs", "AppSettings"]
 
-Kind = TypeVar("Kind", bound=SettingsBase)
+
+@dataclass(frozen=True)
+class AppSettings:
+    """What settings came to where an application was built. Replicas have the same, whatever their own environment says."""
+
+    engine: EngineConfig
+    blend: BlendConfig
+    serve: ServeConfig
+
+    def check_replicas(self, most: int) -> None:
+        """Raise `ConfigError` if so many replicas would not know of each other's documents."""
+        if most > 1 and (self.engine.remote is None or self.engine.names is None):
+            raise ConfigError(
+                f"there may be {most} replicas, and each would know only the documents that it was given itself; set remote and "
+                "names, the addresses of what they share (settings: {remote: redis://..., names: redis://...})"
+            )
 
 
 class AppArgs(BaseModel):
@@ -31,7 +47,7 @@ class AppArgs(BaseModel):
     arguments : tuple of str
         What a server of vLLM is started with besides, as behind the ``--`` of ``cacheblend-rag serve``.
     config : Path, optional
-        A file of settings (YAML), the engine's, of blending and the server's, which all machines have.
+        A file of settings (YAML), the engine's, of blending and the server's, read where the application is built.
     settings : dict
         Settings of the same kinds that stand over the file's.
     min_replicas, max_replicas : int
@@ -77,34 +93,28 @@ class AppArgs(BaseModel):
             )
         return self
 
-    def settings_of(self, kind: type[Kind]) -> Kind:
-        """Return the settings of a kind: the environment's, the file's over them, and over those what was given."""
-        values: dict[str, Any] = {}
-        if self.config is not None:
-            read = load_yaml(read_yaml_text(self.config), str(self.config))
-            if not isinstance(read, dict | None):
-                raise ConfigError(f"settings file {self.config} must be a mapping of names to values")
-            values = read or {}
-        return kind.from_mapping({**values, **self.settings})
-
-    def check(self) -> ServeConfig:
-        """Return the server's settings.
+    def resolve(self) -> AppSettings:
+        """Return what all settings come to here: the environment's, the file's over them, and over those what was given.
 
         Raises
         ------
         ConfigError
             If settings are wrong, or replicas would not know of each other's documents.
         """
-        self.settings_of(BlendConfig)
-        engine, server = self.settings_of(EngineConfig), self.settings_of(ServeConfig)
-        if self.max_replicas > 1 and (engine.remote is None or engine.names is None):
-            raise ConfigError(
-                f"there may be {self.max_replicas} replicas, and each would know only the documents that it was given itself; "
-                "set remote and names, the addresses of what they share (settings: {remote: redis://..., names: redis://...})"
-            )
-        if server.pages_s is not None:
+        values: dict[str, Any] = {}
+        if self.config is not None:
+            read = load_yaml(read_yaml_text(self.config), str(self.config))
+            if not isinstance(read, dict | None):
+                raise ConfigError(f"settings file {self.config} must be a mapping of names to values")
+            values = read or {}
+        values = {**values, **self.settings}
+        settings = AppSettings(
+            EngineConfig.from_mapping(values), BlendConfig.from_mapping(values), ServeConfig.from_mapping(values)
+        )
+        settings.check_replicas(self.max_replicas)
+        if settings.serve.pages_s is not None:
             raise ConfigError(
                 "pages of answers are kept by the process that answered, and the next request may go to another; leave out "
                 "pages_s"
             )
-        return server
+        return settings

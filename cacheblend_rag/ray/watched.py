@@ -20,8 +20,8 @@ __all__ = ["Noting", "Watched"]
 class Noting(Protocol):
     """Notes what was used."""
 
-    def note(self, chunks: Iterable[tuple[str, int]]) -> None:
-        """Take note of chunks by id, and the bytes of each."""
+    def note(self, library: ChunkLibrary, chunks: Iterable[tuple[str, int]]) -> None:
+        """Take note of chunks of a library by id, and the bytes of each."""
 
 
 class Watched(Backend):
@@ -65,7 +65,7 @@ class Watched(Backend):
             async for piece in spoken:
                 if isinstance(piece, Answer):
                     used = [(each.id, each.tokens * self._bytes_per_token) for each in piece.report.chunks if each.id]
-                    await in_thread(self._held.note, used)
+                    await in_thread(self._held.note, library, used)
                 yield piece
 
     def collect(self) -> Iterator[Metric]:

@@ -54,7 +54,8 @@ async def _answer(request: ChatRequest | CompletionRequest, asker: Asker) -> Res
             raise PromptError(
                 "this server's model does not answer in its own process, and has no pages; leave keep out"
             )
-    prompts = len(request.prompts) if isinstance(request, CompletionRequest) else 1
+    # Those of a stream are answered one after the other.
+    prompts = len(request.prompts) if isinstance(request, CompletionRequest) and not request.stream else 1
     with ExitStack() as entered:
         entered.enter_context(server.gate.pass_through(prompts))
         library = await asker.library()

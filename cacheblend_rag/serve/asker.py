@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 # Threads for what passes no gate: who asks, whether the server is ready.
 _SPARE_THREADS = 16
+# Who waits for all that was added in the background to be stored, at the same time.
+_FLUSHES = 8
 
 
 class Server:
@@ -48,6 +50,8 @@ class Server:
         # One writer of a document at a time.
         self._writers: weakref.WeakValueDictionary[tuple[str | None, str], asyncio.Lock] = weakref.WeakValueDictionary()
         self._begun: set[asyncio.Task[Any]] = set()
+        # Whoever waits for what is encoded takes no thread from those that are answered.
+        self._flushing = anyio.CapacityLimiter(_FLUSHES)
 
     def start(self) -> None:
         """Have a thread for each request that is answered, and some for all else that is asked; called in the event loop."""
@@ -58,6 +62,10 @@ class Server:
         """Let nobody in any more, wait for the answers that are written, and close what was made for tenants."""
         self.gate.drain(self.config.drain_s)
         self.backend.close()
+
+    async def flush(self, library: ChunkLibrary) -> None:
+        """Wait until what was added to a library in the background is stored; a few at a time, the others wait for these."""
+        await anyio.to_thread.run_sync(library.flush, limiter=self._flushing)
 
     def begin(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
         """Begin work that goes on to its end, whoever waits for it; what goes wrong when nobody does, asyncio logs."""

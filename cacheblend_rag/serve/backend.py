@@ -193,11 +193,11 @@ class Backend(Collector):
         yield from families.values()
 
     def close(self) -> None:
-        """Close what was made for tenants, once what was added in the background is encoded."""
+        """Close what was made for tenants; what waits to be encoded keeps its name, and is a miss."""
         with self._lock:
             for library in self._libraries.values():
                 if library is not self._first:
-                    library.close()
+                    library.close(wait=False)
 
 
 def backend_module(name: str | None) -> Any:

@@ -25,7 +25,7 @@ from cacheblend_rag.errors import PromptError
 from cacheblend_rag.serve.asker import Asker, FromAsker, in_thread
 from cacheblend_rag.serve.asking import check_length
 from cacheblend_rag.serve.backend import Asked
-from cacheblend_rag.serve.live import EventStream
+from cacheblend_rag.serve.live import LIFE_S, EventStream
 from cacheblend_rag.serve.settings import ServeConfig
 from cacheblend_rag.serve.storing import store
 from cacheblend_rag.serve.troubles import explained
@@ -35,8 +35,6 @@ __all__ = ["ENGINE_CALLS"]
 
 # Settings that the frameworks' objects look at; the others are the server's business.
 _TOLD = {"context", "separator", "tenant"}
-# Seconds between two signs of life, at which a client that has lost interest notices.
-_LIFE_S = 1.0
 
 
 async def _facts(asker: FromAsker) -> dict[str, Any]:
@@ -86,8 +84,8 @@ async def _flush(asker: FromAsker) -> Response:
     library = await asker.library()
 
     async def events() -> AsyncGenerator[dict[str, Any], None]:
-        task = asker.server.begin(in_thread(library.flush))
-        while not (await asyncio.wait([task], timeout=_LIFE_S))[0]:
+        task = asker.server.begin(asker.server.flush(library))
+        while not (await asyncio.wait([task], timeout=LIFE_S))[0]:
             yield {}
         await task
         yield {"status": "stored"}
@@ -188,7 +186,7 @@ async def _pieces(asker: Asker, library: ChunkLibrary, asked: Asked) -> AsyncGen
         coming = asyncio.ensure_future(anext(spoken))
         try:
             while True:
-                done, _ = await asyncio.wait([coming], timeout=_LIFE_S)
+                done, _ = await asyncio.wait([coming], timeout=LIFE_S)
                 if not done:
                     yield {}
                     continue

@@ -13,7 +13,10 @@ import anyio
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-__all__ = ["EventStream", "Whole"]
+__all__ = ["LIFE_S", "EventStream", "Whole"]
+
+LIFE_S = 1.0
+"""Seconds between two signs of life, at which a client that has lost interest notices."""
 
 Explain = Callable[[Exception], Response]
 

@@ -8,11 +8,12 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import anyio
 from fastapi import Response
 
 from cacheblend_rag.engine import ChunkLibrary
 from cacheblend_rag.serve.asker import Asker, in_thread
-from cacheblend_rag.serve.live import EventStream, Whole
+from cacheblend_rag.serve.live import LIFE_S, EventStream, Whole
 from cacheblend_rag.serve.troubles import explained
 
 __all__ = ["Add", "store"]
@@ -65,8 +66,18 @@ async def store(asker: Asker, add: Add, *, is_streamed: bool, document: str | No
 async def _progress(
     steps: asyncio.Queue[tuple[int, int] | None], task: asyncio.Task[dict[str, Any]]
 ) -> AsyncGenerator[dict[str, Any], None]:
-    while (step := await steps.get()) is not None:
-        yield {"done": step[0], "total": step[1]}
+    told: dict[str, Any] = {}
+    while True:
+        with anyio.move_on_after(LIFE_S) as waited:
+            step = await steps.get()
+        if waited.cancelled_caught:
+            # Said again, so that nobody takes a long wait for the end.
+            yield told
+            continue
+        if step is None:
+            break
+        told = {"done": step[0], "total": step[1]}
+        yield told
     yield await _outcome(task)
 
 

@@ -31,15 +31,31 @@ _REFUSED = ("cache_salt", "kv_transfer_params")
 _MOST_PROMPTS, _MOST_STOPS, _MOST_DOCUMENTS, _MOST_CHUNKS = 64, 16, 1000, 10_000
 # What another value than these asks for is not done, and leaving it out silently would give another answer than was asked for.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (),
+    "bad_words": ([],),
     "best_of": (1,),
     "echo": (False,),
     "frequency_penalty": (0,),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "length_penalty": (1,),
     "logit_bias": ({},),
     "logprobs": (False, 0),
+    "min_p": (0,),
+    "min_tokens": (0,),
     "n": (1,),
     "presence_penalty": (0,),
+    "prompt_logprobs": (),
+    "repetition_penalty": (1,),
+    "stop_token_ids": ([],),
+    "structured_outputs": (),
     "suffix": ("",),
     "top_logprobs": (0,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
 }
 
 
@@ -64,6 +80,12 @@ class Decoding(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _said(cls, given: Any) -> Any:
+        """Leave out what is null, as many clients say of what they do not say."""
+        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+
     model: str | None = None
     documents: list[Annotated[str, Field(min_length=1)] | DocumentItem] = Field(default=[], max_length=_MOST_DOCUMENTS)
     stream: bool = False
@@ -84,7 +106,7 @@ class Decoding(BaseModel):
         for name, value in (self.model_extra or {}).items():
             if name in _REFUSED:
                 raise ValueError(f"{name} is the server's own; leave it out")
-            if name in _NEUTRAL and value is not None and value not in _NEUTRAL[name]:
+            if name in _NEUTRAL and value not in _NEUTRAL[name]:
                 raise ValueError(f"{name}={value!r:.40} is not supported here; leave it out")
         for each in self.stop_strings:
             if not each:

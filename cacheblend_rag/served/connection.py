@@ -29,6 +29,7 @@ __all__ = ["Connection"]
 _CONNECT_S, _READ_S = 10.0, 60.0
 # How long a server that is busy is asked again.
 _PATIENCE_S = 60.0
+_POLL_S = 0.1
 # Less than a server keeps a connection that nobody uses.
 _IDLE_S = 3.0
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -101,26 +102,34 @@ class Connection:
         """
         return self._read(self._answer("POST", path, content=json.dumps(body)))
 
-    def events(self, path: str, body: Any, is_over: Callable[[], bool] | None = None) -> Generator[Any, None, None]:
+    def events(
+        self,
+        path: str,
+        body: Callable[[], Any],
+        is_over: Callable[[], bool] = lambda: False,
+        patience_s: float = _PATIENCE_S,
+    ) -> Generator[Any, None, None]:
         """Yield the events that a request is answered by; who leaves the loop ends the answer.
 
         Parameters
         ----------
         path : str
             Where.
-        body : Any
-            What is sent as JSON.
-        is_over : callable, optional
+        body : callable
+            Returns what is sent as JSON, each time that it is sent.
+        is_over : callable
             Whether nobody waits for the answer any more, so that a busy server is not asked again.
+        patience_s : float
+            For how long a busy server is asked again, a minute at most.
         """
-        content, until = json.dumps(body), time.monotonic() + _PATIENCE_S
-        while not (is_over and is_over()):
-            with self._reached(), self._client.stream("POST", path, content=content) as reply:
+        until = time.monotonic() + min(patience_s, _PATIENCE_S)
+        while not is_over():
+            with self._reached(), self._client.stream("POST", path, content=json.dumps(body())) as reply:
                 if reply.is_success:
                     yield from self._events(reply)
                     return
                 reply.read()
-            self._wait(reply, until)
+            self._wait(reply, until, is_over)
 
     def close(self) -> None:
         """Let go of the server."""
@@ -148,15 +157,17 @@ class Connection:
                 return reply
             self._wait(reply, until)
 
-    def _wait(self, reply: httpx.Response, until: float) -> None:
-        """Wait as long as a busy server says; raise what else it says."""
+    def _wait(self, reply: httpx.Response, until: float, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Wait as long as a busy server says, while anybody does; raise what else it says."""
         try:
             pause = float(reply.headers.get("Retry-After", ""))
         except ValueError:
             pause = 0.0
         if reply.status_code not in _BUSY or not pause or time.monotonic() + pause > until:
             raise _error(reply)
-        time.sleep(pause)
+        begun = time.monotonic()
+        while (left := begun + pause - time.monotonic()) > 0 and not is_over():
+            time.sleep(min(left, _POLL_S))
 
     def _read(self, reply: httpx.Response) -> Any:
         try:

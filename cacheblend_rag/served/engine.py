@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import os
 import tempfile
 import threading
@@ -13,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from typing import Any
 from uuid import uuid4
@@ -153,9 +155,10 @@ class ServedEngine(AnyEngine):
     ) -> AddResult:
         sums, begun = {"encoded": 0, "named": 0, "unchanged": 0, "tokens": 0}, 0
         for part in _parts(_sendable(chunks, on_refused), _weight):
-            for event in self._server.events("/v1/engine/add", body | {"chunks": [asdict(each) for each in part]}):
-                if "total" in event:
-                    if progress is not None:
+            sent = body | {"chunks": [asdict(each) for each in part]}
+            for event in self._server.events("/v1/engine/add", partial(dict, sent)):
+                if "refused" not in event:
+                    if progress is not None and event:
                         progress(begun + event["done"], len(chunks))
                     continue
                 for number, message in event["refused"]:
@@ -171,7 +174,7 @@ class ServedEngine(AnyEngine):
 
     def _wait_for_server(self, is_over: Callable[[], bool]) -> None:
         """Wait until what is added in the background is stored."""
-        with closing(self._server.events("/v1/engine/flush", {}, is_over)) as events:
+        with closing(self._server.events("/v1/engine/flush", dict, is_over)) as events:
             for _ in events:
                 if is_over():
                     break
@@ -327,8 +330,11 @@ class ServedEngine(AnyEngine):
                 # The interpreter waits for a stream's thread when it ends; nobody waits for its answer then.
                 return any(each.is_set() for each in (stop, *ends)) or not threading.main_thread().is_alive()
 
-            left = {} if deadline is None else {"timeout_s": max(deadline.left_s, _LEAST_S)}
-            with closing(self._server.events("/v1/engine/answer", body | left, is_over)) as events:
+            def asked_now() -> dict[str, Any]:
+                return body if deadline is None else body | {"timeout_s": max(deadline.left_s, _LEAST_S)}
+
+            patience_s = math.inf if deadline is None else deadline.left_s
+            with closing(self._server.events("/v1/engine/answer", asked_now, is_over, patience_s)) as events:
                 for event in events:
                     if "report" in event:
                         report = read_report(event["report"])

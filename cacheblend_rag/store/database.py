@@ -356,17 +356,17 @@ class Database:
             raise DamagedIndexError(f"index {self._path} is not of the same state as its mirror")
         return index
 
-    def _current(self, kind: str) -> sqlite3.Connection:
+    def _current(self, kind: str, patience_s: float = _HURRY_S) -> sqlite3.Connection:
         """Return a connection to what is in its place now."""
         if self._closed:
             raise StoreError("the store is closed; open it again")
         if self._path is None:
-            return self._connections.get(kind) or self._connect(kind)
+            return self._connections.get(kind) or self._connect(kind, patience_s)
         files = self._files(kind)
         connection = self._connections.get(kind)
         if connection is None or files != self._opened[kind]:
             self._disconnect(kind)
-            connection = self._connect(kind)
+            connection = self._connect(kind, patience_s)
             # Not what is there by now, which may be another file already; but where it was made just now.
             self._opened[kind] = [opened or now for opened, now in zip(files, self._files(kind), strict=True)]
         return connection
@@ -388,12 +388,12 @@ class Database:
                 found.append((status.st_dev, status.st_ino))
         return found
 
-    def _connect(self, kind: str) -> sqlite3.Connection:
+    def _connect(self, kind: str, patience_s: float) -> sqlite3.Connection:
         path = self._path
         if path is None:
             connection = _connect(None)
         elif kind == "mirror":
-            connection = connect_source(mirror_of(path), True, _HURRY_S)
+            connection = connect_source(mirror_of(path), True, patience_s)
         elif self.read_only:
             connection = _connect_read_only(path)
         else:
@@ -441,8 +441,7 @@ class Database:
             revision = connection.execute("SELECT value FROM counters WHERE name = 'revision'").fetchone()
             if self._files("mirror") == [None]:
                 return
-            mirror = self._current("mirror")
-            self._set_patience(mirror, self._lock_timeout_s)
+            mirror = self._current("mirror", self._lock_timeout_s)
             differs = mirror.execute("SELECT value FROM mirrored_revision").fetchone() != revision
         if differs:
             # Most likely others have written in between; healing looks while nobody does.

@@ -230,6 +230,8 @@ class Index:
             dropped.keys += dict.fromkeys(key for _, key in nodes)
             drop_entries(connection, [key for (key,) in keys], dropped)
             _forget_old_deletions(connection)
+            # Of names that machines share, others may have recorded some of these meanwhile: all are read again.
+            connection.execute("UPDATE shared SET birth = '', position = 0")
         return dropped
 
     def touch(self, keys: Sequence[str], wait: bool) -> None:

@@ -106,7 +106,9 @@ class KVStore(ABC):
         StoreError
             If the store has names already that were nobody else's.
         """
-        self._shared = SharedNames(log, self._index.database, self._clock, self.path, self._names, self._drop)
+        self._shared = SharedNames(
+            log, self._index.database, self._clock, self.path, self._names, self._waiting, self._drop
+        )
         self._shared.catch_up()
 
     @property
@@ -422,7 +424,7 @@ class KVStore(ABC):
         by_namespace = sorted(self.names.units(tenant), key=lambda unit: unit.namespace)
         for namespace, group in groupby(by_namespace, key=lambda unit: unit.namespace):
             while units := [Unit(name) for name in islice(group, _UNITS_A_TIME)]:
-                self._drop(self._changing(self._deleting_by(partial(self._names.adopt, namespace, units))))
+                self._drop(self._changing(self._deleting_by(partial(self._names.adopt, namespace, units)))[1])
 
     def tenants(self) -> list[str]:
         """Return the tenants that have KV or names; "" stands for what has no tenant."""

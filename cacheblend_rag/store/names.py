@@ -185,8 +185,8 @@ class Names:
             dropped = drop_nameless(connection, keys, [target.record.key for target in targets.values()])
             return set(found), ended, dropped
 
-    def adopt(self, namespace: str, units: Sequence[Unit], publish: Publish | None = None) -> Dropped:
-        """Have documents, and chunks of none, be what they are elsewhere, whatever they were here."""
+    def adopt(self, namespace: str, units: Sequence[Unit], publish: Publish | None = None) -> tuple[set[str], Dropped]:
+        """Have documents, and chunks of none, be what they are elsewhere, whatever they were here; return ended sources."""
         pieces = [piece for unit in units for piece in unit.pieces]
         ids = {piece.record.id for piece in pieces}
         with self._drafting(namespace, self._database.write) as (connection, drafts):
@@ -209,13 +209,14 @@ class Names:
             ]
             dropped_keys = [*replaced.values(), *drafts.save(targets, ids)]
             set_origins(connection, namespace, ids, [each for unit in units for each in unit.origins])
-            _, left = _end_sources(connection, namespace, sources, drafts)
+            ended, left = _end_sources(connection, namespace, sources, drafts)
             if left:
                 targets = drafts.targets()
                 dropped_keys += [*left.values(), *drafts.save(targets)]
             if publish is not None:
                 publish(connection, units)
-            return drop_nameless(connection, dropped_keys, [*keys, *(each.record.key for each in targets.values())])
+            named = [*keys, *(each.record.key for each in targets.values())]
+            return ended, drop_nameless(connection, dropped_keys, named)
 
     def units(self, tenant: str | None = None) -> list[UnitName]:
         """Return all documents, and all chunks of none, or those of one tenant."""

@@ -231,6 +231,8 @@ def _build(path: Path, sources: list[Source], revision: int) -> tuple[int, int, 
                 break
         if not is_complete:
             _drop_strays(connection)
+            # Where machines share names, all of them are read again.
+            connection.execute("UPDATE shared SET birth = '', position = 0")
         restart_sequences(connection)
         connection.execute("UPDATE counters SET value = ? WHERE name = 'revision'", (revision,))
         connection.execute("UPDATE counters SET value = ? WHERE name = 'adopting'", (not is_complete,))
@@ -290,6 +292,8 @@ def is_sound_row(table: str, row: tuple[Any, ...], connection: sqlite3.Connectio
         return isinstance(row[0], str) and _is_file_of(row[0], row[0].partition(".")[0])
     if table == "origins":
         return type(row[0]) is int and all(isinstance(value, str) for value in row[1:])
+    if table == "shared":
+        return row[0] == 1 and isinstance(row[1], str) and type(row[2]) is int
     if table == "moment":
         return row[0] == 1 and all(isinstance(value, float | int) for value in row[1:])
     return all(isinstance(value, str) for value in row)

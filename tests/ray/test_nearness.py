@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
@@ -107,8 +108,15 @@ def test_a_replica_that_says_nothing_of_use_holds_nothing(stats: dict[str, objec
     assert nearness_of(a=stats).choose(["x"], IDLE).why == "near"
 
 
-def held_of(ram_bytes: int, disk_bytes: int = 0) -> HeldNames:
-    return HeldNames(ram_bytes, disk_bytes, lambda ids: [id.partition("#")[0] for id in ids])
+class Library:
+    def __init__(self, namespace: str) -> None:
+        self.namespace = namespace
+
+    def places(self, ids: Sequence[str]) -> list[str | None]:
+        return [f"{self.namespace}{id.partition('#')[0]}" for id in ids]
+
+
+OURS, THEIRS = Library(""), Library("their ")
 
 
 def numbers(*names: str) -> set[int]:
@@ -125,17 +133,26 @@ def told(held: HeldNames) -> tuple[set[int], set[int]]:
 
 
 def test_a_replica_tells_chunks_and_their_documents_as_far_as_ram_reaches() -> None:
-    held = held_of(30, 20)
-    held.note([("x#1", 10), ("x#2", 10)])
-    held.note([("y#1", 10)])
+    held = HeldNames(30, 20)
+    held.note(OURS, [("x#1", 10), ("x#2", 10)])
+    held.note(OURS, [("y#1", 10)])
     assert told(held) == (numbers("x#1", "x#2", "y#1", "x", "y"), set())
-    held.note([("x#2", 10), ("z#1", 10)])
+    held.note(OURS, [("x#2", 10), ("z#1", 10)])
     assert told(held) == (numbers("x#2", "y#1", "z#1", "x", "y", "z"), numbers("x#1", "x"))
-    held.note([("w#1", 30)])
+    held.note(OURS, [("w#1", 30)])
     assert told(held)[0] == numbers("w#1", "w")
     assert told(held)[1] == numbers("x#2", "z#1", "x", "z")
 
 
+def test_a_tenants_chunk_is_of_its_own_document() -> None:
+    held = HeldNames(30, 20)
+    held.note(OURS, [("x#1", 10)])
+    held.note(THEIRS, [("x#1", 10)])
+    assert told(held) == (numbers("x#1", "x", "their x"), set())
+    held.note(THEIRS, [("y#1", 10), ("z#1", 10)])
+    assert told(held) == (numbers("x#1", "y#1", "z#1", "their x", "their y", "their z"), numbers("x#1", "x"))
+
+
 def test_what_is_told_is_numbered() -> None:
-    held = held_of(10)
+    held = HeldNames(10, 0)
     assert [held.told()["said"], held.told()["said"]] == [1, 2]

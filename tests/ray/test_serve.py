@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,18 @@ def client(
     args = {
         "model": model,
         "store": str(tmp_path_factory.mktemp("replicas")),
-        "settings": settings | {"drain_s": 5},
+        "settings": SETTINGS | {"drain_s": 5},
         "min_replicas": 2,
         "max_replicas": 2,
         "num_cpus": 0.5,
         "stats_s": 0.5,
     }
-    with served(args) as client:
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            # As settings are exported where `serve run` is called, of which the machines that answer know nothing.
+            for name in ("remote", "names"):
+                patch.setenv(f"CACHEBLEND_{name.upper()}", settings[name])
+            client = stack.enter_context(served(args))
         yield client
 
 

@@ -214,6 +214,12 @@ def test_openais_own_client(engine: BlendEngine, serve: Serve) -> None:
             client.chat.completions.create(**(body | {"model": "other"}))
         with pytest.raises(openai.BadRequestError, match="n=2 is not supported here"):
             client.chat.completions.create(**body, n=2)
+        with pytest.raises(openai.BadRequestError, match=r"min_p=0\.1 is not supported here"):
+            client.chat.completions.create(**(body | {"extra_body": {"min_p": 0.1}}))
+        # As many clients say that they say nothing.
+        nothing = dict.fromkeys(("stream", "stream_options", "tools", "n", "min_p", "ignore_eos"))
+        reply = client.chat.completions.create(**(body | {"extra_body": nothing | body["extra_body"]}))
+        assert reply.choices[0].message.content == wanted
 
 
 async def test_openais_asynchronous_client(engine: BlendEngine, serve: Serve) -> None:

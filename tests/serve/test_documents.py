@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,39 @@ def test_progress_is_told_while_it_is_stored(serve: Serve) -> None:
     assert lines.pop() == "[DONE]"
     *steps, last = map(json.loads, lines)
     assert steps[-1] == {"done": 3, "total": 3} and last["status"] == "stored"
+
+
+def test_what_takes_long_gives_signs_of_life(
+    engine: BlendEngine, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = serve(engine)
+    monkeypatch.setattr("cacheblend_rag.serve.storing.LIFE_S", 0.01)
+    with scheduler_lock(engine.model):
+        body = {"chunks": [{"id": "mara", "text": CHUNKS["mara"]}], "stream": True}
+        with client.stream("POST", "/v1/chunks", json=body) as reply:
+            lines = (line.removeprefix("data: ") for line in reply.iter_lines() if line)
+            told = [json.loads(next(lines)) for _ in range(5)]
+    assert told[-1] == told[-2] == {"done": 0, "total": 1}
+
+
+async def test_who_waits_for_what_is_encoded_is_in_nobodys_way(
+    engine: BlendEngine, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = serve(engine, requests=1).base_url
+    is_over = threading.Event()
+    monkeypatch.setattr(engine, "flush", is_over.wait)
+
+    async def flush(client: httpx.AsyncClient) -> str:
+        return (await client.post("/v1/engine/flush")).text
+
+    async with httpx.AsyncClient(base_url=address, timeout=60, limits=httpx.Limits(max_connections=None)) as client:
+        waiting = [asyncio.create_task(flush(client)) for _ in range(60)]
+        await asyncio.sleep(0.5)
+        # More than there are threads of all.
+        assert (await client.get("/readyz")).status_code == 200
+        assert (await client.get("/v1/documents")).status_code == 200
+        is_over.set()
+        assert all("stored" in text for text in await asyncio.gather(*waiting))
 
 
 def test_in_the_background(engine: BlendEngine, serve: Serve) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,17 @@ def test_a_busy_server_is_asked_again(engine: BlendEngine) -> None:
     with serving(engine, requests=1) as address, ServedEngine(address) as served:
         prompts = [BlendPrompt(segments=[f"Number {number}:"]) for number in range(3)]
         assert len(served.generate_many(prompts, 30)) == 3
+
+
+def test_a_busy_server_is_asked_for_as_long_as_the_answer_may_take(engine: BlendEngine) -> None:
+    with serving(engine, requests=1) as address, ServedEngine(address) as served, ServedEngine(address) as other:
+        stream = served.stream(BlendPrompt(segments=["Number:"]), 1500)
+        next(stream)
+        started, ending = time.monotonic(), Ending((), Deadline(0.5))
+        with pytest.raises(BackendError, match=r"busy|at once|requests"):
+            other.generate(PROMPT_OF_TEXT, 4, stopping_criteria=ending.criteria(other.tokenizer))
+        assert time.monotonic() - started < 20
+        stream.close()
 
 
 def test_chunks_go_in_several_requests(

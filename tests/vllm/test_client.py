@@ -93,6 +93,13 @@ async def test_events_come_as_they_are_said(tmp_path: Path) -> None:
         assert [(each["model"], each["stream"], each["prompt"]) for each in server.asked] == [("model", True, [1, 2])]
 
 
+async def test_a_line_of_a_text_is_no_end_of_an_event(tmp_path: Path) -> None:
+    text = "one\u2028two\u2029three\x85four\x1cfive\x0bsix"
+    said = json.dumps({"choices": [{"text": text, "finish_reason": "stop"}]}, ensure_ascii=False)
+    with saying(tmp_path, 200, f"data: {said}\r\n\r\n", END) as (client, _):
+        assert [each["choices"][0]["text"] for each in await told(client)] == [text]
+
+
 @pytest.mark.parametrize("said", [(), (200,), (200, event("She "))], ids=["reply", "first event", "next event"])
 async def test_whatever_is_waited_for_takes_the_time_of_the_answer(tmp_path: Path, said: tuple[int | str, ...]) -> None:
     with saying(tmp_path, *said, None) as (client, _):
@@ -139,7 +146,7 @@ def test_a_server_that_is_not_there_is_told() -> None:
 
 def test_prompts_are_warmed_under_their_salt(tmp_path: Path) -> None:
     with saying(tmp_path, 200, "{}") as (client, server):
-        client.warm([("0" * 32, (1, 2)), ("1" * 32, (1, 3))], "theirs")
+        client.warm([("0" * 32, (1, 2)), ("1" * 32, (1, 3))], "theirs", is_awaited=False)
         assert sorted(each["prompt"] for each in server.asked) == [[1, 2], [1, 3]]
         assert {each["cache_salt"] for each in server.asked} == {"theirs"}
 

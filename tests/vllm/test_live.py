@@ -264,7 +264,7 @@ def test_a_deleted_chunk_is_served_no_more(corpus: Corpus, ask: Ask) -> None:
 def library_of(corpus: Corpus, llm: LLM, store: KVStore) -> VLLMLibrary:
     """Return a library of chunks that vLLM encodes."""
 
-    def warm(prompts: Sequence[tuple[str, tuple[int, ...]]], salt: str) -> None:
+    def warm(prompts: Sequence[tuple[str, tuple[int, ...]]], salt: str, is_awaited: bool) -> None:
         params = [
             SamplingParams(temperature=0, max_tokens=1, extra_args={"kv_transfer_params": spool_params(name)})
             for name, _ in prompts

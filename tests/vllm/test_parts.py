@@ -303,7 +303,7 @@ def test_what_cannot_be_read_of_the_spool_is_told_and_removed(tmp_path: Path, fa
 
 
 def test_a_failed_request_leaves_nothing_in_the_spool(engine: BlendEngine, tmp_path: Path) -> None:
-    def warm(prompts: Sequence[tuple[str, tuple[int, ...]]], salt: str) -> None:
+    def warm(prompts: Sequence[tuple[str, tuple[int, ...]]], salt: str, is_awaited: bool) -> None:
         for name, _ in prompts:
             write_spool(spool_path(tmp_path, name, 0), {0: LayerKV(*torch.randn(2, 4, 5, 6))})
         raise BackendError("vLLM broke off")
@@ -332,7 +332,7 @@ def test_a_library_without_weights_stores_what_the_engine_stores(engine: BlendEn
     asked: list[tuple[int, ...]] = []
     salts: list[str] = []
 
-    def warm(prompts: Sequence[tuple[str, tuple[int, ...]]], salt: str) -> None:
+    def warm(prompts: Sequence[tuple[str, tuple[int, ...]]], salt: str, is_awaited: bool) -> None:
         salts.append(salt)
         for name, ids in prompts:
             asked.append(ids)

@@ -56,7 +56,9 @@ class Servers:
         self.urls: list[str] = []
 
     def __enter__(self) -> Servers:
-        environment = os.environ | {
+        # What is set for others, names that machines share above all, is not for these.
+        own = {name: value for name, value in os.environ.items() if not name.startswith("CACHEBLEND_")}
+        environment = own | {
             "CACHEBLEND_RAM_BYTES": str(int(self._capacities.ram_bytes)),
             "CACHEBLEND_DISK_BYTES": str(int(self._capacities.disk_bytes)),
             "CACHEBLEND_REMOTE": self._remote,

@@ -22,6 +22,7 @@ from cacheblend_rag.store.index import Dropped
 from cacheblend_rag.store.names import Names, Publish
 from cacheblend_rag.store.shared.log import Behind, NameLog
 from cacheblend_rag.store.unit import Unit, UnitName
+from cacheblend_rag.store.waiting import WriteBack
 
 __all__ = ["SharedNames", "follows_others"]
 
@@ -53,6 +54,8 @@ class SharedNames:
         The store's folder, which other processes may have open.
     names : Names
         The index's names.
+    waiting : WriteBack
+        What is to be named yet.
     drop : callable
         Has the tiers follow what the names have dropped.
     """
@@ -64,6 +67,7 @@ class SharedNames:
         clock: StoreClock,
         folder: Path | None,
         names: Names,
+        waiting: WriteBack,
         drop: Callable[[Dropped], None],
     ) -> None:
         self._log = log
@@ -71,6 +75,7 @@ class SharedNames:
         self._clock = clock
         self._path = None if folder is None else folder / "shared.lock"
         self._names = names
+        self._waiting = waiting
         self._drop = drop
         self._lock, self._process = threading.Lock(), os.getpid()
         self._holder = threading.local()
@@ -123,9 +128,9 @@ class SharedNames:
 
     def _read(self) -> tuple[str, int]:
         """Write to the index what has changed; return the log's birth and the position that the index is at."""
-        at = _position(self._database) or self._begin()
+        at = self._database.healing(lambda: _position(self._database)) or self._begin()
         page = self._log.since(*at)
-        if at[0] and (page.birth != at[0] or page.position < at[1]):
+        if at[0] and not page.continues:
             raise StoreError(
                 f"the names at {self._log.location} are not those that this store has followed up to change {at[1]}: the server "
                 "has lost what it had acknowledged, or is another one. Restore its data; where that is lost, warm a new folder"
@@ -171,7 +176,22 @@ class SharedNames:
         ahead_s = self._clock.ahead_s()
         by_namespace = sorted(units, key=lambda each: each[0].namespace)
         for namespace, group in groupby(by_namespace, key=lambda each: each[0].namespace):
-            self._drop(self._names.adopt(namespace, [Unit.unpacked(name, state, ahead_s) for name, state in group]))
+            self._adopt(namespace, [Unit.unpacked(name, state, ahead_s) for name, state in group])
+
+    def _adopt(self, namespace: str, units: Sequence[Unit]) -> None:
+        """Have units be what they are elsewhere, and what prompts brought of them here, written yet or not, go with them."""
+        there = {piece.record.id for unit in units for piece in unit.pieces}
+        gone = {unit.name.id for unit in units if unit.name.id is not None and not unit.pieces} - there
+        waiting = self._waiting.records(namespace)
+        self._waiting.forget(namespace, list(gone))
+        ended, dropped = self._names.adopt(namespace, units)
+        self._drop(dropped)
+        waiting |= self._waiting.records(namespace)
+        late = [id for id, record in waiting.items() if id in gone or (record.source in ended and id not in there)]
+        if late:
+            self._waiting.forget(namespace, late)
+            # Those that were written while this was done.
+            self._drop(self._names.remove(namespace, late)[-1])
 
     def _mark(self, birth: str, position: int) -> None:
         self._database.transact(lambda connection: _note(connection, birth, position))

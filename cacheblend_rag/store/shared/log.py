@@ -20,19 +20,23 @@ class Page:
     Attributes
     ----------
     birth : str
-        Which log it is: one that was lost and begun anew has another.
+        Which log it is, and which change is at `position`: one that was lost and begun anew, or has lost its end and grown again,
+        has another.
     position : int
         Up to where the page goes; 0 before the first change.
     changed : Mapping
         What each unit that has changed is now, by its name; None where it is no more.
     is_whole : bool
         Whether the position asked for was of another log or too long ago: what is not among `changed` may be no more.
+    continues : bool
+        Whether nothing that the log had at the position asked for is lost, as far as it still knows.
     """
 
     birth: str
     position: int
     changed: Mapping[str, bytes | None] = field(default_factory=dict)
     is_whole: bool = True
+    continues: bool = False
 
 
 class NameLog(Protocol):

@@ -110,7 +110,7 @@ class VLLMClient:
                 ) from error
         return self._model
 
-    def warm(self, prompts: Sequence[tuple[str, tuple[int, ...]]], salt: str) -> None:
+    def warm(self, prompts: Sequence[tuple[str, tuple[int, ...]]], salt: str, is_awaited: bool) -> None:
         """Have prompts computed whose KV is then in the spool; see `vllm_cacheblend.encoding.Warm`.
 
         Raises
@@ -127,7 +127,7 @@ class VLLMClient:
                 "prompt": list(ids),
                 "max_tokens": 1,
                 "temperature": 0,
-                "priority": _LATER,
+                "priority": 0 if is_awaited else _LATER,
                 "cache_salt": salt,
                 "kv_transfer_params": spool_params(name),
             }
@@ -164,7 +164,7 @@ class VLLMClient:
         """
         reply = await limit.wait(self._begin(body))
         async with aclosing(reply):
-            lines = reply.aiter_lines()
+            lines = _lines(reply)
             while (line := await limit.wait(self._next(lines))) != _END:
                 if line.startswith(_DATA):
                     yield _event(line)
@@ -195,6 +195,15 @@ class VLLMClient:
     def close(self) -> None:
         """Close the connections of this thread; those of the event loop close with their answers."""
         self._sync.close()
+
+
+async def _lines(reply: httpx.Response) -> AsyncIterator[str]:
+    """Yield the lines of a stream of events; httpx's own end at U+2028 and others too, which JSON leaves as they are."""
+    rest = b""
+    async for piece in reply.aiter_bytes():
+        *whole, rest = (rest + piece).split(b"\n")
+        for line in whole:
+            yield line.decode(errors="replace").rstrip("\r")
 
 
 def _event(line: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ __all__ = ["VLLMEncoder", "Warm"]
 class Warm(Protocol):
     """Has vLLM compute prompts, each of which it writes to the spool."""
 
-    def __call__(self, prompts: Sequence[tuple[str, tuple[int, ...]]], salt: str) -> None:
+    def __call__(self, prompts: Sequence[tuple[str, tuple[int, ...]]], salt: str, is_awaited: bool) -> None:
         """Return when all are written.
 
         Parameters
@@ -29,6 +29,8 @@ class Warm(Protocol):
             The name under which each is written, and its token ids.
         salt : str
             The `cache_salt` of all of them: vLLM shares what it computes among prompts of equal salts only.
+        is_awaited : bool
+            Whether an answer waits for them; others come behind all that are answered.
         """
 
 
@@ -75,13 +77,13 @@ class VLLMEncoder(ChunkEncoder):
             ]
 
     def head(self, token_ids: Sequence[int]) -> ChunkKV:
-        [layers] = self._read([tuple(token_ids)])
+        [layers] = self._read([tuple(token_ids)], is_awaited=True)
         return ChunkKV(tuple(token_ids), 0, layers)
 
-    def _read(self, prompts: Sequence[tuple[int, ...]]) -> Iterator[list[LayerKV]]:
+    def _read(self, prompts: Sequence[tuple[int, ...]], is_awaited: bool = False) -> Iterator[list[LayerKV]]:
         names = [uuid.uuid4().hex for _ in prompts]
         try:
-            self._warm(list(zip(names, prompts, strict=True)), self._salt)
+            self._warm(list(zip(names, prompts, strict=True)), self._salt, is_awaited)
             for name in names:
                 yield read_spool(self._spool, name, self._heads)
         finally:

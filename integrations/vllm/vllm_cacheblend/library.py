@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from cacheblend_rag.config import EngineConfig
@@ -18,6 +21,26 @@ from cacheblend_rag.tuning import Tuning
 from vllm_cacheblend.encoding import VLLMEncoder, Warm
 
 __all__ = ["VLLMLibrary"]
+
+
+class _NoLock(SchedulerLock):
+    """Lets everybody in: vLLM orders what it is asked for, and an answer is not to wait for what nobody waits for."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    @contextmanager
+    def within(self, until: float | None) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def after_others(self) -> Iterator[None]:
+        yield
 
 
 class VLLMLibrary(ChunkLibrary):
@@ -58,7 +81,7 @@ class VLLMLibrary(ChunkLibrary):
         answering = AnsweringStore(store)
         assembler = Assembler(tokenizer, answering, card.identity, card.window, card, config)
         encoder = VLLMEncoder(card, assembler.prefix_ids, tuning.encode_batch_tokens, spool, warm)
-        supply = KVSupply(encoder, card.num_kv_layers, SchedulerLock(), answering, assembler, config, tuning)
+        supply = KVSupply(encoder, card.num_kv_layers, _NoLock(), answering, assembler, config, tuning)
         super().__init__(tokenizer, card, answering, assembler, supply, config, tuning)
         self.metrics = EngineMetrics(self.store.stats, lambda: answering.failures)
         self._parts = (store, spool, warm, tuning)

@@ -10,7 +10,7 @@ import math
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -141,15 +141,21 @@ class DocumentMachine(RuleBasedStateMachine):
     def readings(self) -> dict[str, Reading]:
         return self.library.readings(self.now)
 
-    def live_on(self, ttl_s: float | None = None) -> None:
-        """Note that all there is may have been encoded just now, to live so long at most."""
+    def live_on(self, ttl_s: float | None = None, asked: Iterable[str] = ()) -> None:
+        """Note that all there is may have been encoded just now, to live so long at most.
+
+        What is of no document, and was asked for, may live for as long as KV does: how long it was to live was known of the KV
+        that it had, which may have been evicted.
+        """
         readings = self.readings()
         names = {(each.context, each.ids) for each in readings.values()}
         self.lives = {name: life for name, life in self.lives.items() if name in names}
         most = math.inf if ttl_s is None else self.now + ttl_s
-        for each in readings.values():
+        alone = self.library.alone.keys() & set(asked)
+        for id, each in readings.items():
             name = each.context, each.ids
-            self.lives[name] = max(self.lives.get(name, -math.inf), min(each.expires_at, most))
+            life = most if id in alone else min(each.expires_at, most)
+            self.lives[name] = max(self.lives.get(name, -math.inf), life)
 
     def with_more(self, given: list[Chunk], ttl_s: float | None, whole: bool = False) -> Library:
         """Return what the library is to be once these are added; their documents have nothing else then, if they are `whole`."""
@@ -222,7 +228,7 @@ class DocumentMachine(RuleBasedStateMachine):
         known = [id for id in ids if id in self.readings()]
         engine = self.engines[second]
         self.change(lambda: engine.prefill(BlendPrompt("t5 t6", known, "t7 t8")))
-        self.live_on(self.settings["config"].ttl_s)
+        self.live_on(self.settings["config"].ttl_s, known)
 
     @rule(second=st.booleans(), ids=SOME_IDS)
     def prefetch(self, second: bool, ids: list[str]) -> None:

@@ -100,6 +100,25 @@ def test_what_prompts_brought_goes_with_a_deletion_elsewhere(pair: tuple[KVStore
     assert two.holds([key_of(5)]) == [False]
 
 
+def test_what_prompts_brought_and_is_not_written_yet_goes_too(
+    pair: tuple[KVStore, KVStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = pair
+    one.name(NAMESPACE, [piece("a", "d", 0)])
+    assert ids_of(two) == ["a"]
+    is_over, write = threading.Event(), two._waiting._write
+    monkeypatch.setattr(two._waiting, "_write", lambda chunk: is_over.wait() and write(chunk))
+    met = NodeRecord("window", key_of(5), "5" * 32, (5,), source="d")
+    two.put_later(key_of(5), make_kv(5), NAMESPACE, [met, record("loose", 5), record("other", 5)])
+    assert ids_of(two) == ["a", "loose", "other", "window"]
+    one.forget(NAMESPACE, ["loose", "a"], "")
+    assert ids_of(two) == ["other"]
+    is_over.set()
+    two.settle()
+    assert ids_of(two) == ["other"]
+    assert two.holds([key_of(5)]) == [True]
+
+
 def test_who_comes_later_finds_everything(tmp_path: Path, names: str, pair: tuple[KVStore, KVStore]) -> None:
     one, _ = pair
     one.name(NAMESPACE, [piece("a", "d", 0), piece("b", "d", 10, 1)], tenant="acme")
@@ -204,6 +223,48 @@ def test_a_server_that_lost_what_it_had_is_not_believed(
         one.names.lookup(NAMESPACE, ["n1"])
     with pytest.raises(StoreError, match="has lost what it had acknowledged, or is another one"):
         one.name(NAMESPACE, [record("n2", 2)])
+
+
+def test_a_server_that_lost_its_end_is_not_believed_once_it_has_grown_again(
+    tmp_path: Path, names: str, pair: tuple[KVStore, KVStore]
+) -> None:
+    one, two = pair
+    one.name(NAMESPACE, [record("n1", 1)])
+    assert ids_of(two) == ["n1"]
+    with redis.Redis.from_url(names) as client:
+        kept = {key: client.dump(key) for key in client.scan_iter()}
+        one.name(NAMESPACE, [record("n2", 2)])
+        for key, value in kept.items():
+            client.restore(key, 0, value, replace=True)
+    # Who has not seen what was lost goes on.
+    for number in (3, 4):
+        two.name(NAMESPACE, [record(f"n{number}", number)])
+    assert ids_of(two) == ["n1", "n3", "n4"]
+    with pytest.raises(StoreError, match="has lost what it had acknowledged, or is another one"):
+        one.names.lookup(NAMESPACE, ["n1"])
+
+
+def test_an_index_that_was_lost_follows_again(tmp_path: Path, names: str) -> None:
+    one, two = (opened(tmp_path / name, names) for name in ("one", "two"))
+    one.name(NAMESPACE, [record("n1", 1), piece("a", "d", 0)])
+    assert ids_of(two) == ["a", "n1"]
+    two.close()
+    for file in (tmp_path / "two").glob("index.sqlite*"):
+        file.unlink()
+    one.forget(NAMESPACE, ["n1"])
+    two = opened(tmp_path / "two", names)
+    assert ids_of(two) == ["a"]
+    for store in (one, two):
+        store.close()
+
+
+def test_what_others_add_while_a_store_is_cleared_is_found(pair: tuple[KVStore, KVStore]) -> None:
+    one, two = pair
+    two.name(NAMESPACE, [record("n1", 1)])
+    assert ids_of(one) == ["n1"]
+    # As between the last of the names that `clear` found, and what it does behind that.
+    one._index.clear(None)
+    assert ids_of(one) == ids_of(two) == ["n1"]
 
 
 def test_a_store_with_names_of_its_own_does_not_join(tmp_path: Path, names: str) -> None:
