@@ -99,6 +99,12 @@ _KNOWN: tuple[tuple[type[Exception], int, str | None], ...] = (
 def _said(error: RequestValidationError) -> str:
     said = []
     for item in error.errors()[:_PROBLEMS_SHOWN]:
+        if item["type"] == "json_invalid":
+            said.append(f"the request is not JSON: {item['ctx']['error']} at character {item['loc'][-1]}")
+            continue
         place = ".".join(str(part) for part in item["loc"] if part != "body")
+        if not place and item["type"] in ("dict_type", "model_attributes_type"):
+            said.append("the request must be a JSON object, with Content-Type: application/json")
+            continue
         said.append(f"{place or 'the request'}: {item['msg'].removeprefix('Value error, ')}"[:_PROBLEM_CHARS])
     return "; ".join(said)

@@ -6,6 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import Iterator
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -27,6 +28,8 @@ __all__ = [
 
 # What would be given to others' answers, or changes what is looked up for them.
 _REFUSED = ("cache_salt", "kv_transfer_params")
+# From how alike to a field's name one that nobody knows is taken to be misspelt: more than OpenAI's own are to each other.
+_ALIKE = 0.86
 # Of one request.
 _MOST_PROMPTS, _MOST_STOPS, _MOST_DOCUMENTS, _MOST_CHUNKS = 64, 16, 1000, 10_000
 # What another value than these asks for is not done, and leaving it out silently would give another answer than was asked for.
@@ -108,6 +111,10 @@ class Decoding(BaseModel):
                 raise ValueError(f"{name} is the server's own; leave it out")
             if name in _NEUTRAL and value not in _NEUTRAL[name]:
                 raise ValueError(f"{name}={value!r:.40} is not supported here; leave it out")
+            # Others' fields are let through; what is meant to be one of these is not left out silently.
+            meant = get_close_matches(name, type(self).model_fields, 1, _ALIKE)
+            if name not in _NEUTRAL and meant:
+                raise ValueError(f"{name} is not known here, did you mean {meant[0]}?")
         for each in self.stop_strings:
             if not each:
                 raise ValueError("a stop string is empty; every text begins with it")

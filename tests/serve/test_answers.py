@@ -127,6 +127,27 @@ def test_stop_strings_and_lengths(serve: Serve) -> None:
     assert ask(limited, max_tokens=None, max_completion_tokens=2)["usage"]["completion_tokens"] == 2
 
 
+@pytest.mark.parametrize(
+    ("content", "headers", "said"),
+    [
+        (
+            json.dumps({"messages": QUESTION, "document": ["a"]}),
+            {},
+            "document is not known here, did you mean documents?",
+        ),
+        (json.dumps({"messages": QUESTION, "temprature": 0.5}), {}, "did you mean temperature?"),
+        ('{"messages": [{"role"', {}, "the request is not JSON"),
+        (json.dumps({"messages": QUESTION}), {"Content-Type": "text/plain"}, "Content-Type: application/json"),
+    ],
+)
+def test_what_was_meant_otherwise_is_refused(serve: Serve, content: str, headers: dict[str, str], said: str) -> None:
+    reply = serve().post(
+        "/v1/chat/completions", content=content, headers={"Content-Type": "application/json"} | headers
+    )
+    assert reply.status_code == 400
+    assert said in reply.json()["error"]["message"]
+
+
 def test_an_answer_goes_on_behind_its_end_where_that_is_asked(
     engine: BlendEngine, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
