@@ -138,9 +138,14 @@ class SettingsBase(BaseSettings):
         return "; ".join(problems)
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a hint for a misspelt name, or nothing if no known name is similar."""
-    close = get_close_matches(name, list(known), n=1)
+def environment_without_settings() -> dict[str, str]:
+    """Return this process's environment without any setting, for a process that is to have its own."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_PREFIX)}
+
+
+def did_you_mean(name: str, known: Iterable[str], alike: float = 0.6) -> str:
+    """Return a hint for a misspelt name, or nothing if no known name is similar: `alike` by `difflib` at least."""
+    close = get_close_matches(name, list(known), 1, alike)
     return f", did you mean {close[0]}?" if close else ""
 
 

@@ -24,6 +24,7 @@ from xml.etree import ElementTree
 import torch
 
 from cacheblend_rag.cli.output import write_json
+from cacheblend_rag.config import environment_without_settings
 
 __all__ = ["PIECES", "Piece", "main", "page", "run_pieces"]
 
@@ -270,7 +271,11 @@ def _run(piece: Piece, folder: Path, seconds: float) -> str | None:
     with log.open("w", encoding="utf-8") as output:
         # A session of its own, so that a piece ends with all that it has started.
         process = subprocess.Popen(
-            piece.process(figures), stdout=output, stderr=subprocess.STDOUT, env=_environment(), start_new_session=True
+            piece.process(figures),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment_without_settings(),
+            start_new_session=True,
         )
         try:
             status = process.wait(seconds)
@@ -290,11 +295,6 @@ def _run(piece: Piece, folder: Path, seconds: float) -> str | None:
         figures.replace(file)
     log.unlink()
     return None
-
-
-def _environment() -> dict[str, str]:
-    # No setting of the caller's: the commands say what is measured.
-    return {name: value for name, value in os.environ.items() if not name.startswith("CACHEBLEND_")}
 
 
 def _counts(junit: Path) -> dict[str, int]:

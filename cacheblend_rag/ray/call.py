@@ -7,21 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Call", "names_in"]
+__all__ = ["ANSWERING", "Call", "names_in"]
+
+ANSWERING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/engine/answer"})
+"""Where answers are asked for, which have a time limit."""
 
 _DOCUMENTS = "/v1/documents/"
 # What has names in its body.
-_NAMING = frozenset(
-    {
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/chunks",
-        "/v1/chunks/delete",
-        "/v1/prefetch",
-        "/v1/engine/answer",
-        "/v1/engine/add",
-    }
-)
+_NAMING = ANSWERING | {"/v1/chunks", "/v1/chunks/delete", "/v1/prefetch", "/v1/engine/add"}
 # More than these say no more of where a request should go.
 _MOST_NAMES = 256
 

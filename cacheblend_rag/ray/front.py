@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from cacheblend_rag.errors import AnswerTimeoutError, BackendError
-from cacheblend_rag.ray.call import Call, names_in
+from cacheblend_rag.ray.call import ANSWERING, Call, names_in
 from cacheblend_rag.serve.limits import Overload
 from cacheblend_rag.serve.settings import ServeConfig
 from cacheblend_rag.serve.troubles import explained
@@ -29,8 +29,6 @@ logger = logging.getLogger(__name__)
 Messages = list[dict[str, Any]]
 # A request whose replica died before it said anything is sent to another; who kills each of them is not sent on for ever.
 _MOST_TRIES = 3
-# Where answers are asked for, which have a time limit.
-_ANSWERS = {"/v1/chat/completions", "/v1/completions", "/v1/engine/answer"}
 # Beyond the time of an answer itself, for a replica that has to be started.
 _START_S = 60.0
 
@@ -92,7 +90,7 @@ class Front:
             stream = cast("DeploymentResponseGenerator[Messages]", self._replicas.answer.remote(call))
             try:
                 # What stores, and says nothing before its end, takes as long as it takes.
-                longest_s = self._config.timeout_s + _START_S if call.path in _ANSWERS else math.inf
+                longest_s = self._config.timeout_s + _START_S if call.path in ANSWERING else math.inf
                 with anyio.fail_after(longest_s):
                     return await anext(stream), stream
             except BackPressureError as error:

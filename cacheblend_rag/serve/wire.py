@@ -6,13 +6,13 @@ import json
 import time
 import uuid
 from collections.abc import Iterator
-from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.chat.tools import ToolReply
+from cacheblend_rag.config import did_you_mean
 
 __all__ = [
     "AddRequest",
@@ -112,9 +112,8 @@ class Decoding(BaseModel):
             if name in _NEUTRAL and value not in _NEUTRAL[name]:
                 raise ValueError(f"{name}={value!r:.40} is not supported here; leave it out")
             # Others' fields are let through; what is meant to be one of these is not left out silently.
-            meant = get_close_matches(name, type(self).model_fields, 1, _ALIKE)
-            if name not in _NEUTRAL and meant:
-                raise ValueError(f"{name} is not known here, did you mean {meant[0]}?")
+            if name not in _NEUTRAL and (hint := did_you_mean(name, type(self).model_fields, _ALIKE)):
+                raise ValueError(f"{name} is not known here{hint}")
         for each in self.stop_strings:
             if not each:
                 raise ValueError("a stop string is empty; every text begins with it")

@@ -59,14 +59,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+def shared_in(server: RedisServer, first: int = 0) -> dict[str, Any]:
+    """Return settings of what the machines of a cluster share, in two databases of a server."""
+    remote, names = (f"redis://127.0.0.1:{server.port}/{number}" for number in (first, first + 1))
+    return {"remote": remote, "names": names, **SETTINGS}
+
+
 @pytest.fixture
 def shared(redis_of_ray: RedisServer) -> Iterator[dict[str, Any]]:
     """Settings of what the machines of a cluster share, which is empty."""
     import redis
 
-    addresses = [f"redis://127.0.0.1:{redis_of_ray.port}/{number}" for number in (0, 1)]
-    yield {"remote": addresses[0], "names": addresses[1], **SETTINGS}
-    with redis.Redis.from_url(addresses[0]) as client:
+    settings = shared_in(redis_of_ray)
+    yield settings
+    with redis.Redis.from_url(settings["remote"]) as client:
         client.flushall()
 
 

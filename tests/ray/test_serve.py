@@ -22,14 +22,24 @@ from cacheblend_rag.ray import build_app
 from cacheblend_rag.ray.nearness import name_number
 from cacheblend_rag.ray.rows import Columns
 from cacheblend_rag.ray.warmer import Warmer, WarmJob
-from tests.ray.conftest import CHAT, SETTINGS, RedisServer, documents_of, events, put, question, served, workers
+from tests.ray.conftest import (
+    CHAT,
+    SETTINGS,
+    RedisServer,
+    documents_of,
+    events,
+    put,
+    question,
+    served,
+    shared_in,
+    workers,
+)
 from tests.serve.conftest import serving
 
 
 @pytest.fixture(scope="module")
 def settings(redis_of_ray: RedisServer) -> dict[str, Any]:
-    addresses = [f"redis://127.0.0.1:{redis_of_ray.port}/{number}" for number in (2, 3)]
-    return {"remote": addresses[0], "names": addresses[1], **SETTINGS}
+    return shared_in(redis_of_ray, 2)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,18 @@ pytest.importorskip("ray", reason="Ray is not installed (extra ray)")
 
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.engine import BlendEngine
-from tests.ray.conftest import CHAT, RedisServer, cluster, documents_of, put, question, redis_of_ray, served, workers
+from tests.ray.conftest import (
+    CHAT,
+    RedisServer,
+    cluster,
+    documents_of,
+    put,
+    question,
+    redis_of_ray,
+    served,
+    shared_in,
+    workers,
+)
 from tests.serve.process import LEAST
 from tests.vllm.conftest import WEIGHTS, engine_answer, wait_until_gone
 
@@ -28,8 +39,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def shared(redis_of_ray: RedisServer) -> dict[str, Any]:
-    addresses = [f"redis://127.0.0.1:{redis_of_ray.port}/{number}" for number in (0, 1)]
-    return {"remote": addresses[0], "names": addresses[1], "disk_codec": "native"}
+    return shared_in(redis_of_ray)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from types import TracebackType
 
 import httpx
 
+from cacheblend_rag.config import environment_without_settings
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.lab.cluster.caches import Capacities
 
@@ -57,8 +58,7 @@ class Servers:
 
     def __enter__(self) -> Servers:
         # What is set for others, names that machines share above all, is not for these.
-        own = {name: value for name, value in os.environ.items() if not name.startswith("CACHEBLEND_")}
-        environment = own | {
+        environment = environment_without_settings() | {
             "CACHEBLEND_RAM_BYTES": str(int(self._capacities.ram_bytes)),
             "CACHEBLEND_DISK_BYTES": str(int(self._capacities.disk_bytes)),
             "CACHEBLEND_REMOTE": self._remote,

@@ -182,12 +182,12 @@ class SharedNames:
         """Have units be what they are elsewhere, and what prompts brought of them here, written yet or not, go with them."""
         there = {piece.record.id for unit in units for piece in unit.pieces}
         gone = {unit.name.id for unit in units if unit.name.id is not None and not unit.pieces} - there
-        waiting = self._waiting.records(namespace)
         self._waiting.forget(namespace, list(gone))
+        waiting = self._waiting.records(namespace)
         ended, dropped = self._names.adopt(namespace, units)
         self._drop(dropped)
         waiting |= self._waiting.records(namespace)
-        late = [id for id, record in waiting.items() if id in gone or (record.source in ended and id not in there)]
+        late = [id for id, record in waiting.items() if record.source in ended and id not in there]
         if late:
             self._waiting.forget(namespace, late)
             # Those that were written while this was done.
