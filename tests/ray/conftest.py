@@ -8,11 +8,12 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from cacheblend_rag import BlendEngine, EngineConfig
@@ -143,22 +144,10 @@ def documents_of(count: int, chunks: int = 4) -> list[dict[str, Any]]:
 
 
 def workers(title: str) -> list[int]:
-    """Return the processes of this cluster's actors whose title begins so."""
+    """Return the processes of this cluster whose command line, or title, begins so."""
     found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (folder / "cmdline").read_bytes().decode(errors="replace")
-        except OSError:
-            continue
-        if command.startswith(title) and _is_ours(int(folder.name)):
-            found.append(int(folder.name))
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if " ".join(process.cmdline()).startswith(title):
+                found.append(process.pid)
     return found
-
-
-def _is_ours(pid: int) -> bool:
-    while pid > 1 and pid != os.getpid():
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            return False
-    return pid == os.getpid()

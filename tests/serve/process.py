@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
+import psutil
+
 ADDRESS = re.compile(r"answers at (http://\S+)/v1")
 # The least that vLLM must be told to be up soon on a small machine.
 VLLM = ("--backend", "vllm")
@@ -87,10 +89,4 @@ class ServerProcess:
 
     def children(self) -> list[int]:
         """Return the processes that it has started, and those that these have."""
-        found, waiting = [], [self.process.pid]
-        while waiting:
-            listed = Path(f"/proc/{(parent := waiting.pop())}/task/{parent}/children")
-            below = [int(pid) for pid in listed.read_text().split()] if listed.exists() else []
-            found += below
-            waiting += below
-        return found
+        return [each.pid for each in psutil.Process(self.process.pid).children(recursive=True)]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -110,7 +111,7 @@ def engine_answer(engine: BlendEngine, body: dict[str, Any]) -> Answer:
 
 def wait_until_gone(pids: list[int]) -> None:
     until = time.monotonic() + 60
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+    while any(psutil.pid_exists(pid) for pid in pids):
         assert time.monotonic() < until
         time.sleep(0.2)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is installed in an environment of its own (make check-vllm)")
@@ -91,7 +92,7 @@ def test_where_vllm_ends_another_replica_answers(client: httpx.Client) -> None:
     begun = set(_servers())
     assert len(begun) == 2
     victim = min(begun)
-    left = [pid for pid in workers("VLLM::") if os.getpgid(pid) == victim]
+    left = [each.pid for each in psutil.Process(victim).children(recursive=True)]
     assert left
     os.kill(victim, signal.SIGKILL)
     until, answered = time.monotonic() + 120, 0
@@ -108,4 +109,4 @@ def test_where_vllm_ends_another_replica_answers(client: httpx.Client) -> None:
 
 
 def _servers() -> list[int]:
-    return workers(f"{sys.executable}\0-m\0vllm_cacheblend.launch")
+    return workers(f"{sys.executable} -m vllm_cacheblend.launch")
