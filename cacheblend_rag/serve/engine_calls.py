@@ -14,7 +14,6 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-import anyio
 from fastapi import Response
 
 from cacheblend_rag.chat.answer import Answer
@@ -25,7 +24,7 @@ from cacheblend_rag.errors import PromptError
 from cacheblend_rag.serve.asker import Asker, FromAsker, in_thread
 from cacheblend_rag.serve.asking import check_length
 from cacheblend_rag.serve.backend import Asked
-from cacheblend_rag.serve.live import LIFE_S, EventStream
+from cacheblend_rag.serve.live import EventStream
 from cacheblend_rag.serve.settings import ServeConfig
 from cacheblend_rag.serve.storing import store
 from cacheblend_rag.serve.troubles import explained
@@ -84,13 +83,11 @@ async def _flush(asker: FromAsker) -> Response:
     library = await asker.library()
 
     async def events() -> AsyncGenerator[dict[str, Any], None]:
-        task = asker.server.begin(asker.server.flush(library))
-        while not (await asyncio.wait([task], timeout=LIFE_S))[0]:
-            yield {}
-        await task
+        # It goes on if the client leaves.
+        await asyncio.shield(asker.server.begin(asker.server.flush(library)))
         yield {"status": "stored"}
 
-    return EventStream(events(), asker.server.config.reader_s, explained)
+    return EventStream(events(), asker.server.config.reader_s, explained, tells_life=True)
 
 
 async def _estimate(request: ChunksCall, asker: FromAsker) -> dict[str, Any]:
@@ -157,7 +154,8 @@ async def _answer(request: AnswerCall, asker: FromAsker) -> Response:
         entered.enter_context(server.gate.pass_through())
         library = await asker.library()
         asked = await in_thread(_asked, library, request, server.config)
-        return EventStream(_pieces(asker, library, asked), server.config.reader_s, explained, entered.pop_all().close)
+        pieces, leave = _pieces(asker, library, asked), entered.pop_all().close
+        return EventStream(pieces, server.config.reader_s, explained, leave, tells_life=True)
 
 
 def _asked(library: ChunkLibrary, request: AnswerCall, config: ServeConfig) -> Asked:
@@ -183,25 +181,12 @@ def _asked(library: ChunkLibrary, request: AnswerCall, config: ServeConfig) -> A
 
 async def _pieces(asker: Asker, library: ChunkLibrary, asked: Asked) -> AsyncGenerator[dict[str, Any], None]:
     async with aclosing(asker.server.backend.answer(library, asked)) as spoken:
-        coming = asyncio.ensure_future(anext(spoken))
-        try:
-            while True:
-                done, _ = await asyncio.wait([coming], timeout=LIFE_S)
-                if not done:
-                    yield {}
-                    continue
-                piece = coming.result()
-                if isinstance(piece, Answer):
-                    asker.spans.record(piece)
-                    yield {"text": piece.text, "reason": piece.finish_reason, "report": piece.report.to_dict()}
-                    return
+        async for piece in spoken:
+            if isinstance(piece, Answer):
+                asker.spans.record(piece)
+                yield {"text": piece.text, "reason": piece.finish_reason, "report": piece.report.to_dict()}
+            else:
                 yield {"piece": piece}
-                coming = asyncio.ensure_future(anext(spoken))
-        finally:
-            coming.cancel()
-            # Who has left has cancelled this task too, and the generator is closed only when nobody waits in it.
-            with anyio.CancelScope(shield=True):
-                await asyncio.wait([coming])
 
 
 @lru_cache(maxsize=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from abc import abstractmethod
@@ -13,10 +14,11 @@ import anyio
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-__all__ = ["LIFE_S", "EventStream", "Whole"]
+__all__ = ["EventStream", "Whole"]
 
-LIFE_S = 1.0
-"""Seconds between two signs of life, at which a client that has lost interest notices."""
+_LIFE_S = 1.0
+# A line that whoever reads server-sent events passes over.
+_LIFE = ":\n\n"
 
 Explain = Callable[[Exception], Response]
 
@@ -106,6 +108,8 @@ class EventStream(_Live):
         What is sent as JSON, an event each.
     reader_s, explain, end
         As above.
+    tells_life : bool
+        Whether each second without an event has a sign of life, from the first on; what goes wrong after it is told as an event.
     """
 
     def __init__(
@@ -114,9 +118,12 @@ class EventStream(_Live):
         reader_s: float,
         explain: Explain,
         end: Callable[[], None] | None = None,
+        *,
+        tells_life: bool = False,
     ) -> None:
         super().__init__(reader_s, explain, end)
         self._events = events
+        self._tells_life = tells_life
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         has_begun = False
@@ -127,17 +134,43 @@ class EventStream(_Live):
                 has_begun = True
                 headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True})
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
 
-        async with aclosing(self._events):
+        steps = _with_life(self._events) if self._tells_life else self._events
+        async with aclosing(self._events), aclosing(steps):
             try:
-                async for event in self._events:
-                    await write(json.dumps(event))
+                async for event in steps:
+                    await write(_LIFE if event is None else _data(json.dumps(event)))
             except Exception as error:
                 response = self._explain(error)
                 if not has_begun:
                     await response(scope, receive, send)
                     return
-                await write(bytes(response.body).decode())
-            await write("[DONE]")
+                await write(_data(bytes(response.body).decode()))
+            await write(_data("[DONE]"))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _data(text: str) -> str:
+    return f"data: {text}\n\n"
+
+
+async def _with_life(events: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    """Yield what comes, and None where nothing has come for a while."""
+    coming = asyncio.ensure_future(anext(events))
+    try:
+        while True:
+            if not (await asyncio.wait([coming], timeout=_LIFE_S))[0]:
+                yield None
+                continue
+            try:
+                event = coming.result()
+            except StopAsyncIteration:
+                return
+            yield event
+            coming = asyncio.ensure_future(anext(events))
+    finally:
+        coming.cancel()
+        # Who has left has cancelled this task too, and a generator can be closed only when nobody waits in it.
+        with anyio.CancelScope(shield=True):
+            await asyncio.wait([coming])

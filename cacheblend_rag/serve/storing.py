@@ -8,12 +8,11 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import anyio
 from fastapi import Response
 
 from cacheblend_rag.engine import ChunkLibrary
 from cacheblend_rag.serve.asker import Asker, in_thread
-from cacheblend_rag.serve.live import LIFE_S, EventStream, Whole
+from cacheblend_rag.serve.live import EventStream, Whole
 from cacheblend_rag.serve.troubles import explained
 
 __all__ = ["Add", "store"]
@@ -59,29 +58,13 @@ async def store(asker: Asker, add: Add, *, is_streamed: bool, document: str | No
         library = await asker.library()
         task = server.begin(work(library, entered.pop_all()))
     if is_streamed:
-        return EventStream(_progress(steps, task), server.config.reader_s, explained)
-    return Whole(partial(_outcome, task), server.config.reader_s, explained)
+        return EventStream(_progress(steps, task), server.config.reader_s, explained, tells_life=True)
+    return Whole(partial(asyncio.shield, task), server.config.reader_s, explained)
 
 
 async def _progress(
     steps: asyncio.Queue[tuple[int, int] | None], task: asyncio.Task[dict[str, Any]]
 ) -> AsyncGenerator[dict[str, Any], None]:
-    told: dict[str, Any] = {}
-    while True:
-        with anyio.move_on_after(LIFE_S) as waited:
-            step = await steps.get()
-        if waited.cancelled_caught:
-            # Said again, so that nobody takes a long wait for the end.
-            yield told
-            continue
-        if step is None:
-            break
-        told = {"done": step[0], "total": step[1]}
-        yield told
-    yield await _outcome(task)
-
-
-async def _outcome(task: asyncio.Task[dict[str, Any]]) -> dict[str, Any]:
-    # Not awaited itself, which would end it with who awaits.
-    await asyncio.wait([task])
-    return task.result()
+    while (step := await steps.get()) is not None:
+        yield {"done": step[0], "total": step[1]}
+    yield await asyncio.shield(task)

@@ -118,7 +118,7 @@ class Connection:
         body : callable
             Returns what is sent as JSON, each time that it is sent.
         is_over : callable
-            Whether nobody waits for the answer any more, so that a busy server is not asked again.
+            Whether nobody waits for the answer any more; there are no more events then, and a busy server is not asked again.
         patience_s : float
             For how long a busy server is asked again, a minute at most.
         """
@@ -126,7 +126,7 @@ class Connection:
         while not is_over():
             with self._reached(), self._client.stream("POST", path, content=json.dumps(body())) as reply:
                 if reply.is_success:
-                    yield from self._events(reply)
+                    yield from self._events(reply, is_over)
                     return
                 reply.read()
             self._wait(reply, until, is_over)
@@ -135,8 +135,10 @@ class Connection:
         """Let go of the server."""
         self._client.close()
 
-    def _events(self, reply: httpx.Response) -> Iterator[Any]:
+    def _events(self, reply: httpx.Response, is_over: Callable[[], bool]) -> Iterator[Any]:
         for line in reply.iter_lines():
+            if is_over():
+                return
             data = line.removeprefix("data: ")
             if data == _END:
                 return

@@ -158,7 +158,7 @@ class ServedEngine(AnyEngine):
             sent = body | {"chunks": [asdict(each) for each in part]}
             for event in self._server.events("/v1/engine/add", partial(dict, sent)):
                 if "refused" not in event:
-                    if progress is not None and event:
+                    if progress is not None:
                         progress(begun + event["done"], len(chunks))
                     continue
                 for number, message in event["refused"]:
@@ -174,10 +174,8 @@ class ServedEngine(AnyEngine):
 
     def _wait_for_server(self, is_over: Callable[[], bool]) -> None:
         """Wait until what is added in the background is stored."""
-        with closing(self._server.events("/v1/engine/flush", dict, is_over)) as events:
-            for _ in events:
-                if is_over():
-                    break
+        for _ in self._server.events("/v1/engine/flush", dict, is_over):
+            pass
 
     def _estimate(self, chunks: list[Chunk]) -> WarmEstimate:
         told = [
@@ -342,8 +340,6 @@ class ServedEngine(AnyEngine):
                         return GenerationResult(event["text"], (), (), report, event["reason"])
                     if show is not None and "piece" in event:
                         show(event["piece"])
-                    if is_over():
-                        break
             raise CacheBlendError("the answer was ended before it was whole; ask again")
 
         return ask
