@@ -62,7 +62,7 @@ class EngineMetrics:
             return Counter(f"cacheblend_{name}", text, labels, registry=self.registry)
 
         self._prompts = counter("prompts", "Prompts answered.", "selector")
-        self._fallbacks = counter("fallbacks", "Prompts prefilled in full although blending was asked for.")
+        self._fallbacks = counter("fallbacks", "Prompts with chunks prefilled in full although blending was asked for.")
         self._chunks = counter(
             "chunks", "Chunks of prompts: where their KV was read from, or that it was a miss.", "tier"
         )
@@ -88,7 +88,8 @@ class EngineMetrics:
     def observe(self, report: BlendReport) -> None:
         """Count one answered prompt."""
         self._prompts.labels(report.selector).inc()
-        if report.fallback_reason is not None:
+        # What has no chunks, as a chat's first words, has nothing to blend.
+        if report.fallback_reason is not None and report.chunks:
             self._fallbacks.inc()
         for chunk in report.chunks:
             if not chunk.tokens:
