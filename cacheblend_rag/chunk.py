@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TypeAlias
@@ -293,6 +293,16 @@ class BlendPrompt:
             if not isinstance(chunk, str | Chunk | ChunkRef):
                 raise ConfigError(
                     f"chunks holds {chunk!r}, a {type(chunk).__name__}; give ids, Chunk or ChunkRef objects"
+                )
+        if isinstance(self.segments, str):
+            raise ConfigError(
+                f"segments is the string {self.segments[:40]!r}; give a list of segments, or the text as prefix"
+            )
+        for segment in self.segments:
+            if not isinstance(segment, str | FixedText | Chunk | ChunkRef | ChunkPart | Iterable):
+                raise ConfigError(
+                    f"segments holds {segment!r}, a {type(segment).__name__}; give texts, lists of token ids, Chunk, ChunkRef or "
+                    "ChunkPart objects"
                 )
         if self.segments:
             if self.prefix or self.chunks or self.suffix or self.separator:

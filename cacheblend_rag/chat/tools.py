@@ -92,21 +92,24 @@ def call_grammar(tools: Sequence[dict[str, Any]], template: str) -> str:
     return json_grammar({"anyOf": calls}, *around)
 
 
-def parse_calls(text: str, *, is_cut: bool = False, must_call: bool = False) -> ToolReply:
+def parse_calls(
+    text: str, tools: Sequence[dict[str, Any]] = (), *, is_cut: bool = False, must_call: bool = False
+) -> ToolReply:
     """Read the tool calls in an answer; where there are none, it is the text as it is.
 
     The forms are those that models write: JSON or XML between ``<tool_call>`` tags, JSON alone (one object, several with ``;``
     between them, or a list), with ``arguments`` or ``parameters``, ``[TOOL_CALLS]`` before a list, and a list of Python calls.
+    XML does not say which of its values are text: what is, by the schemas of the tools that were offered, stays as it is written.
     `is_cut` says that the answer had as many tokens as it was allowed, `must_call` that whatever it is, it is not text.
     """
-    reply = _read(text, is_cut)
+    reply = _read(text, tools, is_cut)
     if must_call and not reply.calls and not reply.invalid:
         error = _CUT if is_cut else "the answer had to be a call, but is not one"
         return ToolReply("", invalid=[UnreadCall(None, text.strip(), _new_id(), error)])
     return reply
 
 
-def _read(text: str, is_cut: bool) -> ToolReply:
+def _read(text: str, tools: Sequence[dict[str, Any]], is_cut: bool) -> ToolReply:
     if _OPEN in text:
         before, *blocks = text.split(_OPEN)
         reply = ToolReply(before.rstrip())
@@ -115,7 +118,7 @@ def _read(text: str, is_cut: bool) -> ToolReply:
             if not closed:
                 part = max((n for n in range(1, len(_CLOSE)) if body.endswith(_CLOSE[:n])), default=0)
                 body = body[: len(body) - part]
-            _read_block(body, reply, is_cut and not closed)
+            _read_block(body, tools, reply, is_cut and not closed)
             reply.text += after.strip()
         return reply
     body = text.strip()
@@ -158,8 +161,8 @@ class ToolGate:
         return shown
 
 
-def _read_block(body: str, reply: ToolReply, is_cut: bool) -> None:
-    calls = _json_calls(body.strip()) or _xml_calls(body)
+def _read_block(body: str, tools: Sequence[dict[str, Any]], reply: ToolReply, is_cut: bool) -> None:
+    calls = _json_calls(body.strip()) or _xml_calls(body, tools)
     if calls:
         reply.calls += calls
     else:
@@ -202,16 +205,29 @@ def _call_of(value: Any) -> ToolCall | None:
     return ToolCall(name, arguments, _new_id())
 
 
-def _xml_calls(body: str) -> list[ToolCall]:
+def _xml_calls(body: str, tools: Sequence[dict[str, Any]]) -> list[ToolCall]:
     if _XML_CALL.sub("", body):
         return []
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
     return [
-        ToolCall(name, {key: _value(text) for key, text in _XML_PARAMETER.findall(parameters)}, _new_id())
+        ToolCall(
+            name,
+            {
+                key: _value(text, schemas.get(name, {}).get("properties", {}).get(key))
+                for key, text in _XML_PARAMETER.findall(parameters)
+            },
+            _new_id(),
+        )
         for name, parameters in _XML_CALL.findall(body)
     ]
 
 
-def _value(text: str) -> Any:
+def _value(text: str, schema: Any) -> Any:
+    """Return the value that a text stands for, by the JSON schema that it has to fit, if there is one."""
+    given = schema.get("type") if isinstance(schema, dict) else None
+    kinds = given if isinstance(given, list) else [given]
+    if "string" in kinds and not ("null" in kinds and text == "null"):
+        return text
     try:
         return json.loads(text)
     except json.JSONDecodeError:

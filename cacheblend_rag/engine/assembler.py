@@ -91,7 +91,7 @@ class Assembler:
         elif isinstance(config.encoding_prefix, str):
             self.prefix_ids = self._with_bos(self.tokenize(config.encoding_prefix))
         else:
-            self.prefix_ids = tuple(config.encoding_prefix)
+            self.prefix_ids = self._checked(config.encoding_prefix)
         reach = None if form is None or form.rope_reach is None else form.rope_reach - 1
         limits = [max(end - len(self.prefix_ids), 0) for end in (window, reach) if end is not None]
         if config.context == "none" or form is None:

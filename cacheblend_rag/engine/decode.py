@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from inspect import signature
 from numbers import Integral
@@ -16,16 +16,26 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, Sto
 from transformers.utils.generic import TransformersKwargs
 
 from cacheblend_rag.config import BlendConfig, did_you_mean
-from cacheblend_rag.engine.generation import GenerationResult, StopStrings, TokenWatch
+from cacheblend_rag.engine.generation import GenerationResult, PieceStreamer, StopStrings, TokenWatch
 from cacheblend_rag.engine.request import PromptRun, make_report
 from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.model import model_window, num_decoder_layers, unwrapped
 
-__all__ = ["check_options", "complete_options", "decode", "make_result", "output_limit"]
+__all__ = ["checked_options", "complete_options", "decode", "make_result", "output_limit"]
 
 _DEFAULT_NEW_TOKENS = 256
+
+# What a checkpoint's own generation settings may ask for, and a blended prompt cannot have.
+_NEUTRAL = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "cache_implementation": None,
+    "use_cache": True,
+    "prompt_lookup_num_tokens": None,
+    "assistant_early_exit": None,
+}
 
 # Options of transformers' generate that would need the prompt's KV in another form than one sequence, computed at once.
 _FOREIGN = {
@@ -48,8 +58,14 @@ _FOREIGN = {
 }
 
 
-def check_options(model: PreTrainedModel, max_new_tokens: int | None, options: dict[str, Any]) -> None:
-    """Raise `ConfigError` for generation options that nobody knows, or that cannot be combined with a blended prefill."""
+def checked_options(model: PreTrainedModel, max_new_tokens: int | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the generation options that say something, without those that are None.
+
+    Raises
+    ------
+    ConfigError
+        For options that nobody knows, or that cannot be combined with a blended prefill.
+    """
     if not isinstance(max_new_tokens, Integral | None):
         raise ConfigError(f"max_new_tokens={max_new_tokens!r} is not a whole number; give 1 or more")
     if max_new_tokens is not None and max_new_tokens < 1:
@@ -78,6 +94,7 @@ def check_options(model: PreTrainedModel, max_new_tokens: int | None, options: d
             )
     if options.get("use_cache") is False:
         raise ConfigError("use_cache=False contradicts blending; leave it out")
+    return {name: value for name, value in options.items() if value is not None}
 
 
 @lru_cache(maxsize=8)
@@ -105,15 +122,19 @@ def output_limit(model: PreTrainedModel, run: PromptRun) -> int:
 
 def complete_options(model: PreTrainedModel, tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Return options of ``generate`` with those that a blended prompt needs."""
-    # What a checkpoint's own generation settings may ask for, and a blended prompt cannot have.
-    options = {"num_beams": 1, "num_return_sequences": 1, "cache_implementation": None, "use_cache": True} | options
-    strings = options.pop("stop_strings", None)
-    if strings:
-        stop = StopStrings(tokenizer, [strings] if isinstance(strings, str) else strings)
-        options["stopping_criteria"] = [*(options.get("stopping_criteria") or ()), stop]
+    options = dict(_NEUTRAL) | options
+    stop = _stop_strings(tokenizer, options)
+    options.pop("stop_strings", None)
+    if stop is not None:
+        options["stopping_criteria"] = [*options.get("stopping_criteria", ()), stop]
     if options.get("pad_token_id") is None and model.generation_config.pad_token_id is None:
         options["pad_token_id"] = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return options
+
+
+def _stop_strings(tokenizer: Any, options: Mapping[str, Any]) -> StopStrings | None:
+    strings = options.get("stop_strings")
+    return StopStrings(tokenizer, [strings] if isinstance(strings, str) else strings) if strings else None
 
 
 def decode(
@@ -122,7 +143,7 @@ def decode(
     runner: Runner,
     run: PromptRun,
     stop: threading.Event,
-    streamer: Any = None,
+    streamer: PieceStreamer | None = None,
 ) -> GenerationResult:
     """Generate an answer to one prompt, the first forward of which is the blended prefill.
 
@@ -136,13 +157,13 @@ def decode(
         The prompt.
     stop : threading.Event
         Ends the generation at the next token.
-    streamer : Any
-        A transformers streamer, or None.
+    streamer : PieceStreamer or None
+        Shows the answer as it comes.
     """
     layout, limit = run.prompt.layout, output_limit(model, run)
     options = complete_options(model, tokenizer, run.request.options)
     watch = TokenWatch(stop)
-    criteria = StoppingCriteriaList([*(options.pop("stopping_criteria", None) or ()), watch])
+    criteria = StoppingCriteriaList([*options.pop("stopping_criteria", ()), watch])
 
     def forward(cache: BlendCache | None, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         if stop.is_set() or (streamer is not None and not threading.main_thread().is_alive()):
@@ -175,9 +196,9 @@ def end_ids(model: Any, options: Mapping[str, Any] = MappingProxyType({})) -> tu
     return token_ids(model.generation_config.eos_token_id if asked is None else asked)
 
 
-def token_ids(given: int | list[int] | None) -> tuple[int, ...]:
+def token_ids(given: int | Sequence[int] | None) -> tuple[int, ...]:
     """Return the ids of a setting that is one, several or none."""
-    return () if given is None else tuple(given) if isinstance(given, list) else (given,)
+    return () if given is None else tuple(given) if isinstance(given, Sequence) else (given,)
 
 
 def make_result(
@@ -188,5 +209,8 @@ def make_result(
     first_output = watch.times[0] if watch.times else time.perf_counter()
     report = make_report(run, num_decoder_layers(model), first_output, token_ids, watch.times, watch.tpot_s(count))
     text = tokenizer.decode(token_ids, skip_special_tokens=True)
-    reason = "stop" if token_ids and token_ids[-1] in end_ids(model, run.request.options) else "length"
+    options = run.request.options
+    stops = [_stop_strings(tokenizer, options), *options.get("stopping_criteria", ())]
+    ends = {*end_ids(model, options), *(id for each in stops if isinstance(each, StopStrings) for id in each.ids)}
+    reason = "stop" if token_ids and token_ids[-1] in ends else "length"
     return GenerationResult(text, token_ids, run.prompt.layout.token_ids, report, reason)

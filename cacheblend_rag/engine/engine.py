@@ -22,7 +22,7 @@ from cacheblend_rag.encode import Encoder
 from cacheblend_rag.engine.answering import AnsweringStore
 from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.conversation import Conversation, Turn
-from cacheblend_rag.engine.decode import check_options, end_ids
+from cacheblend_rag.engine.decode import checked_options, end_ids
 from cacheblend_rag.engine.gathering import Gathering
 from cacheblend_rag.engine.generation import BlendStream, GenerationResult, PieceStreamer, PrefillResult
 from cacheblend_rag.engine.guard import Guard, GuardOrder
@@ -37,7 +37,7 @@ from cacheblend_rag.engine.opening import engine_identity, load_pretrained, look
 from cacheblend_rag.engine.prompt import AssembledPrompt
 from cacheblend_rag.engine.request import PromptRun, Request, Timings, make_report
 from cacheblend_rag.engine.runner import Runner
-from cacheblend_rag.engine.scheduling import scheduler_lock
+from cacheblend_rag.engine.scheduling import Patience, scheduler_lock
 from cacheblend_rag.engine.supply import KVSupply
 from cacheblend_rag.engine.watch import LayerWatcher, WatchedForward, WatchedPrefill, last_logits
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
@@ -249,6 +249,7 @@ class BlendEngine(ChunkLibrary, AnyEngine):
         with self._runner.lock:
             if not self._closed:
                 self._closed = True
+                self._runner.close()
                 self._kept.close()
                 if self._owns_store:
                     self._store.close()
@@ -506,8 +507,9 @@ class BlendEngine(ChunkLibrary, AnyEngine):
         ConfigError
             If an option cannot be combined with blending.
         """
-        check_options(self.model, max_new_tokens, generation_kwargs)
-        run = self._begin(prompt, blend, conversation, wait_s, max_new_tokens=max_new_tokens, options=generation_kwargs)
+        options = checked_options(self.model, max_new_tokens, generation_kwargs)
+        patience = Patience.of(wait_s)
+        run = self._begin(prompt, blend, conversation, patience, max_new_tokens=max_new_tokens, options=options)
         return self._decode(run, threading.Event(), None)
 
     def _generate_many(
@@ -521,13 +523,13 @@ class BlendEngine(ChunkLibrary, AnyEngine):
         stop: threading.Event,
     ) -> list[GenerationResult]:
         started = time.perf_counter()
-        check_options(self.model, max_new_tokens, options)
+        options, patience = checked_options(self.model, max_new_tokens, options), Patience.of(wait_s)
         if batch_size is not None and batch_size < 1:
             raise ConfigError(f"batch_size={batch_size} must be at least 1; leave it out to have it chosen")
         if isinstance(prompts, BlendPrompt | Prompt):
             raise ConfigError(f"prompts is a single {type(prompts).__name__}; give a list of them, or use generate")
         runs = [
-            self._begin(prompt, blend, wait_s=wait_s, started=started, max_new_tokens=max_new_tokens, options=own)
+            self._begin(prompt, blend, patience=patience, started=started, max_new_tokens=max_new_tokens, options=own)
             for prompt, own in zip(prompts, options_of_each(options, len(prompts)), strict=True)
         ]
         results: dict[int, GenerationResult] = {}
@@ -553,8 +555,9 @@ class BlendEngine(ChunkLibrary, AnyEngine):
         BlendStream
             An iterator over pieces of text; its `result` holds the report.
         """
-        check_options(self.model, max_new_tokens, generation_kwargs)
-        run = self._begin(prompt, blend, conversation, wait_s, max_new_tokens=max_new_tokens, options=generation_kwargs)
+        options = checked_options(self.model, max_new_tokens, generation_kwargs)
+        patience = Patience.of(wait_s)
+        run = self._begin(prompt, blend, conversation, patience, max_new_tokens=max_new_tokens, options=options)
         return BlendStream(lambda show, stop: self._decode(run, stop, PieceStreamer(self.tokenizer, show)))
 
     def _decode(self, run: PromptRun, stop: threading.Event, streamer: Any) -> GenerationResult:
@@ -633,7 +636,7 @@ class BlendEngine(ChunkLibrary, AnyEngine):
         prompt: BlendPrompt | Prompt,
         blend: BlendConfig | None,
         conversation: Conversation | None = None,
-        wait_s: float | None = None,
+        patience: Patience | None = None,
         started: float | None = None,
         max_new_tokens: int | None = None,
         options: dict[str, Any] | None = None,
@@ -641,10 +644,6 @@ class BlendEngine(ChunkLibrary, AnyEngine):
         """Return the run of a prompt under the settings in force for it, which is checked and in tokens, but not computed."""
         began = time.perf_counter()
         started = began if started is None else started
-        if wait_s is not None and not (isinstance(wait_s, int | float) and wait_s >= 0):
-            raise ConfigError(
-                f"wait_s={wait_s!r} must be a number of seconds from 0 upwards; leave it out for no limit"
-            )
         if conversation is not None and not conversation.belongs_to(self._kept):
             raise ConfigError(
                 "the conversation belongs to another engine, whose KV is of no use here; make one by this engine's conversation()"
@@ -666,7 +665,7 @@ class BlendEngine(ChunkLibrary, AnyEngine):
         request = Request(
             order.blend,
             started,
-            None if wait_s is None else started + wait_s,
+            Patience() if patience is None else patience,
             turn,
             level,
             order.action,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
-import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -14,12 +13,12 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.engine.decode import decode, output_limit
-from cacheblend_rag.engine.generation import GenerationResult
+from cacheblend_rag.engine.decode import decode
+from cacheblend_rag.engine.generation import GenerationResult, PieceStreamer
 from cacheblend_rag.engine.many import OBJECTS, Call, Many
 from cacheblend_rag.engine.request import PromptRun
 from cacheblend_rag.engine.runner import Runner
-from cacheblend_rag.errors import AnswerTimeoutError, CacheBlendError
+from cacheblend_rag.errors import CacheBlendError
 
 __all__ = ["Gathering"]
 
@@ -75,7 +74,7 @@ class Gathering:
         # `setdefault` is one step, which threads cannot get between.
         return self._lines.get(os.getpid()) or self._lines.setdefault(os.getpid(), _Line())
 
-    def answer(self, run: PromptRun, stop: threading.Event, streamer: Any = None) -> GenerationResult:
+    def answer(self, run: PromptRun, stop: threading.Event, streamer: PieceStreamer | None = None) -> GenerationResult:
         """Answer a prompt, in this thread or in another.
 
         Parameters
@@ -84,8 +83,8 @@ class Gathering:
             The prompt.
         stop : threading.Event
             Ends the answer at the next token.
-        streamer : Any
-            A transformers streamer, or None.
+        streamer : PieceStreamer or None
+            Shows the answer as it comes.
 
         Raises
         ------
@@ -112,20 +111,17 @@ class Gathering:
         return decode(self._model, self._tokenizer, self._runner, call.run, call.stop, call.streamer)
 
     def _wait(self, line: _Line, call: _Waiting) -> GenerationResult:
-        until = call.run.request.wait_until
+        patience = call.run.request.patience
         try:
             while not call.outcome.done():
-                left = math.inf if until is None else until - time.perf_counter()
-                is_over, is_given_up = left <= 0, call.is_given_up
+                left_s = patience.left_s
+                is_over, is_given_up = left_s <= 0, call.is_given_up
                 if (is_over or is_given_up) and self._withdraw(line, call):
                     if is_over:
-                        raise AnswerTimeoutError(
-                            "other calls held the model for all of the time that this one may wait, so it was given up; let it "
-                            "wait longer, or make fewer calls at once"
-                        )
+                        raise patience.error()
                     raise CacheBlendError("the answer was ended before it began; ask again")
                 # Once it is being answered, there is nothing to look for any more.
-                futures.wait([call.outcome], None if is_over or is_given_up else min(left, _GLANCE_S))
+                futures.wait([call.outcome], None if is_over or is_given_up else min(left_s, _GLANCE_S))
             return call.outcome.result()
         except BaseException:
             # Nobody waits for it any more.
@@ -170,18 +166,17 @@ class Gathering:
         [oldest] = group
         if oldest.is_given_up or self._reason(oldest) is not None:
             return
-        width, limit = len(oldest.run.prompt.layout), output_limit(self._model, oldest.run)
+        extent = self._many.extent(oldest.run)
         with line.lock:
             others = list(line.waiting)
         for call in others:
             if call.is_given_up or not _agree(oldest, call) or self._reason(call) is not None:
                 continue
-            wider = max(width, len(call.run.prompt.layout))
-            longer = max(limit, output_limit(self._model, call.run))
+            joined = extent.joined(self._many.extent(call.run))
             # It may have left the line meanwhile.
-            if (len(group) + 1) * (wider + longer) <= self._many.batch_tokens and self._withdraw(line, call):
+            if self._many.has_room(joined) and self._withdraw(line, call):
                 group.append(call)
-                width, limit = wider, longer
+                extent = joined
 
     def _reason(self, call: Call) -> str | None:
         """Return why a call is answered alone."""
@@ -193,7 +188,7 @@ class Gathering:
 
     def _answer_group(self, group: list[_Waiting]) -> None:
         if len(group) == 1:
-            answers: list[GenerationResult | Exception] = [self._alone(group[0])]
+            answers: Sequence[GenerationResult | Exception] = [self._alone(group[0])]
         else:
             answers = self._many.together(group)
         for call, answer in zip(group, answers, strict=True):

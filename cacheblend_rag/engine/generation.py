@@ -5,17 +5,27 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import StoppingCriteria, TextStreamer
+from transformers import StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
 
 from cacheblend_rag.engine.background import Feed
+from cacheblend_rag.engine.spelling import Spelling
 from cacheblend_rag.report import BlendReport
 
-__all__ = ["BlendStream", "GenerationResult", "PieceStreamer", "PrefillResult", "StopStrings", "TokenWatch"]
+__all__ = [
+    "BlendStream",
+    "GenerationResult",
+    "PieceStreamer",
+    "PrefillResult",
+    "StopStrings",
+    "TokenWatch",
+    "special_ids",
+]
 
 # No character takes more tokens than it has bytes in UTF-8.
 _TOKENS_PER_CHAR = 4
@@ -65,6 +75,12 @@ class GenerationResult:
     finish_reason: str = "length"
 
 
+def special_ids(tokenizer: Any, strings: Iterable[str]) -> frozenset[int]:
+    """Return the ids of those strings that are special tokens, which decoding leaves out of a text."""
+    special = {str(token): id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return frozenset(special[each] for each in strings if each in special)
+
+
 class TokenWatch(StoppingCriteria):
     """Notes when each token is there, and ends the generation when told to.
 
@@ -110,6 +126,13 @@ class StopStrings(StoppingCriteria):
         The model's tokenizer.
     stop : sequence of str
         The stop strings, of which none is empty.
+
+    Attributes
+    ----------
+    stop : tuple of str
+        As given.
+    ids : frozenset of int
+        The special tokens among them, which end an answer like its own end tokens, and are in no text.
     """
 
     # Answers with such criteria alone are decoded together (`Gathering`).
@@ -117,6 +140,7 @@ class StopStrings(StoppingCriteria):
 
     def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
         self.stop = tuple(stop)
+        self.ids = special_ids(tokenizer, self.stop)
         self._tokenizer = tokenizer
         self._tail = max(len(each) for each in stop) * _TOKENS_PER_CHAR + 1
         self._prompt_len: int | None = None
@@ -127,7 +151,10 @@ class StopStrings(StoppingCriteria):
             self._prompt_len = input_ids.shape[1] - 1
         begin = max(self._prompt_len, input_ids.shape[1] - self._tail)
         texts = (self._tokenizer.decode(row[begin:].tolist(), skip_special_tokens=True) for row in input_ids)
-        done = [any(each in text for each in self.stop) for text in texts]
+        done = [
+            row[-1].item() in self.ids or any(each in text for each in self.stop)
+            for row, text in zip(input_ids, texts, strict=True)
+        ]
         return torch.tensor(done, dtype=torch.bool, device=input_ids.device)
 
 
@@ -194,8 +221,8 @@ class BlendStream(Iterator[str], AsyncIterator[str]):
         return await self._feed.aoutcome()
 
 
-class PieceStreamer(TextStreamer):
-    """Decodes tokens as they come.
+class PieceStreamer(BaseStreamer):
+    """Shows the text of tokens as they come.
 
     Parameters
     ----------
@@ -203,13 +230,33 @@ class PieceStreamer(TextStreamer):
         The model's tokenizer.
     show : callable
         Called with each piece of text.
+
+    Attributes
+    ----------
+    next_tokens_are_prompt : bool
+        Whether what comes next is the prompt, which is not shown.
+    has_shown : bool
+        Whether anything was.
     """
 
     def __init__(self, tokenizer: Any, show: Callable[[str], None]) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.next_tokens_are_prompt = True
+        self.has_shown = False
         self._show = show
+        self._spelling = Spelling(lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
 
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Hand over what is certain of the text by now."""
+    def put(self, value: torch.Tensor) -> None:
+        """Show what is certain of the text with these tokens, ``(1, tokens)`` for a prompt and ``(1,)`` for what follows."""
+        if self.next_tokens_are_prompt:
+            self.next_tokens_are_prompt = False
+            return
+        self._hand_over("".join(map(self._spelling.add, value.flatten().tolist())))
+
+    def end(self) -> None:
+        """Show what is left of the text."""
+        self._hand_over(self._spelling.rest())
+
+    def _hand_over(self, text: str) -> None:
         if text:
+            self.has_shown = True
             self._show(text)

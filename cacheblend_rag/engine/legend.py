@@ -7,16 +7,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from cacheblend_rag.engine.spelling import Spelling
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.store import KVStore, NamedTarget
 from cacheblend_rag.trace import ChunkContext, TracedChunk
 
 __all__ = ["EngineLegend"]
-
-# What a decoder writes for the bytes of a character that is not whole.
-_UNFINISHED = "\ufffd"
-# No character takes more tokens than it has bytes in UTF-8; behind so many the bytes are no text.
-_MOST_TOKENS = 4
 
 
 class EngineLegend:
@@ -39,24 +35,10 @@ class EngineLegend:
 
     def texts(self, token_ids: Sequence[int]) -> list[str]:
         """Return the text of each token; a character of several tokens is the last one's."""
-        texts: list[str] = []
-        # A token may be written otherwise at the beginning (without its space), so each is read behind those before it.
-        begin = read = 0
-        for end in range(1, len(token_ids) + 1):
-            before = self._decoded(token_ids[begin:read])
-            text = self._decoded(token_ids[begin:end])
-            if text.endswith(_UNFINISHED) and end - read < _MOST_TOKENS and end < len(token_ids):
-                texts.append("")
-                continue
-            texts.append(text[len(before) :])
-            begin, read = read, end
-        return texts
-
-    def _decoded(self, token_ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(
-            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return text
+        decode, shown = self._tokenizer.decode, {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        spelling = Spelling(lambda ids: decode(ids, **shown))
+        texts = [spelling.add(each) for each in token_ids]
+        return [*texts[:-1], texts[-1] + spelling.rest()] if texts else []
 
     def contexts(self, chunks: Sequence[TracedChunk]) -> list[ChunkContext]:
         """Return what each chunk was encoded behind, as far as the store still knows."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaL
 
 from cacheblend_rag.engine.decode import complete_options, decode, end_ids, make_result, output_limit
 from cacheblend_rag.engine.features import decodes_alone
-from cacheblend_rag.engine.generation import GenerationResult
+from cacheblend_rag.engine.generation import GenerationResult, PieceStreamer
 from cacheblend_rag.engine.padded import PaddedBatch, RowEnds, RowProcessor
 from cacheblend_rag.engine.request import PromptRun
 from cacheblend_rag.engine.runner import ROOM_FOR_OUTPUT, Runner
@@ -23,10 +24,12 @@ from cacheblend_rag.engine.selfcheck import check_batching
 from cacheblend_rag.engine.watch import last_logits
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache
-from cacheblend_rag.model import Decoder
+from cacheblend_rag.model import Decoder, model_window, takes_positions, text_decoder
 from cacheblend_rag.tuning import Tuning
 
-__all__ = ["OBJECTS", "Call", "Many", "options_of_each", "plan_decoding"]
+__all__ = ["OBJECTS", "Call", "Extent", "Many", "options_of_each", "plan_decoding"]
+
+logger = logging.getLogger(__name__)
 
 OBJECTS = ("stopping_criteria", "logits_processor")
 """Options that are objects, with a state of their own."""
@@ -77,13 +80,13 @@ class Call:
         The prompt.
     stop : threading.Event
         Ends the answer at the next token.
-    streamer : Any
-        A transformers streamer, or None.
+    streamer : PieceStreamer or None
+        Shows the answer as it comes.
     """
 
     run: PromptRun
     stop: threading.Event
-    streamer: Any = None
+    streamer: PieceStreamer | None = None
 
     @property
     def is_given_up(self) -> bool:
@@ -91,37 +94,67 @@ class Call:
         return self.stop.is_set() or (self.streamer is not None and not threading.main_thread().is_alive())
 
 
-def plan_decoding(
-    lengths: Sequence[int], limits: Sequence[int], batch_tokens: int, batch_size: int | None = None
-) -> list[list[int]]:
+@dataclass(frozen=True)
+class Extent:
+    """How far prompts that are decoded together reach.
+
+    Attributes
+    ----------
+    width : int
+        Tokens of the longest prompt.
+    end : int
+        The position behind the last token of the prompt that reaches farthest.
+    limit : int
+        Maximum tokens of the longest answer, up to which all are computed.
+    rows : int
+        How many prompts.
+    """
+
+    width: int
+    end: int
+    limit: int
+    rows: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all prompts and answers, padding included."""
+        return self.rows * (self.width + self.limit)
+
+    def joined(self, other: Extent) -> Extent:
+        """Return what both come to together."""
+        return Extent(
+            max(self.width, other.width),
+            max(self.end, other.end),
+            max(self.limit, other.limit),
+            self.rows + other.rows,
+        )
+
+
+def plan_decoding(extents: Sequence[Extent], has_room: Callable[[Extent], bool]) -> list[list[int]]:
     """Group prompts of similar length that are decoded together.
 
     Parameters
     ----------
-    lengths : sequence of int
-        Tokens of each prompt.
-    limits : sequence of int
-        Maximum tokens of each answer.
-    batch_tokens : int
-        Maximum tokens of a group, padding and answers included; a prompt that is longer is a group of its own.
-    batch_size : int, optional
-        Maximum prompts of a group.
+    extents : sequence of Extent
+        Of each prompt.
+    has_room : callable
+        Whether prompts of such an extent may be decoded together; one that has none is a group of its own.
 
     Returns
     -------
     list of list of int
-        Indices into `lengths`, longest prompts first.
+        Indices into `extents`, longest prompts first.
     """
     groups: list[list[int]] = []
-    width = longest = 0
-    for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        longest = max(longest, limits[index])
-        rows = len(groups[-1]) + 1 if groups else 1
-        if groups and rows * (width + longest) <= batch_tokens and (batch_size is None or rows <= batch_size):
+    extent: Extent | None = None
+    for index in sorted(range(len(extents)), key=lambda index: extents[index].width, reverse=True):
+        joined = None if extent is None else extent.joined(extents[index])
+        if joined is not None and has_room(joined):
             groups[-1].append(index)
+            extent = joined
         else:
             groups.append([index])
-            width, longest = lengths[index], limits[index]
+            extent = extents[index]
     return groups
 
 
@@ -135,7 +168,7 @@ class Many:
         self._tokenizer = tokenizer
         self._decoder = decoder
         self._runner = runner
-        self.batch_tokens = tuning.decode_batch_tokens
+        self._batch_tokens = tuning.decode_batch_tokens
         self._self_check = tuning.self_check
         self._refused: str | None = None
 
@@ -160,9 +193,11 @@ class Many:
         """
         reasons = (self.alone_reason(run) for run in runs) if len(runs) > 1 and batch_size != 1 else ()
         reason = next((each for each in reasons if each is not None), None)
-        limits = [output_limit(self._model, run) for run in runs]
-        lengths = [len(run.prompt.layout) for run in runs]
-        for group in plan_decoding(lengths, limits, self.batch_tokens, batch_size):
+
+        def has_room(extent: Extent) -> bool:
+            return self.has_room(extent) and (batch_size is None or extent.rows <= batch_size)
+
+        for group in plan_decoding([self.extent(run) for run in runs], has_room):
             if stop.is_set():
                 return
             if len(group) > 1 and reason is None:
@@ -184,8 +219,19 @@ class Many:
                     run.kv.encoded.clear()
                     yield index, result
 
-    def together(self, calls: Sequence[Call]) -> list[GenerationResult | Exception]:
-        """Answer prompts in one batch, whose options differ in objects and limits only.
+    def extent(self, run: PromptRun) -> Extent:
+        """Return how far a prompt reaches."""
+        layout = run.prompt.layout
+        return Extent(len(layout), layout.end_position, output_limit(self._model, run))
+
+    def has_room(self, extent: Extent) -> bool:
+        """Whether prompts of such an extent may be decoded together."""
+        # A row that has ended goes on to the end of the longest answer; `PaddedBatch` keeps it within the window if it can.
+        window = None if takes_positions(text_decoder(self._model)) else model_window(self._model)
+        return extent.tokens <= self._batch_tokens and (window is None or extent.end + extent.limit <= window)
+
+    def together(self, calls: Sequence[Call]) -> Sequence[GenerationResult | Exception]:
+        """Answer prompts in one batch, whose options differ in objects and limits only; one by one if there is no memory for it.
 
         Parameters
         ----------
@@ -197,6 +243,38 @@ class Many:
         list of GenerationResult or Exception
             The answers, or what went wrong with one of them.
         """
+        answers: list[GenerationResult | Exception | None]
+        try:
+            answers = [*self._together(calls)]
+        except torch.OutOfMemoryError:
+            answers = [None] * len(calls)
+        # The errors hold what the batch held, and must be gone before anything else is computed.
+        answers = [None if isinstance(each, torch.OutOfMemoryError) else each for each in answers]
+        if None in answers:
+            self._take_less([call.run for call in calls])
+        return [self._alone(call) if answer is None else answer for call, answer in zip(calls, answers, strict=True)]
+
+    def _take_less(self, runs: Sequence[PromptRun]) -> None:
+        """Have fewer prompts decoded together from now on, for these were too many."""
+        tokens = reduce(Extent.joined, map(self.extent, runs)).tokens
+        self._batch_tokens = min(self._batch_tokens, tokens // 2)
+        logger.warning(
+            "there is no memory to decode %d prompts together that come to %d tokens with their answers, so they are answered "
+            "one by one, and from now on half as much is decoded together",
+            len(runs),
+            tokens,
+        )
+
+    def _alone(self, call: Call) -> GenerationResult | Exception:
+        if call.streamer is not None and call.streamer.has_shown:
+            # What was read of it cannot be begun anew.
+            return torch.OutOfMemoryError("there was no memory to end an answer that had begun; ask again")
+        try:
+            return decode(self._model, self._tokenizer, self._runner, call.run, call.stop, call.streamer)
+        except Exception as error:  # handed to who asked for it
+            return error
+
+    def _together(self, calls: Sequence[Call]) -> Sequence[GenerationResult | Exception]:
         model, tokenizer = self._model, self._tokenizer
         runs = [call.run for call in calls]
         limits = [output_limit(model, run) for run in runs]
@@ -225,7 +303,7 @@ class Many:
             if any(processors):
                 options["logits_processor"] = LogitsProcessorList([RowProcessor(batch.starts, processors, ends)])
             with (
-                self._runner.lock.within(runs[0].request.wait_until),
+                self._runner.lock.within(runs[0].request.patience),
                 torch.no_grad(),
                 batch.prefilled(model) as cache,
             ):
@@ -289,7 +367,7 @@ class Many:
             if value and name not in _BY_ROW | _WITHOUT_EFFECT and not name.startswith("_"):
                 return f"the generation option {name}={value!r} may read the padding of a batch"
         if self._self_check:
-            with self._runner.lock.within(request.wait_until):
+            with self._runner.lock.within(request.patience):
                 try:
                     check_batching(self._decoder)
                 except UnsupportedModelError as error:

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from cacheblend_rag.engine.generation import TokenWatch
 from cacheblend_rag.kv import LayerKV
-from cacheblend_rag.model import KVCache, unwrapped
+from cacheblend_rag.model import KVCache, model_window, unwrapped
 
 __all__ = ["PaddedBatch", "RowEnds", "RowProcessor"]
 
@@ -102,10 +102,18 @@ class PaddedBatch:
         # Of a row that was dropped nothing is read.
         logits = torch.stack([known if row is None else row for row in self._logits])[:, None]
         forward, own = model.forward, vars(model).get("forward")
+        window = model_window(model)
+        last = None if window is None else window - 1
 
         @wraps(forward)
         def answer(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("past_key_values") is not cache or cache.get_seq_length():
+            if kwargs.get("past_key_values") is not cache:
+                return forward(*args, **kwargs)
+            if cache.get_seq_length():
+                positions = kwargs.get("position_ids")
+                if positions is not None and last is not None:
+                    # A row that has ended goes on with the others, and no table of positions reaches beyond the window.
+                    kwargs["position_ids"] = positions.clamp(max=last)
                 return forward(*args, **kwargs)
             for layer, buffers in zip(cache.kv_layers, self._buffers, strict=True):
                 layer.hold(buffers, self.width)

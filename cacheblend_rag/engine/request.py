@@ -13,6 +13,7 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.controller import Plan
 from cacheblend_rag.engine.conversation import Resumption, Turn
 from cacheblend_rag.engine.prompt import AssembledPrompt, PromptChunk
+from cacheblend_rag.engine.scheduling import Patience
 from cacheblend_rag.engine.watch import FirstLogits
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
@@ -33,8 +34,8 @@ class Request:
         The settings in force.
     started : float
         When the call came, by `time.perf_counter`.
-    wait_until : float or None
-        Until when it waits for the model, by `time.perf_counter`; None for as long as it takes.
+    patience : Patience
+        How long it waits for the model; the prompts of one call share it.
     turn : Turn or None
         The turn of a conversation that it is.
     guard_level : int or None
@@ -46,12 +47,12 @@ class Request:
     max_new_tokens : int or None
         Maximum tokens to generate; None for the model's own setting.
     options : dict
-        Further options of ``generate``, checked by `check_options`.
+        Further options of ``generate``, checked by `checked_options`.
     """
 
     blend: BlendConfig
     started: float
-    wait_until: float | None = None
+    patience: Patience = field(default_factory=Patience)
     turn: Turn | None = None
     guard_level: int | None = None
     guard_action: str | None = None

@@ -20,7 +20,7 @@ from cacheblend_rag.engine.features import attach, decodes_alone
 from cacheblend_rag.engine.kept import Making
 from cacheblend_rag.engine.request import PromptRun
 from cacheblend_rag.engine.supply import KVSupply
-from cacheblend_rag.errors import ChunkReadError, PromptError
+from cacheblend_rag.errors import ChunkReadError, ConfigError, PromptError
 from cacheblend_rag.fuse import BlendCache, Steering
 from cacheblend_rag.layout import ChunkSpan, PromptLayout
 from cacheblend_rag.loader import LayerLoader
@@ -70,6 +70,11 @@ class Runner:
         self._num_layers = num_decoder_layers(model)
         self._controller: Controller | None = None
         self.lock = supply.lock
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Have prompts whose turn comes from now on refused; call it under `lock`."""
+        self._is_closed = True
 
     def run(self, run: PromptRun, headroom: int, forward: Forward) -> torch.Tensor:
         """Call `forward` with the prompt's ids and a cache that makes its first pass over them the blended prefill.
@@ -87,9 +92,18 @@ class Runner:
         -------
         torch.Tensor
             What `forward` returned.
+
+        Raises
+        ------
+        ConfigError
+            If the engine was closed meanwhile.
+        AnswerTimeoutError
+            If others had the model for longer than it waits.
         """
         ids = torch.tensor([run.prompt.layout.token_ids], device=self._model.device)
-        with self.lock.within(run.request.wait_until), torch.no_grad():
+        with self.lock.within(run.request.patience), torch.no_grad():
+            if self._is_closed:
+                raise ConfigError("this engine was closed before the prompt's turn came; make a new one")
             # Its misses may have been encoded by now, with those of other prompts.
             run.timings.queue_s += run.timings.note("queue", run.timings.ready) - run.timings.encode_s
             while True:
@@ -192,7 +206,7 @@ class Runner:
     def _choice(self, run: PromptRun, readers: Sequence[KVReader] | None) -> tuple[float, Plan | None]:
         """Return the ratio that "auto" stands for, and the plan of a prompt that is prefilled in full at it."""
         blend, layout = run.request.blend, run.prompt.layout
-        with self.lock.within(run.request.wait_until):
+        with self.lock.within(run.request.patience):
             choice = self.controller().choose(blend, layout, readers)
         if choice.fallback_reason is not None:
             return choice.ratio, Plan(None, "full", fallback_reason=choice.fallback_reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import sys
 import threading
@@ -16,10 +17,10 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
-from cacheblend_rag.errors import AnswerTimeoutError
+from cacheblend_rag.errors import AnswerTimeoutError, ConfigError
 from cacheblend_rag.model import unwrapped
 
-__all__ = ["SchedulerLock", "scheduler_lock"]
+__all__ = ["Patience", "SchedulerLock", "scheduler_lock"]
 
 
 _OMP_PAUSE_SOFT = 1
@@ -48,6 +49,52 @@ def _end_workers() -> None:
     """
     if _pause is not None and torch.get_num_threads() > 1:
         _pause(_OMP_PAUSE_SOFT)
+
+
+class Patience:
+    """How long a call waits for a model while others have it: until it has had it once, for then it is being answered.
+
+    Parameters
+    ----------
+    until : float, optional
+        When to give up, by `time.perf_counter`; by default it waits as long as it takes.
+    """
+
+    def __init__(self, until: float | None = None) -> None:
+        self._until = until
+
+    @classmethod
+    def of(cls, wait_s: float | None) -> Patience:
+        """Return the patience of a call that waits so many seconds from now on, None for as long as it takes.
+
+        Raises
+        ------
+        ConfigError
+            If it is no number of seconds.
+        """
+        if wait_s is None:
+            return cls()
+        if not (isinstance(wait_s, int | float) and wait_s >= 0):
+            raise ConfigError(
+                f"wait_s={wait_s!r} must be a number of seconds from 0 upwards; leave it out for no limit"
+            )
+        return cls(time.perf_counter() + wait_s)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left; infinite where there is no limit."""
+        return math.inf if self._until is None else self._until - time.perf_counter()
+
+    def end(self) -> None:
+        """Note that the call has had the model."""
+        self._until = None
+
+    def error(self) -> AnswerTimeoutError:
+        """Return what is raised when nothing is left."""
+        return AnswerTimeoutError(
+            "other calls held the model for all of the time that this one may wait, so it was given up; let it wait longer, or "
+            "make fewer calls at once"
+        )
 
 
 class _Line:
@@ -82,7 +129,7 @@ class SchedulerLock:
         return self._lines[pid]
 
     def __enter__(self) -> None:
-        self._take(None)
+        self._take(Patience())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -90,20 +137,20 @@ class SchedulerLock:
         self._leave()
 
     @contextmanager
-    def within(self, until: float | None) -> Iterator[None]:
-        """Take the model, unless that cannot be had until then.
+    def within(self, patience: Patience) -> Iterator[None]:
+        """Take the model, unless that takes longer than a call may wait.
 
         Parameters
         ----------
-        until : float or None
-            When to give up, by `time.perf_counter`; None waits as long as it takes.
+        patience : Patience
+            How long.
 
         Raises
         ------
         AnswerTimeoutError
-            If others have the model, or are before this thread in the line, until then.
+            If others have the model, or are before this thread in the line, for as long as that.
         """
-        self._take(until)
+        self._take(patience)
         try:
             yield
         finally:
@@ -133,24 +180,22 @@ class SchedulerLock:
         """Whether a thread waits in line."""
         return bool(self._line.waiting)
 
-    def _take(self, until: float | None) -> None:
-        left = None if until is None else min(until - time.perf_counter(), threading.TIMEOUT_MAX)
+    def _take(self, patience: Patience) -> None:
         line = self._line
         with line.changed:
             if line.owner != threading.get_ident():
                 place = object()
                 line.waiting.append(place)
                 try:
-                    if not line.changed.wait_for(lambda: line.owner is None and line.waiting[0] is place, left):
-                        raise AnswerTimeoutError(
-                            "other calls held the model for all of the time that this one may wait, so it was given up; let it "
-                            "wait longer, or make fewer calls at once"
-                        )
+                    left_s = min(patience.left_s, threading.TIMEOUT_MAX)
+                    if not line.changed.wait_for(lambda: line.owner is None and line.waiting[0] is place, left_s):
+                        raise patience.error()
                     line.owner = threading.get_ident()
                 finally:
                     line.waiting.remove(place)
                     line.changed.notify_all()
             line.depth += 1
+        patience.end()
 
     def _leave(self) -> None:
         line = self._line

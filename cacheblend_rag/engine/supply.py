@@ -15,7 +15,7 @@ from cacheblend_rag.engine.answering import AnsweringStore
 from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.prompt import PromptChunk, PromptHead
 from cacheblend_rag.engine.request import PromptRun, why_missed
-from cacheblend_rag.engine.scheduling import SchedulerLock
+from cacheblend_rag.engine.scheduling import Patience, SchedulerLock
 from cacheblend_rag.errors import ChunkReadError
 from cacheblend_rag.keys import head_key
 from cacheblend_rag.kv import ChunkKV
@@ -90,7 +90,7 @@ class KVSupply:
         return self._encoder.num_tokens(targets)
 
     def encode(
-        self, targets: Sequence[Target], *, patient: bool = False, until: float | None = None
+        self, targets: Sequence[Target], *, patient: bool = False, patience: Patience | None = None
     ) -> Iterator[list[tuple[int, ChunkKV]]]:
         """Compute the KV of chunks, giving way to prompts between batches; yields as `Encoder.encode` does.
 
@@ -100,13 +100,14 @@ class KVSupply:
             What is to be encoded.
         patient : bool
             Whether all prompts that wait go first, rather than those that came first.
-        until : float, optional
-            When to give up waiting for the model, by `time.perf_counter`.
+        patience : Patience, optional
+            How long the first batch waits for the model; by default as long as it takes.
         """
         assert self._encoder is not None
+        patience = patience or Patience()
         batches = self._encoder.encode(targets)
         while True:
-            with self.lock.after_others() if patient else self.lock.within(until):
+            with self.lock.after_others() if patient else self.lock.within(patience):
                 batch = next(batches, None)
             if batch is None:
                 return
@@ -132,10 +133,11 @@ class KVSupply:
                 if not held[chunk.key]:
                     missing.setdefault(chunk.key, []).append((run, chunk))
         started = time.perf_counter()
-        until = min((run.request.wait_until for run in runs if run.request.wait_until is not None), default=None)
         chunks_of = {key: [chunk for _, chunk in wanted] for key, wanted in missing.items()}
         contexts = {key: target for run in runs for key, target in run.kv.contexts.items()}
-        for key, kv in self._encode_missing(chunks_of, contexts, until):
+        # Those of one call share it, and where several calls are answered together, the model is had already.
+        patience = runs[0].request.patience if runs else None
+        for key, kv in self._encode_missing(chunks_of, contexts, patience):
             for run, _ in missing[key]:
                 run.kv.encoded[key] = kv
         elapsed = time.perf_counter() - started
@@ -212,7 +214,7 @@ class KVSupply:
         self,
         missing: Mapping[str, Sequence[PromptChunk]],
         contexts: Mapping[str, NamedTarget],
-        until: float | None = None,
+        patience: Patience | None = None,
     ) -> Iterator[tuple[str, ChunkKV]]:
         """Encode chunks of prompts in one go, keep their KV, and yield it by its key.
 
@@ -222,8 +224,8 @@ class KVSupply:
             The places in prompts where the KV under each key is wanted.
         contexts : mapping of str to NamedTarget
             How it is computed, as far as that was found out already.
-        until : float, optional
-            When to give up waiting for the model, by `time.perf_counter`.
+        patience : Patience, optional
+            How long the first batch waits for the model; by default as long as it takes.
 
         Raises
         ------
@@ -237,7 +239,7 @@ class KVSupply:
         if gone:
             raise ChunkReadError(gone[0], "its document was changed just now", damaged=False)
         targets = [missing[key][0].target(found[key].context) for key in keys]
-        for batch in self.encode(targets, until=until) if keys else ():
+        for batch in self.encode(targets, patience=patience) if keys else ():
             for index, kv in batch:
                 key = keys[index]
                 self._keep(missing[key], kv, found[key].lives_s)

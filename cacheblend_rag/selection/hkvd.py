@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -84,6 +85,10 @@ class HKVDSelector(Selector):
             raise self.refusal("gradual_start", "must be a finite number from 1 on")
         if self.ratio_schedule is None:
             return
+        if not isinstance(self.ratio_schedule, Sequence) or not all(
+            isinstance(number, int | float) for number in self.ratio_schedule
+        ):
+            raise self.refusal("ratio_schedule", "must be a list of numbers")
         schedule = tuple(self.ratio_schedule)
         object.__setattr__(self, "ratio_schedule", schedule)
         if len(schedule) != len(self.check_layers):

@@ -94,7 +94,7 @@ async def _pieces(
     answers: list[Answer] = []
     has_begun = False
     for number, call in enumerate(calls):
-        gate = None if call.tools == "none" else ToolGate()
+        gate = ToolGate() if call.tools else None
         async with aclosing(speak(call)) as spoken:
             async for piece in spoken:
                 # Not before there is something to say: until then, what goes wrong has a status of its own.

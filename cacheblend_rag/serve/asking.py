@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from cacheblend_rag.chat.catalog import catalog_of
 from cacheblend_rag.chat.grammar import json_grammar, requested_schema, schema_request
@@ -66,8 +66,7 @@ def _chat(library: ChunkLibrary, request: ChatRequest, config: ServeConfig) -> A
     documents = _passages(library, request.documents)
     parts = render_chat(library.tokenizer, turns, tools=tools, documents=documents)
     prompt = catalog_of(library).prompt(library, parts)
-    kind: Literal["none", "may", "must"] = "none" if not tools else "must" if must_call else "may"
-    return _asked(prompt, request, config, grammar, kind)
+    return _asked(prompt, request, config, grammar, tools, must_call)
 
 
 def _completion(library: ChunkLibrary, prompt: str | list[int], documents: Sequence[str | DocumentItem]) -> BlendPrompt:
@@ -88,7 +87,8 @@ def _asked(
     request: Decoding,
     config: ServeConfig,
     grammar: str | None = None,
-    tools: Literal["none", "may", "must"] = "none",
+    tools: Sequence[dict[str, Any]] = (),
+    must_call: bool = False,
 ) -> Asked:
     if request.ignore_eos and grammar is not None:
         raise PromptError(
@@ -108,6 +108,7 @@ def _asked(
         grammar=grammar,
         blend={} if request.recompute_ratio is None else {"recompute_ratio": request.recompute_ratio},
         tools=tools,
+        must_call=must_call,
     )
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
@@ -89,8 +89,10 @@ class Asked:
         What the answer may be, in llguidance's form of Lark.
     blend : Mapping
         Settings of `BlendConfig` that are others than the server's.
-    tools : "none", "may" or "must"
-        Whether the answer may be calls of tools, or has to be.
+    tools : sequence of dict
+        The tools that the answer may call.
+    must_call : bool
+        Whether it has to call one.
     """
 
     prompt: BlendPrompt
@@ -107,14 +109,15 @@ class Asked:
     ignore_eos: bool = False
     grammar: str | None = None
     blend: Mapping[str, Any] = field(default_factory=dict)
-    tools: Literal["none", "may", "must"] = "none"
+    tools: Sequence[dict[str, Any]] = ()
+    must_call: bool = False
 
     def reply(self, answer: Answer) -> ToolReply | None:
         """Return what is read of an answer that may call tools; None where there are none."""
-        if self.tools == "none":
+        if not self.tools:
             return None
         is_cut = answer.finish_reason == "length"
-        reply = parse_calls(answer.text, is_cut=is_cut, must_call=self.tools == "must")
+        reply = parse_calls(answer.text, self.tools, is_cut=is_cut, must_call=self.must_call)
         # OpenAI's form has no place for calls that cannot be read: what was written is shown.
         return reply if not reply.invalid else ToolReply(answer.text)
 

@@ -108,3 +108,15 @@ def test_a_stream_shows_what_the_answer_says(before: str, cuts: list[int], form:
     assert len(shown) == gate.shown
     assert reply.text.startswith(shown)
     assert "<tool_call>" not in shown
+
+
+def test_what_is_text_by_its_schema_stays_as_it_is_written() -> None:
+    properties = {"id": {"type": "string"}, "note": {"type": ["string", "null"]}, "count": {"type": "integer"}}
+    tools = [{"type": "function", "function": {"name": "order", "parameters": {"properties": properties}}}]
+    values = {"id": "0012", "note": "1.10", "count": "3", "other": "true"}
+    written = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values.items())
+    text = f"<tool_call>\n<function=order>\n{written}</function>\n</tool_call>"
+    [call] = parse_calls(text, tools).calls
+    assert call.arguments == {"id": "0012", "note": "1.10", "count": 3, "other": True}
+    [call] = parse_calls(text.replace("1.10", "null"), tools).calls
+    assert call.arguments["note"] is None

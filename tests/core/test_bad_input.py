@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from itertools import chain, combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -208,6 +209,8 @@ def test_ratios_that_mean_nothing(ratio: float) -> None:
         ({"recompute_ration": 0.2}, "unknown setting recompute_ration, .*; BlendConfig has"),
         ({"deviation": "norm"}, "deviation='norm'"),
         ({"ratio_schedule": (1.0, 0.5)}, "a number for each of 1 check layers"),
+        ({"ratio_schedule": 1}, "must be a list of numbers"),
+        ({"ratio_schedule": ["a"]}, "must be a list of numbers"),
         ({"check_layers": (1, 2), "ratio_schedule": (0.5, 1.0)}, "never rise"),
         ({"gradual_start": 0.5}, "a finite number from 1 on"),
     ],
@@ -504,3 +507,17 @@ def test_what_would_be_refused_is_said_chunk_by_chunk(engine: BlendEngine) -> No
         )
     assert refused == [("long", str(raised.value))] * 2
     assert engine.ids() == ["good"]
+
+
+@pytest.mark.parametrize(
+    ("segments", "match"),
+    [("Hello world", "segments is the string 'Hello world'"), ([1, 2], "segments holds 1, a int")],
+)
+def test_segments_that_are_none(segments: Any, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        BlendPrompt(segments=segments)
+
+
+def test_an_encoding_prefix_of_tokens_that_the_model_has_not() -> None:
+    with pytest.raises(ConfigError, match="token id 99999 is outside"):
+        BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings(encoding_prefix=(99999,)))

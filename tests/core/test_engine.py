@@ -19,7 +19,7 @@ import torch
 from transformers import StoppingCriteria
 
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
-from cacheblend_rag.engine.scheduling import SchedulerLock
+from cacheblend_rag.engine.scheduling import Patience, SchedulerLock
 from cacheblend_rag.errors import AnswerTimeoutError, ConfigError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.lab.settings import engine_settings
@@ -275,14 +275,14 @@ def test_a_turn_given_up_leaves_the_line_as_it_was() -> None:
 
     def take(name: str, until: float | None) -> None:
         try:
-            with turn.within(until):
+            with turn.within(Patience(until)):
                 order.append(name)
         except AnswerTimeoutError:
             order.append(f"{name} gave up")
 
     with turn:
         # It may take again what it has.
-        with turn.within(0.0):
+        with turn.within(Patience(0.0)):
             pass
         now = time.perf_counter()
         threads = [threading.Thread(target=take, args=each) for each in (("a", now), ("b", None), ("c", now + 60))]

@@ -104,7 +104,8 @@ def test_only_what_is_decoded_alike_is_decoded_together(engine: BlendEngine, poo
         answer(engine, PROMPTS[0]),
         answer(engine, PROMPTS[1]),
         answer(engine, PROMPTS[2], repetition_penalty=2.0),
-        answer(engine, PROMPTS[3], tokens=3),
+        # What is None says nothing.
+        answer(engine, PROMPTS[3], tokens=3, stopping_criteria=None, logits_processor=None, num_beams=None),
         answer(engine, PROMPTS[4], blend=BlendConfig(recompute_ratio=0.3, selector="random")),
         answer(engine, PROMPTS[5], repetition_penalty=2.0),
         answer(engine, PROMPTS[6], blend=BlendConfig(kv_capacity=30)),
@@ -145,6 +146,20 @@ def test_who_waits_too_long_is_told_and_who_is_being_answered_is_not(
 
     slow = [answer(engine, PROMPTS[0]), answer(engine, PROMPTS[1], 6, wait_s=0.1, stopping_criteria=[Slow()])]
     assert len(together(engine, slow, pool)[1].result().token_ids) == 6
+
+
+def test_what_waits_when_the_engine_is_closed_is_refused(pool: ThreadPoolExecutor) -> None:
+    engine = BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings(self_check=False))
+    with busy(engine) as until:
+        calls = [pool.submit(answer(engine, PROMPTS[number])) for number in range(3)]
+        until(2)
+        closing = pool.submit(engine.close)
+        # Behind the call that was there first.
+        while len(engine._runner.lock._line.waiting) < 2:
+            time.sleep(0.001)
+    closing.result()
+    refused = [str(call.exception()) for call in calls if call.exception() is not None]
+    assert len(refused) == 2 and all("closed before the prompt's turn came" in each for each in refused)
 
 
 def test_a_stream_that_is_closed_ends_alone(engine: BlendEngine, pool: ThreadPoolExecutor) -> None:

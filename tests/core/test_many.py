@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessor, StoppingCriteria
 
 from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk
-from cacheblend_rag.engine.many import plan_decoding
+from cacheblend_rag.engine.many import Extent, plan_decoding
+from cacheblend_rag.engine.padded import PaddedBatch
 from cacheblend_rag.errors import ConfigError, PromptTooLongError, UnsupportedModelError
+from cacheblend_rag.lab import families
 from cacheblend_rag.lab.settings import blend_settings, engine_settings
 from tests.families import tiny_model, tiny_tokenizer, words
 
@@ -215,6 +217,19 @@ def test_no_answer_passes_the_window_and_each_goes_as_far_as_it_may() -> None:
     assert [result.token_ids for result in results] == [result.token_ids for result in wanted]
 
 
+@pytest.mark.parametrize("family", ["gpt2", "gptj", "opt"])
+def test_rows_that_have_ended_stay_within_the_table_of_positions(family: str) -> None:
+    model = families.tiny_model(families.tiny_config(family))
+    with BlendEngine(model, tiny_tokenizer(), **engine_settings(self_check=False)) as engine:
+        assert engine.window is not None
+        prompts = [BlendPrompt(words(length - 1, length)) for length in (engine.window - 8, 20)]
+        results = engine.generate_many(prompts, 30, do_sample=False, eos_token_id=-1)
+        wanted = [engine.generate(prompt, 30, do_sample=False, eos_token_id=-1) for prompt in prompts]
+    assert [len(result.token_ids) for result in results] == [8, 30]
+    assert {result.report.batch_size for result in results} == {2}
+    assert [result.token_ids for result in results] == [result.token_ids for result in wanted]
+
+
 def test_prompts_with_positions_of_their_own() -> None:
     segments = [words(4, 1), CHUNKS[1], words(5, 2)]
     prompts = [
@@ -269,18 +284,19 @@ def test_reports_add_up() -> None:
 
 @settings(max_examples=100)
 @given(
-    prompts=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=30),
+    prompts=st.lists(
+        st.builds(Extent, st.integers(1, 60), st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=30
+    ),
     batch_tokens=st.integers(1, 400),
-    batch_size=st.none() | st.integers(1, 8),
+    window=st.integers(1, 100),
 )
-def test_batches_keep_the_budget(prompts: list[tuple[int, int]], batch_tokens: int, batch_size: int | None) -> None:
-    lengths, limits = [length for length, _ in prompts], [limit for _, limit in prompts]
-    groups = plan_decoding(lengths, limits, batch_tokens, batch_size)
+def test_batches_keep_the_budget(prompts: list[Extent], batch_tokens: int, window: int) -> None:
+    groups = plan_decoding(prompts, lambda all: all.tokens <= batch_tokens and all.end + all.limit <= window)
     assert sorted(chain.from_iterable(groups)) == list(range(len(prompts)))
-    for group in groups:
-        assert batch_size is None or len(group) <= batch_size
-        tokens = len(group) * (max(lengths[index] for index in group) + max(limits[index] for index in group))
-        assert len(group) == 1 or tokens <= batch_tokens
+    for group in (members for members in groups if len(members) > 1):
+        limit = max(prompts[index].limit for index in group)
+        assert len(group) * (max(prompts[index].width for index in group) + limit) <= batch_tokens
+        assert max(prompts[index].end for index in group) + limit <= window
 
 
 def test_more_prompts_than_fit_are_decoded_batch_after_batch() -> None:
@@ -295,6 +311,31 @@ def test_more_prompts_than_fit_are_decoded_batch_after_batch() -> None:
             assert {result.report.alone_reason for result in results} == {None}
         assert engine.generate_many([]) == []
         assert engine.generate_many(prompts[:1], 4, do_sample=False)[0].token_ids == wanted[0]
+
+
+def test_a_batch_that_memory_has_no_room_for_is_answered_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = some_prompts(4)
+    own = PaddedBatch._buffer
+
+    def short(batch: PaddedBatch, tensor: torch.Tensor) -> torch.Tensor:
+        if len(batch.starts) > 2:
+            raise torch.OutOfMemoryError("a device of two rows")
+        return own(batch, tensor)
+
+    with engine_of() as engine:
+        wanted = [engine.generate(prompt, 4, do_sample=False).token_ids for prompt in prompts]
+        monkeypatch.setattr(PaddedBatch, "_buffer", short)
+        results = engine.generate_many(prompts, 4, do_sample=False)
+        assert [result.token_ids for result in results] == wanted
+        assert {result.report.batch_size for result in results} == {1}
+        [warning] = [each for each in caplog.records if each.name.endswith(".many")]
+        assert "there is no memory to decode 4 prompts together" in warning.getMessage()
+        # What fits is decoded together from now on.
+        results = engine.generate_many(prompts, 4, do_sample=False)
+        assert [result.token_ids for result in results] == wanted
+        assert max(result.report.batch_size for result in results) == 2
 
 
 @pytest.mark.parametrize(

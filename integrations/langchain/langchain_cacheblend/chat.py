@@ -304,6 +304,6 @@ class ChatBlend(BlendModel, BaseChatModel):
 
 def _reply(answer: Answer, kwargs: dict[str, Any]) -> ToolReply:
     """Read an answer to a call that came with tools."""
-    _, must_call = chosen_tools(as_functions(kwargs["tools"]), kwargs.get("tool_choice"))
+    tools, must_call = chosen_tools(as_functions(kwargs["tools"]), kwargs.get("tool_choice"))
     must_call = must_call and kwargs.get("response_format") is None
-    return parse_calls(answer.text, is_cut=answer.finish_reason == "length", must_call=must_call)
+    return parse_calls(answer.text, tools, is_cut=answer.finish_reason == "length", must_call=must_call)

@@ -13,7 +13,7 @@ from cacheblend_rag.engine.answering import AnsweringStore
 from cacheblend_rag.engine.assembler import Assembler
 from cacheblend_rag.engine.library import ChunkLibrary
 from cacheblend_rag.engine.metrics import EngineMetrics
-from cacheblend_rag.engine.scheduling import SchedulerLock
+from cacheblend_rag.engine.scheduling import Patience, SchedulerLock
 from cacheblend_rag.engine.supply import KVSupply
 from cacheblend_rag.model import ModelCard
 from cacheblend_rag.store import KVStore
@@ -35,7 +35,7 @@ class _NoLock(SchedulerLock):
         pass
 
     @contextmanager
-    def within(self, until: float | None) -> Iterator[None]:
+    def within(self, patience: Patience) -> Iterator[None]:
         yield
 
     @contextmanager

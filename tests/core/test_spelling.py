@@ -1,0 +1,99 @@
+"""The pieces of a text are the text, whatever the tokenizer makes of its beginning and of characters of several tokens."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import LogitsProcessor, PreTrainedTokenizerFast
+
+from cacheblend_rag import BlendEngine, BlendPrompt
+from cacheblend_rag.engine.spelling import Spelling
+from cacheblend_rag.lab.settings import engine_settings
+from cacheblend_rag.reference import load_tokenizer
+from tests.families import tiny_reader
+
+JAPANESE = "これはとてもながいぶんしょうです。"
+
+
+@cache
+def sentence_pieces() -> PreTrainedTokenizerFast:
+    """A tokenizer in the form of Llama 2's, whose texts lose the space that they begin with."""
+    words = ["<unk>", "<s>", "</s>", "\n", "▁", "▁▁▁▁", "▁def", "▁f", "():", "▁return", "a"]
+    words += [f"<0x{byte:02X}>" for byte in range(256)]
+    inner = Tokenizer(
+        models.BPE({word: id for id, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True)
+    )
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    assert len(made) == len(words)
+    return made
+
+
+@pytest.mark.parametrize("load", [load_tokenizer, sentence_pieces])
+@given(data=st.data())
+def test_all_pieces_are_the_text(load: Any, data: st.DataObject) -> None:
+    tokenizer = load()
+    ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=20))
+
+    def decode(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+    spelling = Spelling(decode)
+    pieces = [spelling.add(each) for each in ids]
+    text = "".join(pieces) + spelling.rest()
+    # What is no character at all is written as one mark or as several.
+    if "\ufffd" not in decode(ids):
+        assert text == decode(ids)
+    assert spelling.rest() == ""
+
+
+class Dictated(LogitsProcessor):
+    """Has the model write these tokens."""
+
+    def __init__(self, prompt_tokens: int, ids: list[int]) -> None:
+        self._prompt_tokens = prompt_tokens
+        self._ids = ids
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        chosen = torch.full_like(scores, -torch.inf)
+        chosen[:, self._ids[input_ids.shape[1] - self._prompt_tokens]] = 0
+        return chosen
+
+
+@cache
+def reader() -> BlendEngine:
+    return BlendEngine(tiny_reader(eos_token_id=None), load_tokenizer(), **engine_settings(self_check=False))
+
+
+PROMPT = BlendPrompt("Hello there")
+
+
+def dictated(ids: list[int]) -> dict[str, Any]:
+    return {"do_sample": False, "logits_processor": [Dictated(len(reader().prompt_ids(PROMPT)), ids)]}
+
+
+def test_a_stream_of_a_language_without_spaces_comes_character_by_character() -> None:
+    ids = reader().tokenizer(JAPANESE, add_special_tokens=False)["input_ids"]
+    stream = reader().stream(PROMPT, len(ids), **dictated(ids))
+    pieces = list(stream)
+    assert "".join(pieces) == stream.result().text == JAPANESE
+    assert len(pieces) == len(JAPANESE)
+
+
+@pytest.mark.parametrize("stop", ["<pad>", ["never", "<pad>"]])
+def test_a_special_token_may_be_what_stops_an_answer(stop: Any) -> None:
+    tokenizer = reader().tokenizer
+    ids = [*tokenizer("The cat sat", add_special_tokens=False)["input_ids"], tokenizer.pad_token_id]
+    options = dictated([*ids, *ids])
+    result = reader().generate(PROMPT, 2 * len(ids), stop_strings=stop, **options)
+    assert (result.token_ids, result.finish_reason, result.text) == (tuple(ids), "stop", "The cat sat")
+    assert reader().generate(PROMPT, 2 * len(ids), **options).finish_reason == "length"
