@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from cacheblend_rag.chunk import BLANK_LINE, Chunk, ChunkRef
 from cacheblend_rag.errors import ConfigError, PromptError
 
-__all__ = ["Holes", "Passage", "around_question", "knows_tools", "render_chat"]
+__all__ = ["Holes", "Passage", "apply_template", "around_question", "knows_tools", "render_chat"]
 
 Piece = TypeVar("Piece", bound="Chunk | ChunkRef")
 _PROBE = "probe_of_cacheblend"
@@ -113,21 +113,63 @@ def render_chat(
     elif documents:
         turns = _with_documents(turns, documents)
     shown = [{**turn, "content": holes.text(turn["content"])} for turn in turns]
-    parts = holes.split(_apply(tokenizer, shown, variables))
+    parts = holes.split(apply_template(tokenizer, shown, **variables))
     holes.check()
     return parts
 
 
-def _apply(tokenizer: Any, turns: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-    try:
-        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **variables))
-    except Exception as error:  # a template may raise what it likes, mostly about the order of roles
-        raise PromptError(f"the model's chat template refuses these messages: {error}") from error
+def apply_template(tokenizer: Any, turns: Sequence[dict[str, Any]], **variables: Any) -> str:
+    """Write turns as one text, up to where the assistant's answer begins, with the BOS if the template writes one.
+
+    Some templates know no system message, or only one. Those get the system messages as one, or at the head of the first user
+    message.
+
+    Parameters
+    ----------
+    tokenizer : Any
+        The model's tokenizer, with a chat template.
+    turns : sequence of dict
+        The turns, whose content is text.
+    **variables : Any
+        What else the template is given.
+
+    Raises
+    ------
+    PromptError
+        If the template refuses them.
+    """
+    refusal: Exception | None = None
+    for change in (list, _one_system_turn, _without_system_turn):
+        try:
+            return str(
+                tokenizer.apply_chat_template(change(turns), tokenize=False, add_generation_prompt=True, **variables)
+            )
+        except Exception as error:  # a template may raise what it likes, mostly about the order of roles
+            refusal = refusal or error
+    raise PromptError(
+        f"the model's chat template refuses messages with the roles {[turn['role'] for turn in turns]}: {refusal}; change their "
+        "order"
+    ) from refusal
+
+
+def _one_system_turn(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    system = "\n\n".join(turn["content"] for turn in turns if turn["role"] == "system")
+    others = [turn for turn in turns if turn["role"] != "system"]
+    return [{"role": "system", "content": system}, *others] if system else others
+
+
+def _without_system_turn(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    first, *others = _one_system_turn(turns) or [{"role": "user", "content": ""}]
+    if first["role"] != "system":
+        return [first, *others]
+    if others and others[0]["role"] == "user":
+        return [{**others[0], "content": f"{first['content']}\n\n{others[0]['content']}"}, *others[1:]]
+    return [{"role": "user", "content": first["content"]}, *others]
 
 
 def _shows_probe(tokenizer: Any, **variables: Any) -> bool:
     try:
-        return _PROBE in _apply(tokenizer, [{"role": "user", "content": "Hello."}], variables)
+        return _PROBE in apply_template(tokenizer, [{"role": "user", "content": "Hello."}], **variables)
     except PromptError:
         return False
 

@@ -297,7 +297,7 @@ class Library:
         with _alone_in(self._folder):
             shown = self._shown()
             wanted = {passage.id for passage in passages}
-            removed = self._remove(shown, wanted, [str(root.resolve()) for root in roots])
+            removed = self._remove(shown, wanted, roots)
             done = encoded = tokens = 0
             report = progress or (lambda done, total: None)
             for group in _groups(passages, _GROUP):
@@ -352,9 +352,10 @@ class Library:
             for id, about in zip(found["ids"], found["metadatas"] or [], strict=True)
         }
 
-    def _remove(self, shown: dict[str, tuple[str, int]], wanted: set[str], roots: list[str]) -> int:
+    def _remove(self, shown: dict[str, tuple[str, int]], wanted: set[str], roots: Sequence[Path]) -> int:
         """Remove what is gone from the files, and KV without a passage; return how many passages that were."""
-        stale = [id for id, (source, _) in shown.items() if id not in wanted and _is_below(source, roots)]
+        below = [os.path.abspath(root) for root in roots] + [str(root.resolve()) for root in roots]
+        stale = [id for id, (source, _) in shown.items() if id not in wanted and _is_below(source, below)]
         for group in _groups(stale, _DELETE_GROUP):
             self._passages.delete(ids=group)
             for id in group:

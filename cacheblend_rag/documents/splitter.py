@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -85,9 +86,14 @@ def read_passages(
         raise ConfigError(f"chunk_tokens={chunk_tokens} must be at least 1")
     passages: dict[str, list[Passage]] = {}
     skipped: list[str] = []
+    seen: set[Path] = set()
     for path in paths:
         for file, text in read_texts(path, skipped.append):
-            source = str(file.resolve())
+            if file.resolve() in seen:
+                continue
+            seen.add(file.resolve())
+            # Not where a link leads: what is gone from the folder is looked for below it.
+            source = os.path.abspath(file)
             passages[source] = list(named_passages(source, split_text(text, count_tokens, chunk_tokens)))
     return [passage for source in sorted(passages) for passage in passages[source]], skipped
 

@@ -96,3 +96,14 @@ def test_a_file_that_is_named_must_be_text(tmp_path: Path) -> None:
 def test_a_file_named_twice_is_read_once(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     assert len(read_passages([tmp_path, tmp_path / "a.txt"], words, 10)[0]) == 1
+
+
+def test_what_a_link_leads_to_is_a_file_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "a.txt").write_text("text")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "linked").symlink_to(tmp_path / "elsewhere")
+    [passage] = read_passages([tmp_path / "notes"], words, 10)[0]
+    assert passage.source == str(tmp_path / "notes" / "linked" / "a.txt")
+    # Once, by whichever way.
+    assert len(read_passages([tmp_path], words, 10)[0]) == 1

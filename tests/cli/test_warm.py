@@ -81,6 +81,22 @@ def test_other_users_cannot_read_a_store(warm: Any, store: Path) -> None:
     assert (store / "library.json").stat().st_mode & 0o077 == 0
 
 
+def test_what_a_link_in_the_folder_led_to_goes_with_it(warm: Any, documents: Path, store: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "note.md").write_text("The kiln is red.")
+    (documents / "linked").symlink_to(elsewhere)
+    warm()
+    before = len(passages_in(store))
+    (elsewhere / "note.md").write_text("The kiln is blue now.")
+    assert warm()["removed"] == 1
+    texts = [text for text, _ in passages_in(store).values()]
+    assert "The kiln is blue now." in texts and "The kiln is red." not in texts
+    (documents / "linked").unlink()
+    assert warm()["removed"] == 1
+    assert len(passages_in(store)) == before - 1
+
+
 def test_what_was_changed_or_removed_is_replaced_or_deleted(
     warm: Any, run: Command, documents: Path, store: Path, tmp_path: Path
 ) -> None:

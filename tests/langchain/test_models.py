@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import threading
 import time
@@ -21,6 +22,7 @@ from langchain_core.messages import (
     ToolMessage,
     messages_from_dict,
     messages_to_dict,
+    trim_messages,
 )
 from langchain_core.prompt_values import ChatPromptValue, StringPromptValue
 from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
@@ -375,9 +377,28 @@ def test_messages_that_cannot_be_shown(engine: BlendEngine, messages: list[Any])
         ChatBlend(engine=engine).blend_prompt([*messages]) if messages else BlendLLM(engine=engine).invoke("")
 
 
-def test_chat_needs_a_chat_template(tiny: LlamaForCausalLM, tokenizer: Any) -> None:
-    import copy
+STRICT = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}[{{ message['role'] }}]{{ message['content'] }}{% endfor %}"
+)
 
+
+def test_a_template_that_is_particular_about_roles(tiny: LlamaForCausalLM, tokenizer: Any) -> None:
+    strict = copy.deepcopy(tokenizer)
+    strict.chat_template = STRICT
+    with BlendEngine(tiny, strict, **engine_settings(self_check=False)) as engine:
+        llm = ChatBlend(engine=engine, max_tokens=4)
+        prompt = llm.blend_prompt([SystemMessage("Be brief."), HumanMessage("Where?")])
+        assert prompt.segments == ["[user]Be brief.\n\nWhere?"]
+        history = [HumanMessage("Hello there."), AIMessage("Hi.")] * 3
+        kept = trim_messages(history, max_tokens=20, token_counter=llm, strategy="last", start_on="human")
+        assert kept and kept == history[-len(kept) :]
+        # What no template shows is counted by itself.
+        assert llm.get_num_tokens_from_messages([AIMessage("Hi.")]) == llm.get_num_tokens("Hi.") > 0
+
+
+def test_chat_needs_a_chat_template(tiny: LlamaForCausalLM, tokenizer: Any) -> None:
     bare = copy.deepcopy(tokenizer)
     bare.chat_template = None
     with BlendEngine(tiny, bare, **engine_settings(self_check=False)) as engine:

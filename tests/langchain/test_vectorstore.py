@@ -23,7 +23,7 @@ from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.chunk import text_hash
 from cacheblend_rag.engine import WarmEstimate
-from cacheblend_rag.errors import ConfigError, PromptError, StoreFullError
+from cacheblend_rag.errors import ConfigError, PromptError, StoreError, StoreFullError
 from cacheblend_rag.lab.settings import engine_settings
 from langchain_cacheblend import BlendLLM, BlendRetriever, BlendVectorStore, estimate, warm
 from langchain_cacheblend.inventory import Inventory
@@ -425,6 +425,71 @@ def test_warming_in_the_background(embedding: Embeddings, engine: BlendEngine, c
     store.inner.add_documents([Document(text, id=id) for id, text in chunks.items()])
     assert warm(store).result().encoded == 4
     assert kept(store) == set(chunks.values())
+
+
+class Nameless(InMemoryVectorStore):
+    """Gives its documents without their ids, as langchain-qdrant's class does."""
+
+    def get_by_ids(self, ids: Any, /) -> list[Document]:
+        return [document.model_copy(update={"id": None}) for document in super().get_by_ids(ids)]
+
+
+def test_a_store_whose_documents_come_without_ids_keeps_its_kv(
+    embedding: Embeddings, engine: BlendEngine, chunks: dict[str, str]
+) -> None:
+    inner = Nameless(embedding)
+    store = BlendVectorStore(inner, engine=engine, name="nameless")
+    documents = [Document(text, id=id, metadata={"source": "s"}) for id, text in chunks.items()]
+    for document in documents:
+        store.add_documents([document])
+    assert set(engine.ids()) == set(chunks)
+    BlendVectorStore(inner, engine=engine, name="nameless")
+    assert set(engine.ids()) == set(chunks)
+    assert warm(store, ids=list(chunks)).encoded == 0
+    inner.delete(["goat"])
+    assert store.notice() == 1
+    assert set(engine.ids()) == set(chunks) - {"goat"}
+
+
+class Numbering(InMemoryVectorStore):
+    """Numbers its documents, as Milvus does."""
+
+    def add_texts(self, texts: Any, metadatas: Any = None, **kwargs: Any) -> list[Any]:
+        given = [1000 + len(self.store) + number for number, _ in enumerate(texts)]
+        super().add_texts(texts, metadatas, ids=list(map(str, given)))
+        return given
+
+    def delete(self, ids: Any = None, **kwargs: Any) -> None:
+        super().delete(list(map(str, ids)))
+
+
+def test_a_store_that_numbers_its_documents(embedding: Embeddings, engine: BlendEngine) -> None:
+    store = BlendVectorStore(Numbering(embedding), engine=engine)
+    assert store.add_texts(["The goat is grey.", "The kiln is red."]) == [1000, 1001]
+    assert set(engine.ids()) == {"1000", "1001"}
+    store.delete([1000])  # type: ignore[list-item]
+    assert engine.ids() == ["1001"]
+
+
+@pytest.mark.parametrize("metadatas", [[None, {"source": "x"}], [{"source": "x"}]])
+def test_texts_of_which_some_have_no_metadata(embedding: Embeddings, engine: BlendEngine, metadatas: Any) -> None:
+    inner = INNER["chroma"](embedding)
+    store = BlendVectorStore(inner, engine=engine)
+    ids = store.add_texts(["The goat is grey.", "The kiln is red."], metadatas)
+    assert set(engine.ids()) == set(ids)
+
+
+def test_what_is_found_comes_although_the_index_cannot_be_read(
+    embedding: Embeddings, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = BlendVectorStore(InMemoryVectorStore(embedding), engine=engine)
+    store.add_texts(["The goat is grey."])
+
+    def fail(*args: Any) -> Any:
+        raise StoreError("index is locked")
+
+    monkeypatch.setattr(engine._store.names, "lookup", fail)
+    assert [found.page_content for found in store.as_retriever().invoke("goat")] == ["The goat is grey."]
 
 
 class Unlisted(SearchesInner):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from llama_index.core import Settings
+from llama_index.core.base.llms.types import CitableBlock, ThinkingBlock, ToolCallBlock
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.llms import ChatMessage, ImageBlock, MessageRole, TextBlock
 from llama_index.core.prompts import PromptTemplate
@@ -251,6 +252,15 @@ def test_images_are_refused(llm: BlendLLM) -> None:
     message = ChatMessage(blocks=[TextBlock(text="What is this?"), ImageBlock(url="http://localhost/x.png")])
     with pytest.raises(PromptError, match="ImageBlock"):
         llm.chat([message])
+
+
+def test_text_to_be_cited_is_read_and_calls_of_tools_are_refused(llm: BlendLLM) -> None:
+    cited = CitableBlock(title="t", source="s", content=[TextBlock(text="Mara was born in Oslo.")])
+    shown = llm.messages_to_prompt([ChatMessage(blocks=[cited, TextBlock(text="Where?")])])
+    assert "Mara was born in Oslo.\nWhere?" in shown
+    call = ToolCallBlock(tool_call_id="1", tool_name="search", tool_kwargs={})
+    with pytest.raises(PromptError, match="holds a ToolCallBlock"):
+        llm.messages_to_prompt([ChatMessage(role=MessageRole.ASSISTANT, blocks=[ThinkingBlock(content="hm"), call])])
 
 
 @pytest.mark.parametrize("refused", ["system", "second system"])

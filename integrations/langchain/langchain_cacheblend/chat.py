@@ -23,7 +23,7 @@ from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.chat.grammar import Guide, json_grammar, requested_schema
 from cacheblend_rag.chat.render import knows_tools, render_chat
 from cacheblend_rag.chat.tools import ToolGate, ToolReply, call_grammar, chosen_tools, parse_calls
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.pml import prompt_in
 from langchain_cacheblend.calls import Call, info_of, usage_of, with_objects
 from langchain_cacheblend.holes import fixed_head
@@ -91,8 +91,15 @@ class ChatBlend(BlendModel, BaseChatModel):
         return self._found_in(fixed_head(messages, parts, documents))
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
-        """Return how many tokens the model is given for a conversation, template included."""
-        return len(self.engine.prompt_ids(self.blend_prompt(messages, tools=tools or ())))
+        """Return how many tokens the model is given for a conversation, template included.
+
+        A part of a conversation that the template refuses, as ``trim_messages`` asks for, is counted by its texts.
+        """
+        try:
+            prompt = self.blend_prompt(messages, tools=tools or ())
+        except PromptError:
+            return sum(self.get_num_tokens(str(message.text)) for message in messages)
+        return len(self.engine.prompt_ids(prompt))
 
     # Tools and forms
 

@@ -54,7 +54,13 @@ class Inventory:
         for start in range(0, len(ids), _BATCH):
             batch = list(ids[start : start + _BATCH])
             try:
-                yield from self._store.get_by_ids(batch)
+                found = self._store.get_by_ids(batch)
+                if all(document.id is not None for document in found):
+                    yield from found
+                    continue
+                # langchain-qdrant's have none, so that only of one that is asked for alone it is known which one it is.
+                for id in batch:
+                    yield from (each.model_copy(update={"id": id}) for each in self._store.get_by_ids([id]))
             except ValidationError:
                 # langchain-chroma cannot make a document of what was stored without metadata; its `get` gives the parts.
                 yield from self._put_together(batch)

@@ -14,6 +14,7 @@ from langchain_core.vectorstores import VectorStoreRetriever
 from pydantic import ConfigDict, Field, PrivateAttr
 
 from cacheblend_rag.engine import AnyEngine
+from cacheblend_rag.errors import BackendError, StoreError
 from langchain_cacheblend.calls import chosen_engine
 
 __all__ = ["BlendRetriever", "BlendVectorStoreRetriever"]
@@ -97,8 +98,14 @@ class BlendVectorStoreRetriever(VectorStoreRetriever):
         store: Any = self.vectorstore
         ids = _prefetch(store.engine, documents)
         if ids and not self._has_looked:
+            try:
+                known = store.engine.records(ids)
+            except (BackendError, StoreError) as error:
+                # An answer computes what it cannot read, and says so.
+                logger.debug("it is not known whether what was found is stored: %s", error)
+                return
             self._has_looked = True
-            if not any(store.engine.records(ids)):
+            if not any(known):
                 logger.warning(
                     "none of the %d documents found is known to the engine, so their texts are computed like any other: the "
                     "vector store was filled without BlendVectorStore, for another model, or before a restart of an engine that "

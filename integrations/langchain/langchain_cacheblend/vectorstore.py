@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, repeat
 from typing import Any
 
 from langchain_core.documents import Document
@@ -242,7 +243,7 @@ class BlendVectorStore(SearchesInner):
         ids, texts : sequence of str
             As many of one as of the other. A blank text has no KV, and neither has one that the model cannot take.
         metadatas : sequence of dict, optional
-            One for each text; they say which document it is a piece of, and where in it.
+            One for each text, as far as there are any; they say which document it is a piece of, and where in it.
         progress : callable, optional
             Called with the number of finished texts and of all, after each batch.
 
@@ -251,10 +252,12 @@ class BlendVectorStore(SearchesInner):
         AddResult or AddJob
             What was done; in the background, a job that will say.
         """
+        # Some stores number what they have.
+        ids = list(map(str, ids))
+        given = [metadata or {} for _, metadata in zip(ids, chain(metadatas or (), repeat(None)), strict=False)]
         self._siblings.warn_of(ids, texts)
         # What was deleted behind our back, or given other ids since a process was killed, is no context of these texts.
-        self._collection.notice({source for metadata in metadatas or () if (source := source_of(metadata))}, ids)
-        given = [metadata or {} for metadata in metadatas or [{}] * len(ids)]
+        self._collection.notice({source for metadata in given if (source := source_of(metadata))}, ids)
         rows = [row for row in zip(ids, texts, given, strict=True) if row[1].strip()]
         chunks = self.places.chunks(*zip(*rows, strict=True)) if rows else []
         if len(rows) < len(ids):
@@ -353,7 +356,7 @@ class BlendVectorStore(SearchesInner):
 
     def _forget(self, ids: Iterable[str]) -> None:
         """Forget chunks, but not those that are documents of another store over this engine as well."""
-        ids = list(dict.fromkeys(ids))
+        ids = list(dict.fromkeys(map(str, ids)))
         held = self._siblings.texts(ids)
         shared = [record for record in self.engine.records(list(held)) if record is not None] if held else []
         kept = [record.id for record in shared if record.text_hash == text_hash(held[record.id])]

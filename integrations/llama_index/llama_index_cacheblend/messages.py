@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from jinja2 import TemplateError
 from llama_index.core.base.llms.types import (
-    AudioBlock,
+    CachePoint,
     ChatMessage,
     ChatResponse,
+    CitableBlock,
+    CitationBlock,
     CompletionResponse,
-    DocumentBlock,
-    ImageBlock,
     MessageRole,
-    VideoBlock,
+    TextBlock,
+    ThinkingBlock,
 )
 
+from cacheblend_rag.chat.render import apply_template
 from cacheblend_rag.engine import BlendStream, GenerationResult
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.report import CallReport
@@ -25,8 +26,8 @@ from cacheblend_rag.stops import acut_pieces, cut_pieces
 
 __all__ = ["Make", "R", "aresponses", "as_chat", "as_completion", "render_messages", "responses"]
 
-_UNREADABLE = (AudioBlock, DocumentBlock, ImageBlock, VideoBlock)
-_SYSTEM, _USER = MessageRole.SYSTEM.value, MessageRole.USER.value
+# What is no part of what was said: the model's own thoughts, marks for other models' caches, and what an answer referred to.
+_SILENT = (CachePoint, CitationBlock, ThinkingBlock)
 
 R = TypeVar("R", ChatResponse, CompletionResponse)
 Make = Callable[[str, str | None, GenerationResult | None], R]
@@ -39,41 +40,23 @@ def render_messages(tokenizer: Any, messages: Sequence[ChatMessage]) -> str:
     Some templates know no system message, or only one. Those get the system messages as one, or at the head of the first user
     message. `PromptError` if a message holds something other than text, or the template refuses the messages.
     """
-    plain = []
-    for message in messages:
-        unreadable = next((block for block in message.blocks if isinstance(block, _UNREADABLE)), None)
-        if unreadable is not None:
+    turns = [{"role": each.role.value, "content": "\n".join(_texts(each.role, each.blocks))} for each in messages]
+    try:
+        return apply_template(tokenizer, turns)
+    except PromptError as error:
+        raise PromptError(f"{error}; or give BlendLLM a messages_to_prompt of your own") from error
+
+
+def _texts(role: MessageRole, blocks: Sequence[Any]) -> Iterator[str]:
+    for block in blocks:
+        if isinstance(block, TextBlock):
+            yield block.text
+        elif isinstance(block, CitableBlock):
+            yield from _texts(role, block.content)
+        elif not isinstance(block, _SILENT):
             raise PromptError(
-                f"a {message.role.value} message holds a {type(unreadable).__name__}, and BlendLLM reads text only; leave it out"
+                f"a {role.value} message holds a {type(block).__name__}, and BlendLLM reads text only; leave it out"
             )
-        plain.append({"role": message.role.value, "content": message.content or ""})
-    refusal: TemplateError | None = None
-    for change in (None, _one_system_message, _without_system_message):
-        try:
-            turns = plain if change is None else change(plain)
-            return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
-        except TemplateError as error:
-            refusal = refusal or error
-    raise PromptError(
-        f"the model's chat template refuses messages with the roles {[each['role'] for each in plain]}: {refusal}; change their "
-        "order, or give BlendLLM a messages_to_prompt of your own"
-    ) from refusal
-
-
-def _one_system_message(messages: list[dict[str, str]]) -> list[dict[str, str]]:
-    system = "\n\n".join(message["content"] for message in messages if message["role"] == _SYSTEM)
-    others = [message for message in messages if message["role"] != _SYSTEM]
-    return [{"role": _SYSTEM, "content": system}, *others] if system else others
-
-
-def _without_system_message(messages: list[dict[str, str]]) -> list[dict[str, str]]:
-    first, *others = _one_system_message(messages) or [{"role": _USER, "content": ""}]
-    if first["role"] != _SYSTEM:
-        return [first, *others]
-    if others and others[0]["role"] == _USER:
-        content = f"{first['content']}\n\n{others[0]['content']}"
-        return [{"role": _USER, "content": content}, *others[1:]]
-    return [{"role": _USER, "content": first["content"]}, *others]
 
 
 def as_completion(text: str, delta: str | None, result: GenerationResult | None) -> CompletionResponse:
