@@ -71,12 +71,20 @@ class ChunkCatalog:
             segments.append(text[end:])
         return segments
 
-    def prompt(self, engine: AnyLibrary, parts: Iterable[Segment], min_chars: int = HEAD_CHARS) -> BlendPrompt:
-        """Return the prompt of these parts, with the stored chunks told apart that stand in its text."""
+    def prompt(
+        self, engine: AnyLibrary, parts: Iterable[Segment], min_chars: int = HEAD_CHARS, tail: str = ""
+    ) -> BlendPrompt:
+        """Return the prompt of these parts, with the stored chunks told apart that stand in its text.
+
+        What stands by itself at the end, before nothing but `tail`, is what is asked: it is text, though it may be stored too.
+        """
         self.follow(engine)
         segments: list[Segment] = []
+        begin = 0
         for part in parts:
+            begin = len(segments)
             segments += self._split(engine, part, min_chars) if isinstance(part, str) else [part]
+        segments = _with_question(segments, begin, tail)
         if not any(isinstance(segment, Chunk) for segment in segments):
             self._look_closer(engine, "".join(part for part in segments if isinstance(part, str)), min_chars)
         return BlendPrompt(segments=segments)
@@ -178,6 +186,21 @@ def _other_forms(text: str) -> Iterator[str]:
 def _unescaped(escaped: re.Match[str]) -> str:
     # Half a pair of UTF-16 stays as it is.
     return str(json.loads(f'"{escaped[0]}"'))
+
+
+def _with_question(segments: list[Segment], begin: int, tail: str) -> list[Segment]:
+    """Return segments with the last one that is a chunk as text, if it was found from `begin` on and is what is asked.
+
+    What stands behind another chunk, with nothing but blanks between, is one more passage, and what stands alone is all there is.
+    """
+    place = max((n for n in range(begin, len(segments)) if isinstance(segments[n], Chunk)), default=0)
+    behind = "".join(each for each in segments[place + 1 :] if isinstance(each, str))
+    if place == 0 or behind.strip() != tail.strip():
+        return segments
+    before, asked = segments[place - 1], segments[place]
+    if not isinstance(asked, Chunk) or not isinstance(before, str) or (place > 1 and not before.strip()):
+        return segments
+    return [*segments[: place - 1], f"{before}{asked.text}{behind}"]
 
 
 def _choose(engine: AnyLibrary, matches: Sequence[Match]) -> list[str | None]:

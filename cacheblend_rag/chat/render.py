@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from cacheblend_rag.chunk import BLANK_LINE, Chunk, ChunkRef
 from cacheblend_rag.errors import ConfigError, PromptError
 
-__all__ = ["Holes", "Passage", "apply_template", "around_question", "knows_tools", "render_chat"]
+__all__ = ["Holes", "Passage", "answer_head", "apply_template", "around_question", "knows_tools", "render_chat"]
 
 Piece = TypeVar("Piece", bound="Chunk | ChunkRef")
 _PROBE = "probe_of_cacheblend"
@@ -150,6 +150,14 @@ def apply_template(tokenizer: Any, turns: Sequence[dict[str, Any]], **variables:
         f"the model's chat template refuses messages with the roles {[turn['role'] for turn in turns]}: {refusal}; change their "
         "order"
     ) from refusal
+
+
+def answer_head(tokenizer: Any) -> str:
+    """Return what a tokenizer's chat template writes behind the last words of the user; nothing where it cannot be told."""
+    try:
+        return apply_template(tokenizer, [{"role": "user", "content": _PROBE}]).partition(_PROBE)[2]
+    except PromptError:
+        return ""
 
 
 def _one_system_turn(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from cacheblend_rag.chat.catalog import catalog_of
 from cacheblend_rag.chat.grammar import json_grammar, requested_schema, schema_request
-from cacheblend_rag.chat.render import Passage, around_question, render_chat
+from cacheblend_rag.chat.render import Passage, answer_head, around_question, render_chat
 from cacheblend_rag.chat.tools import call_grammar, chosen_tools
 from cacheblend_rag.chunk import BLANK_LINE, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.engine import ChunkLibrary
@@ -65,7 +65,7 @@ def _chat(library: ChunkLibrary, request: ChatRequest, config: ServeConfig) -> A
         grammar = call_grammar(tools, str(library.tokenizer.get_chat_template(tools=tools)))
     documents = _passages(library, request.documents)
     parts = render_chat(library.tokenizer, turns, tools=tools, documents=documents)
-    prompt = catalog_of(library).prompt(library, parts)
+    prompt = catalog_of(library).prompt(library, parts, tail=answer_head(library.tokenizer))
     return _asked(prompt, request, config, grammar, tools, must_call)
 
 

@@ -54,6 +54,32 @@ def test_additions_replacements_and_deletions_are_noticed(engine: BlendEngine, c
     assert ids_in(catalog, engine, prompt) == ["another name", "goat"]
 
 
+def test_what_is_asked_is_text_though_it_is_stored_too(engine: BlendEngine, chunks: dict[str, str]) -> None:
+    question = "Where does the goat live?"
+    texts = [chunks["goat"], chunks["house"], question]
+    engine.add(Chunk(text, f"n{number}") for number, text in enumerate(texts))
+    llm = ChatBlend(engine=engine)
+    context = f"Read this:\n\n{chunks['goat']}\n\n{chunks['house']}"
+
+    def found(*messages: tuple[str, str]) -> list[str | None]:
+        return [each.id for each in llm.blend_prompt(list(messages)).segments if isinstance(each, Chunk)]
+
+    assert found(("system", context), ("human", question)) == ["n0", "n1"]
+    assert found(("human", f"{context}\n\nQuestion: {question}")) == ["n0", "n1"]
+    # What is behind other chunks, or before other words, is a passage like them.
+    assert found(("human", f"{question}\n\nSay it by this:\n\n{chunks['goat']}\n\n{chunks['house']}")) == [
+        "n2",
+        "n0",
+        "n1",
+    ]
+    assert found(("human", f"{chunks['goat']}\n\nWhere?")) == ["n0"]
+    # As a client of the string model writes it.
+    prompt = BlendLLM(engine=engine).blend_prompt(f"{context}\n\nQuestion: {question}")
+    assert [each.id for each in prompt.segments if isinstance(each, Chunk)] == ["n0", "n1"]
+    [*_, last] = prompt.segments
+    assert last == f"\n\nQuestion: {question}"
+
+
 def test_two_names_of_one_text_are_worth_one_until_both_are_gone(engine: BlendEngine, chunks: dict[str, str]) -> None:
     catalog = ChunkCatalog()
     engine.add([Chunk(chunks["mara"], "first"), Chunk(chunks["mara"], "second")])

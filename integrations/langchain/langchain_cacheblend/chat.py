@@ -21,7 +21,7 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 from cacheblend_rag import BlendPrompt
 from cacheblend_rag.chat.answer import Answer
 from cacheblend_rag.chat.grammar import Guide, json_grammar, requested_schema
-from cacheblend_rag.chat.render import knows_tools, render_chat
+from cacheblend_rag.chat.render import answer_head, knows_tools, render_chat
 from cacheblend_rag.chat.tools import ToolGate, ToolReply, call_grammar, chosen_tools, parse_calls
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.pml import prompt_in
@@ -88,7 +88,7 @@ class ChatBlend(BlendModel, BaseChatModel):
         parts = render_chat(
             self.engine.tokenizer, turns_of(messages), tools=shown, documents=passages(documents) if documents else ()
         )
-        return self._found_in(fixed_head(messages, parts, documents))
+        return self._found_in(fixed_head(messages, parts, documents), answer_head(self.engine.tokenizer))
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Return how many tokens the model is given for a conversation, template included.

@@ -159,9 +159,9 @@ class BlendModel(AnswersTogether, DecodingFields):
 
     # What is asked
 
-    def _found_in(self, parts: Iterable[Segment]) -> BlendPrompt:
-        """Return the prompt of these parts, with the stored chunks told apart that stand in its text."""
-        return self._catalog.prompt(self.engine, parts, self.min_chunk_chars)
+    def _found_in(self, parts: Iterable[Segment], tail: str = "") -> BlendPrompt:
+        """Return the prompt of these parts, with the stored chunks told apart that stand in its text; `tail` is behind it all."""
+        return self._catalog.prompt(self.engine, parts, self.min_chunk_chars, tail)
 
     def _call(self, prompt: BlendPrompt, stop: Sequence[str] | None, kwargs: Mapping[str, Any]) -> Call:
         """Merge the options of this object and of one call, which wins."""
