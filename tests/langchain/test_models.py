@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -443,3 +444,14 @@ def test_a_model_by_its_folder(tiny: LlamaForCausalLM, tokenizer: Any, tmp_path:
     assert llm.invoke("Hello there")
     llm.engine.close()
     assert (tmp_path / "kv").is_dir()
+
+
+@KINDS
+def test_a_copy_shares_the_engine_and_none_is_sent_elsewhere(kind: Any, engine: BlendEngine) -> None:
+    llm = kind(engine=engine, max_tokens=4, generation_kwargs={"repetition_penalty": 1.1})
+    copied = copy.deepcopy(llm)
+    assert copied.engine is engine and text_of(copied.invoke("Who?")) == text_of(llm.invoke("Who?"))
+    copied.generation_kwargs["repetition_penalty"] = 2.0
+    assert llm.generation_kwargs == {"repetition_penalty": 1.1}
+    with pytest.raises(ConfigError, match="write it down with"):
+        pickle.dumps(llm)

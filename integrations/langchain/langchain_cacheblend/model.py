@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -206,6 +207,19 @@ class BlendModel(AnswersTogether, DecodingFields):
             yield call.ending.read(await stream.aresult())
         finally:
             stream.close()
+
+    def __getstate__(self) -> Any:
+        raise ConfigError(
+            f"a {type(self).__name__} holds the model, which cannot be sent to another process; make one there, or write it down "
+            "with langchain_core.load.dumps"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> BlendModel:
+        """Return a model with its own settings; the engine, which is the model itself, is shared."""
+        copied = self.model_copy()
+        for name in ("stop", "generation_kwargs"):
+            setattr(copied, name, deepcopy(getattr(self, name), memo))
+        return copied
 
     # What LangChain asks about
 
