@@ -83,6 +83,8 @@ class Database:
         self._connections: dict[str, sqlite3.Connection] = {}
         # Which files they have open.
         self._opened: dict[str, list[tuple[int, int] | None]] = {}
+        # What they were like when one that only reads opened them.
+        self._seen: list[tuple[int, int] | None] = []
         self._is_mirrored = False
         self._unmirrored_at = -_MIRROR_AGAIN_S
         # What was looked into, and could not be mended.
@@ -362,10 +364,11 @@ class Database:
             raise StoreError("the store is closed; open it again")
         if self._path is None:
             return self._connections.get(kind) or self._connect(kind, patience_s)
-        files = self._files(kind)
+        files, seen = self._files(kind), self._states() if self.read_only else []
         connection = self._connections.get(kind)
-        if connection is None or files != self._opened[kind]:
+        if connection is None or files != self._opened[kind] or seen != self._seen:
             self._disconnect(kind)
+            self._seen = seen
             connection = self._connect(kind, patience_s)
             # Not what is there by now, which may be another file already; but where it was made just now.
             self._opened[kind] = [opened or now for opened, now in zip(files, self._files(kind), strict=True)]
@@ -386,6 +389,19 @@ class Database:
                 found.append(None)
             else:
                 found.append((status.st_dev, status.st_ino))
+        return found
+
+    def _states(self) -> list[tuple[int, int] | None]:
+        """Return sizes and times of the index and its log: where this process may not write, it may be all it can go by."""
+        assert self._path is not None
+        found: list[tuple[int, int] | None] = []
+        for path in (self._path, self._path.with_name(self._path.name + "-wal")):
+            try:
+                status = os.stat(path)
+            except FileNotFoundError:
+                found.append(None)
+            else:
+                found.append((status.st_size, status.st_mtime_ns))
         return found
 
     def _connect(self, kind: str, patience_s: float) -> sqlite3.Connection:
@@ -496,7 +512,7 @@ def _connect_read_only(path: Path) -> sqlite3.Connection:
         return attempt("mode=ro")
     except sqlite3.OperationalError:
         # Reading a database in WAL mode needs its -shm file, which cannot be made here. As nobody has it open, it does not change
-        # either.
+        # either; who opens it later is noticed by what that does to the files.
         return attempt("immutable=1")
 
 

@@ -16,7 +16,7 @@ import pytest
 from cacheblend_rag.errors import StoreError, StoreFormatError, StoreFullError
 from cacheblend_rag.store import KVStore, check_store, open_store
 from tests.store import workers
-from tests.store.kit import fill, key_of, make_kv, read, record, run, same
+from tests.store.kit import fill, key_of, make_kv, read, record, run, same, start_with_pipe
 from tests.store.kit import small_disk as mounted_disk
 
 NOBODY = 65534
@@ -242,6 +242,32 @@ def test_read_only_disk(small_disk: Path, closed: bool) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     run(workers.use_read_only, small_disk / "s", None)
     subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
+
+
+@pytest.mark.parametrize("is_open", [False, True], ids=["others come later", "others are there"])
+def test_who_can_only_read_sees_what_others_write(small_disk: Path, tmp_path: Path, is_open: bool) -> None:
+    folder, view = small_disk / "s", tmp_path / "view"
+    run(workers.write_some, folder, [1, 2], [])
+    view.mkdir()
+    subprocess.run(["mount", "--bind", str(small_disk), str(view)], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(view)], check=True)
+        if is_open:
+            _, writer = start_with_pipe(workers.hold_open, folder)
+            assert writer.recv() == "open"
+        store = open_store(view / "s", 10**6)
+        assert store.names.ids("ns") == ["n1", "n2"]
+        reader = store.open(key_of(1))
+        assert reader is not None and same(read(reader), make_kv(1))
+        run(workers.write_some, folder, [3], ["n1"])
+        assert store.names.ids("ns") == ["n2", "n3"]
+        # It is in RAM here, too.
+        assert store.open(key_of(1)) is None
+        if is_open:
+            writer.send("end")
+        store.close()
+    finally:
+        subprocess.run(["umount", "-l", str(view)], check=True)
 
 
 def test_damaged_index_never_gives_wrong_kv(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,8 @@ import resource
 import signal
 import sys
 import threading
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -178,6 +180,25 @@ def meet_size_limit(folder: Path) -> None:
     assert store.holds([key_of(1), key_of(2)]) == [True, False]
     assert check_store(folder).is_clean
     store.put(key_of(2), make_kv(2))
+    store.close()
+
+
+def write_some(folder: Path, numbers: Sequence[int], gone: Sequence[str]) -> None:
+    """Store chunks, and forget names."""
+    store = open_store(folder, 0)
+    for number in numbers:
+        store.put(key_of(number), make_kv(number))
+        store.name("ns", [record(f"n{number}", number)])
+    store.forget("ns", gone)
+    store.close()
+
+
+def hold_open(connection: Connection, folder: Path) -> None:
+    """Have a store open until told otherwise, having written to it."""
+    store = open_store(folder, 0)
+    store.name("other", [record("n0", 0)])
+    connection.send("open")
+    connection.recv()
     store.close()
 
 
