@@ -15,6 +15,7 @@ from pathlib import Path
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.files import replace_text
+from cacheblend_rag.store.locks import let_go
 
 __all__ = ["OPEN", "KeyFile", "Owner"]
 
@@ -159,7 +160,7 @@ class KeyFile:
             fcntl.flock(fd, fcntl.LOCK_EX)
             yield
         finally:
-            os.close(fd)
+            let_go(fd)
 
     def _write(self, owners: Iterable[Owner]) -> None:
         text = json.dumps({"keys": [asdict(owner) for owner in owners]}, indent=2)

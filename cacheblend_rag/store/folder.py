@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from cacheblend_rag.errors import StoreError, StoreFormatError, StoreFullError, StoreReadOnlyError
-from cacheblend_rag.store.locks import Turns
+from cacheblend_rag.store.locks import Turns, let_go
 
 __all__ = [
     "RESERVE_BYTES",
@@ -114,7 +114,7 @@ class StoreFolder:
             self.keep_reserve()
             yield
         finally:
-            os.close(fd)
+            let_go(fd)
 
     def _wait_for(self, fd: int, timeout_s: float) -> None:
         until = time.monotonic() + timeout_s
@@ -332,7 +332,7 @@ class Part:
 
     def close(self) -> None:
         """Let go of the file."""
-        os.close(self._fd)
+        let_go(self._fd)
 
     def remove(self) -> None:
         """Remove the file, if it is not in its place."""

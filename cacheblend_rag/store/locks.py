@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-__all__ = ["ForkSafeLock", "Turns", "tell_before_fork"]
+__all__ = ["ForkSafeLock", "Turns", "let_go", "tell_before_fork"]
 
 _POLL_S = 0.005
 
@@ -98,13 +98,19 @@ class Turns:
                 is_taken = False
             yield is_taken
         finally:
-            os.close(fd)
+            let_go(fd)
 
     def _enter(self, step: int) -> bool:
         with self._lock:
             is_free = self._filling >= 0 if step > 0 else self._filling == 0
             self._filling += step if is_free else 0
             return is_free
+
+
+def let_go(fd: int) -> None:
+    """Unlock a file and close it: closing alone would leave it locked for as long as a child lives that was forked meanwhile."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
 
 
 def tell_before_fork(party: _Forking) -> None:

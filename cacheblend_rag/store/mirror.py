@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
+from cacheblend_rag.store.locks import let_go
 from cacheblend_rag.store.schema import MIRRORED, columns
 
 __all__ = ["alone_in", "attach_mirror", "follow", "last_revision", "mirror_of", "renew_mirror", "revisions"]
@@ -130,7 +131,7 @@ def alone_in(folder: Path) -> Iterator[None]:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(fd)
+        let_go(fd)
 
 
 def _boot() -> str:

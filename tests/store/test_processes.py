@@ -145,6 +145,10 @@ def test_child_that_ends_in_the_usual_way(tmp_path: Path) -> None:
     assert check_store(tmp_path).entries == 2
 
 
+def test_fork_while_another_thread_is_alone(tmp_path: Path) -> None:
+    run(workers.fork_while_alone, tmp_path)
+
+
 def test_child_that_outlives_its_parent(tmp_path: Path) -> None:
     run(workers.outlive_parent, tmp_path)
     store = open_store(tmp_path, 0)

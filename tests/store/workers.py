@@ -9,6 +9,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 
 from cacheblend_rag.errors import StoreFullError, StoreReadOnlyError
 from cacheblend_rag.store import check_store, open_store
+from cacheblend_rag.store.folder import StoreFolder
 from tests.store.kit import key_of, make_kv, piece, read, record, same
 
 
@@ -166,6 +168,33 @@ def end_in_child(folder: Path) -> None:
     store.put(key_of(2), make_kv(2))
     assert check_store(folder).entries == 2
     store.close()
+
+
+def fork_while_alone(folder: Path) -> None:
+    """Fork while other threads are alone with a store, and while one opens it; the child has nothing to do with it."""
+    store = open_store(folder, 0)
+    inside, forked = threading.Event(), threading.Event()
+
+    def be_alone() -> None:
+        with store.turns.alone(), StoreFolder(folder).opening(1.0):
+            inside.set()
+            forked.wait()
+
+    thread = threading.Thread(target=be_alone)
+    thread.start()
+    inside.wait()
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    forked.set()
+    thread.join()
+    with store.turns.alone() as is_alone:
+        assert is_alone
+    open_store(folder, 0, lock_timeout_s=0.2).close()
+    store.close()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
 
 
 def meet_size_limit(folder: Path) -> None:

@@ -19,6 +19,7 @@ from cacheblend_rag.errors import RemoteUnavailableError, StoreError
 from cacheblend_rag.store.clock import StoreClock
 from cacheblend_rag.store.database import Database
 from cacheblend_rag.store.index import Dropped
+from cacheblend_rag.store.locks import let_go
 from cacheblend_rag.store.names import Names, Publish
 from cacheblend_rag.store.shared.log import Behind, NameLog
 from cacheblend_rag.store.unit import Unit, UnitName
@@ -234,9 +235,7 @@ class SharedNames:
                     time.sleep(_POLL_S)
             yield
         finally:
-            # By name: a child that was forked meanwhile has the descriptor too.
-            fcntl.flock(fd, fcntl.LOCK_UN)
-            os.close(fd)
+            let_go(fd)
 
 
 def follows_others(database: Database) -> bool:
