@@ -121,6 +121,7 @@ def check_store(location: str | Path, repair: bool = False) -> CheckReport:
         with existing_store(location) as tier:
             if done is not None:
                 report.problems.append(f"index {folder.index_path}: {done}")
+            if done is not None or tier.index.is_adopting():
                 tier.adopt()
                 again = CheckReport()
                 repairs = _examine(tier, again)

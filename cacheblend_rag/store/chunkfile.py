@@ -21,6 +21,7 @@ head and one layer is enough to know that this layer is right.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -50,6 +51,20 @@ from cacheblend_rag.kv import ChunkKV, LayerKV
 from cacheblend_rag.store.base import KVReader
 
 __all__ = ["ByteSource", "ChunkFile", "EncodedChunk", "FileSource", "encode_chunk", "pack_tokens", "unpack_tokens"]
+
+# What keeps this process from reading now, and says nothing of the bytes.
+_PASSING = {
+    errno.EACCES,
+    errno.EAGAIN,
+    errno.EBUSY,
+    errno.EINTR,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.EPERM,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+}
 
 _FORMAT = "cacheblend-rag chunk kv 2"
 _DIGEST_BYTES = 16
@@ -228,7 +243,7 @@ class ChunkFile(KVReader):
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise ChunkReadError(key, f"file {path}: {error.strerror}") from error
+            raise ChunkReadError(key, f"file {path}: {error.strerror}", damaged=error.errno not in _PASSING) from error
         return cls(source, key)
 
     def layer(self, index: int) -> LayerKV:
@@ -329,9 +344,9 @@ class ChunkFile(KVReader):
         try:
             count = self._source.read_into(view, offset)
         except OSError as error:
-            away = isinstance(error, RemoteUnavailableError)
+            passes = isinstance(error, RemoteUnavailableError) or error.errno in _PASSING
             reason = f"its bytes cannot be read: {error.strerror or error}"
-            raise ChunkReadError(self.key, reason, damaged=not away) from error
+            raise ChunkReadError(self.key, reason, damaged=not passes) from error
         if count < len(view):
             raise ChunkReadError(self.key, f"{otherwise}, at byte {offset + count}")
 

@@ -77,6 +77,8 @@ def collect_garbage(
     report = GarbageReport()
     # Opening removes what killed processes left.
     with existing_store(location, clock=clock) as tier:
+        # What is still to be found again by its files is nobody's leftover.
+        tier.adopt()
         before = _index_bytes(tier)
         now = tier.clock.now()
         while count := _remove(tier, tier.deleting(lambda: tier.index.drop_expired(now, _AT_ONCE)), report):

@@ -513,6 +513,12 @@ def _connect_read_only(path: Path) -> sqlite3.Connection:
     except sqlite3.OperationalError:
         # Reading a database in WAL mode needs its -shm file, which cannot be made here. As nobody has it open, it does not change
         # either; who opens it later is noticed by what that does to the files.
+        log = path.with_name(path.name + "-wal")
+        if _size(log):
+            raise StoreError(
+                f"index {path} cannot be read without what stands in {log.name}; open the store once where the folder may be "
+                "written, which brings that into it"
+            ) from None
         return attempt("immutable=1")
 
 

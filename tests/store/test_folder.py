@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -291,3 +293,38 @@ def test_damaged_index_never_gives_wrong_kv(tmp_path: Path, caplog: pytest.LogCa
             assert same(read(reader), make_kv(number))
         store.close()
     assert any("restored from its mirror" in entry.getMessage() for entry in caplog.records)
+
+
+@pytest.mark.parametrize("call", ["open", "preadv"])
+def test_what_cannot_be_read_for_a_moment_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    store = open_store(tmp_path, 0)
+    store.put(key_of(1), make_kv(1))
+    store.name("ns", [record("n1", 1)])
+    store.pin("ns", ["n1"])
+    own = getattr(os, call)
+
+    def fail(*arguments: Any, **named: Any) -> Any:
+        if call == "preadv" or ".safetensors" in str(arguments[0]):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return own(*arguments, **named)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, call, fail)
+        assert store.open(key_of(1)) is None
+    reader = store.open(key_of(1))
+    assert reader is not None and same(read(reader), make_kv(1))
+    store.close()
+
+
+def test_who_can_only_read_does_not_overlook_a_log(small_disk: Path) -> None:
+    store = open_store(small_disk / "live", 0)
+    store.name("ns", [record("n1", 1)])
+    store.forget("ns", ["n1"])
+    shutil.copytree(small_disk / "live", small_disk / "s")
+    store.close()
+    # As some copies leave it out.
+    (small_disk / "s" / "index.sqlite-shm").unlink()
+    assert (small_disk / "s" / "index.sqlite-wal").stat().st_size
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(StoreError, match=r"cannot be read without what stands in index\.sqlite-wal"):
+        open_store(small_disk / "s", 0).names.ids("ns")

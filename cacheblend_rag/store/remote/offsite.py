@@ -51,6 +51,8 @@ class Offsite:
         self._lock = ForkSafeLock()
         self._undropped: set[str] = set()
         self.is_out = False
+        # Whether it is told that removing is refused.
+        self._is_refused = False
         self._uploads_fail = False
         self._closed = False
         self._mender: threading.Thread | None = None
@@ -104,7 +106,7 @@ class Offsite:
         try:
             self._remove(gone)
         except RemoteUnavailableError as error:
-            self._tell(error)
+            self._tell_unremoved(error)
 
     def drop_later(self, keys: Iterable[str]) -> None:
         """Do what `drop` does in the background; until then nothing is read from there under these keys."""
@@ -144,6 +146,19 @@ class Offsite:
             _log.warning("%s; its KV counts as not stored, and nothing is uploaded, until it answers again", error)
         self._mend_later()
 
+    def _tell_unremoved(self, error: RemoteUnavailableError) -> None:
+        try:
+            self._tier.holds([_NO_KEY])
+        except RemoteUnavailableError:
+            self._tell(error)
+            return
+        # It answers, and refuses to remove: what is deleted is not read here, and all else is.
+        with self._lock:
+            was_refused, self._is_refused, self.is_out = self._is_refused, True, False
+        if not was_refused:
+            _log.warning("%s; this process reads it from there no more, and goes on trying to remove it", error)
+        self._mend_later()
+
     def _mend_later(self) -> None:
         with self._lock:
             if not self._closed and (self._mender is None or not self._mender.is_alive()):
@@ -166,10 +181,10 @@ class Offsite:
                 else:
                     self._tier.holds([_NO_KEY])
             except RemoteUnavailableError as error:
-                self._tell(error)
+                (self._tell_unremoved if gone else self._tell)(error)
                 wait_s = min(max(2 * wait_s, _FIRST_PROBE_S), _LAST_PROBE_S)
             else:
-                self.is_out, wait_s = False, 0.0
+                self.is_out, self._is_refused, wait_s = False, False, 0.0
                 _log.debug("remote tier %s answers", self._tier.location)
 
     def _remove(self, keys: Collection[str]) -> None:

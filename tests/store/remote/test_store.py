@@ -349,3 +349,34 @@ def test_nobody_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         assert engine.delete(["n1"]) == 1
     told = [message for message in caplog.messages if "redis" in message]
     assert told and len(told) <= 3
+
+
+def test_a_tier_that_refuses_to_remove_is_read_on(
+    redis_server: RedisServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import redis
+
+    one = opened(tmp_path / "one", redis_server.url())
+    for number in (1, 2):
+        one.put(key_of(number), make_kv(number))
+        one.name("ns", [record(f"n{number}", number)])
+    one.flush()
+    with redis.Redis(port=redis_server.port) as client:
+        client.acl_setuser(
+            "reader", enabled=True, passwords=["+pw"], keys=["*"], commands=["+@all", "-@write", "-@scripting"]
+        )
+        two = opened(tmp_path / "two", redis_server.url("reader:pw@"), ram_bytes=0)
+        two.name("ns", [record("n1", 1), record("n2", 2)])
+        two.forget("ns", ["n2"])
+        assert two.open(key_of(2)) is None
+        reader = two.open(key_of(1))
+        assert reader is not None and same(read(reader), make_kv(1))
+        [told] = [each for each in caplog.messages if "could not remove chunks" in each]
+        assert "this process reads it from there no more" in told
+        client.acl_setuser("reader", commands=["+@all"])
+        until = time.monotonic() + 60
+        while two.open(key_of(2)) is not None or client.keys(f"*{key_of(2)}*"):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+    one.close()
+    two.close()
