@@ -57,12 +57,12 @@ class StoreClock:
                 self._at = self._steady()
 
     def save(self, database: Database) -> None:
-        """Write the time down; that it survives the machine is not waited for."""
+        """Write the time down."""
         # Beforehand, since a thread holds one lock at a time.
         now = self.now()
 
         def write() -> None:
-            with database.write(durable=False) as connection:
+            with database.write() as connection:
                 saved = connection.execute(_SAVED).fetchone()
                 latest = now if saved is None else max(now, saved[0])
                 connection.execute("INSERT OR REPLACE INTO moment VALUES (1, ?, ?)", (latest, self._wall()))

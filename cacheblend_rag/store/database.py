@@ -135,11 +135,10 @@ class Database:
                     connection.execute("ROLLBACK")
 
     @contextmanager
-    def write(self, durable: bool = True, wait: bool = True) -> Iterator[sqlite3.Connection]:
+    def write(self, wait: bool = True) -> Iterator[sqlite3.Connection]:
         """Run one write transaction, rolled back if it ends by an error.
 
-        If not `durable` it survives the process, but perhaps not the machine. With `wait` False it is an error if another
-        thread or process is writing.
+        It survives the machine. With `wait` False it is an error if another thread or process is writing.
         """
         if self.read_only:
             raise StoreReadOnlyError(
@@ -152,7 +151,7 @@ class Database:
             raise StoreError(f"index {self._path} is locked: another thread is writing to it")
         try:
             with _translated(self._path):
-                connection = self._begin(durable, until)
+                connection = self._begin(until)
                 try:
                     revision = self._revision(connection)
                     yield connection
@@ -335,13 +334,14 @@ class Database:
             with self._write_lock:
                 self._finalizer()
 
-    def _begin(self, durable: bool, until: float) -> sqlite3.Connection:
+    def _begin(self, until: float) -> sqlite3.Connection:
         """Begin to write; nobody replaces the index from here on, as that takes the mirror's lock."""
         for _ in range(_ATTEMPTS):
             if self._path and not self._is_mirrored and self._is_mirror_due():
                 self._disconnect("writer")
             connection = self._current("writer")
-            connection.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
+            # Always: its mirror is of the same revision, and must not be ahead of a log whose end was lost with the machine.
+            connection.execute("PRAGMA synchronous=FULL")
             self._set_patience(connection, max(until - time.monotonic(), 0.0))
             connection.execute("BEGIN IMMEDIATE")
             if self._path is None or self._files("writer") == self._opened["writer"]:

@@ -236,7 +236,7 @@ class Index:
 
     def touch(self, keys: Sequence[str], wait: bool) -> None:
         """Mark entries as used in this order, the last one latest; without `wait` an error if another process is writing."""
-        with self.database.write(durable=False, wait=wait) as connection:
+        with self.database.write(wait=wait) as connection:
             clock = _advance_clock(connection, len(keys)) - len(keys)
             connection.executemany(
                 "UPDATE entries SET last_used = ? WHERE key = ?", ((clock + 1 + n, key) for n, key in enumerate(keys))
@@ -259,7 +259,7 @@ class Index:
 
     def settle(self, files: Iterable[str]) -> None:
         """Note that these files are gone."""
-        with self.database.write(durable=False) as connection:
+        with self.database.write() as connection:
             connection.executemany("DELETE FROM removals WHERE file = ?", ((file,) for file in files))
 
     def deletions(self) -> int:
