@@ -38,6 +38,8 @@ _TIDY_PAGES = 256
 _READ_CACHE_BYTES = 16 * 1024**2
 
 
+# What SQLite says where a mirror cannot be had: there is no room, or it is another user's.
+_NO_MIRROR = ("full", "readonly", "I/O", "unable to open")
 # How long it is done without a mirror for which there was no room, before it is tried again.
 _MIRROR_AGAIN_S = 60.0
 _ATTEMPTS = 4
@@ -99,6 +101,10 @@ class Database:
             with alone_in(path.parent):
                 for leftover in (path, mirror_of(path)):
                     leftover.with_name(leftover.name + ".new").unlink(missing_ok=True)
+                mirror = mirror_of(path)
+                if mirror.exists() and not os.access(mirror, os.R_OK | os.W_OK):
+                    # Another user's, as after maintenance by root: who writes next makes one.
+                    mirror.unlink()
             self.healing(self._look)
 
     @contextmanager
@@ -488,7 +494,7 @@ def _mirror(connection: sqlite3.Connection, path: Path) -> bool:
         with alone_in(path.parent):
             attach_mirror(connection, path)
     except (OSError, sqlite3.OperationalError) as error:
-        if isinstance(error, sqlite3.Error) and not any(sign in str(error) for sign in ("full", "readonly", "I/O")):
+        if isinstance(error, sqlite3.Error) and not any(sign in str(error) for sign in _NO_MIRROR):
             raise
         _log.debug("index %s has no mirror: %s", path, error)
         mirror_of(path).unlink(missing_ok=True)

@@ -231,6 +231,16 @@ def test_folder_of_somebody_else(open_folder: Path, log_left: bool) -> None:
     run(workers.use_read_only, open_folder / "s", user)
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can leave another user's files")
+def test_a_mirror_that_is_root_s_keeps_nobody_out(open_folder: Path) -> None:
+    run(workers.write_some, open_folder / "s", [1], [])
+    for path in [*(open_folder / "s").rglob("*"), open_folder / "s"]:
+        os.chown(path, NOBODY, NOBODY)
+    os.chown(open_folder / "s" / "mirror.sqlite", 0, 0)
+    run(workers.write_as, NOBODY, open_folder / "s")
+    assert check_store(open_folder / "s").is_clean
+
+
 @pytest.mark.parametrize("closed", [True, False])
 def test_read_only_disk(small_disk: Path, closed: bool) -> None:
     store = open_store(small_disk / "live", 0)

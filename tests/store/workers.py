@@ -222,6 +222,17 @@ def write_some(folder: Path, numbers: Sequence[int], gone: Sequence[str]) -> Non
     store.close()
 
 
+def write_as(user: int, folder: Path) -> None:
+    """Store a chunk and forget another, as another user."""
+    os.setgroups([])
+    os.setgid(user)
+    os.setuid(user)
+    write_some(folder, [2], ["n1"])
+    store = open_store(folder, 0)
+    assert store.names.ids("ns") == ["n2"]
+    store.close()
+
+
 def hold_open(connection: Connection, folder: Path) -> None:
     """Have a store open until told otherwise, having written to it."""
     store = open_store(folder, 0)
