@@ -124,9 +124,9 @@ def test_another_program_fills_the_disk(disk: Path, engine: BlendEngine) -> None
 def test_garbage_is_collected_on_a_full_disk(disk: Path, engine: BlendEngine) -> None:
     engine.add([Chunk(words(60, number)) for number in range(8)])
     fill(disk)
-    # On so small a disk one may have gone for room.
+    # On so small a disk one may have gone for room, or go for the room that collecting takes.
     held = len(list((disk / "store" / "kv").glob("*/*")))
-    assert collect_garbage(disk / "store", 0.0).unnamed == held > 0
+    assert held > 1 and collect_garbage(disk / "store", 0.0).unnamed in (held - 1, held)
     assert not list((disk / "store" / "kv").glob("*/*"))
 
 
