@@ -89,9 +89,9 @@ def read_passages(
     seen: set[Path] = set()
     for path in paths:
         for file, text in read_texts(path, skipped.append):
-            if file.resolve() in seen:
+            if (found := file.resolve()) in seen:
                 continue
-            seen.add(file.resolve())
+            seen.add(found)
             # Not where a link leads: what is gone from the folder is looked for below it.
             source = os.path.abspath(file)
             passages[source] = list(named_passages(source, split_text(text, count_tokens, chunk_tokens)))

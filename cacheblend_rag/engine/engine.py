@@ -168,7 +168,7 @@ class BlendEngine(ChunkLibrary, AnyEngine):
                 self.store.stats, lambda: answering.failures, self.guard.status if self.guard.active else None
             )
             self._many = Many(model, tokenizer, self.decoder, self._runner, self.tuning)
-            self._gathering = Gathering(model, tokenizer, self._runner, self._many)
+            self._gathering = Gathering(self._runner, self._many)
             undo.pop_all()
 
     @classmethod

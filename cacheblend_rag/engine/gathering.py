@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.engine.decode import decode
 from cacheblend_rag.engine.generation import GenerationResult, PieceStreamer
 from cacheblend_rag.engine.many import OBJECTS, Call, Many
 from cacheblend_rag.engine.request import PromptRun
@@ -52,17 +51,13 @@ class Gathering:
 
     Parameters
     ----------
-    model, tokenizer : PreTrainedModel, Any
-        The model and its tokenizer.
     runner : Runner
         Runs prompts.
     many : Many
-        Answers in batches.
+        Answers one by one, or in batches.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, runner: Runner, many: Many) -> None:
-        self._model = model
-        self._tokenizer = tokenizer
+    def __init__(self, runner: Runner, many: Many) -> None:
         self._runner = runner
         self._many = many
         # A child of a fork has none of the threads that answer in its parent.
@@ -93,7 +88,7 @@ class Gathering:
         """
         if self._runner.lock.is_mine:
             # A criterion of an answer under way asks something itself.
-            return self._alone(Call(run, stop, streamer))
+            return self._many.alone(Call(run, stop, streamer))
         line, call = self._line, _Waiting(run, stop, streamer)
         with line.lock:
             waits = line.is_served
@@ -103,12 +98,9 @@ class Gathering:
         if waits:
             return self._wait(line, call)
         try:
-            return self._alone(call)
+            return self._many.alone(call)
         finally:
             self._hand_on(line)
-
-    def _alone(self, call: Call) -> GenerationResult:
-        return decode(self._model, self._tokenizer, self._runner, call.run, call.stop, call.streamer)
 
     def _wait(self, line: _Line, call: _Waiting) -> GenerationResult:
         patience = call.run.request.patience
@@ -188,7 +180,7 @@ class Gathering:
 
     def _answer_group(self, group: list[_Waiting]) -> None:
         if len(group) == 1:
-            answers: Sequence[GenerationResult | Exception] = [self._alone(group[0])]
+            answers: Sequence[GenerationResult | Exception] = [self._many.alone(group[0])]
         else:
             answers = self._many.together(group)
         for call, answer in zip(group, answers, strict=True):

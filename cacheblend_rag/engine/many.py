@@ -215,7 +215,7 @@ class Many:
                 if not stop.is_set():
                     run = runs[index]
                     run.figures["alone_reason"] = reason
-                    result = decode(self._model, self._tokenizer, self._runner, run, stop)
+                    result = self.alone(Call(run, stop))
                     run.kv.encoded.clear()
                     yield index, result
 
@@ -252,7 +252,13 @@ class Many:
         answers = [None if isinstance(each, torch.OutOfMemoryError) else each for each in answers]
         if None in answers:
             self._take_less([call.run for call in calls])
-        return [self._alone(call) if answer is None else answer for call, answer in zip(calls, answers, strict=True)]
+        return [
+            self._begun_anew(call) if answer is None else answer for call, answer in zip(calls, answers, strict=True)
+        ]
+
+    def alone(self, call: Call) -> GenerationResult:
+        """Answer a prompt by itself."""
+        return decode(self._model, self._tokenizer, self._runner, call.run, call.stop, call.streamer)
 
     def _take_less(self, runs: Sequence[PromptRun]) -> None:
         """Have fewer prompts decoded together from now on, for these were too many."""
@@ -265,12 +271,12 @@ class Many:
             tokens,
         )
 
-    def _alone(self, call: Call) -> GenerationResult | Exception:
+    def _begun_anew(self, call: Call) -> GenerationResult | Exception:
         if call.streamer is not None and call.streamer.has_shown:
             # What was read of it cannot be begun anew.
             return torch.OutOfMemoryError("there was no memory to end an answer that had begun; ask again")
         try:
-            return decode(self._model, self._tokenizer, self._runner, call.run, call.stop, call.streamer)
+            return self.alone(call)
         except Exception as error:  # handed to who asked for it
             return error
 
