@@ -257,12 +257,13 @@ class Encoder(ChunkEncoder):
     def _step_by_step(self, reading: Reading, targets: Sequence[Target]) -> Iterator[tuple[int, ChunkKV]]:
         """Yield the targets of a reading whose steps part from each other."""
         start = len(self.prefix_ids)
-        cache = KVCache(self._decoder.num_layers)
+        cache = self._behind_prefix(1, reading.length) if self._shares_prefix else KVCache(self._decoder.num_layers)
         read: tuple[int, ...] = ()
         for sequence, indices in reading.steps:
             known = min(_shared(read, sequence), len(sequence) - 1)
             cache.cut(start + known)
-            layers = self._forward([sequence[known:] if read else self.prefix_ids + sequence], cache)
+            is_first = not read and not self._shares_prefix
+            layers = self._forward([self.prefix_ids + sequence if is_first else sequence[known:]], cache)
             read = sequence
             for index in indices:
                 yield index, self.cut_out(_row(layers, 0), targets[index])
@@ -275,9 +276,13 @@ class Encoder(ChunkEncoder):
         padded = [[*row, *[row[-1]] * (width - len(row))] for row in rows]
         if not self._shares_prefix:
             return self._forward([[*self.prefix_ids, *row] for row in padded], KVCache(self._decoder.num_layers))
+        return self._forward(padded, self._behind_prefix(len(rows), width))
+
+    def _behind_prefix(self, rows: int, length: int) -> KVCache:
+        """Return a cache that holds the prefix's KV in each row, with room for `length` tokens behind it."""
         if self._prefix_kv is None:
             self._prefix_kv = self._forward([self.prefix_ids], KVCache(self._decoder.num_layers))
-        return self._forward(padded, KVCache.behind(self._prefix_kv, len(rows), len(self.prefix_ids) + width))
+        return KVCache.behind(self._prefix_kv, rows, len(self.prefix_ids) + length)
 
     @torch.no_grad()
     def _placed(self, ids: Sequence[int], places: Sequence[int]) -> list[LayerKV]:
