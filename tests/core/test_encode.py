@@ -64,6 +64,27 @@ def test_a_long_prefix_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [len(row) for [row] in rows[1:]] == [10, 10, 10]
 
 
+@pytest.mark.parametrize(("family", "attention"), CASES)
+def test_a_document_whose_parts_differ_is_read_behind_a_shared_prefix_as_behind_its_own(
+    family: str, attention: str
+) -> None:
+    decoder = inspect_model(tiny_model(family, attention))
+    first, second, third = (tuple(some_ids(length, seed)) for seed, length in enumerate((10, 8, 7)))
+    targets = [Target(first), Target(second, first), Target(third, first + second[:5])]
+    shared, own = (
+        dict(
+            pair
+            for batch in Encoder(decoder, some_ids(20, 9), 4096, share_prefix=share).encode(targets)
+            for pair in batch
+        )
+        for share in (True, False)
+    )
+    for index, kv in own.items():
+        for layer, there in zip(shared[index].layers, kv.layers, strict=True):
+            for one, other in zip(layer, there, strict=True):
+                assert (one - other).abs().max() < 1e-5 * max(1, other.abs().max())
+
+
 def test_no_prefix_can_be_shared() -> None:
     decoder = inspect_model(tiny_model("llama"))
     [[(_, kv)]] = Encoder(decoder, (), 64, share_prefix=True).encode([Target(tuple(some_ids(5, 1)))])
