@@ -257,13 +257,12 @@ class Encoder(ChunkEncoder):
     def _step_by_step(self, reading: Reading, targets: Sequence[Target]) -> Iterator[tuple[int, ChunkKV]]:
         """Yield the targets of a reading whose steps part from each other."""
         start = len(self.prefix_ids)
-        cache = self._behind_prefix(1, reading.length) if self._shares_prefix else KVCache(self._decoder.num_layers)
+        ahead, cache = self._begin(1, reading.length)
         read: tuple[int, ...] = ()
         for sequence, indices in reading.steps:
             known = min(_shared(read, sequence), len(sequence) - 1)
             cache.cut(start + known)
-            is_first = not read and not self._shares_prefix
-            layers = self._forward([self.prefix_ids + sequence if is_first else sequence[known:]], cache)
+            layers = self._forward([sequence[known:] if read else ahead + sequence], cache)
             read = sequence
             for index in indices:
                 yield index, self.cut_out(_row(layers, 0), targets[index])
@@ -274,15 +273,18 @@ class Encoder(ChunkEncoder):
         width = max(map(len, rows))
         # Padding stands behind the text, where causal attention does not see it: any id will do, without a mask.
         padded = [[*row, *[row[-1]] * (width - len(row))] for row in rows]
-        if not self._shares_prefix:
-            return self._forward([[*self.prefix_ids, *row] for row in padded], KVCache(self._decoder.num_layers))
-        return self._forward(padded, self._behind_prefix(len(rows), width))
+        ahead, cache = self._begin(len(rows), width)
+        return self._forward([[*ahead, *row] for row in padded], cache)
 
-    def _behind_prefix(self, rows: int, length: int) -> KVCache:
-        """Return a cache that holds the prefix's KV in each row, with room for `length` tokens behind it."""
+    def _begin(self, rows: int, length: int) -> tuple[tuple[int, ...], KVCache]:
+        """Return what each row begins with, and a cache with what stands before that and room for `length` tokens more: nothing
+        behind the KV of a shared prefix, or else the prefix behind nothing.
+        """
+        if not self._shares_prefix:
+            return self.prefix_ids, KVCache(self._decoder.num_layers)
         if self._prefix_kv is None:
             self._prefix_kv = self._forward([self.prefix_ids], KVCache(self._decoder.num_layers))
-        return KVCache.behind(self._prefix_kv, rows, len(self.prefix_ids) + length)
+        return (), KVCache.behind(self._prefix_kv, rows, len(self.prefix_ids) + length)
 
     @torch.no_grad()
     def _placed(self, ids: Sequence[int], places: Sequence[int]) -> list[LayerKV]:
