@@ -71,7 +71,7 @@ class Chunk:
         Its tokens, if they are not those that the tokenizer makes of `text`; the text is then only for people to read.
     positions : sequence of int, optional
         The position of each of `token_ids` in the prompts that it is for, ascending. By default they come right after the
-        encoding prefix, without gaps. If KV can be moved, only the gaps count; otherwise it serves at these positions alone.
+        preamble, without gaps. If KV can be moved, only the gaps count; otherwise it serves at these positions alone.
     document : str, optional
         The name of the document that the chunk is a piece of. Its KV is then computed after the chunks that precede it in
         that document, its context; a chunk of no document is encoded alone. Only a chunk with an id can belong to a document.

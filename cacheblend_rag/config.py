@@ -187,8 +187,10 @@ class EngineConfig(SettingsBase):
     strict : bool
         Whether a model that cannot be blended is an error; by default its prompts are prefilled in full and the
         report says why.
-    encoding_prefix : str or tuple of int, optional
-        What precedes every chunk when it is encoded, as text or token ids; by default the tokenizer's BOS alone.
+    preamble : str or tuple of int, optional
+        What precedes every chunk when it is encoded, as text or token ids; "" is the tokenizer's BOS alone. By default it is what
+        the tokenizer's chat template begins with, an instruction and a passage of some 200 tokens; where a model's KV cannot be
+        moved, the BOS.
     context : {"document", "none"}
         "document" encodes a chunk that is a piece of a document after the chunks before it there, so that its KV remembers them.
         "none" encodes every chunk alone, for texts whose readers differ from chunk to chunk.
@@ -250,9 +252,9 @@ class EngineConfig(SettingsBase):
     device: str | None = None
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
     strict: bool = False
-    encoding_prefix: str | tuple[int, ...] | None = None
+    preamble: str | tuple[int, ...] | None = None
     context: Literal["document", "none"] = "document"
-    context_tokens: int | None = Field(default=8192, ge=1)
+    context_tokens: int | None = Field(default=384, ge=1)
     separator: str = ""
     encode_on: Literal["add", "second_use"] = "add"
     tenant: str | None = None

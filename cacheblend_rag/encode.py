@@ -1,4 +1,4 @@
-"""Computing the KV of chunks behind the encoding prefix and what stands before them in their documents."""
+"""Computing the KV of chunks behind the preamble and what stands before them in their documents."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from cacheblend_rag.rope import Rotation, RotationTable, shift_layer
 
 __all__ = ["ChunkEncoder", "Encoder", "Reading", "Target", "plan_batches"]
 
-# Sharing the prefix saves its rows, but rows behind a cache need a mask where rows from the start are plainly causal, and the
-# prefix's KV is copied for each row: with a few tokens it is no faster. docs/encoding.md has the figures.
+# Sharing the preamble saves its rows, but rows behind a cache need a mask where rows from the start are plainly causal, and the
+# preamble's KV is copied for each row: with a few tokens it is no faster. docs/encoding.md has the figures.
 _SHARED_PREFIX_TOKENS = 16
 
 
@@ -30,7 +30,7 @@ class Target:
     token_ids : tuple of int
         The tokens whose KV is kept, at least one.
     context : tuple of int
-        What they are encoded behind, beside the encoding prefix.
+        What they are encoded behind, beside the preamble.
     positions : tuple of int or None
         Where they stand, of tokens without a context; None: right behind what stands before them, without gaps.
     """
@@ -41,7 +41,7 @@ class Target:
 
     @property
     def sequence(self) -> tuple[int, ...]:
-        """All that is read for it, without the encoding prefix."""
+        """All that is read for it, without the preamble."""
         return self.context + self.token_ids
 
 
@@ -68,15 +68,15 @@ class Reading:
         return [index for _, indices in self.steps for index in indices]
 
 
-def plan_batches(lengths: Sequence[int], prefix_len: int, batch_tokens: int) -> list[list[int]]:
+def plan_batches(lengths: Sequence[int], preamble_len: int, batch_tokens: int) -> list[list[int]]:
     """Group chunks of similar length so that little is padded.
 
     Parameters
     ----------
     lengths : sequence of int
         Tokens of each chunk.
-    prefix_len : int
-        Tokens of the encoding prefix, which stands before each chunk.
+    preamble_len : int
+        Tokens of the preamble, which stands before each chunk.
     batch_tokens : int
         Most tokens of a batch, padding included; a longer chunk is a batch of its own.
 
@@ -92,26 +92,26 @@ def plan_batches(lengths: Sequence[int], prefix_len: int, batch_tokens: int) -> 
             batches[-1].append(index)
         else:
             batches.append([index])
-            width = lengths[index] + prefix_len
+            width = lengths[index] + preamble_len
     return batches
 
 
 class ChunkEncoder(ABC):
-    """Computes the KV of each chunk behind the encoding prefix and its context, wherever the model is.
+    """Computes the KV of each chunk behind the preamble and its context, wherever the model is.
 
     Parameters
     ----------
     form : Decoder or ModelCard
         The model's KV.
-    prefix_ids : sequence of int
-        The encoding prefix.
+    preamble : sequence of int
+        The preamble.
     batch_tokens : int
-        Most tokens of a batch, prefix and padding included.
+        Most tokens of a batch, preamble and padding included.
     """
 
-    def __init__(self, form: Decoder | ModelCard, prefix_ids: Sequence[int], batch_tokens: int) -> None:
+    def __init__(self, form: Decoder | ModelCard, preamble: Sequence[int], batch_tokens: int) -> None:
         self._form = form
-        self.prefix_ids = tuple(prefix_ids)
+        self.preamble = tuple(preamble)
         self._batch_tokens = batch_tokens
 
     @abstractmethod
@@ -129,7 +129,7 @@ class ChunkEncoder(ABC):
         Yields
         ------
         list of (int, ChunkKV)
-            One batch: the index of each target, and its KV on the CPU, as if it stood right behind the encoding prefix.
+            One batch: the index of each target, and its KV on the CPU, as if it stood right behind the preamble.
         """
 
     @abstractmethod
@@ -152,7 +152,7 @@ class ChunkEncoder(ABC):
         return [[index for reading in batch for index in reading.targets] for batch in self.batches(targets)]
 
     def num_tokens(self, targets: Sequence[Target]) -> int:
-        """Return how many tokens are computed to encode targets, the encoding prefix and padding not counted."""
+        """Return how many tokens are computed to encode targets, the preamble and padding not counted."""
         count = 0
         for reading in _readings(targets, range(len(targets))):
             read: tuple[int, ...] = ()
@@ -163,7 +163,7 @@ class ChunkEncoder(ABC):
 
     def batches(self, targets: Sequence[Target]) -> list[list[Reading]]:
         """Return what is read together; a placed target, and a document whose parts part from each other, is read alone."""
-        prefix_len, reach = len(self.prefix_ids), self._form.rope_reach
+        preamble_len, reach = len(self.preamble), self._form.rope_reach
         batches = [
             [Reading([(target.token_ids, [index])])]
             for index, target in enumerate(targets)
@@ -173,10 +173,10 @@ class ChunkEncoder(ABC):
         batches += [[reading] for reading in readings if len(reading.steps) > 1]
         single = [reading for reading in readings if len(reading.steps) == 1]
         # The longest row of a batch decides on the frequencies of all of it.
-        far = [reach is not None and prefix_len + reading.length >= reach for reading in single]
+        far = [reach is not None and preamble_len + reading.length >= reach for reading in single]
         for is_far in (True, False):
             alike = [reading for reading, each in zip(single, far, strict=True) if each == is_far]
-            for batch in plan_batches([reading.length for reading in alike], prefix_len, self._batch_tokens):
+            for batch in plan_batches([reading.length for reading in alike], preamble_len, self._batch_tokens):
                 batches.append([alike[place] for place in batch])
         return batches
 
@@ -186,11 +186,11 @@ class ChunkEncoder(ABC):
         Parameters
         ----------
         layers : sequence of LayerKV
-            The KV of the encoding prefix and the sequence, ``(num_kv_heads, seq_len, head_dim)``.
+            The KV of the preamble and the sequence, ``(num_kv_heads, seq_len, head_dim)``.
         target : Target
             The target.
         """
-        start, distance, count = len(self.prefix_ids), len(target.context), len(target.token_ids)
+        start, distance, count = len(self.preamble), len(target.context), len(target.token_ids)
         first = start + distance
         tables: dict[tuple[Rotation, torch.device], RotationTable] = {}
         kept = []
@@ -209,29 +209,29 @@ class ChunkEncoder(ABC):
 class Encoder(ChunkEncoder):
     """Computes the KV of chunks with the model of this process.
 
-    Encoding behind the prefix and keeping only the chunk's slice leaves one attention sink and one BOS in a prompt of many
-    chunks. A prefix that is long enough to be worth it is computed once, and its KV handed to every row of every batch.
+    Encoding behind the preamble and keeping only the chunk's slice leaves one attention sink and one BOS in a prompt of many
+    chunks. A preamble that is long enough to be worth it is computed once, and its KV handed to every row of every batch.
 
     Parameters
     ----------
     decoder : Decoder
         The model.
-    prefix_ids : sequence of int
-        The encoding prefix.
+    preamble : sequence of int
+        The preamble.
     batch_tokens : int
-        Most tokens of a batch, prefix and padding included.
-    share_prefix : bool, optional
-        Whether the prefix is computed once rather than in every row; by default where that is faster.
+        Most tokens of a batch, preamble and padding included.
+    share_preamble : bool, optional
+        Whether the preamble is computed once rather than in every row; by default where that is faster.
     """
 
     def __init__(
-        self, decoder: Decoder, prefix_ids: Sequence[int], batch_tokens: int, share_prefix: bool | None = None
+        self, decoder: Decoder, preamble: Sequence[int], batch_tokens: int, share_preamble: bool | None = None
     ) -> None:
-        super().__init__(decoder, prefix_ids, batch_tokens)
+        super().__init__(decoder, preamble, batch_tokens)
         self._decoder = decoder
-        wanted = len(self.prefix_ids) >= _SHARED_PREFIX_TOKENS if share_prefix is None else share_prefix
-        self._shares_prefix = wanted and bool(self.prefix_ids)
-        self._prefix_kv: list[LayerKV] | None = None
+        wanted = len(self.preamble) >= _SHARED_PREFIX_TOKENS if share_preamble is None else share_preamble
+        self._shares_preamble = wanted and bool(self.preamble)
+        self._preamble_kv: list[LayerKV] | None = None
 
     def encode(self, targets: Sequence[Target]) -> Iterator[list[tuple[int, ChunkKV]]]:
         for batch in self.batches(targets):
@@ -256,7 +256,7 @@ class Encoder(ChunkEncoder):
     @torch.no_grad()
     def _step_by_step(self, reading: Reading, targets: Sequence[Target]) -> Iterator[tuple[int, ChunkKV]]:
         """Yield the targets of a reading whose steps part from each other."""
-        start = len(self.prefix_ids)
+        start = len(self.preamble)
         ahead, cache = self._begin(1, reading.length)
         read: tuple[int, ...] = ()
         for sequence, indices in reading.steps:
@@ -269,7 +269,7 @@ class Encoder(ChunkEncoder):
 
     @torch.no_grad()
     def _run(self, rows: Sequence[Sequence[int]]) -> list[LayerKV]:
-        """Return the KV of each layer, ``(batch, num_kv_heads, prefix and longest chunk, head_dim)``."""
+        """Return the KV of each layer, ``(batch, num_kv_heads, preamble and longest chunk, head_dim)``."""
         width = max(map(len, rows))
         # Padding stands behind the text, where causal attention does not see it: any id will do, without a mask.
         padded = [[*row, *[row[-1]] * (width - len(row))] for row in rows]
@@ -278,19 +278,19 @@ class Encoder(ChunkEncoder):
 
     def _begin(self, rows: int, length: int) -> tuple[tuple[int, ...], KVCache]:
         """Return what each row begins with, and a cache with what stands before that and room for `length` tokens more: nothing
-        behind the KV of a shared prefix, or else the prefix behind nothing.
+        behind the KV of a shared preamble, or else the preamble behind nothing.
         """
-        if not self._shares_prefix:
-            return self.prefix_ids, KVCache(self._decoder.num_layers)
-        if self._prefix_kv is None:
-            self._prefix_kv = self._forward([self.prefix_ids], KVCache(self._decoder.num_layers))
-        return (), KVCache.behind(self._prefix_kv, rows, len(self.prefix_ids) + length)
+        if not self._shares_preamble:
+            return self.preamble, KVCache(self._decoder.num_layers)
+        if self._preamble_kv is None:
+            self._preamble_kv = self._forward([self.preamble], KVCache(self._decoder.num_layers))
+        return (), KVCache.behind(self._preamble_kv, rows, len(self.preamble) + length)
 
     @torch.no_grad()
     def _placed(self, ids: Sequence[int], places: Sequence[int]) -> list[LayerKV]:
-        """Return the KV of the encoding prefix and a chunk that stands at `places`, the chunk's moved to where it has no gaps."""
-        start = len(self.prefix_ids)
-        layers = self._forward([[*self.prefix_ids, *ids]], KVCache(self._decoder.num_layers), [*range(start), *places])
+        """Return the KV of the preamble and a chunk that stands at `places`, the chunk's moved to where it has no gaps."""
+        start = len(self.preamble)
+        layers = self._forward([[*self.preamble, *ids]], KVCache(self._decoder.num_layers), [*range(start), *places])
         distances = torch.tensor([start + number - place for number, place in enumerate(places)])
         for layer, rotation in zip(layers, self._decoder.rotations, strict=True):
             if rotation is not None:

@@ -35,13 +35,13 @@ def chunk_key(namespace: str, token_ids: Sequence[int], places: Sequence[int] | 
     Parameters
     ----------
     namespace : str
-        Digest of the model, the tokenizer, the encoding prefix and the tenant.
+        Digest of the model, the tokenizer, the preamble and the tenant.
     token_ids : sequence of int
         The tokens of which there is KV.
     places : sequence of int, optional
         Where they stand when they are encoded; by default right behind what they are encoded behind, without gaps.
     context : str
-        What `context_digest` makes of the tokens that they are encoded behind, beside the encoding prefix.
+        What `context_digest` makes of the tokens that they are encoded behind, beside the preamble.
 
     Returns
     -------
@@ -60,7 +60,7 @@ def head_key(namespace: str, token_ids: Sequence[int]) -> str:
     Parameters
     ----------
     namespace : str
-        Digest of the model, the tokenizer, the encoding prefix and the tenant.
+        Digest of the model, the tokenizer, the preamble and the tenant.
     token_ids : sequence of int
         The tokens, the BOS among them.
 

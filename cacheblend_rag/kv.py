@@ -33,7 +33,7 @@ Layer = TypeVar("Layer", bound=_Sized, covariant=True)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KV(Generic[Layer]):
-    """The KV of one chunk, encoded behind the encoding prefix and its context.
+    """The KV of one chunk, encoded behind the preamble and its context.
 
     Attributes
     ----------
@@ -44,7 +44,7 @@ class KV(Generic[Layer]):
     layers : sequence
         One for each decoder layer, in the form that a kind of KV has them in.
     context : str
-        Digest of the tokens that it was encoded behind, beside the encoding prefix (`cacheblend_rag.keys`); empty where alone.
+        Digest of the tokens that it was encoded behind, beside the preamble (`cacheblend_rag.keys`); empty where alone.
     """
 
     token_ids: tuple[int, ...]

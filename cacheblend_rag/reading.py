@@ -156,7 +156,7 @@ def _border(text: str, tail: str) -> int:
 
 
 def contexts(members: Sequence[Member], rules: ReadingRules) -> list[Context]:
-    """Return the tokens that each chunk of a document is encoded behind, beside the encoding prefix.
+    """Return the tokens that each chunk of a document is encoded behind, beside the preamble.
 
     A document that is longer than the rules allow is read in windows: the first begins with the first chunk, and where a chunk
     does not fit any more the next one begins at the border of a chunk before it, so that at most half of a window is read again.

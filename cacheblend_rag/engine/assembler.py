@@ -15,6 +15,7 @@ import numpy as np
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkPart, ChunkRef, FixedText, check_text, text_hash
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.engine.answering import AnsweringStore
+from cacheblend_rag.engine.preamble import default_preamble
 from cacheblend_rag.engine.prompt import AssembledPrompt, PromptChunk, PromptHead
 from cacheblend_rag.errors import (
     ConfigError,
@@ -41,6 +42,9 @@ time to the first token, 4 are worth 5 %, and 2 nothing."""
 
 _MOST_FIRST_USES = 1 << 17
 
+_LEAST_WINDOWS = 4
+"""A window holds no fewer preambles: a longer default one is cut at its end."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
@@ -59,12 +63,12 @@ class Assembler:
 
     Attributes
     ----------
-    prefix_ids : tuple of int
-        What precedes every chunk when it is encoded; by default the BOS, if there is one.
+    preamble : tuple of int
+        What precedes every chunk when it is encoded.
     rules : ReadingRules
         How documents are read.
     namespace : str
-        Digest of the model, the tokenizer, the encoding prefix and the tenant.
+        Digest of the model, the tokenizer, the preamble and the tenant.
     """
 
     def __init__(
@@ -82,18 +86,13 @@ class Assembler:
         # Chunks that are retrieved for the first time are then computed like text.
         defers = config.encode_on == "second_use" and form is not None
         self._first_uses = _FirstUses(store) if defers else None
-        # Otherwise a chunk's KV serves only where it was encoded, right after the encoding prefix.
+        # Otherwise a chunk's KV serves only where it was encoded, right after the preamble.
         self._is_movable = form is None or form.is_movable
         bos = getattr(tokenizer, "bos_token_id", None)
         self._bos: tuple[int, ...] = () if bos is None else (bos,)
-        if config.encoding_prefix is None:
-            self.prefix_ids: tuple[int, ...] = self._bos
-        elif isinstance(config.encoding_prefix, str):
-            self.prefix_ids = self._with_bos(self.tokenize(config.encoding_prefix))
-        else:
-            self.prefix_ids = self._checked(config.encoding_prefix)
+        self.preamble: tuple[int, ...] = self._preamble(config.preamble, form)
         reach = None if form is None or form.rope_reach is None else form.rope_reach - 1
-        limits = [max(end - len(self.prefix_ids), 0) for end in (window, reach) if end is not None]
+        limits = [max(end - len(self.preamble), 0) for end in (window, reach) if end is not None]
         if config.context == "none" or form is None:
             limits.append(0)
         elif config.context_tokens is not None:
@@ -105,7 +104,15 @@ class Assembler:
         )
         # Part of every key, so that one tenant cannot ask for another's KV. Without a tenant nothing is appended.
         owner = "" if config.tenant is None else f"|{config.tenant}"
-        self.namespace = hashlib.blake2b(f"{identity}|{self.prefix_ids}{owner}".encode(), digest_size=16).hexdigest()
+        self.namespace = hashlib.blake2b(f"{identity}|{self.preamble}{owner}".encode(), digest_size=16).hexdigest()
+
+    def _preamble(self, wanted: str | Sequence[int] | None, form: Decoder | ModelCard | None) -> tuple[int, ...]:
+        if wanted is None and form is not None and self._is_movable:
+            most = None if self._window is None else self._window // _LEAST_WINDOWS
+            return self._with_bos(self.tokenize(default_preamble(self.tokenizer)))[:most]
+        if isinstance(wanted, Sequence) and not isinstance(wanted, str):
+            return self._checked(wanted)
+        return self._with_bos(self.tokenize(wanted or ""))
 
     def tokenize(self, text: str) -> tuple[int, ...]:
         """Return the ids of `text` on its own, without special tokens added.
@@ -133,13 +140,13 @@ class Assembler:
         )
 
     def places(self, chunk: Chunk) -> tuple[int, ...] | None:
-        """Return the positions of a chunk's tokens when they are encoded; None for right after the encoding prefix, without gaps.
+        """Return the positions of a chunk's tokens when they are encoded; None for right after the preamble, without gaps.
 
-        If KV can be moved, a chunk is encoded right after the prefix wherever it will be used, and only its gaps count.
+        If KV can be moved, a chunk is encoded right after the preamble wherever it will be used, and only its gaps count.
         """
         if chunk.positions is None:
             return None
-        start = len(self.prefix_ids)
+        start = len(self.preamble)
         first = start - chunk.positions[0] if self._is_movable else 0
         places = tuple(place + first for place in chunk.positions)
         return None if places == tuple(range(start, start + len(places))) else places
@@ -152,7 +159,7 @@ class Assembler:
         EmptyChunkError
             If its text has no tokens.
         PromptTooLongError
-            If it does not fit the model's window after the encoding prefix.
+            If it does not fit the model's window after the preamble.
         PromptError
             If its text cannot be tokenised.
         """
@@ -167,9 +174,9 @@ class Assembler:
             raise EmptyChunkError(
                 f"the text of chunk {chunk.id!r}, {chunk.text[:40]!r}, has no tokens; leave the chunk out"
             )
-        if self._window is not None and len(self.prefix_ids) + len(ids) > self._window:
+        if self._window is not None and len(self.preamble) + len(ids) > self._window:
             raise PromptTooLongError(
-                f"chunk {chunk.id!r} has {len(ids)} tokens; after the encoding prefix that is more than the "
+                f"chunk {chunk.id!r} has {len(ids)} tokens; after the preamble that is more than the "
                 f"model's window of {self._window}; split it"
             )
         places = self.places(chunk)
@@ -271,8 +278,8 @@ class Assembler:
             )
         blended = tuple(chunk for chunk in chunks if chunk.computed is None)
         begin = blended[0].start if blended else 0
-        is_behind_prefix = tuple(ids[:begin]) == self.prefix_ids and places[:begin] == list(range(begin))
-        exact = self._exact(blended) if blended and is_behind_prefix else 0
+        is_behind_preamble = tuple(ids[:begin]) == self.preamble and places[:begin] == list(range(begin))
+        exact = self._exact(blended) if blended and is_behind_preamble else 0
         remembers = any(chunk.remembers for chunk in blended)
         layout = PromptLayout(tuple(ids), tuple(places), blended, exact, remembers=remembers)
         return AssembledPrompt(
@@ -375,11 +382,11 @@ class Assembler:
 
     def _encoded_at(self, chunk: PromptChunk) -> int:
         """Return the position at which the first token that stands here was encoded."""
-        return len(self.prefix_ids) + chunk.first if chunk.positions is None else chunk.positions[chunk.first]
+        return len(self.preamble) + chunk.first if chunk.positions is None else chunk.positions[chunk.first]
 
     def _exact(self, chunks: Sequence[PromptChunk]) -> int:
-        """Return how many chunks, of a prompt that begins with the encoding prefix, follow it as they were encoded: the
-        first, or the first of its parts.
+        """Return how many chunks, of a prompt that begins with the preamble, follow it as they were encoded: the first, or the
+        first of its parts.
         """
         if chunks[0].remembers:
             # It follows less than its context.
@@ -431,7 +438,7 @@ class Assembler:
         record = None if known is None else known.get(chunk.id or "")
         if isinstance(chunk, ChunkRef) and record is None:
             raise UnknownChunkError(
-                f"no chunk has the id {chunk.id!r}: it was never added for this model, tokenizer, encoding prefix and "
+                f"no chunk has the id {chunk.id!r}: it was never added for this model, tokenizer, preamble and "
                 "tenant, was deleted, or was added to a store in RAM before a restart; add it, or pass the chunk itself"
             )
         if record is not None and (

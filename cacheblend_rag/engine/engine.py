@@ -40,7 +40,7 @@ from cacheblend_rag.engine.runner import Runner
 from cacheblend_rag.engine.scheduling import Patience, scheduler_lock
 from cacheblend_rag.engine.supply import KVSupply
 from cacheblend_rag.engine.watch import LayerWatcher, WatchedForward, WatchedPrefill, last_logits
-from cacheblend_rag.errors import ConfigError, UnsupportedModelError
+from cacheblend_rag.errors import ConfigError, PromptError, UnsupportedModelError
 from cacheblend_rag.fuse import BlendCache
 from cacheblend_rag.model import Capability, ModelCard, WeightsWatch, capability, model_window, num_decoder_layers
 from cacheblend_rag.pml import Prompt, Schema
@@ -86,7 +86,7 @@ class BlendEngine(ChunkLibrary, AnyEngine):
     store : TenantStore
         What this engine's tenant has in the store.
     namespace : str
-        Digest of the model, tokenizer, encoding prefix and tenant (`config.tenant`): engines with the same one share KV.
+        Digest of the model, tokenizer, preamble and tenant (`config.tenant`): engines with the same one share KV.
     window : int or None
         Maximum tokens that the model can read and write; None if its configuration does not say.
     decoder : Decoder or None
@@ -145,7 +145,7 @@ class BlendEngine(ChunkLibrary, AnyEngine):
             assembler = Assembler(tokenizer, answering, self._identity, self.window, self.decoder, config)
             encoder, num_kv_layers = None, num_decoder_layers(model)
             if self.decoder is not None:
-                encoder = Encoder(self.decoder, assembler.prefix_ids, self.tuning.encode_batch_tokens)
+                encoder = Encoder(self.decoder, assembler.preamble, self.tuning.encode_batch_tokens)
                 num_kv_layers = self.decoder.num_kv_layers
             lock = scheduler_lock(model)
             supply = KVSupply(encoder, num_kv_layers, lock, answering, assembler, config, self.tuning)
@@ -430,6 +430,7 @@ class BlendEngine(ChunkLibrary, AnyEngine):
         *,
         blend: BlendConfig | None = None,
         conversation: Conversation | None = None,
+        logits_to_keep: int | None = None,
     ) -> PrefillResult:
         """Prefill a prompt, blending its chunks.
 
@@ -441,6 +442,8 @@ class BlendEngine(ChunkLibrary, AnyEngine):
             Blending settings for this call; those it does not set are the engine's.
         conversation : Conversation, optional
             The conversation that this is a turn of.
+        logits_to_keep : int, optional
+            Return the logits behind each of the last so many tokens, which must be text; by default those behind the last one.
 
         Returns
         -------
@@ -455,7 +458,14 @@ class BlendEngine(ChunkLibrary, AnyEngine):
             If the settings do not fit the model.
         """
         run = self._begin(prompt, blend, conversation)
-        return self._prefill(run, lambda cache, inputs: last_logits(self.model, inputs, cache).cpu())
+        count, layout = 1 if logits_to_keep is None else logits_to_keep, run.prompt.layout
+        text = len(layout.token_ids) - max((chunk.stop for chunk in layout.chunks), default=0)
+        if not 1 <= count <= text:
+            raise PromptError(
+                f"logits_to_keep={count} must be from 1 to {text}, the tokens behind the prompt's last chunk"
+            )
+        result = self._prefill(run, lambda cache, inputs: last_logits(self.model, inputs, cache, count).cpu())
+        return replace(result, logits=result.logits[0]) if logits_to_keep is None else result
 
     def _prefill(
         self, run: PromptRun, forward: Callable[[BlendCache | None, dict[str, torch.Tensor]], torch.Tensor]

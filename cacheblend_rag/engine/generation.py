@@ -38,7 +38,8 @@ class PrefillResult:
     Attributes
     ----------
     logits : torch.Tensor
-        Logits of the token after the prompt, ``(vocab,)``, in the model's dtype, on the CPU.
+        Logits of the token after the prompt, ``(vocab,)``, in the model's dtype, on the CPU; ``(logits_to_keep, vocab)`` where
+        that was given.
     token_ids : tuple of int
         The whole prompt.
     report : BlendReport

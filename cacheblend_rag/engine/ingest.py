@@ -36,7 +36,7 @@ class _Text:
     names : list of NamedTarget
         The chunks that are this text after the same context: one at least.
     positions : tuple of int, optional
-        The positions of its tokens when they are encoded; by default right after the encoding prefix.
+        The positions of its tokens when they are encoded; by default right after the preamble.
 
     Attributes
     ----------

@@ -75,7 +75,7 @@ class AnyLibrary(ABC):
     config : EngineConfig
         The settings.
     namespace : str
-        Digest of the model, tokenizer, encoding prefix and tenant: libraries with the same one share KV.
+        Digest of the model, tokenizer, preamble and tenant: libraries with the same one share KV.
     window : int or None
         Maximum tokens that the model can read and write; None if its configuration does not say.
     """

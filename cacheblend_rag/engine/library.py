@@ -61,7 +61,7 @@ class ChunkLibrary(AnyLibrary):
     Attributes
     ----------
     namespace : str
-        Digest of the model, tokenizer, encoding prefix and tenant: libraries with the same one share KV.
+        Digest of the model, tokenizer, preamble and tenant: libraries with the same one share KV.
     store : TenantStore
         What the tenant has in the store.
     metrics : EngineMetrics

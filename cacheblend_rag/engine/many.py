@@ -332,7 +332,7 @@ class Many:
             if calls[row].is_given_up:
                 ends.drop(row)
                 return torch.empty(0)
-            logits = last_logits(self._model, inputs, cache)
+            logits = last_logits(self._model, inputs, cache)[0]
             batch.take(row, cache, logits)
             return logits
 

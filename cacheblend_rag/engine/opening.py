@@ -27,6 +27,7 @@ from cacheblend_rag.errors import (
     StoreReadOnlyError,
     UnsupportedModelError,
 )
+from cacheblend_rag.extras import needs_extra
 from cacheblend_rag.model import Decoder, inspect_model, model_fingerprint
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.store.device import spare_bytes
@@ -65,7 +66,7 @@ def load_pretrained(
     Parameters
     ----------
     model : str or Path
-        A Hugging Face id, a folder, or "reference".
+        A Hugging Face id, a folder, a GGUF file or a folder with one, or "reference".
     config : EngineConfig
         `dtype` and `device` say how the model is loaded.
     model_kwargs : dict
@@ -87,7 +88,7 @@ def load_pretrained(
         raise ConfigError(
             f"{name}={value!r} is a setting, not an option of the model; give it in {EngineConfig.kinds[name].__name__}"
         )
-    name = _checked_name(model)
+    name, gguf = _unpacked(_checked_name(model))
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
     placed = "device_map" in model_kwargs
     if not placed:
@@ -96,8 +97,8 @@ def load_pretrained(
     hub_options = {option: value for option, value in model_kwargs.items() if option in _HUB_OPTIONS}
     try:
         _ask_hub(name, hub_options)
-        loaded = AutoModelForCausalLM.from_pretrained(name, **{"dtype": dtype, **model_kwargs})
-        tokenizer = AutoTokenizer.from_pretrained(name, **hub_options)
+        loaded = AutoModelForCausalLM.from_pretrained(name, **{"dtype": dtype, **gguf, **model_kwargs})
+        tokenizer = AutoTokenizer.from_pretrained(name, **gguf, **hub_options)
     except (OSError, ValueError) as error:
         raise _not_loaded(model, error) from error
     except TypeError as error:
@@ -166,8 +167,8 @@ def _checked_name(model: str | Path) -> str:
         return str(_REFERENCE)
     if name.startswith((".", "/", "~")) or isinstance(model, Path):
         folder = Path(model).expanduser()
-        if not folder.is_dir():
-            raise ConfigError(f"model {name} cannot be loaded: there is no such folder")
+        if not folder.is_dir() and not _is_gguf(folder):
+            raise ConfigError(f"model {name} cannot be loaded: there is no such folder, and no such GGUF file")
         return str(folder)
     # No id on the Hub is like this one, and asking there takes its time.
     if get_close_matches(name.strip().lower(), [_REFERENCE_NAME], cutoff=0.8) and not Path(name).is_dir():
@@ -175,6 +176,23 @@ def _checked_name(model: str | Path) -> str:
             f'model {name!r} cannot be loaded: the model that comes with this package is "{_REFERENCE_NAME}"'
         )
     return name
+
+
+def _is_gguf(path: Path) -> bool:
+    return path.suffix == ".gguf" and path.is_file()
+
+
+def _unpacked(name: str) -> tuple[str, dict[str, str]]:
+    """Return a model's folder or id, and what transformers takes to unpack the weights from a GGUF file there."""
+    path = Path(name)
+    inside = [path] if _is_gguf(path) else [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
+    if not inside:
+        return name, {}
+    if len(inside) > 1:
+        raise ConfigError(f"model {name} is a folder with {len(inside)} GGUF files; name one, {inside[0]} for example")
+    with needs_extra("gguf", "a model in a GGUF file"):
+        import gguf  # noqa: F401
+    return str(inside[0].parent), {"gguf_file": inside[0].name}
 
 
 def _check_device(device: str) -> None:

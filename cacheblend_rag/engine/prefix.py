@@ -44,7 +44,7 @@ class StoredPrefix:
     pieces : tuple of PrefixPiece
         What its first tokens are taken from, one piece right after the other.
     namespace : str
-        Digest of the model, tokenizer, encoding prefix and tenant, which is part of every key.
+        Digest of the model, tokenizer, preamble and tenant, which is part of every key.
     ends : str
         Why it ends where it does.
     chunks : tuple of ChunkReport

@@ -32,7 +32,7 @@ class PromptChunk(ChunkSpan):
     first : int
         Which of all these tokens is the first to stand here.
     positions : tuple of int or None
-        The positions of its tokens when they are encoded; None for right after the encoding prefix, without gaps.
+        The positions of its tokens when they are encoded; None for right after the preamble, without gaps.
     named : bool
         Whether the id was known, for this text, when the prompt was assembled.
     text_hash : str or None

@@ -134,8 +134,10 @@ class FirstLogits:
             self.logits = output.logits[0, -1].detach().clone()
 
 
-def last_logits(model: PreTrainedModel, inputs: dict[str, torch.Tensor], cache: Cache | None) -> torch.Tensor:
-    """Prefill a prompt and return the logits of the token after it.
+def last_logits(
+    model: PreTrainedModel, inputs: dict[str, torch.Tensor], cache: Cache | None, count: int = 1
+) -> torch.Tensor:
+    """Prefill a prompt and return the logits behind its last tokens.
 
     Parameters
     ----------
@@ -145,20 +147,22 @@ def last_logits(model: PreTrainedModel, inputs: dict[str, torch.Tensor], cache: 
         The prompt's `input_ids`, ``(1, prompt_len)``, and what goes with them.
     cache : Cache or None
         The cache to fill, which may hold the prompt's beginning; None where the model is to have one of its own, if any.
+    count : int
+        Behind how many of its tokens, all of which are computed.
 
     Returns
     -------
     torch.Tensor
-        ``(vocab,)``, where the model put them.
+        ``(count, vocab)``, where the model put them.
     """
     options: dict[str, Any] = {} if cache is None else {"past_key_values": cache, "use_cache": True}
     if model._supports_logits_to_keep():  # type: ignore[operator]  # as generate asks
-        options["logits_to_keep"] = 1
+        options["logits_to_keep"] = count
     held = 0 if cache is None else cache.get_seq_length()
     # As generate does: what a cache begins with is not computed.
     inputs = {name: tensor[:, held:] for name, tensor in inputs.items()}
     logits: torch.Tensor = past_adapters(model)(**inputs, **options).logits
-    return logits[0, -1]
+    return logits[0, -count:]
 
 
 @contextmanager
@@ -233,7 +237,7 @@ class WatchedForward:
             self.watcher(layer, call)
 
         with _watching(self.model, cache, waiting, watch):
-            logits = last_logits(self.model, inputs, cache).cpu()
+            logits = last_logits(self.model, inputs, cache)[0].cpu()
         if waiting:
             raise UnsupportedModelError(
                 f"{name}: the attention of layers {', '.join(map(str, waiting))} cannot be watched"

@@ -45,7 +45,7 @@ class KVReader:
     start : int
         The position that the keys of its first token are rotated to.
     context : str
-        Digest of its context's tokens, without the encoding prefix; empty if it was encoded alone.
+        Digest of its context's tokens, without the preamble; empty if it was encoded alone.
     num_layers : int
         How many layers there are.
     """
@@ -173,7 +173,7 @@ class NamedTarget:
     record : NodeRecord
         What is recorded of the chunk, or will be, with the key that its KV has in its context.
     behind : Context or None
-        Its context, without the encoding prefix; None where it has none.
+        Its context, without the preamble; None where it has none.
     lives_s : float or None
         Seconds left of the shortest time to live in its context, its own included; None where none ends.
     is_changed : bool

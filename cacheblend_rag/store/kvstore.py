@@ -40,7 +40,7 @@ _UNITS_A_TIME = 1000
 class KVStore(ABC):
     """Chunk KV under content keys, and the names by which chunks are looked up; `open_store` makes one.
 
-    A key is a digest of everything the KV depends on (model, tokenizer, encoding prefix, tokens) and of its owner (the tenant),
+    A key is a digest of everything the KV depends on (model, tokenizer, preamble, tokens) and of its owner (the tenant),
     made by the engine. Names (node ids) live in a namespace, the digest of the model and the tenant, and map to keys; several
     names may share one key. KV that no name maps to may be kept until room is needed. All methods may be called from any thread.
 

@@ -21,7 +21,7 @@ from tests.families import tiny_model, tiny_tokenizer, words
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[BlendEngine]:
-    with BlendEngine.from_pretrained("reference", **engine_settings(device="cpu")) as engine:
+    with BlendEngine.from_pretrained("reference", **engine_settings(device="cpu", preamble="")) as engine:
         yield engine
 
 
@@ -105,11 +105,11 @@ def test_a_ratio_whose_next_fails_is_not_trusted() -> None:
 
 
 def tiny(**changes: Any) -> BlendEngine:
-    return BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings(**changes))
+    return BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings(**{"preamble": ""} | changes))
 
 
 def exact(count: int) -> list[BlendPrompt]:
-    """Prompts whose only chunk stands right behind its encoding prefix: exact at every ratio."""
+    """Prompts whose only chunk stands right behind its preamble: exact at every ratio."""
     return [BlendPrompt("", [Chunk(words(6, number))], words(3, 100 + number)) for number in range(count)]
 
 

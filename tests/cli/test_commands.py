@@ -49,7 +49,7 @@ def test_the_version(run: Command) -> None:
         ("bench index --entries 10 --folder .", "is not empty"),
         ("warm . --budget much", "'much' is not a size"),
         ("warm . --model missing/model --store new", "model 'missing/model' cannot be loaded"),
-        ("demo --model ./missing", "model ./missing cannot be loaded: there is no such folder"),
+        ("demo --model ./missing", "model ./missing cannot be loaded: there is no such folder, and no such GGUF file"),
         ("bench ttft --shape round", "shape 'round' is unknown"),
         ("bench tpot --shape tiny --capacities 0.25,some", "'some' in '0.25,some' is not a number"),
         ("bench tpot --shape tiny --capacities 1.5", "kv_capacity=1.5: must be a number of tokens"),

@@ -123,8 +123,8 @@ def test_a_prompt_beyond_the_window(engine: BlendEngine, call: str) -> None:
 
 
 def test_the_answer_ends_where_the_window_ends(engine: BlendEngine) -> None:
-    engine.add([Chunk(words(500, 1), "a")])
-    answer = engine.generate(BlendPrompt("t5", ["a"], "t6"), 100, eos_token_id=-1, do_sample=False)
+    engine.add([Chunk(words(380, 1), "a"), Chunk(words(120, 2), "b")])
+    answer = engine.generate(BlendPrompt("t5", ["a", "b"], "t6"), 100, eos_token_id=-1, do_sample=False)
     assert len(answer.prompt_ids) + len(answer.token_ids) == 512
 
 
@@ -144,11 +144,11 @@ def test_an_engine_that_cannot_be_made_leaves_no_store_open(tmp_path: Path, monk
     close = KVStore.close
     monkeypatch.setattr(KVStore, "close", lambda store: (closed.append(store), close(store)))
     with pytest.raises(PromptError, match="half of a UTF-16 pair"):
-        BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings(encoding_prefix="\ud800"), store=tmp_path)
+        BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings(preamble="\ud800"), store=tmp_path)
     assert len(closed) == 1
     own = open_store(tmp_path, ram_bytes=1 << 20)
     with pytest.raises(PromptError):
-        BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings(encoding_prefix="\ud800"), store=own)
+        BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings(preamble="\ud800"), store=own)
     # What was handed in is closed by whom it belongs to.
     assert len(closed) == 1
     own.close()
@@ -394,9 +394,7 @@ def test_arguments_of_another_kind(engine: BlendEngine) -> None:
             call("good")
 
 
-@pytest.mark.parametrize(
-    "setting", [{"encoding_prefix": "t5"}, {"dtype": "float16"}, {"ram_bytes": 1}, {"strict": True}]
-)
+@pytest.mark.parametrize("setting", [{"preamble": "t5"}, {"dtype": "float16"}, {"ram_bytes": 1}, {"strict": True}])
 def test_settings_that_one_call_cannot_change(setting: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(setting))} is fixed when an engine is made; give it in EngineC"):
         BlendConfig(**setting)
@@ -404,7 +402,9 @@ def test_settings_that_one_call_cannot_change(setting: dict[str, object]) -> Non
 
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     for name in (tmp_path / "nothing", Path("nothing"), str(tmp_path / "nothing"), "./nothing", "~/nothing"):
-        with pytest.raises(ConfigError, match=r"nothing cannot be loaded: there is no such folder"):
+        with pytest.raises(
+            ConfigError, match=r"nothing cannot be loaded: there is no such folder, and no such GGUF file"
+        ):
             BlendEngine.from_pretrained(name)
     with pytest.raises(ConfigError, match=r"cannot be loaded: .* or \"reference\""):
         BlendEngine.from_pretrained(tmp_path)
@@ -518,6 +518,6 @@ def test_segments_that_are_none(segments: Any, match: str) -> None:
         BlendPrompt(segments=segments)
 
 
-def test_an_encoding_prefix_of_tokens_that_the_model_has_not() -> None:
+def test_an_preamble_of_tokens_that_the_model_has_not() -> None:
     with pytest.raises(ConfigError, match="token id 99999 is outside"):
-        BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings(encoding_prefix=(99999,)))
+        BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings(preamble=(99999,)))

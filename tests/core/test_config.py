@@ -21,9 +21,9 @@ from cacheblend_rag.selection.hkvd import HKVDSelector
 
 def test_the_environment_fills_in_and_arguments_win(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CACHEBLEND_RECOMPUTE_RATIO", "0.3")
-    monkeypatch.setenv("CACHEBLEND_ENCODING_PREFIX", "[1, 3]")
+    monkeypatch.setenv("CACHEBLEND_PREAMBLE", "[1, 3]")
     config = BlendConfig(selector="none")
-    assert (config.recompute_ratio, EngineConfig().encoding_prefix, config.selector) == (0.3, (1, 3), "none")
+    assert (config.recompute_ratio, EngineConfig().preamble, config.selector) == (0.3, (1, 3), "none")
     assert BlendConfig(recompute_ratio=0.2).recompute_ratio == 0.2
 
 

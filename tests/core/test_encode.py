@@ -34,7 +34,7 @@ def test_a_shared_prefix_gives_each_chunk_the_kv_it_has_behind_its_own(family: s
             decoder.model.get_decoder()(input_ids=ids, past_key_values=cache, use_cache=True)
             wanted.append(cache.kv())
         for share in (False, True):
-            encoder = Encoder(decoder, prefix, 128, share_prefix=share)
+            encoder = Encoder(decoder, prefix, 128, share_preamble=share)
             batches = list(encoder.encode([Target(tuple(chunk)) for chunk in chunks]))
             assert len(batches) > 1
             encoded = dict(pair for batch in batches for pair in batch)
@@ -52,7 +52,7 @@ def test_a_shared_prefix_gives_each_chunk_the_kv_it_has_behind_its_own(family: s
 def test_a_long_prefix_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     prefix = some_ids(24, 1)
-    engine = BlendEngine(model, tiny_tokenizer(), **engine_settings(encoding_prefix=tuple(prefix), strict=True))
+    engine = BlendEngine(model, tiny_tokenizer(), **engine_settings(preamble=tuple(prefix), strict=True))
     rows = []
     handle = model.get_decoder().register_forward_pre_hook(
         lambda _, args, kwargs: rows.append(kwargs["input_ids"].tolist()), with_kwargs=True
@@ -76,7 +76,7 @@ def test_a_document_whose_parts_differ_is_read_behind_a_shared_prefix_as_behind_
     shared, own = (
         dict(
             pair
-            for batch in Encoder(decoder, some_ids(20, 9), 4096, share_prefix=share).encode(targets)
+            for batch in Encoder(decoder, some_ids(20, 9), 4096, share_preamble=share).encode(targets)
             for pair in batch
         )
         for share in (True, False)
@@ -89,7 +89,7 @@ def test_a_document_whose_parts_differ_is_read_behind_a_shared_prefix_as_behind_
 
 def test_no_prefix_can_be_shared() -> None:
     decoder = inspect_model(tiny_model("llama"))
-    [[(_, kv)]] = Encoder(decoder, (), 64, share_prefix=True).encode([Target(tuple(some_ids(5, 1)))])
+    [[(_, kv)]] = Encoder(decoder, (), 64, share_preamble=True).encode([Target(tuple(some_ids(5, 1)))])
     assert kv.start == 0
 
 

@@ -20,7 +20,7 @@ from transformers import StoppingCriteria
 
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.engine.scheduling import Patience, SchedulerLock
-from cacheblend_rag.errors import AnswerTimeoutError, ConfigError
+from cacheblend_rag.errors import AnswerTimeoutError, ConfigError, PromptError
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.store import open_store
@@ -140,13 +140,31 @@ def test_a_prompt_that_ends_with_a_chunk_computes_it(engine: BlendEngine) -> Non
     assert result.report.context_tokens == 20
 
 
-def test_a_prompt_that_begins_with_a_chunk_gets_a_bos_and_serves_it_exactly(engine: BlendEngine) -> None:
+def test_a_chunk_behind_the_bos_that_it_was_encoded_behind_is_exact() -> None:
+    settings = engine_settings(strict=True, selector="none", preamble="")
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings) as engine:
+        engine.add(CHUNKS)
+        prompt = BlendPrompt("", ["n0"], words(5, 3))
+        result = engine.prefill(prompt)
+        assert result.token_ids[0] == 1
+        whole = engine.prefill(prompt, blend=engine.blend.replace(enabled=False))
+        assert (result.logits - whole.logits).abs().max() < TOLERANCE
+
+
+def test_logits_behind_the_last_tokens(engine: BlendEngine) -> None:
     engine.add(CHUNKS)
-    prompt = BlendPrompt("", ["n0"], words(5, 3))
-    result = engine.prefill(prompt, blend=engine.blend.replace(selector="none"))
-    assert result.token_ids[0] == 1
-    whole = engine.prefill(prompt, blend=engine.blend.replace(enabled=False))
-    assert (result.logits - whole.logits).abs().max() < TOLERANCE
+    prompt = _prompt(CHUNKS)
+    alone = engine.prefill(prompt)
+    assert alone.logits.ndim == 1
+    several = engine.prefill(prompt, logits_to_keep=3)
+    assert several.logits.shape == (3, alone.logits.numel())
+    assert (several.logits[-1] - alone.logits).abs().max() < TOLERANCE
+    # A prompt without its last token ends where the one before it stands.
+    shorter = BlendPrompt(words(4, 50), CHUNKS, " ".join(words(6, 51).split()[:-1]))
+    assert (engine.prefill(shorter).logits - several.logits[-2]).abs().max() < TOLERANCE
+    for count in (0, 7):
+        with pytest.raises(PromptError, match=f"logits_to_keep={count} must be from 1 to 6"):
+            engine.prefill(prompt, logits_to_keep=count)
 
 
 def test_a_bos_in_the_prefix_is_not_doubled(engine: BlendEngine) -> None:

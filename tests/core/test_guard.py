@@ -29,7 +29,9 @@ THREAD = "cacheblend-guard"
 
 
 def tiny_engine(**changes: Any) -> BlendEngine:
-    settings = engine_settings(**({"recompute_ratio": 0.0, "selector": "random", "guard_rate": 1.0} | changes))
+    settings = engine_settings(
+        **({"recompute_ratio": 0.0, "selector": "random", "guard_rate": 1.0, "preamble": ""} | changes)
+    )
     engine = BlendEngine(tiny_model("llama"), tiny_tokenizer(), **settings)
     engine.add([Chunk(id=name, text=words(8, number)) for number, name in enumerate("abcd")])
     return engine
@@ -148,7 +150,7 @@ def test_it_is_off_by_default(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_an_exact_blend_is_no_divergence(engine: BlendEngine) -> None:
-    # The only chunk stands right behind its encoding prefix.
+    # The only chunk stands right behind its preamble.
     engine.generate(BlendPrompt("", ["a"], words(4, 7)), 5)
     assert engine.guard.wait(120)
     status = engine.guard.status()

@@ -32,7 +32,7 @@ def laughs(levels: int, width: int, form: str) -> str:
     lines = ["a0: &a0 [x, x]" if form != "<<: [{}]" else "a0: &a0 {x: y}"]
     for level in range(1, levels + 1):
         lines.append(f"a{level}: &a{level} {{{form.format(', '.join([f'*a{level - 1}'] * width))}}}")
-    return "\n".join([*lines, f"encoding_prefix: *a{levels}", ""])
+    return "\n".join([*lines, f"preamble: *a{levels}", ""])
 
 
 SIZES = st.integers(100, 60_000)
@@ -135,9 +135,9 @@ def test_whatever_a_file_holds_no_other_error_is_raised(tmp_path_factory: pytest
 def test_what_settings_need_is_read(tmp_path: Path) -> None:
     path = tmp_path / "blend.yaml"
     numbers = list(range(3000))
-    path.write_text(f"encoding_prefix: {numbers}\n")
-    assert EngineConfig.from_yaml(path).encoding_prefix == tuple(numbers)
+    path.write_text(f"preamble: {numbers}\n")
+    assert EngineConfig.from_yaml(path).preamble == tuple(numbers)
     path.write_text("recompute_ratio: &r 0.2\nquality_ratio: *r\n")
     assert BlendConfig.from_yaml(path).quality_ratio == 0.2
-    path.write_text("encoding_prefix: '" + "text " * 20_000 + "'\n")
-    assert len(str(EngineConfig.from_yaml(path).encoding_prefix)) > 90_000
+    path.write_text("preamble: '" + "text " * 20_000 + "'\n")
+    assert len(str(EngineConfig.from_yaml(path).preamble)) > 90_000

@@ -49,7 +49,7 @@ def fates(view: dict[str, Any]) -> list[str]:
 def make_engine(store: Path | None = None) -> BlendEngine:
     model = tiny_model("llama")
     model.config.max_position_embeddings = 4096
-    settings = engine_settings(strict=True, self_check=False, recompute_ratio=0.0)
+    settings = engine_settings(strict=True, self_check=False, recompute_ratio=0.0, preamble="")
     return BlendEngine(model, tiny_tokenizer(), store=store, **settings)
 
 

@@ -241,7 +241,7 @@ def test_prompts_with_positions_of_their_own() -> None:
 
 
 def test_misses_of_all_prompts_are_encoded_in_one_batch_and_each_once() -> None:
-    with engine_of() as engine:
+    with engine_of(preamble="") as engine:
         engine.add(CHUNKS[:1])
         batches: list[torch.Size] = []
         decoder = engine.model.get_decoder()

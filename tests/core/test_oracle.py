@@ -107,7 +107,7 @@ def test_hkvd_on_stale_kv_is_the_dense_reference(model: PreTrainedModel, setting
         result = engine.prefill(prompt)
         # 62 chunk tokens: 9 on average; gradually, 14 at layer 1, then fewer, so that layers 1 to 5 average 9
         checks = {1: 9} if settings["check_layers"] == (1,) else {1: 14, 2: 10, 4: 5}
-        wanted = dense_blend(model, engine.prompt_ids(prompt), spans, [1], checks=checks)
+        wanted = dense_blend(model, engine.prompt_ids(prompt), spans, engine._assembler.preamble, checks=checks)
         assert (result.logits - wanted).abs().max() < TOLERANCE
         assert result.report.hits == 3
 
@@ -127,7 +127,7 @@ def test_random_and_no_recompute_on_stale_kv_are_the_dense_reference(model: PreT
                 task = SelectionTask(span_layout(list(ids)), model.config.num_hidden_layers, 9)
                 rows = make_selector(config.selector).begin(task).rows()
                 assert rows.numel() == 9
-            wanted = dense_blend(model, ids, spans, [1], recomputed=rows)
+            wanted = dense_blend(model, ids, spans, engine._assembler.preamble, recomputed=rows)
             assert (result.logits - wanted).abs().max() < TOLERANCE
 
 
@@ -138,7 +138,7 @@ def test_reuse_without_new_positions_is_the_dense_reference(model: PreTrainedMod
         ids = engine.prompt_ids(prompt)
         got = engine.prefill(prompt).logits
         nothing = torch.tensor([], dtype=torch.int64)
-        wanted = dense_blend(model, ids, spans, [1], recomputed=nothing, reposition=False)
+        wanted = dense_blend(model, ids, spans, engine._assembler.preamble, recomputed=nothing, reposition=False)
         assert (got - wanted).abs().max() < TOLERANCE
         assert engine.decoder is not None
         if any(rotation is not None for rotation in engine.decoder.rotations):
@@ -147,9 +147,9 @@ def test_reuse_without_new_positions_is_the_dense_reference(model: PreTrainedMod
 
 
 @torch.no_grad()
-def test_a_first_chunk_behind_its_encoding_prefix_is_the_models_prefix_cache(model: PreTrainedModel) -> None:
+def test_a_first_chunk_behind_its_preamble_is_the_models_prefix_cache(model: PreTrainedModel) -> None:
     head = words(4, 10)
-    with _engine(model, encoding_prefix=head, selector="none") as engine:
+    with _engine(model, preamble=head, selector="none") as engine:
         engine.add([Chunk(words(20, 0), "n0")])
         prompt = BlendPrompt(head, ["n0"], words(6, 12))
         ids = torch.tensor([engine.prompt_ids(prompt)])

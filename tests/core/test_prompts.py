@@ -36,7 +36,9 @@ def test_any_prompt_blends_as_the_dense_reference(
         if isinstance(segment, Chunk):
             spans.append((len(ids), len(ids) + len(own)))
         ids += own
-    settings = engine_settings(selector="hkvd", recompute_ratio=budget / 100, strict=True, self_check=False)
+    settings = engine_settings(
+        selector="hkvd", recompute_ratio=budget / 100, strict=True, self_check=False, preamble=""
+    )
     with BlendEngine(_MODEL, tokenizer, **settings) as engine:
         engine.add(
             [segment for number, segment in enumerate(segments) if isinstance(segment, Chunk) and number in stored]
@@ -60,7 +62,9 @@ def test_any_prompt_blends_as_the_dense_reference(
 
 
 def test_a_first_chunk_is_exact_only_behind_a_prefix_that_is_where_it_was() -> None:
-    with BlendEngine(tiny_model("llama", "sdpa"), tiny_tokenizer(), **engine_settings(selector="none")) as engine:
+    with BlendEngine(
+        tiny_model("llama", "sdpa"), tiny_tokenizer(), **engine_settings(selector="none", preamble="")
+    ) as engine:
         engine.add([Chunk(words(20, 0), "n0")])
         segments = [(1,), ChunkRef("n0"), words(5, 2)]
         moved = BlendPrompt(segments=segments, positions=[40, 1, 60])

@@ -85,7 +85,7 @@ def test_a_repaired_step_is_the_dense_reference(monkeypatch: pytest.MonkeyPatch)
     rows = [row for a, b in SPANS for row in range(a, b)]
     text = [row for row in range(LENGTH) if row not in rows]
     # The prefill without any recompute, and the first step behind it.
-    prefill = _Replacing(stale_kv(model, ids, SPANS, [1]), text)
+    prefill = _Replacing(stale_kv(model, ids, SPANS, engine._assembler.preamble), text)
     first = int(model(input_ids=torch.tensor([ids]), past_key_values=prefill, use_cache=True).logits[0, -1].argmax())
     held = [(layer.keys, layer.values) for layer in prefill.layers]
     ids.append(first)

@@ -96,7 +96,7 @@ def test_the_question_chooses_as_in_the_dense_reference(stop: int) -> None:
         ids = list(engine.prompt_ids(prompt))
         result = engine.prefill(prompt)
     layers = model.config.num_hidden_layers
-    stale = stale_kv(model, ids, SPANS, [1])
+    stale = stale_kv(model, ids, SPANS, engine._assembler.preamble)
     chunk_rows = torch.cat([torch.arange(a, b) for a, b in SPANS])
     text_rows = torch.tensor([row for row in range(len(ids)) if row not in set(chunk_rows.tolist())])
     # First pass: the text over stale KV everywhere.

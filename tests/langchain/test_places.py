@@ -21,7 +21,7 @@ from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 from transformers import LlamaForCausalLM
 
-from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, EngineConfig
+from cacheblend_rag import BlendConfig, BlendEngine, BlendPrompt, Chunk, ChunkRef, EngineConfig
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lab.settings import engine_settings
 from langchain_cacheblend import BlendLLM, BlendVectorStore, ChatBlend, warm
@@ -127,11 +127,13 @@ def test_a_document_in_order_is_the_prefill_of_all_of_it(store: BlendVectorStore
     for source, start in (("with", True), ("without", False)):
         pieces = split(of(TEXT, source), start=start, overlap=0)
         ids = store.add_documents(pieces)
-        prompt = BlendPrompt("", ids, "\n\nWho?", separator="\n\n")
+        behind = [part for id in ids[1:] for part in ("\n\n", ChunkRef(id))]
+        prompt = BlendPrompt(segments=[engine._assembler.preamble, ChunkRef(ids[0]), *behind, "\n\nWho?"])
         reuse = engine.prefill(prompt, blend=BlendConfig(recompute_ratio=0.0)).logits
         full = engine.prefill(prompt, blend=BlendConfig(enabled=False)).logits
         assert torch.allclose(reuse, full, atol=1e-4)
-        alone = BlendPrompt("", [Chunk(piece.page_content) for piece in pieces], "\n\nWho?", separator="\n\n")
+        texts = [part for piece in pieces[1:] for part in ("\n\n", Chunk(piece.page_content))]
+        alone = BlendPrompt(segments=[engine._assembler.preamble, Chunk(pieces[0].page_content), *texts, "\n\nWho?"])
         assert not torch.allclose(engine.prefill(alone, blend=BlendConfig(recompute_ratio=0.0)).logits, full, atol=1e-2)
 
 

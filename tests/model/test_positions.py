@@ -72,9 +72,7 @@ def test_kv_of_learned_positions_is_reused_where_it_was_encoded_and_nowhere_else
     model = tiny_model(tiny_config(family))
     head = words(4, 9)
     first, second = Chunk(words(20, 1), "first"), Chunk(words(22, 2), "second")
-    with BlendEngine(
-        model, tiny_tokenizer(), **engine_settings(encoding_prefix=head, selector="none", strict=True)
-    ) as engine:
+    with BlendEngine(model, tiny_tokenizer(), **engine_settings(preamble=head, selector="none", strict=True)) as engine:
         assert engine.decoder is not None and not engine.decoder.is_movable
         engine.add([first, second])
         for chunks in ([first, second], [second, first]):

@@ -20,7 +20,8 @@ TOLERANCE = 1e-4
 BOS = 1
 # Rotary, twice the bias by distance, and twice learned positions.
 FAMILIES = ["llama", "gpt_neox", "bloom", "mpt", "gpt2", "opt"]
-REUSE = engine_settings(selector="none", recompute_ratio=0.0, strict=True)
+# Behind the BOS alone, which every prompt begins with.
+REUSE = engine_settings(selector="none", recompute_ratio=0.0, strict=True, preamble="")
 
 
 def some_ids(count: int, seed: int) -> tuple[int, ...]:

@@ -18,7 +18,8 @@ from tests.families import tiny_tokenizer, words
 from tests.pml.dense import own_logits
 
 TOLERANCE = 1e-4
-REUSE = engine_settings(selector="none", recompute_ratio=0.0, strict=True)
+# Behind the BOS alone, which every prompt begins with.
+REUSE = engine_settings(selector="none", recompute_ratio=0.0, strict=True, preamble="")
 # Rotary, bias by distance, learned positions.
 FAMILIES = ["llama", "bloom", "gpt2"]
 

@@ -81,7 +81,7 @@ class EncodeBench(Bench[EncodeSetting, EncodeRow]):
         prefix = words.token_ids(setting.prefix_tokens)
         self._settings = setting.engine_settings(
             encode_batch_tokens=setting.batch_tokens,
-            encoding_prefix=tuple(prefix),
+            preamble=tuple(prefix),
             context_tokens=setting.context_tokens,
         )
         if setting.document_chunks:

@@ -476,7 +476,7 @@ class EncodeSetting(ModelSetting):
     preparing: ClassVar[str] = "making the model and its chunks"
     chunks: Annotated[int, typer.Option(min=1, help="Chunks to add.")] = 64
     chunk_tokens: ChunkTokens = 512
-    prefix_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the encoding prefix; 1 is a BOS alone.")] = 1
+    prefix_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the preamble; 1 is a BOS alone.")] = 1
     batch_tokens: Annotated[int, typer.Option(min=1, help="Most tokens encoded in one batch.")] = 4096
     document_chunks: Annotated[
         int, typer.Option(min=0, help="Chunks of a document, in which they are encoded; 0: alone.")

@@ -94,6 +94,11 @@ def reference(
     )
 
 
+def qa(request: TaskRequest, path: FileArgument) -> EvalTask:
+    """Your own questions, as JSON Lines: the share of the answers that hold the right one, F1 and exact match."""
+    return _data_set("qa", request, path)
+
+
 def musique(request: TaskRequest, path: FileArgument) -> EvalTask:
     """MuSiQue, questions over several passages: F1."""
     return _data_set("musique", request, path)
@@ -192,6 +197,7 @@ def _data_set(name: str, request: TaskRequest, path: Path, **options: Any) -> Ev
 
 
 TASKS: dict[str, TaskMaker] = {
+    "qa": qa,
     "reference": reference,
     "musique": musique,
     "2wikimqa": wikimqa,

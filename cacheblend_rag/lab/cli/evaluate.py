@@ -78,6 +78,14 @@ def _shared(
             "its times to the first token are not known.",
         ),
     ] = False,
+    losses: Annotated[
+        bool,
+        typer.Option(
+            "--losses/--answers-only",
+            help="Say how likely each method finds the right answer, and how much of the gap between no context and full prefill "
+            "it recovers.",
+        ),
+    ] = False,
     json_file: JsonOption = None,
     markdown: MarkdownOption = None,
     plot: Annotated[
@@ -238,6 +246,7 @@ def _setting(shared: dict[str, Any]) -> EvalSetting:
         max_new_tokens=shared["max_new_tokens"],
         seed=shared["seed"],
         together=shared["together"],
+        losses=shared["losses"],
     )
 
 

@@ -9,7 +9,7 @@ from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError, PromptTooLongError, UnsupportedModelError
 from cacheblend_rag.lab.eval.inquiry import Inquiry, inquire
 from cacheblend_rag.lab.eval.journal import Answer, Asked
-from cacheblend_rag.lab.eval.methods import WHOLE_WAYS, EvalMethod, order_methods
+from cacheblend_rag.lab.eval.methods import NO_CONTEXT, WHOLE_WAYS, EvalMethod, order_methods, parse_method
 from cacheblend_rag.lab.eval.retrieve import RetrievalSetting, Retriever
 from cacheblend_rag.lab.eval.task import EvalContext, EvalTask
 from cacheblend_rag.lab.eval.ways import make_way
@@ -37,6 +37,9 @@ class EvalSetting:
     together : bool
         Whether the questions of a context are answered in one batch, method by method: sooner, but of methods that are a call of
         the engine the time to the first token is then not known.
+    losses : bool
+        Whether each method that is a call of the engine also says how likely it finds the right answer. Answering without any
+        chunk, which the others are measured against, is then among the methods.
     """
 
     methods: tuple[EvalMethod, ...]
@@ -45,9 +48,11 @@ class EvalSetting:
     resamples: int = 2_000
     seed: int = 0
     together: bool = False
+    losses: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "methods", order_methods(self.methods))
+        bare = (parse_method(NO_CONTEXT),) if self.losses else ()
+        object.__setattr__(self, "methods", order_methods((*bare, *self.methods)))
         for name in ("max_new_tokens", "resamples"):
             number = getattr(self, name)
             if number is not None and number < 1:
@@ -77,7 +82,7 @@ class Asker:
     def __init__(self, engine: BlendEngine, task: EvalTask, setting: EvalSetting) -> None:
         self._engine = engine
         self._task = task
-        self._together = setting.together
+        self._together, self._losses = setting.together, setting.losses
         self._max_new_tokens = setting.max_new_tokens or task.max_new_tokens
         self._retriever = Retriever(engine.tokenizer, setting.retrieval)
         self._engines: dict[str, BlendEngine] = {}
@@ -114,7 +119,9 @@ class Asker:
         Asked
             Each question with its answers; one whose prompt does not fit the model's window is skipped.
         """
-        with inquire(self._task, context, self._retriever, self._reads, self._max_new_tokens, wanted) as inquiries:
+        with inquire(
+            self._task, context, self._retriever, self._reads, self._max_new_tokens, wanted, self._losses
+        ) as inquiries:
             asked: dict[str, Inquiry] = {}
             for question, inquiry in inquiries:
                 if isinstance(inquiry, str):

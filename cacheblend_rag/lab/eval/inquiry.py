@@ -142,6 +142,8 @@ class Inquiry:
         Most tokens of the answer.
     texts : tuple of str
         The texts of the chunks.
+    right : str
+        A right answer as the model would write it, where methods are to say how likely they find it; else empty.
     others : mapping of str to Inquiry
         The same question with what methods read instead, by `EvalMethod.reads`.
     """
@@ -151,6 +153,7 @@ class Inquiry:
     question: str
     max_new_tokens: int
     texts: tuple[str, ...] = ()
+    right: str = ""
     others: Mapping[str, Inquiry] = field(default_factory=dict)
 
     @property
@@ -186,6 +189,7 @@ def inquire(
     engines: Mapping[BlendEngine, Collection[str]],
     max_new_tokens: int | None = None,
     wanted: Collection[str] | None = None,
+    losses: bool = False,
 ) -> Iterator[list[tuple[EvalQuestion, Inquiry | str]]]:
     """Store the chunks of one context for the duration of a ``with`` block, in which its questions can be asked.
 
@@ -204,6 +208,8 @@ def inquire(
         Most tokens of an answer, instead of the task's.
     wanted : collection of str, optional
         Ids of the questions that are asked; by default all of them.
+    losses : bool
+        Whether methods are to say how likely they find the right answer.
 
     Yields
     ------
@@ -211,14 +217,14 @@ def inquire(
         Each question with its chunks, or with the reason why it cannot be asked.
     """
     if task.chunked:
-        texts = list(context.texts)
+        texts, documents = list(context.texts), list(context.documents)
         filled = [number for number, text in enumerate(texts) if text.strip()]
         rows: Sequence[Sequence[int]] = [
             filled if question.chunks is None else question.chunks for question in context.questions
         ]
     else:
         # All questions of the context, whichever are wanted: the same batch gives the same vectors.
-        texts, rows = retriever.retrieve(context)
+        texts, documents, rows = retriever.retrieve(context)
     chosen = [
         (question, numbers)
         for question, numbers in zip(context.questions, rows, strict=True)
@@ -227,12 +233,16 @@ def inquire(
     if not any(numbers for _, numbers in chosen):
         yield [(question, "its context has no text") for question, _ in chosen]
         return
-    pieces = Pieces(texts, context.documents, task.separator, task.document_tokens, retriever.count)
+    pieces = Pieces(texts, documents, task.separator, task.document_tokens, retriever.count)
 
     def inquiry(question: EvalQuestion, numbers: Sequence[int], reads: str) -> Inquiry:
         given = pieces.read(reads, numbers)
         ids, own = tuple(str(chunk.id) for chunk in given), tuple(chunk.text for chunk in given)
-        return Inquiry(task, ids, question.text, max_new_tokens or task.max_new_tokens, own)
+        asked = Inquiry(task, ids, question.text, max_new_tokens or task.max_new_tokens, own)
+        if not losses:
+            return asked
+        right = question.answers[0]
+        return replace(asked, right=right if asked.tail[-1:].isspace() else f" {right}")
 
     reads = {name for names in engines.values() for name in names}
     inquiries = [

@@ -14,7 +14,7 @@ from cacheblend_rag.errors import ConfigError
 
 __all__ = ["Answer", "Asked", "Journal", "parse_asked"]
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,11 @@ class Answer:
         Seconds to the first token of the answer; None where several questions were answered in one batch.
     output_tokens : int
         Tokens of the answer, an end token included.
+    loss, first_loss : float or None
+        Mean negative log-probability of the right answer's tokens, and that of the first of them, in nats; None where they were
+        not asked for.
+    first_token : int or None
+        The token that the model finds most likely to be the first one.
     """
 
     text: str
@@ -40,6 +45,9 @@ class Answer:
     recompute_ratio: float | None
     ttft_s: float | None
     output_tokens: int
+    loss: float | None = None
+    first_loss: float | None = None
+    first_token: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +213,7 @@ def _answer(values: Any) -> Answer | None:
     text, tokens = values["text"], values["output_tokens"]
     if not isinstance(text, str) or type(tokens) is not int or tokens < 0:
         return None
-    numbers = ("charged_ratio", "recompute_ratio", "ttft_s")
+    numbers = ("charged_ratio", "recompute_ratio", "ttft_s", "loss", "first_loss", "first_token")
     if any(values[name] is not None and not _is_number(values[name]) for name in numbers):
         return None
     return Answer(**values)

@@ -18,6 +18,7 @@ __all__ = [
     "DOCUMENTS",
     "FULL",
     "FULL_DOCUMENTS",
+    "NO_CONTEXT",
     "WHOLE_WAYS",
     "EvalMethod",
     "grid_methods",
@@ -28,9 +29,12 @@ __all__ = [
 ]
 
 FULL = "full"
+NO_CONTEXT = "no_context"
 _NOTHING_RECOMPUTED: dict[str, Any] = {"selector": "none", "recompute_ratio": 0.0}
 _NAMED: dict[str, tuple[str, dict[str, Any]]] = {
     FULL: (FULL, {}),
+    # Without any chunk: what the model knows by itself.
+    NO_CONTEXT: (NO_CONTEXT, {}),
     "prefix": ("prefix", {}),
     "map_reduce": ("map_reduce", {}),
     "map_rerank": ("map_rerank", {}),
@@ -64,7 +68,7 @@ class EvalMethod:
     name : str
         What tables show; unique in an evaluation.
     way : str
-        "full", "prefix", "map_reduce", "map_rerank", "prompt_cache" or "blend" (`cacheblend_rag.lab.eval.ways`).
+        "full", "no_context", "prefix", "map_reduce", "map_rerank", "prompt_cache" or "blend" (`cacheblend_rag.lab.eval.ways`).
     overrides : mapping
         Settings (`BlendConfig`) that differ from the engine's. Those that are settled when an engine is made get an engine of
         their own on the same model.
@@ -100,7 +104,7 @@ def parse_method(text: str) -> EvalMethod:
     Parameters
     ----------
     text : str
-        "full", "prefix", "reuse", "full_reuse", "prompt_cache", "map_reduce", "map_rerank"; a selector and a ratio
+        "full", "no_context", "prefix", "reuse", "full_reuse", "prompt_cache", "map_reduce", "map_rerank"; a selector and a ratio
         ("hkvd 0.15"); a selector and a charge ("hkvd @0.15"); or "random = hkvd 0.15", which is random at the charge of the
         method named behind the sign. "documents", "alone" (chunks encoded alone), "behind other" and "behind shuffled" may
         follow, and settings, as in ``hkvd 0.15 alone deviation=key check_layers=[1,2]``; values are read as JSON, else as text.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from cacheblend_rag.answers import exact_match, f1_score, normalize_answer
+from cacheblend_rag.answers import exact_match, f1_score, holds_answer, normalize_answer
 from cacheblend_rag.extras import needs_extra
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "edit_similarity",
     "exact_match",
     "f1_score",
+    "holds_one",
     "needle_recall",
     "normalize_answer",
     "paragraph_number",
@@ -38,6 +39,11 @@ _PARAGRAPH = re.compile(r"\bParagraph ([0-9]+)")
 def best_exact_match(answer: str, answers: tuple[str, ...]) -> float:
     """Return 1 if the answer is one of the right ones once normalised, else 0."""
     return _best(exact_match, answer, answers)
+
+
+def holds_one(answer: str, answers: tuple[str, ...]) -> float:
+    """Return 1 if the words of one of the right answers stand in the answer once normalised, else 0."""
+    return _best(holds_answer, answer, answers)
 
 
 def best_f1(answer: str, answers: tuple[str, ...]) -> float:

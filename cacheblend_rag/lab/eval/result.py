@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
+from typing import Any
+
+import numpy as np
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lab.eval.asking import EvalSetting
 from cacheblend_rag.lab.eval.journal import Answer, Asked
-from cacheblend_rag.lab.eval.methods import FULL, FULL_DOCUMENTS, EvalMethod
+from cacheblend_rag.lab.eval.methods import FULL, FULL_DOCUMENTS, NO_CONTEXT, EvalMethod
 from cacheblend_rag.lab.eval.statistics import Bootstrap, Interval
 from cacheblend_rag.lab.eval.task import EvalTask
 
@@ -57,6 +60,13 @@ class EvalRow:
         Median over the questions of full prefill's time to the first token over this one.
     output_tokens : float or None
         Mean length of the answers.
+    loss : Interval or None
+        Mean of the right answers' loss, in nats a token.
+    recovered, first_recovered : Interval or None
+        Share of the gap between answering without chunks and full prefill that the method recovers, in the loss of the right
+        answer and of its first token: 1 is as good as full prefill.
+    same_first : float or None
+        Share of the questions where it finds the same first token most likely as full prefill.
     """
 
     kind: str
@@ -74,6 +84,10 @@ class EvalRow:
     ttft_s: float | None = None
     speedup: float | None = None
     output_tokens: float | None = None
+    loss: Interval | None = None
+    recovered: Interval | None = None
+    first_recovered: Interval | None = None
+    same_first: float | None = None
 
 
 @dataclass(frozen=True)
@@ -232,9 +246,32 @@ def _rows(
                 ttft_s=_median(one.answer.ttft_s for one in values),
                 speedup=_median(_ratio(full.answer.ttft_s, one.answer.ttft_s) for one, full in both),
                 output_tokens=fmean(one.answer.output_tokens for one in values),
+                **_losses(own, answered[FULL], answered.get(NO_CONTEXT, {}), bootstrap),
             )
         )
     return rows
+
+
+def _losses(
+    own: Mapping[str, _Judged], full: Mapping[str, _Judged], bare: Mapping[str, _Judged], bootstrap: Bootstrap
+) -> dict[str, Any]:
+    """Return the figures of a row that are made of losses; none where the method has none."""
+    trios = [(one, full[key], bare[key]) for key, one in own.items() if key in full and key in bare]
+    trios = [each for each in trios if all(one.answer.loss is not None for one in each)]
+    if not trios:
+        return {}
+    clusters = [one.context for one, *_ in trios]
+
+    def gap(loss: Callable[[Answer], float | None]) -> Interval:
+        rows = np.array([[loss(one.answer) for one in each] for each in trios], dtype=np.float64)
+        return bootstrap.share(rows[:, 2] - rows[:, 0], rows[:, 2] - rows[:, 1], clusters)  # type: ignore[arg-type]
+
+    return {
+        "loss": bootstrap.interval([one.answer.loss or 0.0 for one, *_ in trios], clusters),
+        "recovered": gap(lambda answer: answer.loss),
+        "first_recovered": gap(lambda answer: answer.first_loss),
+        "same_first": fmean(one.answer.first_token == whole.answer.first_token for one, whole, _ in trios),
+    }
 
 
 def _median(values: Iterable[float | None]) -> float | None:

@@ -65,16 +65,15 @@ class Retriever:
         self._setting = setting
         self._embedding = Embedding(setting.embedding)
 
-    def cut(self, texts: Sequence[str]) -> list[str]:
-        """Return the documents, one behind the other, as chunks of at most `chunk_tokens` tokens, cut at paragraphs as far as
-        they fit.
-        """
-        return split_text("\n\n".join(texts), self.count, self._setting.chunk_tokens)
+    def cut(self, text: str) -> list[str]:
+        """Return a document as chunks of at most `chunk_tokens` tokens, cut at paragraphs as far as they fit."""
+        return split_text(text, self.count, self._setting.chunk_tokens)
 
-    def retrieve(self, context: EvalContext) -> tuple[list[str], list[list[int]]]:
-        """Return the chunks of a context, and for each question the numbers of those that it is answered from.
+    def retrieve(self, context: EvalContext) -> tuple[list[str], list[int], list[list[int]]]:
+        """Return the chunks of a context, how many each of its documents has, and for each question the numbers of those that it
+        is answered from.
 
-        They come nearest first, by the L2 distance of the embeddings. A question without text is answered from the first chunks,
+        These come nearest first, by the L2 distance of the embeddings. A question without text is answered from the first chunks,
         in their order: there is nothing to be near to.
 
         Raises
@@ -82,14 +81,15 @@ class Retriever:
         ConfigError
             If the embedding model cannot be loaded.
         """
-        chunks = self.cut(context.texts)
+        cut = [self.cut(text) for text in context.texts]
+        chunks, lengths = [chunk for document in cut for chunk in document], [len(document) for document in cut]
         first = list(range(min(self._setting.top_k, len(chunks))))
         asked = [question.text for question in context.questions if question.text.strip()]
         if not chunks or not asked:
-            return chunks, [first for _ in context.questions]
+            return chunks, lengths, [first for _ in context.questions]
         vectors = np.asarray(self._embedding.embed([*chunks, *asked]), dtype=np.float64)
         found = iter(nearest(vectors[: len(chunks)], vectors[len(chunks) :], self._setting.top_k))
-        return chunks, [next(found) if question.text.strip() else first for question in context.questions]
+        return chunks, lengths, [next(found) if question.text.strip() else first for question in context.questions]
 
     def count(self, text: str) -> int:
         """Return how many tokens a text has."""

@@ -81,6 +81,23 @@ class Bootstrap:
         low, high = np.percentile((weights @ sums) / (weights @ counts), (2.5, 97.5))
         return Interval(float(given.mean()), float(low), float(high))
 
+    def share(self, parts: Sequence[float], wholes: Sequence[float], clusters: Sequence[int]) -> Interval:
+        """Return the sum of some values over that of others, of the same questions, and its interval.
+
+        Parameters
+        ----------
+        parts, wholes : sequence of float
+            One of each for each question, at least one.
+        clusters : sequence of int
+            The context of each question.
+        """
+        _, numbers = np.unique(np.asarray(clusters), return_inverse=True)
+        above, below = (np.bincount(numbers, weights=np.asarray(each, dtype=np.float64)) for each in (parts, wholes))
+        weights = self.weights(len(below))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            low, high = np.percentile((weights @ above) / (weights @ below), (2.5, 97.5))
+            return Interval(float(above.sum() / below.sum()), float(low), float(high))
+
 
 @dataclass(frozen=True, slots=True)
 class Spread:

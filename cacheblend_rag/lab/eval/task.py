@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cacheblend_rag.chat.render import apply_template
 
 __all__ = ["EvalContext", "EvalQuestion", "EvalTask", "Metric"]
+
+_CHUNKS = "\u2021chunks\u2021"
 
 Metric = Callable[[str, tuple[str, ...]], float]
 """Judges an answer against all answers that are right; from 0 to 1."""
@@ -77,6 +82,8 @@ class EvalTask:
         Whether the texts are chunks already, all of which are given to the model, in order, unless a question names its own.
         Otherwise they are cut into chunks of a fixed length and the nearest to the question are retrieved (CacheBlend, section
         7.1).
+    chat : bool
+        Whether head and tail are written as the user's message of a chat, where the model's tokenizer has a chat template.
     max_new_tokens : int
         Most tokens of an answer.
     document_tokens : int, optional
@@ -92,9 +99,18 @@ class EvalTask:
     tail: str = "{question}"
     separator: str = "\n\n"
     chunked: bool = False
+    chat: bool = False
     max_new_tokens: int = 32
     document_tokens: int | None = None
     extract: Callable[[str], str] = field(default=str.strip)
+
+    def written_for(self, tokenizer: Any) -> EvalTask:
+        """Return the task with the chat template of a tokenizer around its prompts, where it is to be there."""
+        if not self.chat or not getattr(tokenizer, "chat_template", None):
+            return self
+        message = f"{self.head}{_CHUNKS}{self.tail}"
+        head, _, tail = apply_template(tokenizer, [{"role": "user", "content": message}]).partition(_CHUNKS)
+        return replace(self, head=head, tail=tail, chat=False)
 
     def mean_chunks(self, top_k: int) -> float:
         """Return how many chunks a question's prompt has, on average: those retrieved, where texts are cut, and else all.

@@ -6,14 +6,19 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, Protocol
 
+import torch
+from torch.nn import functional
+
 from cacheblend_rag.chunk import BlendPrompt
+from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.controller import check_selector
 from cacheblend_rag.engine import BlendEngine, GenerationResult
 from cacheblend_rag.lab.eval.inquiry import Inquiry
 from cacheblend_rag.lab.eval.journal import Answer
-from cacheblend_rag.lab.eval.methods import EvalMethod
+from cacheblend_rag.lab.eval.methods import WHOLE_WAYS, EvalMethod
 from cacheblend_rag.lab.eval.prefix import PrefixAnswer, PrefixCache
 from cacheblend_rag.lab.settings import engine_settings, settings_of
 from cacheblend_rag.model import num_decoder_layers
@@ -116,7 +121,7 @@ class _Engine:
         self._method = method
         self._engine = engine
         # What has no meaning is found before the first question.
-        whole = method.way == "full"
+        whole = method.way in WHOLE_WAYS
         changes: dict[str, Any] = {"enabled": False} if whole else method.settings()
         self._blend = engine_settings(settings_of(engine), **changes)["blend"]
         if not whole:
@@ -146,11 +151,26 @@ class _Engine:
             )
             for number, result in zip(numbers, results, strict=True):
                 answers[number] = self._found(result, alone)
+            for number, prompt in zip(numbers, prompts, strict=True):
+                if inquiries[number].right and isinstance(prompt, BlendPrompt):
+                    answers[number] = self._scored(answers[number], prompt, inquiries[number].right, blend)
         return answers
+
+    def _scored(self, answer: Answer | None, prompt: BlendPrompt, right: str, blend: BlendConfig) -> Answer:
+        """Return an answer with how likely the right one is found."""
+        assert answer is not None
+        ids = self._engine.tokenizer(right, add_special_tokens=False)["input_ids"]
+        whole = BlendPrompt(segments=[*prompt.segments, ids])
+        logits = self._engine.prefill(whole, blend=blend, logits_to_keep=len(ids) + 1).logits.float()
+        # log1p and its like may round to just below 0.
+        losses = functional.cross_entropy(logits[:-1], torch.tensor(ids), reduction="none").clamp(min=0)
+        return replace(
+            answer, loss=float(losses.mean()), first_loss=float(losses[0]), first_token=int(logits[0].argmax())
+        )
 
     def _found(self, result: GenerationResult, alone: bool) -> Answer:
         report = result.report
-        asked = None if self._method.way == "full" else report.recompute_ratio
+        asked = None if self._method.way in WHOLE_WAYS else report.recompute_ratio
         return Answer(result.text, report.charged_ratio, asked, report.ttft_s if alone else None, report.output_tokens)
 
     def _ratio(self, inquiry: Inquiry, before: Mapping[str, Answer | None]) -> float | Literal["auto"] | None:
@@ -180,6 +200,13 @@ class _Engine:
 
         tokens = budget_for_charge(charge, count, measure)
         return None if tokens is None else tokens / count
+
+
+class _NoContext(_Engine):
+    """Full prefill of the prompt without its chunks."""
+
+    def _prompt(self, inquiry: Inquiry) -> BlendPrompt:
+        return inquiry.over(())
 
 
 class _PromptCache(_Engine):
@@ -290,6 +317,7 @@ class _MapRerank(_Map):
 
 _WAYS: dict[str, Callable[[EvalMethod, BlendEngine], Way]] = {
     "full": _Engine,
+    "no_context": _NoContext,
     "blend": _Engine,
     "prompt_cache": _PromptCache,
     "prefix": _Prefix,

@@ -82,6 +82,7 @@ def evaluate(
         If a method blends and the model cannot be blended.
     """
     report = progress or (lambda done, total: None)
+    task = task.written_for(engine.tokenizer)
     ids = [question.id for context in task.contexts for question in context.questions]
     if not ids:
         raise ConfigError(f"{task.name} has no questions; give another file, or a larger number of questions")
@@ -89,7 +90,7 @@ def evaluate(
         twice = next(name for name in ids if ids.count(name) > 1)
         raise ConfigError(f"{task.name} has two questions with the id {twice!r}; give each its own")
     pieces = [method.name for method in setting.methods if method.reads]
-    if pieces and not all(context.documents for context in task.contexts):
+    if pieces and task.chunked and not all(context.documents for context in task.contexts):
         raise ConfigError(
             f"{task.name} does not say which document a chunk is of, which the methods {', '.join(pieces)} go by; leave them out"
         )
@@ -191,6 +192,7 @@ def _header(engine: BlendEngine, model: str, task: EvalTask, setting: EvalSettin
         "max_new_tokens": setting.max_new_tokens or task.max_new_tokens,
         "retrieval": None if task.chunked else asdict(setting.retrieval),
         **({"together": True} if setting.together else {}),
+        **({"losses": True} if setting.losses else {}),
         "methods": {method.name: method.describe() for method in setting.methods},
         "settings": settings,
     }

@@ -43,8 +43,8 @@ class VLLMEncoder(ChunkEncoder):
     ----------
     card : ModelCard
         The model's KV.
-    prefix_ids : sequence of int
-        The encoding prefix.
+    preamble : sequence of int
+        The preamble.
     batch_tokens : int
         Most tokens that are asked for at once.
     spool : Path
@@ -53,8 +53,8 @@ class VLLMEncoder(ChunkEncoder):
         Asks vLLM.
     """
 
-    def __init__(self, card: ModelCard, prefix_ids: Sequence[int], batch_tokens: int, spool: Path, warm: Warm) -> None:
-        super().__init__(card, prefix_ids, batch_tokens)
+    def __init__(self, card: ModelCard, preamble: Sequence[int], batch_tokens: int, spool: Path, warm: Warm) -> None:
+        super().__init__(card, preamble, batch_tokens)
         self._heads = [heads for heads, _, _ in card.shapes]
         self._spool = spool
         self._warm = warm
@@ -69,7 +69,7 @@ class VLLMEncoder(ChunkEncoder):
             )
         for batch in self.batches(targets):
             steps = [step for reading in batch for step in reading.steps]
-            read = self._read([self.prefix_ids + sequence for sequence, _ in steps])
+            read = self._read([self.preamble + sequence for sequence, _ in steps])
             yield [
                 (index, self.cut_out(layers, targets[index]))
                 for (_, indices), layers in zip(steps, read, strict=True)

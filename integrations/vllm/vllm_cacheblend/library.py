@@ -80,7 +80,7 @@ class VLLMLibrary(ChunkLibrary):
         self.window = card.window
         answering = AnsweringStore(store)
         assembler = Assembler(tokenizer, answering, card.identity, card.window, card, config)
-        encoder = VLLMEncoder(card, assembler.prefix_ids, tuning.encode_batch_tokens, spool, warm)
+        encoder = VLLMEncoder(card, assembler.preamble, tuning.encode_batch_tokens, spool, warm)
         supply = KVSupply(encoder, card.num_kv_layers, _NoLock(), answering, assembler, config, tuning)
         super().__init__(tokenizer, card, answering, assembler, supply, config, tuning)
         self.metrics = EngineMetrics(self.store.stats, lambda: answering.failures)

@@ -158,7 +158,7 @@ TURNS = st.lists(
 def test_every_turn_is_what_a_naive_reference_makes_of_it(
     make_engine: MakeEngine, model: PreTrainedModel, turns: list[tuple[list[int], int, str, int | None]]
 ) -> None:
-    engine = make_engine(selector="none")
+    engine = make_engine(selector="none", preamble="")
     conversation, naive = engine.conversation(), NaiveChat(model)
     history: list[int] = []
     question = words(9, 7)

@@ -62,13 +62,15 @@ def prompt_of(ids: Sequence[str], separator: str, head: str | FixedText = "") ->
     return BlendPrompt(head, list(ids), QUESTION, separator)
 
 
-def check_whole_document(family: str, attention: str, separator: str, head: str, sizes: Sequence[int]) -> None:
-    """A document right behind the encoding prefix; the rest of it, once a chunk is gone; and its chunks encoded alone."""
+def check_whole_document(
+    family: str, attention: str, separator: str, preamble: str | None, sizes: Sequence[int]
+) -> None:
+    """A document right behind the preamble; the rest of it, once a chunk is gone; and its chunks encoded alone."""
     text = Text.of("d", sizes, [0] * len(sizes), 5)
     ids = [str(chunk.id) for chunk in text.chunks]
-    prefix = head or None
-    with engine_of(family, attention, separator=separator, encoding_prefix=prefix) as engine:
+    with engine_of(family, attention, separator=separator, preamble=preamble) as engine:
         engine.add(text.chunks)
+        head = engine.tokenizer.decode(engine._assembler.preamble[1:])
         for start in (head, FixedText(head)):
             assert off(engine, prompt_of(ids, separator, start)) < TOLERANCE
         for gone in sorted({0, len(ids) // 2}, reverse=True):
@@ -80,17 +82,19 @@ def check_whole_document(family: str, attention: str, separator: str, head: str,
         engine.add(text.chunks)
         assert off(engine, prompt_of([str(chunk.id) for chunk in text.chunks], separator, head)) < TOLERANCE
     if len(sizes) > 1:
-        with engine_of(family, attention, separator=separator, encoding_prefix=prefix, context="none") as alone:
+        with engine_of(family, attention, separator=separator, preamble=preamble, context="none") as alone:
             alone.add(text.chunks)
             worst = off(alone, prompt_of([str(chunk.id) for chunk in text.chunks], separator, head))
             assert worst > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("head", ["", HEAD])
+@pytest.mark.parametrize("preamble", [None, "", HEAD], ids=["default", "BOS", "own"])
 @pytest.mark.parametrize("separator", ["", SEPARATOR])
 @pytest.mark.parametrize(("family", "attention"), SAMPLED)
-def test_a_whole_document_gives_the_models_own_logits(family: str, attention: str, separator: str, head: str) -> None:
-    check_whole_document(family, attention, separator, head, [8, 13, 5, 9])
+def test_a_whole_document_gives_the_models_own_logits(
+    family: str, attention: str, separator: str, preamble: str | None
+) -> None:
+    check_whole_document(family, attention, separator, preamble, [8, 13, 5, 9])
 
 
 @given(sizes=st.lists(st.integers(4, 20), min_size=1, max_size=6), separator=st.sampled_from(["", SEPARATOR]))
@@ -104,11 +108,11 @@ def test_whatever_the_sizes_of_its_chunks(sizes: list[int], separator: str) -> N
 @given(
     sizes=st.lists(st.integers(4, 14), min_size=1, max_size=5),
     separator=st.sampled_from(["", SEPARATOR]),
-    head=st.sampled_from(["", HEAD]),
+    preamble=st.sampled_from([None, "", HEAD]),
 )
 @settings(max_examples=6)
-def test_in_every_family(family: str, attention: str, sizes: list[int], separator: str, head: str) -> None:
-    check_whole_document(family, attention, separator, head, sizes)
+def test_in_every_family(family: str, attention: str, sizes: list[int], separator: str, preamble: str | None) -> None:
+    check_whole_document(family, attention, separator, preamble, sizes)
 
 
 @pytest.mark.parametrize("head", ["", HEAD, FixedText(HEAD)], ids=["none", "declared not", "fixed"])
@@ -162,7 +166,7 @@ def test_text_that_is_no_separator_is_computed() -> None:
 
 def test_a_separator_at_the_end_of_a_prompt_is_computed() -> None:
     text = Text.of("d", [8, 9], [0], 1)
-    with engine_of(separator=SEPARATOR) as engine:
+    with engine_of(separator=SEPARATOR, preamble="") as engine:
         engine.add(text.chunks)
         for end in ([SEPARATOR], [SEPARATOR, ""], [SEPARATOR, " ", FixedText("")]):
             prompt = BlendPrompt(segments=[ChunkRef("d-0"), SEPARATOR, ChunkRef("d-1"), *end])
@@ -175,7 +179,7 @@ def test_a_separator_at_the_end_of_a_prompt_is_computed() -> None:
 
 def test_a_chunk_at_the_end_is_computed_and_its_separator_is_not_looked_for() -> None:
     text = Text.of("d", [8, 9], [0], 1)
-    with engine_of(separator=SEPARATOR) as engine:
+    with engine_of(separator=SEPARATOR, preamble="") as engine:
         engine.add(text.chunks)
         prompt = BlendPrompt(segments=[ChunkRef("d-0"), SEPARATOR, ChunkRef("d-1")])
         with counting_rows(engine) as rows:

@@ -1,4 +1,4 @@
-"""What is stored of a chunk are its rows of one plain forward over encoding prefix, context and chunk."""
+"""What is stored of a chunk are its rows of one plain forward over preamble, context and chunk."""
 
 from __future__ import annotations
 

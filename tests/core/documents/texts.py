@@ -70,7 +70,7 @@ def expected(engine: BlendEngine, context: Sequence[int], ids: Sequence[int]) ->
     """Return the rows of `ids` in one plain forward over prefix, context and `ids`, turned to right behind the prefix."""
     decoder = engine.decoder
     assert decoder is not None
-    prefix = engine._assembler.prefix_ids
+    prefix = engine._assembler.preamble
     cache = KVCache(decoder.num_layers)
     inputs = torch.tensor([[*prefix, *context, *ids]])
     decoder.model.get_decoder()(input_ids=inputs, past_key_values=cache, use_cache=True)

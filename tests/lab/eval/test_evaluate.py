@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.nn.functional import cross_entropy
 from typer.testing import CliRunner
 
-from cacheblend_rag import BlendEngine
+from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.cli.app import app
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.lab.eval import (
@@ -73,7 +75,7 @@ def test_a_model_that_cannot_be_blended_is_evaluated_without() -> None:
     task = EvalTask("words", (context,), {"f1": best_f1}, chunked=True, separator=" ", max_new_tokens=3)
     whole = EvalSetting(parse_methods("prefix, map_reduce, map_rerank"), resamples=10)
     with BlendEngine(model, tiny_tokenizer()) as engine:
-        with pytest.raises(UnsupportedModelError, match=r"evaluate it by full, prefix"):
+        with pytest.raises(UnsupportedModelError, match=r"evaluate it by full, no_context, prefix"):
             evaluate(engine, "", task, SETTING)
         rows = evaluate(engine, "", task, whole).rows
     assert [row.method for row in rows] == ["full", "prefix", "map_reduce", "map_rerank"]
@@ -89,8 +91,8 @@ def test_chunks_are_cut_and_the_nearest_retrieved(engine: BlendEngine) -> None:
     context = EvalContext(texts, (EvalQuestion("q", "How is bread made?", ("salt",)), EvalQuestion("r", "", ("goat",))))
     setting = RetrievalSetting(chunk_tokens=60, top_k=2)
     retriever = Retriever(engine.tokenizer, setting)
-    chunks, rows = retriever.retrieve(context)
-    assert len(chunks) >= 3
+    chunks, sizes, rows = retriever.retrieve(context)
+    assert len(sizes) == 3 and sum(sizes) == len(chunks)
     lengths = [len(engine.tokenizer(chunk, add_special_tokens=False)["input_ids"]) for chunk in chunks]
     assert max(lengths) <= 60
     assert "".join("".join(texts).split()) == "".join("".join(chunks).split())
@@ -102,6 +104,34 @@ def test_chunks_are_cut_and_the_nearest_retrieved(engine: BlendEngine) -> None:
     assert engine.ids() == []
     with pytest.raises(ConfigError, match="top_k=0"):
         RetrievalSetting(top_k=0)
+
+
+def test_losses_say_how_likely_the_right_answer_is(engine: BlendEngine) -> None:
+    setting = EvalSetting(parse_methods("reuse, hkvd 1, prompt_cache"), resamples=10, losses=True)
+    full, bare, reuse, whole, pml = (row for row in evaluate(engine, "", TASK, setting).rows if row.kind == "all")
+    assert [full.method, bare.method, reuse.method] == ["full", "no_context", "reuse"]
+    assert bare.recovered is not None and full.recovered is not None and reuse.recovered is not None
+    assert (bare.recovered.mean, full.recovered.mean) == (0, 1)
+    assert bare.loss is not None and full.loss is not None and reuse.loss is not None
+    assert reuse.recovered.mean == pytest.approx(
+        (bare.loss.mean - reuse.loss.mean) / (bare.loss.mean - full.loss.mean), abs=1e-6
+    )
+    assert full.same_first == 1.0
+    # Where all is recomputed it is full prefill.
+    assert whole.loss is not None and whole.loss.mean == pytest.approx(full.loss.mean, abs=1e-4)
+    assert pml.loss is None
+    # The same by the model's own forward.
+    losses = []
+    for context in TASK.contexts:
+        for question in context.questions:
+            tail = TASK.tail.replace("{question}", question.text)
+            right = question.answers[0] if tail[-1:].isspace() else f" {question.answers[0]}"
+            ids = engine.tokenizer(right, add_special_tokens=False)["input_ids"]
+            prompt = BlendPrompt(TASK.head, [Chunk(text) for text in context.texts], tail, TASK.separator)
+            with torch.no_grad():
+                logits = engine.model(torch.tensor([[*engine.prompt_ids(prompt), *ids]])).logits[0, -len(ids) - 1 : -1]
+            losses.append(float(cross_entropy(logits, torch.tensor(ids))))
+    assert full.loss.mean == pytest.approx(sum(losses) / len(losses), abs=1e-4)
 
 
 def _arguments(folder: Path, file: Path, *more: str) -> list[str]:

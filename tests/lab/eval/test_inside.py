@@ -60,7 +60,7 @@ def _naive(engine: BlendEngine, inside: PromptInside, rows: torch.Tensor) -> lis
     """Attention deviation with some rows recomputed, from dense matrices."""
     layout, model = inside.layout, engine.model
     ids, spans = list(layout.token_ids), [(span.start, span.stop) for span in layout.chunks]
-    stale = stale_kv(model, ids, spans, [engine.tokenizer.bos_token_id])
+    stale = stale_kv(model, ids, spans, engine._assembler.preamble)
     blended = _attentions(model, ids, _FixedRows(stale, layout.context_rows, rows))
     full = _attentions(model, ids)
     question = slice(spans[-1][1], len(ids))
@@ -106,7 +106,7 @@ def test_kv_deviation_is_that_of_stored_and_true_kv(engine: BlendEngine) -> None
     inside = PromptInside(engine, PROMPT)
     layout, model = inside.layout, engine.model
     ids, spans = list(layout.token_ids), [(span.start, span.stop) for span in layout.chunks]
-    stale = stale_kv(model, ids, spans, [engine.tokenizer.bos_token_id])
+    stale = stale_kv(model, ids, spans, engine._assembler.preamble)
     for layer, (old, true) in enumerate(zip(stale, own_kv(model, ids), strict=True)):
         if not layer:
             continue
@@ -156,7 +156,7 @@ def test_the_figures_of_a_task() -> None:
     task = EvalTask("words", contexts, {"f1": best_f1}, chunked=True, separator=" ", tail=" {question}")
     setting = InsideSetting(("hkvd check_layers=[1,2]", "random", "oracle_attention"), (0.0, 0.2, 1.0), 0.2)
     done: list[tuple[int, int]] = []
-    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings(device="cpu")) as engine:
+    with BlendEngine(tiny_model("llama"), tiny_tokenizer(), **engine_settings(device="cpu", preamble="")) as engine:
         result = look_inside(engine, task, setting, lambda *counts: done.append(counts))
         assert engine.ids() == []
         engine.add([Chunk(text, f"chunk {number}") for number, text in enumerate(texts)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -103,7 +104,7 @@ def test_any_json_can_be_a_line(value: object) -> None:
     ],
 )
 def test_an_answer_of_another_form_is_damage(name: str, value: object) -> None:
-    answer = {"text": "a", "charged_ratio": 1.0, "recompute_ratio": None, "ttft_s": 0.1, "output_tokens": 1}
+    answer = asdict(Answer("a", 1.0, None, 0.1, 1))
     line = {"question": "q", "answers": {"full": answer}, "skipped": None}
     assert parse_asked(json.dumps(line).encode()) is not None
     answer[name] = value  # type: ignore[assignment]

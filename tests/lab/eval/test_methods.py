@@ -25,7 +25,7 @@ def test_names_and_settings() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("best 0.1", "method 'best 0.1' is unknown; write full, prefix"),
+        ("best 0.1", "method 'best 0.1' is unknown; write full, no_context, prefix"),
         ("", "is unknown"),
         ("hkvd", "wants a ratio or a charge"),
         ("hkvd 0.1 0.2", "wants a ratio or a charge"),

@@ -46,3 +46,10 @@ def test_questions_of_one_context_are_not_independent() -> None:
 def test_no_resamples_are_refused() -> None:
     with pytest.raises(ConfigError, match="resamples=0"):
         Bootstrap(resamples=0)
+
+
+def test_a_share_is_that_of_the_sums() -> None:
+    share = Bootstrap(500, 1).share([1.0, 3.0, 2.0], [2.0, 4.0, 2.0], [0, 0, 1])
+    assert share.mean == 6 / 8
+    # Of two contexts either one is drawn twice, or both.
+    assert (share.low, share.high) == (4 / 6, 1.0)

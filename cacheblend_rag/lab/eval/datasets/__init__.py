@@ -9,13 +9,14 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.lab.eval.datasets.longbench import load_longbench
 from cacheblend_rag.lab.eval.datasets.multinews import load_multinews
 from cacheblend_rag.lab.eval.datasets.passages import load_musique, load_wikimqa
+from cacheblend_rag.lab.eval.datasets.qa import load_qa
 from cacheblend_rag.lab.eval.datasets.samsum import load_samsum
 from cacheblend_rag.lab.eval.datasets.subtasks import LONGBENCH_SUBTASKS
 from cacheblend_rag.lab.eval.task import EvalTask
 
 __all__ = ["DATASETS", "LONGBENCH_SUBTASKS", "load_task"]
 
-DATASETS = ("musique", "2wikimqa", "samsum", "multinews", "longbench")
+DATASETS = ("qa", "musique", "2wikimqa", "samsum", "multinews", "longbench")
 """What `load_task` can load."""
 
 
@@ -48,7 +49,7 @@ def load_task(
     Returns
     -------
     EvalTask
-        Contexts of one question each.
+        Contexts of one question each; of those of qa, several.
 
     Raises
     ------
@@ -72,4 +73,5 @@ def load_task(
         return load_samsum(file, limit, None if examples is None else Path(examples))
     if name == "longbench":
         return load_longbench(file, limit, subtask, whole)
-    return {"musique": load_musique, "2wikimqa": load_wikimqa, "multinews": load_multinews}[name](file, limit)
+    loaders = {"qa": load_qa, "musique": load_musique, "2wikimqa": load_wikimqa, "multinews": load_multinews}
+    return loaders[name](file, limit)

@@ -89,7 +89,7 @@ def _take(found: Collector, record: Record, name: str, whole: bool) -> None:
             raise record.error(f"{where} must be a number, and is {answer!r}")
         if name == "passage_retrieval_en" and not paragraph_number(answer):
             raise record.error(f"{where} must have the form 'Paragraph 7', and is {answer!r}")
-    found.add(record, EvalQuestion(record.name("_id"), question, answers, name), texts)
+    found.add(record, [EvalQuestion(record.name("_id"), question, answers, name)], texts)
 
 
 def _subtask_of(record: Record) -> str:

@@ -50,7 +50,7 @@ def load_multinews(path: Path, limit: int | None) -> EvalTask:
             continue
         chunks = [chunk.strip() for article in articles for chunk in cut(article, CHUNK_CHARS) if chunk.strip()]
         summary = target.text("summary").replace(_NEWLINE, "\n").strip()
-        found.add(source, EvalQuestion(f"multinews-{source.number}", "", (summary,)), chunks)
+        found.add(source, [EvalQuestion(f"multinews-{source.number}", "", (summary,))], chunks)
     return found.task({"rouge_l": rouge_l}, head=_HEAD, tail=_TAIL, chunked=True, max_new_tokens=512)
 
 

@@ -40,7 +40,7 @@ def load_musique(path: Path, limit: int | None) -> EvalTask:
         # An id begins with the kind of reasoning: 2hop__, 3hop1__, 3hop2__ and so on.
         hops, mark, _ = name.partition("__")
         question = EvalQuestion(name, record.text("question").strip(), _distinct(answers), hops if mark else "all")
-        found.add(record, question, ["\n\n".join(texts)])
+        found.add(record, [question], texts)
 
     return _load("musique", path, limit, read)
 
@@ -62,7 +62,7 @@ def load_wikimqa(path: Path, limit: int | None) -> EvalTask:
             (record.text("answer"),),
             record.text("type") if record.has("type") else "all",
         )
-        found.add(record, question, ["\n\n".join(texts)])
+        found.add(record, [question], texts)
 
     return _load("2wikimqa", path, limit, read)
 
@@ -85,11 +85,11 @@ def _load(name: str, path: Path, limit: int | None, read: Callable[[Collector, R
             break
         if "ctxs" in record.fields:
             question = EvalQuestion(f"{name}-{record.number}", record.text("question").strip(), record.texts("answers"))
-            found.add(record, question, passages_of(record))
+            found.add(record, [question], passages_of(record))
         else:
             read(found, record)
     metrics = {"f1": best_f1, "exact_match": best_exact_match}
-    return found.task(metrics, head=_HEAD, tail=_TAIL, extract=first_line)
+    return found.task(metrics, head=_HEAD, tail=_TAIL, chat=True, extract=first_line)
 
 
 def _titled(record: Record, index: int, value: object) -> str:

@@ -255,22 +255,31 @@ class Collector:
     @property
     def full(self) -> bool:
         """Whether there are as many questions as wanted."""
-        return self._limit is not None and len(self._contexts) >= self._limit
+        return self._limit is not None and len(self._numbers) >= self._limit
 
-    def add(self, record: Record, question: EvalQuestion, texts: Sequence[str]) -> None:
-        """Take a record's question.
+    def add(
+        self, record: Record, questions: Sequence[EvalQuestion], texts: Sequence[str], documents: Sequence[int] = ()
+    ) -> None:
+        """Take a record's questions, as far as they are wanted; `texts` and `documents` are those of `EvalContext`.
 
         Raises
         ------
         DatasetError
-            If an earlier record has the same id, or there are no texts.
+            If a question has the id of another, or names a chunk that is not there, or there are no texts.
         """
-        if question.id in self._numbers:
-            raise record.error(f"the id {question.id!r} is that of record {self._numbers[question.id]} too")
         if not texts:
             raise record.error("there is no text to answer from")
-        self._numbers[question.id] = record.number
-        self._contexts.append(EvalContext(tuple(texts), (question,)))
+        taken: list[EvalQuestion] = []
+        for question in questions:
+            if self.full:
+                break
+            if question.id in self._numbers:
+                raise record.error(f"the id {question.id!r} is that of record {self._numbers[question.id]} too")
+            if question.chunks and max(question.chunks) >= len(texts):
+                raise record.error(f"question {question.id!r} names chunk {max(question.chunks)} of {len(texts)}")
+            self._numbers[question.id] = record.number
+            taken.append(question)
+        self._contexts.append(EvalContext(tuple(texts), tuple(taken), tuple(documents)))
 
     def leave_out(self, reason: str) -> None:
         """Count a record that its format itself calls unusable, or is known to hold."""
@@ -290,7 +299,7 @@ class Collector:
         if not self._contexts:
             raise DatasetError(f"{self._path} holds no question" + (f" (left out: {said})" if said else ""))
         if said:
-            logger.warning("%s: %d questions; records left out: %s", self._path, len(self._contexts), said)
+            logger.warning("%s: %d questions; records left out: %s", self._path, len(self._numbers), said)
         for metric in metrics.values():
             # A package that is missing is said now, and not after the first answer.
             metric("probe", ("probe",))

@@ -79,7 +79,7 @@ def _take_passages(found: Collector, records: list[Record]) -> None:
         if not dialogue:
             raise record.error("field 'question' has no dialogue in it")
         question = EvalQuestion(f"samsum-{record.number}", dialogue, record.texts("answers"))
-        found.add(record, question, passages_of(record))
+        found.add(record, [question], passages_of(record))
 
 
 def _take_pairs(found: Collector, records: list[Record], examples: Path | None) -> None:
@@ -97,7 +97,7 @@ def _take_pairs(found: Collector, records: list[Record], examples: Path | None) 
         drawn = random.Random(f"samsum {name}").sample(others, min(EXAMPLES, len(others)))
         shown = [f"Dialogue:\n{pool[each].dialogue}\nSummary: {pool[each].summary}\n\n" for each in drawn]
         question = EvalQuestion(name, pair.dialogue, (pair.summary,))
-        found.add(pair.record, question, [chunk.strip() for chunk in pack(shown, _CHUNK_CHARS)])
+        found.add(pair.record, [question], [chunk.strip() for chunk in pack(shown, _CHUNK_CHARS)])
 
 
 def _pairs(found: Collector, records: list[Record], reason: str) -> list[_Pair]:

@@ -21,6 +21,11 @@ def listed(path: Path, records: Sequence[object]) -> Path:
     return path
 
 
+def qa(**changes: object) -> Fields:
+    """One question of a record."""
+    return {"question": "Who rules Arn?", "answers": ["Oda Rime"]} | changes
+
+
 def musique(number: int = 0, **changes: object) -> Fields:
     return {
         "id": f"2hop__{number}_1",

@@ -14,7 +14,7 @@ from cacheblend_rag.errors import ConfigError, DatasetError
 from cacheblend_rag.lab.eval.datasets import DATASETS, LONGBENCH_SUBTASKS, load_task
 from cacheblend_rag.lab.eval.datasets.samsum import EXAMPLES
 from cacheblend_rag.lab.eval.task import EvalTask
-from tests.lab.eval.datasets.files import ctxs, jsonl, listed, longbench, musique, news, samsum, wiki
+from tests.lab.eval.datasets.files import ctxs, jsonl, listed, longbench, musique, news, qa, samsum, wiki
 
 
 def questions(task: EvalTask) -> list[str]:
@@ -30,12 +30,56 @@ def perfect(task: EvalTask) -> None:
             assert metric(task.extract(""), question.answers) == 0.0
 
 
+def test_questions_of_ones_own(tmp_path: Path) -> None:
+    asked = {"question": " Who rules Arn? ", "answers": ["Oda Rime", "Rime"], "id": "arn", "kind": "single"}
+    record = {"documents": ["Vell is a port.", "Oda Rime rules Arn."], "questions": [asked, qa()]}
+    leval = {"input": "Marn is old.", "instructions": ["Is Marn old?", "Why?"], "outputs": ["Yes", "It is."]}
+    task = load_task("qa", jsonl(tmp_path / "own.jsonl", [record, leval]))
+    assert [context.texts for context in task.contexts] == [tuple(record["documents"]), ("Marn is old.",)]
+    assert questions(task) == ["arn", "1-1", "2-0", "2-1"]
+    assert task.contexts[0].questions[0].text == "Who rules Arn?"
+    assert [question.kind for question in task.contexts[0].questions] == ["single", "all"]
+    assert task.chat and not task.chunked
+    metric = next(iter(task.metrics.values()))
+    assert [metric(answer, ("Oda Rime", "Rime")) for answer in ("It is RIME.", "It is Oda.")] == [1, 0]
+    # What is wanted ends within a record.
+    assert questions(load_task("qa", tmp_path / "own.jsonl", limit=3)) == ["arn", "1-1", "2-0"]
+
+
+def test_questions_about_chunks_of_ones_own(tmp_path: Path) -> None:
+    record = {"documents": [["Vell is a port.", "It is old."], ["Oda rules."]], "questions": [qa(chunks=[2, 0])]}
+    task = load_task("qa", jsonl(tmp_path / "own.jsonl", [record]))
+    [context] = task.contexts
+    assert context.texts == ("Vell is a port.", "It is old.", "Oda rules.") and context.documents == (2, 1)
+    assert task.chunked and context.questions[0].chunks == (2, 0)
+    mixed = [record, {"documents": ["Vell is a port."], "questions": [qa()]}]
+    with pytest.raises(DatasetError, match=r"record 2 .*lists of chunks and those before are texts"):
+        load_task("qa", jsonl(tmp_path / "mixed.jsonl", mixed))
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"documents": ["a"]}, "field 'questions' is missing"),
+        ({"documents": [], "questions": []}, "field 'documents' is an empty list"),
+        ({"documents": ["a"], "questions": [{"question": "b"}]}, r"field 'questions\[0\]\.answers' is missing"),
+        ({"documents": [["a"], "b"], "questions": []}, "field 'documents.1' must be a list"),
+        ({"documents": [["a"]], "questions": [{"question": "b", "answers": ["c"], "chunks": [1]}]}, "chunk 1 of 1"),
+        ({"documents": [["a"]], "questions": [{"question": "b", "answers": ["c"], "chunks": [-1]}]}, "numbers from 0"),
+        ({"input": "a", "instructions": ["b"], "outputs": ["c", "d"]}, "1 instructions and 2 outputs"),
+    ],
+)
+def test_questions_of_ones_own_that_are_none(tmp_path: Path, record: object, message: str) -> None:
+    with pytest.raises(DatasetError, match=message):
+        load_task("qa", jsonl(tmp_path / "own.jsonl", [record]))
+
+
 def test_musique(tmp_path: Path) -> None:
     task = load_task(
         "musique", jsonl(tmp_path / "dev.jsonl", [musique(), musique(1, id="4hop3__1", answer_aliases=[])])
     )
     first, second = task.contexts
-    assert first.texts == ("Vell\nVell is a port in Arn.\n\nArn\nArn is ruled by Oda Rime.",)
+    assert first.texts == ("Vell\nVell is a port in Arn.", "Arn\nArn is ruled by Oda Rime.")
     (question,) = first.questions
     assert question.text == "Who rules the land of Vell?"
     assert question.answers == ("Oda Rime", "Rime")
@@ -59,7 +103,7 @@ def test_musique_leaves_out_what_cannot_be_answered(tmp_path: Path, caplog: pyte
 
 def test_wikimqa(tmp_path: Path) -> None:
     task = load_task("2wikimqa", listed(tmp_path / "dev.json", [wiki(), wiki(1, context=[["Marn", []]])]))
-    assert task.contexts[0].texts == ("Vell\nVell is a port. It was built in 1310.\n\nMarn\nMarn was built in 1422.",)
+    assert task.contexts[0].texts == ("Vell\nVell is a port. It was built in 1310.", "Marn\nMarn was built in 1422.")
     assert task.contexts[1].texts == ("Marn",)
     assert task.contexts[0].questions[0].kind == "comparison"
     perfect(task)
@@ -254,7 +298,7 @@ def test_a_limit_takes_the_first(tmp_path: Path, limit: int) -> None:
 
 def test_options_that_have_no_meaning(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "dev.jsonl", [musique()])
-    with pytest.raises(ConfigError, match="'squad' is unknown; choose one of musique, 2wikimqa"):
+    with pytest.raises(ConfigError, match="'squad' is unknown; choose one of qa, musique, 2wikimqa"):
         load_task("squad", file)
     with pytest.raises(ConfigError, match="limit=0"):
         load_task("musique", file, limit=0)
@@ -308,4 +352,4 @@ def test_a_real_file_of_musique() -> None:
 
 
 def test_every_data_set_is_tested_here() -> None:
-    assert set(DATASETS) == {"musique", "2wikimqa", "samsum", "multinews", "longbench"}
+    assert set(DATASETS) == {"qa", "musique", "2wikimqa", "samsum", "multinews", "longbench"}
