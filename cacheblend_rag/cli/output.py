@@ -49,7 +49,7 @@ __all__ = [
 
 STANDARD_OUTPUT = Path("-")
 """What ``--json`` is told for standard output."""
-_LINE_S = 10.0
+_LINE_S = 5.0
 # Where `write_json` writes to standard output: what that was before it was kept free for it.
 _kept_free: ContextVar[TextIO | None] = ContextVar("kept_free", default=None)
 _POWERS = ("", "K", "M", "G", "T")
@@ -78,7 +78,7 @@ def json_alone() -> Iterator[None]:
 def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
     """Show how far a command is; yields what is called with the number of things done and of all.
 
-    It is a bar on a terminal, else a line at the beginning, at the end and every ten seconds: JSON where standard output is.
+    It is a bar on a terminal, else a line at the beginning, at the end and every five seconds: JSON where standard output is.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -164,6 +164,11 @@ def _checked_name(model: str | Path) -> str:
     """Return the folder or the Hugging Face id that `model` means."""
     name = str(model)
     if model == _REFERENCE_NAME:
+        if not (_REFERENCE / "model.safetensors").exists():
+            raise ConfigError(
+                'model "reference" cannot be loaded: its weights are for tests and examples, and come with a clone of the '
+                "project only; name a model of your own"
+            )
         return str(_REFERENCE)
     if name.startswith((".", "/", "~")) or isinstance(model, Path):
         folder = Path(model).expanduser()

@@ -101,5 +101,5 @@ def test_lines_of_progress_only_go_up(told: list[tuple[int, int]]) -> None:
     assert len(lines) >= bool(told)
     assert all(line["done"] <= line["total"] for line in lines)
     assert all(line["done"] < later["done"] for line, later in itertools.pairwise(lines))
-    # Between the first line and the next ten seconds there are only those that say that all is done.
+    # Between the first line and the next five seconds there are only those that say that all is done.
     assert all(line["done"] == line["total"] for line in lines[1:])

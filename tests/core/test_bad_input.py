@@ -410,6 +410,12 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
         BlendEngine.from_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"'Reference' .* the model that comes with this package is \"reference\""):
         BlendEngine.from_pretrained("Reference")
+
+
+def test_the_reference_model_is_not_in_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheblend_rag.engine.opening._REFERENCE", tmp_path)
+    with pytest.raises(ConfigError, match="come with a clone of the project only; name a model of your own"):
+        BlendEngine.from_pretrained("reference")
     with pytest.raises(ConfigError, match=r"'refernce' .* the model that comes with this package is \"reference\""):
         BlendEngine.from_pretrained("refernce")
 

