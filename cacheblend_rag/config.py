@@ -254,7 +254,7 @@ class EngineConfig(SettingsBase):
     strict: bool = False
     preamble: str | tuple[int, ...] | None = None
     context: Literal["document", "none"] = "document"
-    context_tokens: int | None = Field(default=384, ge=1)
+    context_tokens: int | None = Field(default=512, ge=1)
     separator: str = ""
     encode_on: Literal["add", "second_use"] = "add"
     tenant: str | None = None

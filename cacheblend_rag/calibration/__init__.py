@@ -1,4 +1,4 @@
-"""The smallest `recompute_ratio` whose answers agree with full prefill's, on a user's own questions."""
+"""The smallest `recompute_ratio` that keeps what full prefill knows, on a user's own questions."""
 
 from __future__ import annotations
 

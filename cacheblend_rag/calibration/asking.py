@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from typing import Any
 
-from cacheblend_rag.calibration.calibrate import Calibration, calibrate, check_count, checked_ratios
+from cacheblend_rag.calibration.calibrate import Calibration, calibrate, checked_ratios
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkRef
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import AnyEngine, BlendEngine
@@ -60,8 +60,7 @@ def calibrate_asking(
         raise ConfigError(f"questions={questions[:80]!r} is one text; give a list of questions")
     given = inspect.signature(calibrate).bind(None, [], **options)
     given.apply_defaults()
-    limits = {name: given.arguments[name] for name in ("agreement", "confidence")}
-    check_count(len(questions), 0, checked_ratios(given.arguments["ratios"], **limits), **limits)
+    checked_ratios(given.arguments["ratios"], given.arguments["target"])
     say = progress or (lambda text: None)
     asked: list[tuple[ModelCall, str | None]] = []
     for number, (question, answer) in enumerate(zip(questions, chain(answers, repeat(None)), strict=False), 1):

@@ -1,4 +1,4 @@
-"""``cacheblend-rag calibrate``: the smallest ratio whose answers are full prefill's, on somebody's own documents."""
+"""``cacheblend-rag calibrate``: the cheapest settings that keep what full prefill knows, on somebody's own documents."""
 
 from __future__ import annotations
 
@@ -23,25 +23,24 @@ from cacheblend_rag.cli.options import (
 )
 from cacheblend_rag.cli.output import console, parse_ratios, progress_bar, say_seconds, show_table, write_json
 from cacheblend_rag.cli.warm import CHUNK_TOKENS, needs_documents, passages_of, warmed
+from cacheblend_rag.errors import ConfigError
 
 if TYPE_CHECKING:
     from cacheblend_rag.calibration import Calibration
+    from cacheblend_rag.chunk import BlendPrompt
     from cacheblend_rag.config import BlendConfig, EngineConfig
     from cacheblend_rag.documents import Library
     from cacheblend_rag.engine import BlendEngine
 
 __all__ = ["calibrate"]
 
+_PASSAGES = 16
+"""Passages that are asked how they go on."""
+_FIRST_WORDS, _MOST_WORDS = 12, 72
+"""Words of a passage that a question quotes, and of which the answer is the rest."""
+
 
 def calibrate(
-    questions: Annotated[
-        Path,
-        typer.Option(
-            "--questions",
-            metavar="FILE",
-            help='Questions, one a line; in a .jsonl file strings or {"question": "..."}.',
-        ),
-    ],
     paths: Annotated[
         list[Path] | None,
         typer.Argument(
@@ -50,13 +49,22 @@ def calibrate(
             help="Documents, as warm takes them, read into a store that is removed afterwards; by default what was warmed.",
         ),
     ] = None,
+    questions: Annotated[
+        Path | None,
+        typer.Option(
+            "--questions",
+            metavar="FILE",
+            help='Questions, ten or more, one a line; in a .jsonl file strings or {"question": "...", "answer": "..."}. By '
+            "default how passages of the documents go on.",
+        ),
+    ] = None,
     config_file: Annotated[
         Path,
         typer.Option(
             "--config",
             metavar="FILE",
             callback=in_a_folder,
-            help="The YAML file of settings to read, and to write the ratio to; made if need be.",
+            help="The YAML file of settings to read, and to write what was found to; made if need be.",
         ),
     ] = Path("blend.yaml"),
     store: StoreOption = Path(".cacheblend"),
@@ -67,29 +75,30 @@ def calibrate(
     ] = None,
     top_k: Annotated[int, typer.Option(min=1, help="How many passages each question is answered from.")] = 6,
     selector: SelectorOption = None,
-    ratios: Annotated[
-        str, typer.Option(help="Recompute ratios below 1 to try, comma-separated.")
-    ] = "0,0.02,0.05,0.1,0.15,0.25,0.4,0.6",
-    agreement: Annotated[float, typer.Option(help="Least share of answers that are full prefill's, below 1.")] = 0.95,
-    confidence: Annotated[float, typer.Option(help="Confidence of that, below 1.")] = 0.95,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 32,
+    ratios: Annotated[str, typer.Option(help="Recompute ratios below 1 to try, comma-separated.")] = "0,0.05,0.15,0.3",
+    target: Annotated[
+        float, typer.Option(help="Share of the gap between no documents (0) and full prefill (1) to be recovered.")
+    ] = 0.95,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of full prefill's own answer.")] = 24,
     write: Annotated[bool, typer.Option("--write/--no-write", help="Whether to write the settings.")] = True,
     disable: Annotated[
         bool,
-        typer.Option("--disable", help="Write enabled: false if no ratio agrees; by default nothing is written then."),
+        typer.Option(
+            "--disable", help="Write enabled: false if nothing reaches it; by default nothing is written then."
+        ),
     ] = False,
     json_file: JsonOption = None,
 ) -> None:
-    """Find the smallest recompute ratio whose answers are full prefill's on your own documents and questions, and keep it.
+    """Find the cheapest settings that keep what full prefill knows, on your own model and documents, and write them down.
 
-    Exits with 1 if there is none and nothing is written.
+    Of documents that are named, passages are encoded in their documents and alone. Exits with 1 if nothing is found and written.
     """
     from cacheblend_rag.calibration import calibrate as run
     from cacheblend_rag.calibration import read_questions
     from cacheblend_rag.config import BlendConfig, EngineConfig
 
     tried = parse_ratios(ratios)
-    asked = read_questions(questions)
+    asked = None if questions is None else read_questions(questions)
     if chunk_tokens is not None and not paths:
         raise typer.BadParameter("passages that were warmed have their length", param_hint="--chunk-tokens")
     config = EngineConfig.from_yaml(config_file) if config_file.exists() else EngineConfig()
@@ -100,25 +109,32 @@ def calibrate(
         if paths
         else warmed(store, model, embedding, config.replace(guard_rate=0.0), blend)
     )
-    with opened as (engine, library, name), console(stderr=True).status("calibrating") as status:
-        found = run(
-            engine,
-            [library.prompt(question, library.search(question, top_k)) for question in asked],
-            answers=list(asked.values()),
-            selector=selector,
-            ratios=tried,
-            agreement=agreement,
-            confidence=confidence,
-            max_new_tokens=max_new_tokens,
-            progress=status.update,
-        )
+    found: dict[str, Calibration] = {}
+    with opened as (engine, library, name):
         embedded = library.embedding.name
-    _show(found, time.perf_counter() - started)
-    changes = _changes(found, blend, selector, disable)
+        for context in ("document", "none") if paths else (config.context,):
+            with (
+                _encoded(engine, library, context) as chosen,
+                console(stderr=True).status("calibrating") as status,
+            ):
+                pairs = _continued(library, top_k) if asked is None else _asked(library, asked, top_k)
+                found[context] = run(
+                    chosen,
+                    [prompt for prompt, _ in pairs],
+                    answers=[answer for _, answer in pairs],
+                    selector=selector,
+                    ratios=tried,
+                    target=target,
+                    max_new_tokens=max_new_tokens,
+                    progress=status.update,
+                )
+    best = _best(found)
+    _show(found, best, time.perf_counter() - started)
+    changes = _changes(found, best, blend, selector, disable)
     if write:
         _write(config_file, changes)
-    facts = asdict(found)
-    rows, facts["agreement"] = facts.pop("rows"), facts.pop("target")
+    rows = [{"context": context, **asdict(row)} for context, each in found.items() for row in each.rows]
+    facts = {name: value for name, value in asdict(found[best]).items() if name != "rows"}
     write_json(json_file, "calibrate", rows, model=name, embedding=embedded, top_k=top_k, **facts, changes=changes)
     if not changes:
         raise typer.Exit(1)
@@ -151,41 +167,94 @@ def _read(
                 yield engine, library, model
 
 
-def _show(found: Calibration, seconds: float) -> None:
-    lines = [
-        (
-            f"{row.recompute_ratio:g}",
-            f"{row.charged_ratio:.3f}",
-            row.questions,
-            f"{row.agreement:.3f}",
-            f"{row.agreement_low:.3f}",
-            f"{row.f1:.3f}",
-            f"{row.first_token_kl:.3g}",
-            f"{row.ttft_ratio:.3f}",
-            "yes" if row.reached else "no",
-        )
-        for row in found.rows
+@contextmanager
+def _encoded(engine: BlendEngine, library: Library, context: str) -> Iterator[BlendEngine]:
+    """Yield an engine with the passages encoded in their documents or alone; chunks of another one are encoded when asked for."""
+    from cacheblend_rag.engine import BlendEngine
+
+    if engine.config.context == context:
+        yield engine
+        return
+    config = engine.config.replace(context=context)
+    with BlendEngine(engine.model, engine.tokenizer, config=config, blend=engine.blend, tuning=engine.tuning) as other:
+        yield other
+
+
+def _asked(library: Library, questions: dict[str, str | None], top_k: int) -> list[tuple[BlendPrompt, str | None]]:
+    """Return a prompt for each question, with the right answer where it is known."""
+    return [
+        (library.prompt(question, library.search(question, top_k)), answer) for question, answer in questions.items()
     ]
-    columns = ("ratio", "charged", "questions", "agreement", "at least", "F1", "KL", "first token", "reached")
-    show_table(f"{found.selector} against full prefill, target {found.target:g}", columns, lines)
-    skipped = f"; {found.skipped} more are prefilled in full at any ratio" if found.skipped else ""
-    typer.echo(f"{found.questions} questions in {say_seconds(seconds)}{skipped}")
-    typer.echo(found.reason)
+
+
+def _continued(library: Library, top_k: int) -> list[tuple[BlendPrompt, str | None]]:
+    """Return prompts that ask how passages go on, which stand for questions, and the words that they go on with."""
+    long = [passage for passage in library.passages() if len(passage.text.split()) >= 3 * _FIRST_WORDS]
+    if not long:
+        raise ConfigError(f"no passage has {3 * _FIRST_WORDS} words or more; give questions, by --questions")
+    pairs: list[tuple[BlendPrompt, str | None]] = []
+    for passage in long[:: max(1, len(long) // _PASSAGES)][:_PASSAGES]:
+        words = passage.text.split()
+        first, rest = " ".join(words[:_FIRST_WORDS]), " ".join(words[_FIRST_WORDS:_MOST_WORDS])
+        near = [match for match in library.search(first, top_k + 1) if match.passage.id != passage.id]
+        question = f"How does the passage go on that begins with “{first}”?"
+        pairs.append((library.prompt(question, near[:top_k]), rest))
+    return pairs
+
+
+def _best(found: dict[str, Calibration]) -> str:
+    """Return where passages are best encoded: where the target is reached for less, or else where more is recovered."""
+
+    def rank(context: str) -> tuple[bool, float, float]:
+        each = found[context]
+        reached = [row.charged_ratio for row in each.rows if row.recompute_ratio == each.recompute_ratio]
+        return not reached, reached[0] if reached else 0.0, -max(row.recovered for row in each.rows)
+
+    return min(found, key=rank)
+
+
+def _show(found: dict[str, Calibration], best: str, seconds: float) -> None:
+    for context, each in found.items():
+        lines = [
+            (
+                f"{row.recompute_ratio:g}",
+                f"{row.charged_ratio:.3f}",
+                f"{row.loss:.3f}",
+                f"{row.recovered:.3f}",
+                f"{row.recovered_low:.3f} to {row.recovered_high:.3f}",
+                f"{row.ttft_ratio:.3f}",
+            )
+            for row in each.rows
+        ]
+        columns = ("ratio", "charged", "loss", "recovered", "95 % interval", "first token")
+        title = f"passages encoded {'in their documents' if context == 'document' else 'alone'}, {each.selector}"
+        show_table(title, columns, lines)
+    chosen = found[best]
+    skipped = f"; {chosen.skipped} more are prefilled in full at any ratio" if chosen.skipped else ""
+    typer.echo(
+        f"{chosen.questions} questions in {say_seconds(seconds)}{skipped}. Loss by full prefill {chosen.full_loss:.3f}, without "
+        f"documents {chosen.bare_loss:.3f} nats a token"
+    )
+    where = " with passages encoded alone" if best == "none" else ""
+    typer.echo(f"{chosen.reason.removesuffix('.')}{where}.")
 
 
 def _changes(
-    found: Calibration, blend: BlendConfig, selector: str | None, disable: bool
+    found: dict[str, Calibration], best: str, blend: BlendConfig, selector: str | None, disable: bool
 ) -> dict[str, bool | int | float | str]:
     """Return the settings to write."""
-    if found.recompute_ratio is None:
+    ratio = found[best].recompute_ratio
+    if ratio is None:
         return {"enabled": False} if disable else {}
     # "auto" chooses ratios from quality_ratio on.
     name = "quality_ratio" if blend.recompute_ratio == "auto" else "recompute_ratio"
-    changes: dict[str, bool | int | float | str] = {name: found.recompute_ratio}
+    changes: dict[str, bool | int | float | str] = {name: ratio}
     if selector is not None and selector != blend.selector:
         changes["selector"] = selector
     if not blend.enabled:
         changes["enabled"] = True
+    if len(found) > 1:
+        changes["context"] = best
     return changes
 
 

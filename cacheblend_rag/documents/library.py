@@ -313,6 +313,15 @@ class Library:
             kv_bytes = self._engine.store.stats().disk_bytes
             return WarmResult(encoded, done - encoded, removed, len(passages) - done, tokens, kv_bytes)
 
+    def passages(self) -> list[Passage]:
+        """Return all passages, by their files and in the order in which they stand there."""
+        found = self._passages.get(include=["documents", "metadatas"])
+        passages = [
+            Passage(id, str(about["source"]), int(str(about["position"])), text)
+            for id, text, about in zip(found["ids"], found["documents"] or [], found["metadatas"] or [], strict=True)
+        ]
+        return sorted(passages, key=lambda passage: (passage.source, passage.position))
+
     def search(self, question: str, top_k: int) -> list[Match]:
         """Return the `top_k` passages nearest to the question as they stand in their files: what one leans on comes first."""
         found = self._passages.query(

@@ -1,4 +1,4 @@
-"""Calibration: the ratio that is chosen, when none is, and the bound it rests on."""
+"""Calibration: what is measured, the ratio that is chosen, and when none is."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import torch
+from torch.nn.functional import cross_entropy
 
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.calibration import ModelCall, calibrate, calibrate_asking
-from cacheblend_rag.calibration.calibrate import CalibrationRow, confirmed, explain, least_questions, lower_bound
+from cacheblend_rag.calibration.calibrate import CalibrationRow, explain
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.lab.training.corpus import NOTES, eval_examples
@@ -36,30 +36,43 @@ def prompts() -> list[BlendPrompt]:
     ]
 
 
-def test_the_smallest_ratio_that_agrees_is_chosen(engine: BlendEngine, prompts: list[BlendPrompt]) -> None:
+def test_the_smallest_ratio_that_reaches_the_target_is_chosen(engine: BlendEngine, prompts: list[BlendPrompt]) -> None:
     seen: list[str] = []
     # Of a prompt recomputed all but for two in a thousand tokens nothing is left to differ.
-    found = calibrate(
-        engine, prompts[:10], ratios=(0.998, 0.0, 0.999), agreement=0.7, confidence=0.9, progress=seen.append
-    )
+    found = calibrate(engine, prompts[:10], ratios=(0.998, 0.0, 0.999), target=0.999, progress=seen.append)
     first, second, third = found.rows
     assert [row.recompute_ratio for row in found.rows] == [0.0, 0.998, 0.999]
-    assert not first.reached and second.reached and third.reached
-    assert first.questions < 10
-    assert first.agreement_low < first.agreement <= first.f1 < 1
-    assert (second.questions, second.agreement, second.f1) == (10, 1.0, 1.0)
-    assert second.first_token_kl <= first.first_token_kl
+    assert found.full_loss < first.loss < found.bare_loss
+    assert first.recovered == pytest.approx((found.bare_loss - first.loss) / (found.bare_loss - found.full_loss))
+    assert first.recovered_low < first.recovered < first.recovered_high
+    assert second.recovered == pytest.approx(1, abs=1e-3) and third.recovered == pytest.approx(1, abs=1e-3)
     assert second.charged_ratio > 0.9 > first.charged_ratio
     assert (found.recompute_ratio, found.selector, found.questions, found.skipped) == (0.998, "hkvd", 10, 0)
-    assert found.reason.startswith("0.998 is the smallest ratio tried")
-    assert found.reason.endswith("and 0.999 does too.")
-    assert seen[0] == "preparing question 1" and seen[-1] == "ratio 0.999"
+    assert found.reason.startswith("0.998 is the smallest ratio that reaches 0.999")
+    assert seen == [f"question {number} of 10" for number in range(1, 11)]
+    none = calibrate(engine, prompts[:10], ratios=(0.0,), target=0.9999)
+    assert none.recompute_ratio is None and none.reason.startswith("No ratio up to 0 reaches 0.9999; the best, 0, ")
+    assert str(none).splitlines()[0] == none.reason and len(str(none).splitlines()) == 2
+
+
+def test_losses_are_those_of_the_models_own_forward(engine: BlendEngine, prompts: list[BlendPrompt]) -> None:
+    answers = [f"She lives in town {number}." for number in range(3)]
+    found = calibrate(engine, prompts[:3], answers=answers, ratios=(0.0,))
+    losses = []
+    for prompt, answer in zip(prompts[:3], answers, strict=True):
+        text = answer if str(prompt.segments[-1])[-1:].isspace() else f" {answer}"
+        right = engine.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = torch.tensor([[*engine.prompt_ids(prompt), *right]])
+        with torch.no_grad():
+            logits = engine.model(ids).logits[0, -len(right) - 1 : -1]
+        losses.append(float(cross_entropy(logits, torch.tensor(right))))
+    assert found.full_loss == pytest.approx(sum(losses) / 3, abs=1e-4)
 
 
 def test_questions_without_chunks_are_skipped_and_several_engines_refused(
     engine: BlendEngine, prompts: list[BlendPrompt]
 ) -> None:
-    options: dict[str, Any] = {"ratios": (0.998,), "agreement": 0.3, "confidence": 0.6, "max_new_tokens": 4}
+    options: dict[str, Any] = {"ratios": (0.998,)}
     plain = BlendPrompt("Who lives there?")
 
     def ask(number: int) -> list[ModelCall]:
@@ -77,31 +90,20 @@ def test_questions_without_chunks_are_skipped_and_several_engines_refused(
             calibrate_asking(
                 lambda call: [call], [ModelCall(each, prompts[0], None) for each in (engine, other)], **options
             )
-    with pytest.raises(ConfigError, match="agreement=2 must be above 0 and below 1"):
-        calibrate_asking(ask, [0, 1, 2], agreement=2)
+    with pytest.raises(ConfigError, match="target=2 must be above 0 and at most 1"):
+        calibrate_asking(ask, [0, 1, 2], target=2)
 
 
-def test_none_is_chosen_where_none_agrees(engine: BlendEngine, prompts: list[BlendPrompt]) -> None:
-    random = "random(seed=3)"
-    found = calibrate(engine, prompts[:10], selector=random, ratios=(0.0, 0.05), agreement=0.7, confidence=0.9)
-    assert found.recompute_ratio is None
-    assert found.selector == "random"
-    assert found.reason.startswith("No ratio up to 0.05 is shown to agree")
-    reason, *rows = str(found).splitlines()
-    assert reason == found.reason
-    assert [("given up then" in row) for row in rows] == [row.questions < 10 for row in found.rows]
-
-
-def test_a_ratio_whose_next_fails_is_not_trusted() -> None:
-    def row(ratio: float, agreement: float) -> CalibrationRow:
-        return CalibrationRow(ratio, ratio, 9, agreement, agreement - 0.1, 1.0, 0.0, 0.5, agreement > 0.9)
-
-    rows = [row(0.1, 1.0), row(0.2, 0.5), row(0.3, 0.95), row(0.4, 0.95)]
-    chosen = confirmed(rows)
-    assert chosen is rows[2]
-    assert "0.1 also did, but not the next larger one" in explain(rows, chosen, 0.8, 0.9)
-    assert confirmed(rows[:1]) is rows[0]
-    assert confirmed(rows[:2]) is None
+def test_what_was_chosen_is_said() -> None:
+    rows = [
+        CalibrationRow(ratio, ratio, 2.0, share, share - 0.1, share + 0.1, 0.5)
+        for ratio, share in ((0.0, 0.7), (0.1, 0.9))
+    ]
+    assert explain(rows, rows[1], 0.8, 9) == (
+        "0.1 is the smallest ratio that reaches 0.8: it recovers 0.90 of the gap between no documents and full prefill (95 % "
+        "interval 0.80 to 1.00, 9 questions)."
+    )
+    assert explain(rows, None, 0.95, 9).startswith("No ratio up to 0.1 reaches 0.95; the best, 0.1, recovers 0.90 of")
 
 
 def tiny(**changes: Any) -> BlendEngine:
@@ -113,34 +115,26 @@ def exact(count: int) -> list[BlendPrompt]:
     return [BlendPrompt("", [Chunk(words(6, number))], words(3, 100 + number)) for number in range(count)]
 
 
-def test_the_smallest_of_all_is_confirmed_by_the_next() -> None:
-    with tiny(encode_on="second_use") as engine:
-        found = calibrate(engine, exact(60), ratios=(0.0, 0.1, 0.2, 0.3), agreement=0.9, max_new_tokens=2)
-        assert [row.recompute_ratio for row in found.rows] == [0.0, 0.1]
-        assert found.recompute_ratio == 0.0
-
-
 def test_prompts_that_are_never_blended_say_nothing() -> None:
-    with tiny() as engine:
+    with tiny(encode_on="second_use") as engine:
         bare = BlendPrompt("", [], words(3, 2))
-        found = calibrate(engine, [bare, *exact(8)], ratios=(0.1,), agreement=0.7, confidence=0.9, max_new_tokens=2)
+        found = calibrate(engine, [bare, *exact(8)], ratios=(0.1,), max_new_tokens=2)
         assert (found.questions, found.skipped, found.recompute_ratio) == (8, 1, 0.1)
-        with pytest.raises(ConfigError, match=r"1 questions \(1 more are prefilled"):
-            calibrate(engine, [bare, *exact(1)], ratios=(0.1,))
+        assert found.rows[0].recovered == pytest.approx(1, abs=1e-3)
+        with pytest.raises(ConfigError, match="none of the 1 questions is answered by blending chunks"):
+            calibrate(engine, [bare], ratios=(0.1,))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"agreement": 1.0}, "agreement=1.0 must be above 0"),
-        ({"agreement": float("nan")}, "agreement=nan"),
-        ({"confidence": 0.4}, "confidence=0.4"),
+        ({"target": 0.0}, "target=0.0 must be above 0"),
+        ({"target": float("nan")}, "target=nan"),
         ({"ratios": (0.5, 1.0)}, "from 0 to below 1"),
         ({"ratios": ()}, "one at least"),
         ({"ratios": (float("nan"),)}, "ratios="),
         ({"selector": "none"}, "the same tokens at every ratio"),
         ({"selector": "best"}, "unknown selector 'best'"),
-        ({}, "give at least 119"),
     ],
 )
 def test_what_cannot_be_calibrated(options: dict[str, Any], message: str) -> None:
@@ -148,63 +142,18 @@ def test_what_cannot_be_calibrated(options: dict[str, Any], message: str) -> Non
         calibrate(engine, exact(2), **options)
 
 
+def test_questions_that_the_documents_do_not_answer(engine: BlendEngine, prompts: list[BlendPrompt]) -> None:
+    # What the model says without any chunk is likeliest without any.
+    bare = BlendPrompt(
+        segments=[each for each in prompts[0].segments if isinstance(each, str)],
+    )
+    answer = engine.generate(bare, 24, do_sample=False).text
+    with pytest.raises(ConfigError, match=r"no likelier than without any chunk \(.*, 1 questions\)"):
+        calibrate(engine, prompts[:1], answers=[answer], ratios=(0.0,))
+
+
 def test_a_model_that_cannot_be_blended() -> None:
     with tiny() as engine:
         engine.unsupported_reason = "it has no attention"
         with pytest.raises(UnsupportedModelError, match="it has no attention; there is nothing to calibrate"):
             calibrate(engine, exact(2))
-
-
-@given(st.integers(1, 400), st.floats(0.5, 0.9999), st.data())
-def test_the_bound(count: int, confidence: float, data: st.DataObject) -> None:
-    agreeing = data.draw(st.integers(0, count))
-    low = lower_bound(agreeing, count, confidence)
-    assert 0 <= low <= agreeing / count + 1e-12
-    if agreeing < count:
-        assert low < lower_bound(agreeing + 1, count, confidence)
-    assert low >= lower_bound(agreeing, count, min(0.99999, confidence + 0.00005)) - 1e-12
-
-
-def test_the_bound_is_wilsons() -> None:
-    from scipy.stats import binomtest
-
-    for agreeing, count in ((0, 5), (3, 7), (45, 50), (50, 50)):
-        # A two-sided interval of 90 % has the lower end of a one-sided one of 95 %.
-        low = binomtest(agreeing, count).proportion_ci(0.9, method="wilson").low
-        assert lower_bound(agreeing, count, 0.95) == pytest.approx(low)
-
-
-@given(st.floats(0.01, 0.995), st.floats(0.5, 0.9999))
-def test_the_least_number_of_questions(agreement: float, confidence: float) -> None:
-    count = least_questions(agreement, confidence)
-    assert lower_bound(count, count, confidence) >= agreement
-    assert count == 1 or lower_bound(count - 1, count - 1, confidence) < agreement
-
-
-def test_what_chunks_remember_is_compared_with_whole_documents(engine: BlendEngine) -> None:
-    form = FORMATS[DEFAULT_FORMAT]
-    prompts, answers, number = [], [], 0
-    for each in eval_examples(40, seed=3, style=NOTES):
-        # Without the chunks before them, which say who "she" is.
-        ids = [f"memory-{(number := number + 1)}" for _ in each.chunks]
-        pairs = zip(ids, each.chunks, strict=True)
-        engine.add([Chunk(text + form.separator, id, document=ids[0]) for id, text in pairs])
-        for question in each.questions:
-            if question.kind == "pronoun":
-                supporting = [ids[place] for place in question.support[-1:]]
-                prompts.append(BlendPrompt(form.prefix(), supporting, form.suffix(question.text)))
-                answers.append(question.answer)
-    found = calibrate(engine, prompts, ratios=(0.0, 0.9), agreement=0.5, confidence=0.8)
-    assert found.recompute_ratio == 0.0, found
-    judged = calibrate(engine, prompts, answers=answers, ratios=(0.0, 0.9), agreement=0.5, confidence=0.8)
-    assert judged.recompute_ratio == 0.0 and judged.questions <= found.questions, judged
-    engine.delete([id for id in engine.ids() if id.startswith("memory-")])
-
-
-def test_nothing_is_chosen_where_whole_documents_do_not_fit() -> None:
-    with tiny(context_tokens=None) as engine:
-        engine.add([Chunk(words(100, n), f"n{n}", document="d", start=1000 * n) for n in range(6)])
-        prompts = [BlendPrompt(words(3, n), [f"n{n % 6}", f"n{(n + 1) % 6}"], words(3, n + 1)) for n in range(12)]
-        assert engine.whole_documents(prompts[1]) is None
-        found = calibrate(engine, prompts, ratios=(0.0,), agreement=0.3, confidence=0.6)
-        assert found.recompute_ratio is None and found.reason.startswith("Nothing is chosen")

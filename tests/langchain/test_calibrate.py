@@ -18,7 +18,7 @@ from cacheblend_rag.errors import ConfigError
 from langchain_cacheblend import BlendLLM, BlendVectorStore, ChatBlend, calibrate
 
 QUESTIONS = ["Who lives there?", "Where is the goat?", "Who bakes bread?", "When does the ferry leave?"]
-ASKED: dict[str, Any] = {"ratios": (0.0, 0.5), "agreement": 0.3, "confidence": 0.6, "max_new_tokens": 6}
+ASKED: dict[str, Any] = {"ratios": (0.0, 0.5), "target": 0.3, "max_new_tokens": 6}
 
 
 @pytest.mark.parametrize("kind", [ChatBlend, pytest.param(BlendLLM, marks=pytest.mark.full)])
@@ -45,15 +45,16 @@ def test_it_finds_what_the_prompts_themselves_show(
     assert len(prompts) == 4
     expected = calibrate_prompts(engine, prompts, blend=blend, **ASKED)
     assert found.recompute_ratio == expected.recompute_ratio
-    assert [row.agreement for row in found.rows] == [row.agreement for row in expected.rows]
+    assert [row.recovered for row in found.rows] == [row.recovered for row in expected.rows]
 
 
 def test_what_cannot_be_calibrated_is_said(engine: BlendEngine) -> None:
     def ask(question: str) -> str:
         raise AssertionError(question)
 
-    with pytest.raises(ConfigError, match=r"4 questions cannot show an agreement of 0.95"):
-        calibrate(RunnableLambda(ask), QUESTIONS)
+    # Before anything is asked.
+    with pytest.raises(ConfigError, match=r"target=0 must be above 0"):
+        calibrate(RunnableLambda(ask), QUESTIONS, target=0)
     with pytest.raises(ConfigError, match="chain is a function; give a chain"):
         calibrate(ask, QUESTIONS)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="none of 4 questions was answered by blending chunks"):

@@ -15,7 +15,7 @@ __all__ = ["calibrate"]
 
 
 def calibrate(chain: Runnable[Any, Any], questions: Sequence[Any], **options: Any) -> Calibration:
-    """Find the smallest recompute ratio whose answers are full prefill's, on the prompts that a chain makes.
+    """Find the smallest recompute ratio that keeps what full prefill knows, on the prompts that a chain makes.
 
     The chain is invoked once with each question. The prompt that answered it is then answered by full prefill and at each ratio,
     under the settings that the chain's model has, as `cacheblend_rag.calibrate` says. Nothing is changed: give what was found to
@@ -26,9 +26,9 @@ def calibrate(chain: Runnable[Any, Any], questions: Sequence[Any], **options: An
     chain : Runnable
         A chain with a `ChatBlend` or `BlendLLM`, which nothing else should use meanwhile.
     questions : sequence
-        What the chain is invoked with; 119 at least for the default target.
+        What the chain is invoked with, ten at least.
     **options : Any
-        As for `cacheblend_rag.calibrate`: ``answers``, ``selector``, ``ratios``, ``agreement``, ``confidence``,
+        As for `cacheblend_rag.calibrate`: ``answers``, ``selector``, ``ratios``, ``target``,
         ``max_new_tokens``, ``progress``.
 
     Returns
@@ -39,7 +39,7 @@ def calibrate(chain: Runnable[Any, Any], questions: Sequence[Any], **options: An
     Raises
     ------
     ConfigError
-        If it is not a chain, blends nothing, or there are too few questions for the target.
+        If it is not a chain, blends nothing.
     """
     if not isinstance(chain, Runnable):
         raise ConfigError(f"chain is a {type(chain).__name__}; give a chain, as prompt | llm")

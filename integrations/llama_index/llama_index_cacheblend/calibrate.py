@@ -15,7 +15,7 @@ __all__ = ["calibrate"]
 
 
 def calibrate(query_engine: BaseQueryEngine, questions: Sequence[str], **options: Any) -> Calibration:
-    """Find the smallest recompute ratio whose answers are full prefill's, on the prompts that a query engine makes.
+    """Find the smallest recompute ratio that keeps what full prefill knows, on the prompts that a query engine makes.
 
     Each question is asked once through the query engine. The prompt that answered it is then answered by full prefill and at each
     ratio, under the settings that the query engine has, as `cacheblend_rag.calibrate` says. Nothing is changed: give what was
@@ -26,9 +26,9 @@ def calibrate(query_engine: BaseQueryEngine, questions: Sequence[str], **options
     query_engine : BaseQueryEngine
         A query engine that blends, which nothing else should use meanwhile.
     questions : sequence of str
-        Questions as users ask them; 119 at least for the default target.
+        Questions as users ask them, ten at least.
     **options : Any
-        As for `cacheblend_rag.calibrate`: ``answers``, ``selector``, ``ratios``, ``agreement``, ``confidence``,
+        As for `cacheblend_rag.calibrate`: ``answers``, ``selector``, ``ratios``, ``target``,
         ``max_new_tokens``, ``progress``.
 
     Returns
@@ -39,7 +39,7 @@ def calibrate(query_engine: BaseQueryEngine, questions: Sequence[str], **options
     Raises
     ------
     ConfigError
-        If it is not a query engine, blends nothing, or there are too few questions for the target.
+        If it is not a query engine, blends nothing.
     """
     if not isinstance(query_engine, BaseQueryEngine):
         raise ConfigError(
