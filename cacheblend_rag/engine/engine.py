@@ -188,7 +188,7 @@ class BlendEngine(ChunkLibrary, AnyEngine):
         Parameters
         ----------
         model : str or Path
-            A Hugging Face id, a folder, or "reference" for the small model that comes with this package.
+            A Hugging Face id, a folder, or "reference" for the small model that comes with a clone of the project.
         config : EngineConfig, optional
             The settings; `dtype` and `device` say how the model is loaded.
         blend, store, tenant, tuning

@@ -178,7 +178,7 @@ def _checked_name(model: str | Path) -> str:
     # No id on the Hub is like this one, and asking there takes its time.
     if get_close_matches(name.strip().lower(), [_REFERENCE_NAME], cutoff=0.8) and not Path(name).is_dir():
         raise ConfigError(
-            f'model {name!r} cannot be loaded: the model that comes with this package is "{_REFERENCE_NAME}"'
+            f'model {name!r} cannot be loaded: the model that comes with this project is "{_REFERENCE_NAME}"'
         )
     return name
 

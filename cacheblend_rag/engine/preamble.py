@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from datetime import datetime
 from typing import Any
 
 __all__ = ["default_preamble"]
 
 _MARK = "\u2021content\u2021"
+
+_DATE = re.compile(r"""strftime_now\(\s*["'](.+?)["']\s*\)""")
+_ANY_DAY = datetime(2026, 1, 1)
 
 _INSTRUCTION = "Use the following context to answer.\n\n"
 
@@ -47,16 +52,16 @@ def default_preamble(tokenizer: Any) -> str:
 
 def _opening(tokenizer: Any) -> str:
     """Return what a chat template writes before the words of a user; nothing where it cannot be told."""
-    if not getattr(tokenizer, "chat_template", None):
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
         return ""
     try:
-        # Many templates write today's date, and chunks are not to be encoded again tomorrow.
-        text = str(
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": _MARK}], tokenize=False, strftime_now=lambda form: "1 January 2026"
-            )
-        )
+        text = str(tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False))
     except Exception:  # a template may raise what it likes
         return ""
     before, mark, _ = text.partition(_MARK)
+    # Many templates write today's date, and chunks are not to be encoded again tomorrow.
+    today = datetime.now()
+    for form in _DATE.findall(str(template)):
+        before = before.replace(today.strftime(form), _ANY_DAY.strftime(form))
     return before if mark else ""

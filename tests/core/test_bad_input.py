@@ -408,7 +408,7 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
             BlendEngine.from_pretrained(name)
     with pytest.raises(ConfigError, match=r"cannot be loaded: .* or \"reference\""):
         BlendEngine.from_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"'Reference' .* the model that comes with this package is \"reference\""):
+    with pytest.raises(ConfigError, match=r"'Reference' .* the model that comes with this project is \"reference\""):
         BlendEngine.from_pretrained("Reference")
 
 
@@ -416,7 +416,7 @@ def test_the_reference_model_is_not_in_the_package(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("cacheblend_rag.engine.opening._REFERENCE", tmp_path)
     with pytest.raises(ConfigError, match="come with a clone of the project only; name a model of your own"):
         BlendEngine.from_pretrained("reference")
-    with pytest.raises(ConfigError, match=r"'refernce' .* the model that comes with this package is \"reference\""):
+    with pytest.raises(ConfigError, match=r"'refernce' .* the model that comes with this project is \"reference\""):
         BlendEngine.from_pretrained("refernce")
 
 
