@@ -11,14 +11,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.chunk import text_hash
-
 __all__ = [
     "CORPUS_FILE",
-    "DemoChunk",
     "Document",
     "Question",
-    "demo_chunks",
     "demo_documents",
     "demo_questions",
 ]
@@ -72,28 +68,6 @@ class Question:
     source: int
 
 
-@dataclass(frozen=True, slots=True)
-class DemoChunk:
-    """One chunk of a document.
-
-    Attributes
-    ----------
-    id : str
-        Holds a digest of the text, so that another corpus never meets this one's chunks under the same names.
-    text : str
-        What is read.
-    start : int
-        Where it begins in the document, in characters, its chunks being lines.
-    metadata : dict
-        The document's number (`document`) and `title`, and the chunk's `number` in it.
-    """
-
-    id: str
-    text: str
-    start: int
-    metadata: dict[str, Any]
-
-
 def demo_documents() -> list[Document]:
     """Return the demonstration's ten documents."""
     return [Document(each["title"], tuple(each["chunks"])) for each in _corpus()["documents"]]
@@ -102,19 +76,6 @@ def demo_documents() -> list[Document]:
 def demo_questions(count: int = 12) -> list[Question]:
     """Return the first questions about :func:`demo_documents`, of all kinds in turn."""
     return [Question(**each | {"support": tuple(each["support"])}) for each in _corpus()["questions"][:count]]
-
-
-def demo_chunks(framework: str) -> list[DemoChunk]:
-    """Return the chunks of all documents in order, named for a framework's collection."""
-    chunks = []
-    for number, document in enumerate(demo_documents()):
-        start = 0
-        for place, text in enumerate(document.chunks):
-            id = f"{framework}-{number}-{place}-{text_hash(text)[:8]}"
-            about = {"document": number, "title": document.title, "number": place}
-            chunks.append(DemoChunk(id, text, start, about))
-            start += len(text) + 1
-    return chunks
 
 
 @cache

@@ -48,8 +48,12 @@ def test_a_missing_package_is_named(
     run: Command, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "langchain_chroma", None)
+    monkeypatch.delitem(sys.modules, "cacheblend_rag.lab.demo.run")
+    monkeypatch.delitem(sys.modules, "cacheblend_rag.lab.demo.screen")
     result = run("demo", "--dir", tmp_path / "demo", "--model", model_folder, code=2)
     assert "the demo needs a package that is not installed (langchain_chroma)" in result.stderr
+    # It is found missing before a model is loaded.
+    assert not (tmp_path / "demo").exists()
 
 
 def test_a_missing_model_is_named(run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

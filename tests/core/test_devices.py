@@ -213,12 +213,16 @@ def test_pinned_memory_and_what_is_given_back() -> None:
 
 @pytest.mark.cuda
 def test_the_reference_model_answers_as_on_the_cpu() -> None:
-    from cacheblend_rag.demo.corpus import demo_chunks, demo_questions
+    from cacheblend_rag.demo.corpus import demo_documents, demo_questions
 
     answers = {}
     for device in ("cpu", "cuda"):
         with BlendEngine.from_pretrained("reference", **engine_settings(device=device, dtype="float32")) as engine:
-            chunks = [Chunk(each.text, each.id, document=each.document) for each in demo_chunks("any")]
+            chunks = [
+                Chunk(text, f"{number}-{place}", document=str(number))
+                for number, document in enumerate(demo_documents())
+                for place, text in enumerate(document.chunks)
+            ]
             engine.add(chunks)
             answers[device] = [
                 engine.generate(BlendPrompt("Read:\n", chunks[:10], f"\n{question.text}"), 24, do_sample=False).text

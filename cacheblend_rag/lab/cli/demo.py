@@ -13,6 +13,7 @@ from cacheblend_rag.cli.models import open_engine
 from cacheblend_rag.cli.options import JsonOption
 from cacheblend_rag.cli.output import console, make_quiet, on_interrupt, progress_bar, say_seconds, write_json
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.extras import needs_extra
 
 __all__ = ["demo"]
 
@@ -39,8 +40,10 @@ def demo(
     started = time.perf_counter()
     make_quiet()
     name = model or str(_packaged_model())
-    from cacheblend_rag.lab.demo.run import run_demo
-    from cacheblend_rag.lab.demo.screen import show_demo
+    # Before a model is loaded.
+    with needs_extra("demo", "the demo"):
+        from cacheblend_rag.lab.demo.run import run_demo
+        from cacheblend_rag.lab.demo.screen import show_demo
 
     with (
         on_interrupt(

