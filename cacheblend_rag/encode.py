@@ -18,7 +18,7 @@ __all__ = ["ChunkEncoder", "Encoder", "Reading", "Target", "plan_batches"]
 
 # Sharing the preamble saves its rows, but rows behind a cache need a mask where rows from the start are plainly causal, and the
 # preamble's KV is copied for each row: with a few tokens it is no faster. docs/encoding.md has the figures.
-_SHARED_PREFIX_TOKENS = 16
+_SHARED_PREAMBLE_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ class Encoder(ChunkEncoder):
     ) -> None:
         super().__init__(decoder, preamble, batch_tokens)
         self._decoder = decoder
-        wanted = len(self.preamble) >= _SHARED_PREFIX_TOKENS if share_preamble is None else share_preamble
+        wanted = len(self.preamble) >= _SHARED_PREAMBLE_TOKENS if share_preamble is None else share_preamble
         self._shares_preamble = wanted and bool(self.preamble)
         self._preamble_kv: list[LayerKV] | None = None
 

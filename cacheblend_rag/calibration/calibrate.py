@@ -8,9 +8,8 @@ from itertools import chain, repeat
 from statistics import fmean, median
 
 import numpy as np
-import torch
-from torch.nn import functional
 
+from cacheblend_rag.calibration.loss import right_losses, written_behind
 from cacheblend_rag.chunk import BlendPrompt, Chunk, ChunkPart, ChunkRef
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
@@ -244,16 +243,13 @@ def _right(
     """Return the tokens of the right answer."""
     if answer is None:
         return engine.generate(prompt, max_new_tokens, blend=whole, do_sample=False).token_ids
-    end = prompt.segments[-1]
-    text = answer if isinstance(end, str) and end[-1:].isspace() else f" {answer}"
+    text = written_behind(answer, prompt.segments[-1])
     return engine.tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[no-any-return]
 
 
 def _measure(engine: BlendEngine, prompt: BlendPrompt, right: Sequence[int], blend: BlendConfig) -> _Measured:
-    behind = BlendPrompt(segments=[*prompt.segments, right], skip_unknown=prompt.skip_unknown)
-    result = engine.prefill(behind, blend=blend, logits_to_keep=len(right) + 1)
-    loss = functional.cross_entropy(result.logits[:-1].float(), torch.tensor(right))
-    return _Measured(float(loss), result.report.ttft_s, result.report.charged_ratio)
+    result, losses = right_losses(engine, prompt, right, blend)
+    return _Measured(float(losses.mean()), result.report.ttft_s, result.report.charged_ratio)
 
 
 def _row(

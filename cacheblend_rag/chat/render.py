@@ -11,7 +11,16 @@ from typing import Any, Generic, TypeVar
 from cacheblend_rag.chunk import BLANK_LINE, Chunk, ChunkRef
 from cacheblend_rag.errors import ConfigError, PromptError
 
-__all__ = ["Holes", "Passage", "answer_head", "apply_template", "around_question", "knows_tools", "render_chat"]
+__all__ = [
+    "Holes",
+    "Passage",
+    "answer_head",
+    "apply_template",
+    "around_context",
+    "around_question",
+    "knows_tools",
+    "render_chat",
+]
 
 Piece = TypeVar("Piece", bound="Chunk | ChunkRef")
 _PROBE = "probe_of_cacheblend"
@@ -152,10 +161,24 @@ def apply_template(tokenizer: Any, turns: Sequence[dict[str, Any]], **variables:
     ) from refusal
 
 
+def around_context(tokenizer: Any, head: str, tail: str) -> tuple[str, str]:
+    """Return `head` and `tail` with what a tokenizer's chat template writes around them, as the message of a user in which a
+    context stands between them.
+
+    Raises
+    ------
+    PromptError
+        If the template refuses them.
+    """
+    message = {"role": "user", "content": f"{head}{_PROBE}{tail}"}
+    before, _, behind = apply_template(tokenizer, [message]).partition(_PROBE)
+    return before, behind
+
+
 def answer_head(tokenizer: Any) -> str:
     """Return what a tokenizer's chat template writes behind the last words of the user; nothing where it cannot be told."""
     try:
-        return apply_template(tokenizer, [{"role": "user", "content": _PROBE}]).partition(_PROBE)[2]
+        return around_context(tokenizer, "", "")[1]
     except PromptError:
         return ""
 

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from cacheblend_rag.chat.render import around_context
 from cacheblend_rag.chunk import BlendPrompt, Chunk
 from cacheblend_rag.config import EngineConfig
 from cacheblend_rag.documents.embedding import Embedding
@@ -56,7 +57,6 @@ _DELETE_GROUP = 1000
 # A chunk's file holds some words about each layer beside the KV itself.
 _FILE_BYTES_PER_LAYER = 512
 # A character that no tokenizer treats specially and no template contains.
-_CONTEXT = "\ue000"
 
 _PARTS = frozenset({"library.json", "warm.lock", "chroma", "kv"})
 
@@ -316,11 +316,8 @@ class Library:
     def passages(self) -> list[Passage]:
         """Return all passages, by their files and in the order in which they stand there."""
         found = self._passages.get(include=["documents", "metadatas"])
-        passages = [
-            Passage(id, str(about["source"]), int(str(about["position"])), text)
-            for id, text, about in zip(found["ids"], found["documents"] or [], found["metadatas"] or [], strict=True)
-        ]
-        return sorted(passages, key=lambda passage: (passage.source, passage.position))
+        rows = zip(found["ids"], found["documents"] or [], found["metadatas"] or [], strict=True)
+        return sorted((_passage(*row) for row in rows), key=_reading_order)
 
     def search(self, question: str, top_k: int) -> list[Match]:
         """Return the `top_k` passages nearest to the question as they stand in their files: what one leans on comes first."""
@@ -331,11 +328,8 @@ class Library:
         )
         assert found["documents"] and found["metadatas"] and found["distances"]
         rows = zip(found["ids"][0], found["documents"][0], found["metadatas"][0], found["distances"][0], strict=True)
-        matches = [
-            Match(Passage(id, str(about["source"]), int(str(about["position"])), text), distance)
-            for id, text, about, distance in rows
-        ]
-        return sorted(matches, key=lambda match: (match.passage.source, match.passage.position))
+        matches = [Match(_passage(id, text, about), distance) for id, text, about, distance in rows]
+        return sorted(matches, key=lambda match: _reading_order(match.passage))
 
     def prompt(self, question: str, matches: Sequence[Match]) -> BlendPrompt:
         """Return the prompt that asks `question` of what was found: instruction, passages one a line, question.
@@ -345,11 +339,7 @@ class Library:
         form, tokenizer = FORMATS["plain_answer"], self._engine.tokenizer
         prefix, suffix = form.head, form.suffix(question)
         if getattr(tokenizer, "chat_template", None):
-            message = f"{form.head}{_CONTEXT}{FORMATS['plain'].suffix(question)}"
-            rendered: str = tokenizer.apply_chat_template(
-                [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
-            )
-            prefix, _, suffix = rendered.partition(_CONTEXT)
+            prefix, suffix = around_context(tokenizer, form.head, FORMATS["plain"].suffix(question))
         chunks = [Chunk(match.passage.text, match.passage.id) for match in matches]
         return BlendPrompt(prefix, chunks, suffix, separator=form.separator)
 
@@ -410,6 +400,15 @@ class Library:
         moved = [each.id for each in passages if each.id in shown and shown[each.id][1] != each.position]
         if moved:
             self._passages.update(ids=moved, metadatas=[places[id] for id in moved])
+
+
+def _passage(id: str, text: str, about: Mapping[str, Any]) -> Passage:
+    """Return a passage as it stands in Chroma."""
+    return Passage(id, str(about["source"]), int(str(about["position"])), text)
+
+
+def _reading_order(passage: Passage) -> tuple[str, int]:
+    return passage.source, passage.position
 
 
 def _make_private(folder: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from cacheblend_rag import BlendEngine, BlendPrompt, Chunk
 from cacheblend_rag.calibration import calibrate
-from cacheblend_rag.chat.render import apply_template
+from cacheblend_rag.chat.render import around_context
 from cacheblend_rag.lab.cli.demo import _packaged_model
 from cacheblend_rag.lab.settings import engine_settings
 from cacheblend_rag.lab.training.corpus import NOTES, make_example
@@ -38,9 +38,8 @@ def test_chunks_of_a_sentence_keep_what_full_prefill_knows_of_them(engine: Blend
         rng.shuffle(ids)
         for question in example.questions:
             if question.kind in ("single", "pronoun", "two_hop"):
-                mark = "\u2021"
-                message = f"Answer the question from the context only.\n\n{mark}\n\nQuestion: {question.text}"
-                head, _, tail = apply_template(engine.tokenizer, [{"role": "user", "content": message}]).partition(mark)
+                instruction = "Answer the question from the context only.\n\n"
+                head, tail = around_context(engine.tokenizer, instruction, f"\n\nQuestion: {question.text}")
                 prompts.append(BlendPrompt(head, ids, tail, "\n"))
                 answers.append(question.answer)
     engine.add(chunks)

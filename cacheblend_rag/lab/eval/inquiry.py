@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
+from cacheblend_rag.calibration.loss import written_behind
 from cacheblend_rag.chunk import BlendPrompt, Chunk
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import PromptTooLongError
@@ -241,8 +242,7 @@ def inquire(
         asked = Inquiry(task, ids, question.text, max_new_tokens or task.max_new_tokens, own)
         if not losses:
             return asked
-        right = question.answers[0]
-        return replace(asked, right=right if asked.tail[-1:].isspace() else f" {right}")
+        return replace(asked, right=written_behind(question.answers[0], asked.tail))
 
     reads = {name for names in engines.values() for name in names}
     inquiries = [

@@ -264,7 +264,7 @@ def _losses(
 
     def gap(loss: Callable[[Answer], float | None]) -> Interval:
         rows = np.array([[loss(one.answer) for one in each] for each in trios], dtype=np.float64)
-        return bootstrap.share(rows[:, 2] - rows[:, 0], rows[:, 2] - rows[:, 1], clusters)  # type: ignore[arg-type]
+        return bootstrap.share(rows[:, 2] - rows[:, 0], rows[:, 2] - rows[:, 1], clusters)
 
     return {
         "loss": bootstrap.interval([one.answer.loss or 0.0 for one, *_ in trios], clusters),

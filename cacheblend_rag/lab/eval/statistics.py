@@ -73,15 +73,14 @@ class Bootstrap:
         Interval
             The mean over the questions, with its interval.
         """
-        given = np.asarray(values, dtype=np.float64)
-        _, numbers = np.unique(np.asarray(clusters), return_inverse=True)
-        sums = np.bincount(numbers, weights=given)
-        counts = np.bincount(numbers).astype(np.float64)
-        weights = self.weights(len(sums))
-        low, high = np.percentile((weights @ sums) / (weights @ counts), (2.5, 97.5))
-        return Interval(float(given.mean()), float(low), float(high))
+        return self.share(values, np.ones(len(values)), clusters)
 
-    def share(self, parts: Sequence[float], wholes: Sequence[float], clusters: Sequence[int]) -> Interval:
+    def share(
+        self,
+        parts: Sequence[float] | NDArray[np.float64],
+        wholes: Sequence[float] | NDArray[np.float64],
+        clusters: Sequence[int],
+    ) -> Interval:
         """Return the sum of some values over that of others, of the same questions, and its interval.
 
         Parameters
@@ -92,11 +91,12 @@ class Bootstrap:
             The context of each question.
         """
         _, numbers = np.unique(np.asarray(clusters), return_inverse=True)
-        above, below = (np.bincount(numbers, weights=np.asarray(each, dtype=np.float64)) for each in (parts, wholes))
+        given, of = (np.asarray(each, dtype=np.float64) for each in (parts, wholes))
+        above, below = (np.bincount(numbers, weights=each) for each in (given, of))
         weights = self.weights(len(below))
         with np.errstate(divide="ignore", invalid="ignore"):
             low, high = np.percentile((weights @ above) / (weights @ below), (2.5, 97.5))
-            return Interval(float(above.sum() / below.sum()), float(low), float(high))
+            return Interval(float(given.sum() / of.sum()), float(low), float(high))
 
 
 @dataclass(frozen=True, slots=True)

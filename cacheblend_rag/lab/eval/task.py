@@ -6,11 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cacheblend_rag.chat.render import apply_template
+from cacheblend_rag.chat.render import around_context
 
 __all__ = ["EvalContext", "EvalQuestion", "EvalTask", "Metric"]
-
-_CHUNKS = "\u2021chunks\u2021"
 
 Metric = Callable[[str, tuple[str, ...]], float]
 """Judges an answer against all answers that are right; from 0 to 1."""
@@ -108,8 +106,7 @@ class EvalTask:
         """Return the task with the chat template of a tokenizer around its prompts, where it is to be there."""
         if not self.chat or not getattr(tokenizer, "chat_template", None):
             return self
-        message = f"{self.head}{_CHUNKS}{self.tail}"
-        head, _, tail = apply_template(tokenizer, [{"role": "user", "content": message}]).partition(_CHUNKS)
+        head, tail = around_context(tokenizer, self.head, self.tail)
         return replace(self, head=head, tail=tail, chat=False)
 
     def mean_chunks(self, top_k: int) -> float:

@@ -9,9 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
-import torch
-from torch.nn import functional
-
+from cacheblend_rag.calibration.loss import right_losses
 from cacheblend_rag.chunk import BlendPrompt
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.controller import check_selector
@@ -160,13 +158,9 @@ class _Engine:
         """Return an answer with how likely the right one is found."""
         assert answer is not None
         ids = self._engine.tokenizer(right, add_special_tokens=False)["input_ids"]
-        whole = BlendPrompt(segments=[*prompt.segments, ids])
-        logits = self._engine.prefill(whole, blend=blend, logits_to_keep=len(ids) + 1).logits.float()
-        # log1p and its like may round to just below 0.
-        losses = functional.cross_entropy(logits[:-1], torch.tensor(ids), reduction="none").clamp(min=0)
-        return replace(
-            answer, loss=float(losses.mean()), first_loss=float(losses[0]), first_token=int(logits[0].argmax())
-        )
+        result, losses = right_losses(self._engine, prompt, ids, blend)
+        first = int(result.logits[0].argmax())
+        return replace(answer, loss=float(losses.mean()), first_loss=float(losses[0]), first_token=first)
 
     def _found(self, result: GenerationResult, alone: bool) -> Answer:
         report = result.report
